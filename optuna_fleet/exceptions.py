@@ -1,0 +1,43 @@
+"""Errors, named by what happens next.
+
+``FleetConfigError``: nothing was started; change the call. ``TrialError``: one trial fails, the others go
+on. ``RetryableError``: the work is tried again elsewhere. Any other ``FleetError`` ends the sweep.
+"""
+
+from __future__ import annotations
+
+
+class FleetError(Exception):
+    """Base class of every error raised by optuna-fleet."""
+
+
+class FleetConfigError(FleetError, ValueError):
+    """An argument or an environment that can't work; raised before any trial starts."""
+
+
+class RetryableError(FleetError):
+    """The work can be tried again on other devices."""
+
+
+class LaunchError(RetryableError):
+    """A process of the fleet could not be started."""
+
+
+class TrainerLostError(RetryableError):
+    """A trainer process died or was cut off while it ran a trial."""
+
+
+class TrialError(FleetError):
+    """One trial can't go on; the other trials are not affected."""
+
+
+class PreprocessingError(TrialError):
+    """A sample could not be preprocessed; carries the data set's name, the index and the traceback."""
+
+
+class RemoteObjectiveError(TrialError):
+    """Stands in for an exception of the objective whose own type can't be sent to the driver."""
+
+
+class ProtocolError(FleetError):
+    """A message on the control channel breaks the protocol, or its sender is not who it claims to be."""

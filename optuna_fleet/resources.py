@@ -1,0 +1,40 @@
+"""What trials run on: devices, nodes, the fleet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Device:
+    """One device slot: the place of one trainer process.
+
+    Attributes:
+        index: Number of the slot in the whole fleet, from 0.
+        node: Number of the node it is on, from 0.
+        kind: Device type; rates are only comparable within one kind ("cpu", or a GPU's name).
+        local: Number of the physical device on its node (the CUDA ordinal for GPUs).
+    """
+
+    index: int
+    node: int
+    kind: str
+    local: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All device slots of an executor, in order of ``Device.index``."""
+
+    devices: tuple[Device, ...]
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Device indices of each node, for nodes in ascending order."""
+        by_node: dict[int, list[int]] = {}
+        for device in self.devices:
+            by_node.setdefault(device.node, []).append(device.index)
+        return tuple(tuple(by_node[node]) for node in sorted(by_node))
+
+    def __len__(self) -> int:
+        return len(self.devices)
