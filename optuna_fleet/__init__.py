@@ -1,0 +1,36 @@
+"""optuna-fleet: runs the trials of Optuna studies of deep networks on a set of devices.
+
+Importing it gives `optuna.Study.optimize` the keyword ``executor=``.
+"""
+
+from optuna_fleet.exceptions import (
+    FleetConfigError,
+    FleetError,
+    LaunchError,
+    PreprocessingError,
+    TrainerLostError,
+    TrialError,
+)
+from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.fleet_executor import FleetExecutor
+from optuna_fleet.executor.summary import FleetSummary
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.sampler_bridge.keyword import install, uninstall
+
+__version__ = "0.1.0"
+__all__ = [
+    "Convergence",
+    "FleetConfigError",
+    "FleetError",
+    "FleetExecutor",
+    "FleetSummary",
+    "LaunchError",
+    "PreprocessingError",
+    "SharedPipeline",
+    "TrainerLostError",
+    "TrialError",
+    "install",
+    "uninstall",
+]
+
+install()

@@ -1,0 +1,213 @@
+"""Which devices: few nodes per trial, small trials together (FLEET, Eq. 4 and Algorithm 3).
+
+FLEET places onto equal, empty nodes in the order of device numbers. Here nodes may be uneven and
+partly taken, so "the next devices" becomes "the node that fits tightest", and both are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+MAX_ORDERS = 1024
+"""Orders of the last trials that are tried at most (FLEET, appendix A)."""
+
+_MAX_STEPS = 8_000  # trials placed in one search; keeps hundreds of trials within a second
+_FEW = 4  # so few trials are searched to the end, for the sake of what decides between equals
+
+_Placement = dict[int, tuple[int, ...]]
+_Nodes = list[list[int]]
+_Fit = Callable[[list[int], int], list[int]]
+
+
+def fleet_score(assignments: Mapping[int, Sequence[int]], nodes: Sequence[Sequence[int]]) -> float:
+    """Loss of FLEET's Eq. 4: the sum over trials of (nodes it uses) / (devices it has)."""
+    node_of = {device: n for n, node in enumerate(nodes) for device in node}
+    return sum(len({node_of[d] for d in a}) / len(a) for a in assignments.values() if a)
+
+
+def place(
+    counts: Mapping[int, int],
+    nodes: Sequence[Sequence[int]],
+    current: Mapping[int, tuple[int, ...]],
+) -> dict[int, tuple[int, ...]]:
+    """Chooses devices for each trial.
+
+    A trial that keeps its count keeps its devices if all of them are available. The others follow
+    Algorithm 3: trials that fill whole nodes, pairs that fill them together, then a search over
+    orders of the rest, at most ``MAX_ORDERS``, for the least Eq. 4; among equals the one that
+    leaves fewer nodes partly used, then the one that moves trials off fewer of their devices.
+
+    Args:
+        counts: Trial number -> devices it gets, at least 1.
+        nodes: Device indices that may be used, per node.
+        current: Trial number -> devices it has now.
+
+    Returns:
+        Trial number -> device indices; kept ones as they were, new ones ascending.
+
+    Raises:
+        ValueError: A count is below 1, or the counts exceed the devices.
+    """
+    available = sum(map(len, nodes))
+    if min(counts.values(), default=1) < 1 or sum(counts.values()) > available:
+        raise ValueError(
+            f"The value of `counts` is {dict(counts)}, but counts must be >= 1 and sum to at most "
+            f"{available}, the devices available."
+        )
+    placed = _keep(counts, nodes, current)
+    free = _without(nodes, placed.values())
+    rest = {t: counts[t] for t in sorted(counts, key=lambda t: (-counts[t], t)) if t not in placed}
+    for phase in (_fill_whole_nodes, _fill_nodes_in_pairs):
+        found = phase(rest, free, current)
+        placed |= found
+        free = _without(free, found.values())
+        rest = {t: m for t, m in rest.items() if t not in found}
+    return dict(sorted((placed | _search(rest, free, current)).items()))
+
+
+def _keep(
+    counts: Mapping[int, int],
+    nodes: Sequence[Sequence[int]],
+    current: Mapping[int, tuple[int, ...]],
+) -> _Placement:
+    left = {device for node in nodes for device in node}
+    kept: _Placement = {}
+    for number in sorted(counts):
+        devices = current.get(number, ())
+        if len(devices) == counts[number] and left.issuperset(devices):
+            kept[number] = tuple(devices)
+            left.difference_update(devices)
+    return kept
+
+
+def _without(nodes: Sequence[Sequence[int]], taken: Iterable[Sequence[int]]) -> _Nodes:
+    gone = {device for devices in taken for device in devices}
+    return [[device for device in node if device not in gone] for node in nodes]
+
+
+def _fewest_nodes(m: int, free: Sequence[Sequence[int]]) -> int:
+    sizes = itertools.accumulate(sorted(map(len, free), reverse=True))
+    return next(n for n, covered in enumerate(sizes, 1) if covered >= m)
+
+
+def _whole_nodes(m: int, free: _Nodes) -> list[int] | None:
+    """Equally free nodes that ``m`` fills exactly; None if fewer nodes could hold it."""
+    for size in sorted({len(node) for node in free if node}, reverse=True):
+        alike = [n for n, node in enumerate(free) if len(node) == size]
+        if m % size == 0 and m // size <= len(alike):
+            return alike[: m // size] if m // size == _fewest_nodes(m, free) else None
+    return None
+
+
+def _fill_whole_nodes(
+    rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
+) -> _Placement:
+    found: _Placement = {}
+    for number, m in rest.items():
+        own = set(current.get(number, ()))
+        left = sorted(_without(free, found.values()), key=lambda node: -len(own & set(node)))
+        if (whole := _whole_nodes(m, left)) is not None:
+            found[number] = tuple(sorted(device for n in whole for device in left[n]))
+    return found
+
+
+def _fill_nodes_in_pairs(
+    rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
+) -> _Placement:
+    found: _Placement = {}
+    for pair in itertools.combinations(rest, 2):
+        left = _without(free, found.values())
+        if found.keys() & set(pair):
+            continue
+        if (whole := _whole_nodes(sum(rest[t] for t in pair), left)) is None:
+            continue
+        filled = _in_order([(t, rest[t]) for t in pair], [left[n] for n in whole], current, _next)
+        if all(_spans(filled[t], left) == _fewest_nodes(rest[t], left) for t in pair):
+            found |= filled
+    return found
+
+
+def _search(
+    rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
+) -> _Placement:
+    best: _Placement = {}
+    best_cost = (math.inf, 0, 0)
+    least = sum(_fewest_nodes(m, free) / m for m in rest.values())
+    for order, fit in itertools.product(_orders(list(rest.items())), (_tightest, _next)):
+        trial = _in_order(order, free, current, fit)
+        cost = _cost(trial, free, current)
+        if cost < best_cost:
+            best, best_cost = trial, cost
+        if best_cost[0] <= least + 1e-9 and len(rest) > _FEW:
+            break
+    return best
+
+
+def _orders(items: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """All orders if they are few; else the widest first and random ones.
+
+    Lexicographic order would only permute the last few trials within the cap.
+    """
+    limit = min(MAX_ORDERS, max(8, _MAX_STEPS // max(1, len(items))))
+    if len(items) < 8 and math.factorial(len(items)) <= limit:
+        yield from map(list, itertools.permutations(items))
+        return
+    yield items
+    shuffle = random.Random(0)
+    for _ in range(limit - 1):
+        yield shuffle.sample(items, len(items))
+
+
+def _in_order(
+    order: Sequence[tuple[int, int]],
+    free: _Nodes,
+    current: Mapping[int, tuple[int, ...]],
+    fit: _Fit,
+) -> _Placement:
+    left = [list(node) for node in free]
+    owner = {device: t for t, devices in current.items() for device in devices}
+    placed: _Placement = {}
+    for number, m in order:
+        chosen: list[int] = []
+        for n in fit([len(node) for node in left], m):
+            # Own devices first, other trials' last: a trial that only grows should not move.
+            rank = {d: (owner.get(d) != number, d in owner) for d in left[n]}
+            wish = sorted(left[n], key=rank.__getitem__)[: m - len(chosen)]
+            left[n] = [d for d in left[n] if d not in wish]
+            chosen += wish
+        placed[number] = tuple(sorted(chosen))
+    return placed
+
+
+def _tightest(sizes: list[int], m: int) -> list[int]:
+    """Nodes to use for ``m`` devices: the largest while none holds the rest, then the tightest."""
+    chosen: list[int] = []
+    left = dict(enumerate(sizes))
+    while m > 0:
+        holding = [n for n in left if left[n] >= m]
+        n = min(holding, key=left.__getitem__) if holding else max(left, key=left.__getitem__)
+        chosen.append(n)
+        m -= left.pop(n)
+    return chosen
+
+
+def _next(sizes: list[int], m: int) -> list[int]:
+    """Nodes in the order of their devices (FLEET, Algorithm 4)."""
+    covered = itertools.accumulate(sizes, initial=0)
+    return [n for n, before in zip(range(len(sizes)), covered, strict=False) if before < m]
+
+
+def _cost(
+    placed: _Placement, free: _Nodes, current: Mapping[int, tuple[int, ...]]
+) -> tuple[float, int, int]:
+    used = {d for devices in placed.values() for d in devices}
+    partly = sum(0 < len(used & set(node)) < len(node) for node in free)
+    stayed = sum(len(set(devices) & set(current.get(t, ()))) for t, devices in placed.items())
+    return round(fleet_score(placed, free), 9), partly, -stayed
+
+
+def _spans(devices: Sequence[int], nodes: _Nodes) -> int:
+    return sum(bool(set(devices) & set(node)) for node in nodes)

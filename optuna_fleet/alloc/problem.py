@@ -1,0 +1,254 @@
+"""The allocation problem, its answer, and what every answer must keep to.
+
+A *flotilla* is a set of trials that share one stream of preprocessed data, so their rates must be
+close (FLEET, section 4.3). Several flotillas may fly at once on disjoint devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from optuna_fleet.exceptions import FleetError
+
+_TOLERANCE = 1e-9
+
+
+class AllocationFailed(FleetError):  # noqa: N818 - names what happened; the fallback takes over
+    """An allocator has no answer; the caller takes that of its fallback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A trial that flies or could fly.
+
+    Attributes:
+        number: Trial number.
+        rates: (r(1), ..., r(M)) in samples/s; widths beyond M are not considered.
+        devices: Devices it flies on now; empty if it waits.
+        min_devices: Fewest devices it can fly on.
+        max_devices: Most devices it can fly on; None for no limit but ``len(rates)``.
+        waited_rounds: Decisions in which it has been passed over.
+
+    Raises:
+        ValueError: A rate is not finite and positive, or the bounds leave no width.
+    """
+
+    number: int
+    rates: tuple[float, ...]
+    devices: tuple[int, ...] = ()
+    min_devices: int = 1
+    max_devices: int | None = None
+    waited_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.rates or not all(math.isfinite(r) and r > 0 for r in self.rates):
+            raise ValueError(
+                f"The value of `rates` of trial {self.number} is {self.rates}, but must "
+                "hold at least one rate, all finite and > 0."
+            )
+        if not 1 <= self.min_devices <= self.widest:
+            raise ValueError(
+                f"The value of `min_devices` of trial {self.number} is {self.min_devices}, but "
+                f"must be within 1 and {self.widest}, the widest it can fly."
+            )
+
+    @property
+    def widest(self) -> int:
+        """Most devices it can fly on."""
+        known = len(self.rates)
+        return known if self.max_devices is None else min(known, self.max_devices)
+
+    def rate(self, m: int) -> float:
+        """r(m) in samples/s."""
+        return self.rates[m - 1]
+
+    def useful_widths(self, limit: int) -> tuple[int, ...]:
+        """Admissible widths up to ``limit`` that are faster than every narrower one.
+
+        The others waste devices: Eq. 5 of FLEET falls again beyond its peak.
+        """
+        widths: list[int] = []
+        for m in range(self.min_devices, min(self.widest, limit) + 1):
+            if not widths or self.rate(m) > self.rate(widths[-1]):
+                widths.append(m)
+        return tuple(widths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationProblem:
+    """What is to be decided: which candidates fly, on which devices.
+
+    Attributes:
+        candidates: Trials, flying or waiting, in any order.
+        nodes: Indices of the devices that may be used now, per node; nodes may be uneven.
+        rate_spread: Within one flotilla the fastest rate is at most this times the slowest one.
+        time_limit_s: Seconds a solver may take.
+
+    Raises:
+        ValueError: A trial or a device is listed twice, or ``rate_spread`` is below 1.
+    """
+
+    candidates: tuple[Candidate, ...]
+    nodes: tuple[tuple[int, ...], ...]
+    rate_spread: float = 2.0
+    time_limit_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if twice := _repeated(c.number for c in self.candidates):
+            raise ValueError(f"The value of `candidates` lists trials {twice} more than once.")
+        if twice := _repeated(self.devices):
+            raise ValueError(f"The value of `nodes` lists devices {twice} more than once.")
+        if not self.rate_spread >= 1:
+            raise ValueError(
+                f"The value of `rate_spread` is {self.rate_spread}, but must be >= 1."
+            )
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Indices of all devices that may be used now, node by node."""
+        return tuple(device for node in self.nodes for device in node)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that may be used now."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def by_number(self) -> dict[int, Candidate]:
+        """Candidates by trial number, in ascending order."""
+        return {c.number: c for c in sorted(self.candidates, key=lambda c: c.number)}
+
+    def kept_width(self, candidate: Candidate) -> int | None:
+        """Width at which it can go on where it is; None if it waits or a device is gone."""
+        stays = candidate.devices and set(candidate.devices) <= set(self.devices)
+        return len(candidate.devices) if stays else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One trial's devices and the rate expected on them, in samples/s."""
+
+    number: int
+    devices: tuple[int, ...]
+    rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flotilla:
+    """Trials that share one stream of data."""
+
+    assignments: tuple[Assignment, ...]
+
+    @property
+    def reference_rate(self) -> float:
+        """Rate of the slowest trial, in samples/s; the others wait for it if the ring is full."""
+        return min(a.rate for a in self.assignments)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all its trials."""
+        return sum(len(a.devices) for a in self.assignments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A decision, and why.
+
+    Attributes:
+        flotillas: What flies; every candidate not in it waits.
+        allocator: Name of the allocator that made it.
+        reason: One sentence for people.
+        status: How sure it is: "optimal", "feasible" (stopped at the time limit), "trivial",
+            "heuristic", or "fallback: ..." with the cause.
+        gap: Relative distance to the solver's bound; None where there is no bound.
+        solve_time_s: Seconds the decision took; two plans that differ only here are equal.
+    """
+
+    flotillas: tuple[Flotilla, ...]
+    allocator: str
+    reason: str
+    status: str
+    gap: float | None = None
+    solve_time_s: float = field(default=0.0, compare=False)
+
+    @property
+    def assignments(self) -> dict[int, Assignment]:
+        """Assignments by trial number."""
+        return {a.number: a for f in self.flotillas for a in f.assignments}
+
+
+class Allocator(Protocol):
+    """Decides which trials fly on which devices.
+
+    ``allocate`` must be a pure function of the problem: equal problems, in any order of their
+    candidates, give equal plans, and nothing is kept from call to call. A plan passes
+    :func:`validate`.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name for logs and plans."""
+
+    def allocate(self, problem: AllocationProblem) -> Plan:
+        """Solves ``problem``.
+
+        Raises:
+            AllocationFailed: There is no answer; the caller takes its fallback.
+        """
+
+
+def validate(problem: AllocationProblem, plan: Plan) -> None:
+    """Checks a plan against its problem.
+
+    Raises:
+        ValueError: Lists every rule the plan breaks: unknown or repeated trials, devices that
+            can't be used or are used twice, widths out of bounds, wrong rates, a spread of rates
+            too large.
+    """
+    if broken := list(_breaches(problem, plan)):
+        raise ValueError(f"The plan of {plan.allocator} can't be flown: {'; '.join(broken)}.")
+
+
+def _breaches(problem: AllocationProblem, plan: Plan) -> Iterator[str]:
+    everything = [a for f in plan.flotillas for a in f.assignments]
+    used = [device for a in everything for device in a.devices]
+    if twice := _repeated(a.number for a in everything):
+        yield f"trials {twice} are assigned more than once"
+    if twice := _repeated(used):
+        yield f"devices {twice} are used more than once"
+    if absent := sorted(set(used) - set(problem.devices)):
+        yield f"devices {absent} are not available"
+    by_number = problem.by_number
+    for assignment in everything:
+        yield from _assignment_breaches(by_number.get(assignment.number), assignment)
+    for flotilla in plan.flotillas:
+        yield from _flotilla_breaches(flotilla, problem.rate_spread)
+
+
+def _assignment_breaches(candidate: Candidate | None, assignment: Assignment) -> Iterator[str]:
+    m = len(assignment.devices)
+    if candidate is None:
+        yield f"trial {assignment.number} is no candidate"
+    elif not candidate.min_devices <= m <= candidate.widest:
+        yield (
+            f"trial {assignment.number} has {m} devices, not {candidate.min_devices}.."
+            f"{candidate.widest}"
+        )
+    elif not math.isclose(assignment.rate, candidate.rate(m), rel_tol=_TOLERANCE):
+        yield f"trial {assignment.number} has rate {assignment.rate}, not {candidate.rate(m)}"
+
+
+def _flotilla_breaches(flotilla: Flotilla, rate_spread: float) -> Iterator[str]:
+    rates = [a.rate for a in flotilla.assignments]
+    if not rates:
+        yield "a flotilla is empty"
+    elif max(rates) > min(rates) * rate_spread * (1 + _TOLERANCE):
+        yield f"rates {min(rates):g}..{max(rates):g} samples/s spread by more than {rate_spread:g}"
+
+
+def _repeated(items: Iterable[int]) -> list[int]:
+    return sorted(item for item, times in Counter(items).items() if times > 1)

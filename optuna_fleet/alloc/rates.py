@@ -1,0 +1,183 @@
+"""Training rates r(m): what a trial does per second on m devices (FLEET, appendix B.3).
+
+A rate is in samples per second over the *global* batch, on one device type. Few widths are
+measured; the others are interpolated or follow FLEET's Eq. 5.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+DEFAULT_SCALING = 0.95
+"""r(m+1)/r(m) * m/(m+1) where nothing is known: how one more device lowers the rate per device."""
+
+PROFILE_BATCHES = 48
+"""Batches a profile takes at most (B.3)."""
+
+TIMED_BATCHES = 20
+"""Of these, the last ones that are timed (B.3)."""
+
+_SCALING_BOUNDS = (0.3, 1.0)
+_OUTLIER = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateProfile:
+    """Measured rates of one model structure on one device type.
+
+    Attributes:
+        structure: Name of the structure (parameter shapes, batch size, device type); trials of
+            equal structure share one profile.
+        measured: Devices m -> samples/s, at least one width.
+
+    Raises:
+        ValueError: Nothing was measured, a width is below 1, or a rate is not finite and positive.
+    """
+
+    structure: str
+    measured: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        if not self.measured:
+            raise ValueError("The value of `measured` is {}, but must hold at least one width.")
+        for m, rate in self.measured.items():
+            if m < 1 or not (math.isfinite(rate) and rate > 0):
+                raise ValueError(
+                    f"The value of `measured` holds r({m}) = {rate}, but widths must be >= 1 "
+                    "and rates finite and > 0."
+                )
+
+    def rates(self, max_devices: int, scaling: float = DEFAULT_SCALING) -> tuple[float, ...]:
+        """Rates for every width up to ``max_devices``.
+
+        Measured where measured, linear between two measured widths, proportional to m below the
+        smallest one, and Eq. 5 beyond the largest: ``r(m) = m * r(w)/w * factor**(m - w)``. The
+        factor comes from the two largest measured widths and is kept within [0.3, 1], because
+        noise would compound.
+
+        Args:
+            max_devices: Number of widths wanted.
+            scaling: Factor of Eq. 5 when only one width was measured, see :func:`pooled_scaling`.
+
+        Returns:
+            (r(1), ..., r(max_devices)) in samples/s, all finite and > 0.
+
+        Raises:
+            ValueError: ``max_devices`` is below 1.
+        """
+        if max_devices < 1:
+            raise ValueError(f"The value of `max_devices` is {max_devices}, but must be >= 1.")
+        factor = _step_factor(self.measured)
+        factor = _clip_scaling(scaling if factor is None else factor)
+        widths = sorted(self.measured)
+        return tuple(
+            min(max(self._rate(m, widths, factor), sys.float_info.min), sys.float_info.max)
+            for m in range(1, max_devices + 1)
+        )
+
+    def with_measurement(self, m: int, samples_per_s: float) -> RateProfile:
+        """The same profile with r(``m``) set to ``samples_per_s``, replacing an older value."""
+        return RateProfile(structure=self.structure, measured={**self.measured, m: samples_per_s})
+
+    def _rate(self, m: int, widths: Sequence[int], factor: float) -> float:
+        if m in self.measured:
+            return self.measured[m]
+        if m > widths[-1]:
+            return m * (self.measured[widths[-1]] / widths[-1]) * factor ** (m - widths[-1])
+        if m < widths[0]:
+            return m * (self.measured[widths[0]] / widths[0])
+        low = max(w for w in widths if w < m)
+        high = min(w for w in widths if w > m)
+        share = (m - low) / (high - low)
+        return (1 - share) * self.measured[low] + share * self.measured[high]
+
+
+def pooled_scaling(profiles: Iterable[RateProfile]) -> float:
+    """What a further device leaves of the rate per device, as seen over all profiles.
+
+    Args:
+        profiles: Those with one width only are passed over.
+
+    Returns:
+        The median of the profiles' factors of Eq. 5, within [0.3, 1]; ``DEFAULT_SCALING`` if no
+        profile has two widths.
+    """
+    factors = [f for p in profiles if (f := _step_factor(p.measured)) is not None]
+    return _clip_scaling(statistics.median(factors)) if factors else DEFAULT_SCALING
+
+
+def profiling_width(
+    single_device_rates: Sequence[float], devices_per_node: int, num_devices: int
+) -> int:
+    """Widest profile worth taking: M_t = max(M_a, M_b) of B.3, but no more than there are devices.
+
+    Args:
+        single_device_rates: r(1) of each trial, in samples/s.
+        devices_per_node: Devices of one node; M_b is twice that.
+        num_devices: Devices of the fleet.
+
+    Raises:
+        ValueError: No rate is given, or one is not positive.
+    """
+    if not single_device_rates or min(single_device_rates) <= 0:
+        raise ValueError(
+            f"The value of `single_device_rates` is {single_device_rates!r}, but must hold "
+            "at least one rate, all > 0."
+        )
+    reach_fastest = math.ceil(max(single_device_rates) / min(single_device_rates))
+    return max(1, min(num_devices, max(reach_fastest, 2 * devices_per_node)))
+
+
+def rate_of(durations_s: Sequence[float], samples: Sequence[int]) -> float:
+    """Training rate from the timed batches of a profile (B.3).
+
+    Only the last ``TIMED_BATCHES`` of the first ``PROFILE_BATCHES`` batches count, and never the
+    first batch if there is another (it pays for warming up). The slowest batch is left out if it
+    took over twice the median time per sample: one pause of the machine is not the trial's rate.
+
+    Args:
+        durations_s: Seconds of each batch.
+        samples: *Global* size of each batch.
+
+    Returns:
+        Samples per second.
+
+    Raises:
+        ValueError: The sequences are empty, unlike in length, or hold a value that is not
+            positive.
+    """
+    if not durations_s or len(durations_s) != len(samples):
+        raise ValueError(
+            f"The values of `durations_s` and `samples` have lengths {len(durations_s)} and "
+            f"{len(samples)}, but must be equally long and not empty."
+        )
+    if min(durations_s) <= 0 or min(samples) <= 0:
+        raise ValueError("The values of `durations_s` and `samples` must all be > 0.")
+    batches = list(zip(durations_s, samples, strict=True))[:PROFILE_BATCHES]
+    timed = _without_pause((batches[1:] or batches)[-TIMED_BATCHES:])
+    return sum(n for _, n in timed) / sum(seconds for seconds, _ in timed)
+
+
+def _without_pause(batches: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    per_sample = [seconds / n for seconds, n in batches]
+    slowest = per_sample.index(max(per_sample))
+    if per_sample[slowest] <= _OUTLIER * statistics.median(per_sample):
+        return batches
+    return batches[:slowest] + batches[slowest + 1 :]
+
+
+def _step_factor(measured: Mapping[int, float]) -> float | None:
+    if len(measured) < 2:
+        return None
+    before, last = sorted(measured)[-2:]
+    per_device = (measured[last] / last) / (measured[before] / before)
+    return float(per_device ** (1 / (last - before)))
+
+
+def _clip_scaling(factor: float) -> float:
+    low, high = _SCALING_BOUNDS
+    return min(max(factor, low), high)

@@ -1,0 +1,72 @@
+"""The child process of :class:`optuna_fleet.alloc.isolation.IsolatedAllocator`.
+
+Reads ``(allocator, problem)`` from stdin and writes a plan, or the text of what went wrong, to
+stdout; each as a pickle after its length (8 bytes, big endian). Ends with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import struct
+import sys
+from typing import Any, BinaryIO
+
+HEADER = struct.Struct("!Q")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Answers requests until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    requests, answers = _private_pipes()
+    while (request := _read(requests)) is not None:
+        body = _answer(request)
+        answers.write(HEADER.pack(len(body)) + body)
+        answers.flush()
+
+
+def _die_with_parent() -> None:
+    """The end of stdin is not seen in the middle of a solve that hangs."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Moves our pipes off descriptors 0 and 1: what a solver prints must not get into answers."""
+    requests = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    return requests, answers
+
+
+def _read(requests: BinaryIO) -> bytes | None:
+    header = requests.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    body = requests.read(size)
+    return body if len(body) == size else None
+
+
+def _answer(request: bytes) -> bytes:
+    answer: Any
+    try:
+        allocator, problem = pickle.loads(request)
+        answer = allocator.allocate(problem)
+        return pickle.dumps(answer)
+    except Exception as error:
+        return pickle.dumps(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""What happened (events, past facts) and what to do about it (instructions, imperatives).
+
+The controller turns the one into the other and does nothing else; the driver, and later the replay, carry
+the instructions out. A *run* is one stay of a trial on a set of devices; its id is never used twice, so
+what an ended run still says can be told apart and dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from optuna_fleet.alloc.problem import AllocationProblem, Plan
+
+
+class EpochDecision(Enum):
+    """What a trial does at the end of an epoch."""
+
+    GO = "go on"
+    STOP = "stop: converged"
+    YIELD = "yield: checkpoint and leave the devices"
+
+
+class Ending(Enum):
+    """How one rank of a run ended."""
+
+    RETURNED = "returned"
+    RAISED = "raised"
+    YIELDED = "yielded"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialProposed:
+    """The study gave a trial to run."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposalsExhausted:
+    """No further trial may be started: the budget is spent, or the study was stopped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRequested:
+    """A run reached its first request for data: its model and whether it can be moved are known."""
+
+    run_id: int
+    structure: str
+    resumable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateMeasured:
+    """The training rate of a run over its first batches, in samples/s of the whole trial."""
+
+    run_id: int
+    samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochEnded:
+    """A run finished an epoch and asks what to do; `converged` by the user's criterion."""
+
+    run_id: int
+    converged: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnded:
+    """One rank of a run left the objective; its device is free again."""
+
+    run_id: int
+    device: int
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLost:
+    """The trainer of a device died; what ran there is cut off.
+
+    `by_order` when the driver killed it because another rank of its run had failed.
+    """
+
+    device: int
+    by_order: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceJoined:
+    """A trainer is ready on a device."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDecided:
+    """The allocator answered."""
+
+    plan: Plan
+
+
+Event: TypeAlias = (
+    TrialProposed
+    | ProposalsExhausted
+    | DataRequested
+    | RateMeasured
+    | EpochEnded
+    | RankEnded
+    | DeviceLost
+    | DeviceJoined
+    | PlanDecided
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Propose:
+    """Ask the study for one trial; answer with `TrialProposed` or `ProposalsExhausted`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """Run a trial on these devices, from its checkpoint if it has one."""
+
+    run_id: int
+    number: int
+    devices: tuple[int, ...]
+    probe: bool
+    measure: bool
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocate:
+    """Solve this problem; answer with `PlanDecided`."""
+
+    problem: AllocationProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerEpoch:
+    """Answer the run's `EpochEnded`."""
+
+    run_id: int
+    decision: EpochDecision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutOff:
+    """A rank of the run is gone: its other ranks must end, by force if they do not by themselves."""
+
+    run_id: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """All ranks of the run have ended and the trial with it: tell the study."""
+
+    number: int
+    run_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requeue:
+    """All ranks of the run have ended, the trial goes on later from its checkpoint."""
+
+    number: int
+    run_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """The trial lost its devices too often: fail it."""
+
+    number: int
+    run_id: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveBack:
+    """The trial was never launched: return it to the study as WAITING."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartRound:
+    """A plan is about to be carried out (for the log and the records)."""
+
+    round: int
+    plan: Plan
+
+
+Instruction: TypeAlias = (
+    Propose
+    | Launch
+    | Allocate
+    | AnswerEpoch
+    | CutOff
+    | Settle
+    | Requeue
+    | GiveUp
+    | GiveBack
+    | StartRound
+)

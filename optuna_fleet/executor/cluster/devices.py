@@ -1,0 +1,77 @@
+"""Finding the devices of this machine, without initialising CUDA in any of our processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.resources import Device, Fleet
+
+_PROBE = """
+import json, torch
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+print(json.dumps(names))
+"""
+
+
+def find_fleet(devices: int | None, device_type: str | None) -> Fleet:
+    """Return the local fleet: `devices` slots of `device_type`.
+
+    Args:
+        devices: Number of slots; None for all visible GPUs, or one CPU slot per core if there are none.
+        device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
+
+    Raises:
+        FleetConfigError: More GPUs are asked for than there are, or a number below 1.
+    """
+    if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int)):
+        raise FleetConfigError(f"`devices` is {devices!r}, but must be a number of devices, or None.")
+    if devices is not None and devices < 1:
+        raise FleetConfigError(f"`devices` is {devices}, but must be >= 1.")
+    if device_type not in (None, "cpu", "cuda"):
+        raise FleetConfigError(f"`device_type` is {device_type!r}, but must be 'cpu' or 'cuda'.")
+    gpus = [] if device_type == "cpu" else _gpu_names()
+    if device_type == "cuda" or gpus:
+        return _gpu_fleet(gpus, devices)
+    number = devices if devices is not None else cpu_count()
+    return Fleet(devices=tuple(_device(index, "cpu") for index in range(number)))
+
+
+def cpu_count() -> int:
+    """Number of CPU cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _gpu_fleet(names: list[str], devices: int | None) -> Fleet:
+    number = len(names) if devices is None else devices
+    if number > len(names) or not names:
+        raise FleetConfigError(
+            f"{number or 'all'} GPUs were asked for, but {len(names)} are visible here"
+            + (f" ({', '.join(names)})" if names else "")
+            + ". Ask for fewer, or pass device_type='cpu' for CPU slots."
+        )
+    return Fleet(devices=tuple(_device(index, names[index]) for index in range(number)))
+
+
+def _device(index: int, kind: str) -> Device:
+    return Device(index=index, node=0, kind=kind, local=index)
+
+
+def _gpu_names() -> list[str]:
+    # Asking torch costs seconds, and no NVIDIA driver means no GPU.
+    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists():
+        return []
+    answer = subprocess.run(
+        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
+    )
+    if answer.returncode != 0:
+        raise FleetConfigError(
+            "This machine has an NVIDIA driver, but torch can't list its GPUs; pass device_type='cpu' to "
+            f"do without them. torch said:\n{answer.stderr.strip()}"
+        )
+    names: list[str] = json.loads(answer.stdout.splitlines()[-1])
+    return names

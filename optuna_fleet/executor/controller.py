@@ -1,0 +1,397 @@
+"""The controller: what happened goes in, what to do comes out. Pure: no clock, no process, no I/O.
+
+A *round* is one way to decide when to decide again (FLEET 4.3.2): the global paradigm re-allocates all
+trials once fewer than `alpha` of the round's devices are active; the local one (4.3.3) only refills freed
+devices. New proposals are probed on devices as they fall free, so that a probe is also the start of its
+trial's training: batches that measured a rate are never thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+from typing import Literal, assert_never
+
+from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Candidate, Plan
+from optuna_fleet.alloc.rates import RateProfile, pooled_scaling
+from optuna_fleet.events import (
+    Allocate,
+    AnswerEpoch,
+    CutOff,
+    DataRequested,
+    DeviceJoined,
+    DeviceLost,
+    Ending,
+    EpochDecision,
+    EpochEnded,
+    Event,
+    GiveBack,
+    GiveUp,
+    Instruction,
+    Launch,
+    PlanDecided,
+    ProposalsExhausted,
+    Propose,
+    RankEnded,
+    RateMeasured,
+    Requeue,
+    Settle,
+    StartRound,
+    TrialProposed,
+)
+from optuna_fleet.resources import Fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """When to decide again, and within which bounds.
+
+    Attributes:
+        paradigm: "global" re-allocates every trial, "local" only fills free devices.
+        alpha: The global paradigm decides again when fewer than this share of a round's devices is active.
+        rate_spread: Fastest over slowest training rate allowed within one flotilla.
+        solver_time_limit_s: Time limit of one decision.
+        max_restarts: How often a trial may lose its devices before it is failed.
+    """
+
+    paradigm: Literal["global", "local"] = "global"
+    alpha: float = 0.8
+    rate_spread: float = 2.0
+    solver_time_limit_s: float = 1.0
+    max_restarts: int = 3
+
+
+class Status(Enum):
+    """Where a trial is; Optuna's storage owns its state."""
+
+    PROPOSED = "proposed"
+    PROBING = "probing"
+    WAITING = "waiting"
+    FLYING = "flying"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    run_id: int
+    number: int
+    devices: tuple[int, ...]
+    measured: bool
+    leaving: bool = False
+    cut: bool = False
+    lost: bool = False
+    endings: dict[int, Ending] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trial:
+    number: int
+    status: Status = Status.PROPOSED
+    structure: str | None = None
+    resumable: bool = False
+    restarts: int = 0
+    waited_rounds: int = 0
+    run: _Run | None = None
+
+
+class Controller:
+    """The state machine of one `optimize` call; profiles outlive it and may be shared between calls."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        *,
+        profiles: dict[str, RateProfile] | None = None,
+        run_ids: Iterator[int] | None = None,
+    ) -> None:
+        self.fleet = fleet
+        self.policy = policy
+        self.profiles = {} if profiles is None else profiles
+        self.round = 0
+        self._run_ids = count() if run_ids is None else run_ids
+        self._trials: dict[int, _Trial] = {}
+        self._runs: dict[int, _Run] = {}
+        self._idle: set[int] = set()
+        self._pending: dict[int, Assignment] = {}
+        self._round_devices: frozenset[int] = frozenset()
+        self._exhausted = False
+        self._proposing = False
+        self._deciding = False
+        self._changed = False
+
+    @property
+    def finished(self) -> bool:
+        """No trial is left and none may be started."""
+        return self._exhausted and not self._trials
+
+    def statuses(self) -> dict[int, Status]:
+        """Where each unfinished trial is."""
+        return {number: trial.status for number, trial in self._trials.items()}
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take one event; return what to do now, in order."""
+        instructions = self._take(event)
+        return instructions + self._advance()
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _take(self, event: Event) -> list[Instruction]:  # noqa: C901 - one arm per event
+        match event:
+            case TrialProposed():
+                self._proposing = False
+                self._trials[event.number] = _Trial(number=event.number)
+            case ProposalsExhausted():
+                self._proposing, self._exhausted = False, True
+            case DataRequested():
+                self._data_requested(event)
+            case RateMeasured():
+                self._rate_measured(event)
+            case EpochEnded():
+                return self._epoch_ended(event)
+            case RankEnded():
+                return self._rank_ended(event.run_id, event.device, event.ending)
+            case DeviceLost():
+                return self._device_lost(event)
+            case DeviceJoined():
+                self._idle.add(event.device)
+                self._changed = True
+            case PlanDecided():
+                return self._plan_decided(event.plan)
+            case _:
+                assert_never(event)
+        return []
+
+    def _data_requested(self, event: DataRequested) -> None:
+        run = self._runs.get(event.run_id)
+        if run is None:
+            return
+        trial = self._trials[run.number]
+        trial.structure, trial.resumable = event.structure, event.resumable
+        trial.status = Status.FLYING
+        known = self.profiles.get(event.structure)
+        run.measured = known is not None and len(run.devices) in known.measured
+        self._changed = True
+
+    def _rate_measured(self, event: RateMeasured) -> None:
+        run = self._runs.get(event.run_id)
+        if run is None:
+            return
+        structure = self._trials[run.number].structure
+        assert structure is not None
+        profile = self.profiles.get(structure) or RateProfile(structure=structure, measured={})
+        width = len(run.devices)
+        self.profiles[structure] = profile.with_measurement(width, event.samples_per_s)
+        run.measured = True
+        self._changed = True
+
+    def _epoch_ended(self, event: EpochEnded) -> list[Instruction]:
+        run = self._runs.get(event.run_id)
+        if run is None:
+            return []
+        decision = EpochDecision.GO
+        if event.converged:
+            decision = EpochDecision.STOP
+        elif run.leaving:
+            decision = EpochDecision.YIELD
+        return [AnswerEpoch(run_id=event.run_id, decision=decision)]
+
+    def _rank_ended(self, run_id: int, device: int, ending: Ending) -> list[Instruction]:
+        run = self._runs.get(run_id)
+        if run is None or device in run.endings:
+            return []
+        run.endings[device] = ending
+        if ending is not Ending.LOST:
+            self._idle.add(device)
+        remaining = tuple(d for d in run.devices if d not in run.endings)
+        if not remaining:
+            return self._run_ended(run)
+        if ending in (Ending.RAISED, Ending.LOST) and not run.cut:
+            run.cut = True
+            return [CutOff(run_id=run_id, devices=remaining)]
+        return []
+
+    def _device_lost(self, event: DeviceLost) -> list[Instruction]:
+        self._idle.discard(event.device)
+        self._pending = {n: a for n, a in self._pending.items() if event.device not in a.devices}
+        self._changed = True
+        for run in self._runs.values():
+            if event.device in run.devices and event.device not in run.endings:
+                run.lost = run.lost or not event.by_order
+                return self._rank_ended(run.run_id, event.device, Ending.LOST)
+        return []
+
+    def _run_ended(self, run: _Run) -> list[Instruction]:
+        del self._runs[run.run_id]
+        self._changed = True
+        trial = self._trials[run.number]
+        trial.run = None
+        names = {"number": run.number, "run_id": run.run_id}
+        endings = set(run.endings.values())
+        if run.lost:
+            trial.restarts += 1
+            if trial.restarts > self.policy.max_restarts:
+                del self._trials[run.number]
+                return [GiveUp(**names, restarts=trial.restarts)]
+        elif endings != {Ending.YIELDED}:
+            del self._trials[run.number]
+            self._pending.pop(run.number, None)
+            return [Settle(**names)]
+        trial.status = Status.WAITING if trial.structure else Status.PROPOSED
+        return [Requeue(**names)]
+
+    # -- decisions ---------------------------------------------------------------------------------
+
+    def _advance(self) -> list[Instruction]:
+        if self._deciding:  # the devices the plan is made for must still be there when it comes
+            return []
+        instructions = [*self._launch_pending(), *self._probe_proposed()]
+        if self._exhausted:
+            instructions += self._give_back_unlaunched()
+        elif not self._proposing and not self._waiting() and self._free():
+            self._proposing = True
+            instructions.append(Propose())
+        if self._should_decide():
+            instructions += self._decide()
+        return instructions
+
+    def _give_back_unlaunched(self) -> list[Instruction]:
+        """Once nothing more may start, what was proposed but never launched goes back to the study."""
+        unlaunched = [
+            trial
+            for trial in self._trials.values()
+            if trial.status is Status.PROPOSED and trial.run is None and trial.restarts == 0
+        ]
+        for trial in unlaunched:
+            del self._trials[trial.number]
+        return [GiveBack(number=trial.number) for trial in unlaunched]
+
+    def _free(self) -> list[int]:
+        """Idle devices that no pending launch waits for."""
+        reserved = {device for assignment in self._pending.values() for device in assignment.devices}
+        return sorted(self._idle - reserved)
+
+    def _waiting(self) -> list[_Trial]:
+        return [t for t in self._trials.values() if t.status is Status.WAITING]
+
+    def _launch_pending(self) -> list[Instruction]:
+        launches: list[Instruction] = []
+        for number, assignment in list(self._pending.items()):
+            trial = self._trials[number]
+            if trial.run is None and self._idle.issuperset(assignment.devices):
+                del self._pending[number]
+                launches.append(self._launch(trial, assignment.devices))
+        return launches
+
+    def _probe_proposed(self) -> list[Instruction]:
+        proposed = [t for t in self._trials.values() if t.status is Status.PROPOSED]
+        return [
+            self._launch(trial, (device,))
+            for trial, device in zip(proposed, self._free(), strict=False)
+        ]
+
+    def _launch(self, trial: _Trial, devices: tuple[int, ...]) -> Launch:
+        self._idle.difference_update(devices)
+        probe = trial.status is Status.PROPOSED
+        profile = self.profiles.get(trial.structure) if trial.structure else None
+        measured = profile is not None and len(devices) in profile.measured
+        run = _Run(
+            run_id=next(self._run_ids), number=trial.number, devices=devices, measured=measured
+        )
+        trial.run = self._runs[run.run_id] = run
+        trial.status = Status.PROBING if probe else Status.FLYING
+        trial.waited_rounds = 0
+        return Launch(
+            run_id=run.run_id,
+            number=trial.number,
+            devices=devices,
+            probe=probe,
+            measure=not measured,
+            round=self.round,
+        )
+
+    def _should_decide(self) -> bool:
+        if self._proposing or self._pending or not self._changed:
+            return False
+        if any(run.leaving or not self._is_settled(run) for run in self._runs.values()):
+            return False
+        if not self._candidates():
+            return False
+        return self._round_is_over() or bool(self._waiting() and self._free())
+
+    def _is_settled(self, run: _Run) -> bool:
+        """Nothing more is about to be learnt of the run: its rate is known, or it will never move."""
+        trial = self._trials[run.number]
+        return trial.status is Status.FLYING and (run.measured or not trial.resumable)
+
+    def _round_is_over(self) -> bool:
+        if self.round == 0:
+            return True
+        if self.policy.paradigm == "local":
+            return False
+        in_round = self._round_devices - self._idle
+        active = len(in_round & {d for run in self._runs.values() for d in run.devices})
+        return active < self.policy.alpha * len(self._round_devices)
+
+    def _candidates(self) -> list[_Trial]:
+        """Trials that may be placed: waiting ones and, but for the local paradigm, those flying."""
+        movable = self.policy.paradigm == "global" or self.round == 0
+        return [
+            trial
+            for trial in self._trials.values()
+            if trial.status is Status.WAITING
+            or (movable and trial.status is Status.FLYING and trial.resumable and trial.run)
+        ]
+
+    def _decide(self) -> list[Instruction]:
+        self._deciding, self._changed = True, False
+        candidates = self._candidates()
+        usable = set(self._idle)
+        usable.update(d for trial in candidates if trial.run for d in trial.run.devices)
+        problem = AllocationProblem(
+            candidates=tuple(self._candidate(trial, len(usable)) for trial in candidates),
+            nodes=self._nodes(usable),
+            rate_spread=self.policy.rate_spread,
+            time_limit_s=self.policy.solver_time_limit_s,
+        )
+        return [Allocate(problem=problem)]
+
+    def _candidate(self, trial: _Trial, num_devices: int) -> Candidate:
+        assert trial.structure is not None
+        profile = self.profiles.get(trial.structure)
+        if profile is None:  # lost before it was measured: as good as any
+            profile = RateProfile(structure=trial.structure, measured={1: 1.0})
+        return Candidate(
+            number=trial.number,
+            rates=profile.rates(num_devices, pooled_scaling(self.profiles.values())),
+            devices=trial.run.devices if trial.run else (),
+            waited_rounds=trial.waited_rounds,
+        )
+
+    def _nodes(self, usable: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        usable = set(usable)
+        nodes = (tuple(d for d in node if d in usable) for node in self.fleet.nodes)
+        return tuple(node for node in nodes if node)
+
+    def _plan_decided(self, plan: Plan) -> list[Instruction]:
+        self._deciding = False
+        self.round += 1
+        assignments = plan.assignments
+        self._round_devices = frozenset(d for a in assignments.values() for d in a.devices)
+        for trial in self._candidates():
+            assignment = assignments.get(trial.number)
+            if trial.run is None:
+                trial.waited_rounds += assignment is None
+            elif assignment is None or set(assignment.devices) != set(trial.run.devices):
+                trial.run.leaving = True
+            else:
+                continue
+            if assignment is not None and self._can_serve(assignment):
+                self._pending[trial.number] = assignment
+        return [StartRound(round=self.round, plan=plan)]
+
+    def _can_serve(self, assignment: Assignment) -> bool:
+        """All its devices are still there (one may have been lost while the solver worked)."""
+        busy = {device for run in self._runs.values() for device in run.devices}
+        return (self._idle | busy).issuperset(assignment.devices)

@@ -1,0 +1,41 @@
+"""When a trial has converged: a pure function of the values it reported (FLEET 4.3.2, "Training")."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from optuna_fleet.exceptions import FleetConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convergence:
+    """A trial has converged once its reported value stopped improving.
+
+    Attributes:
+        patience: Number of reports in a row without an improvement.
+        min_improvement: By how much a value must beat the best so far to count as an improvement.
+    """
+
+    patience: int
+    min_improvement: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.patience < 1:
+            raise FleetConfigError(f"`patience` is {self.patience}, but must be >= 1.")
+        if not self.min_improvement >= 0:
+            raise FleetConfigError(
+                f"`min_improvement` is {self.min_improvement}, but must be >= 0."
+            )
+
+    def is_reached(self, values: Sequence[float], *, maximize: bool) -> bool:
+        """Whether the last `patience` of `values` all failed to improve on the best before them."""
+        best, stale = -math.inf, 0
+        for value in values:
+            gain = value if maximize else -value
+            if gain > best + self.min_improvement or best == -math.inf:
+                best, stale = max(gain, best), 0
+            else:
+                stale += 1
+        return stale >= self.patience

@@ -1,0 +1,436 @@
+"""The driver of one `optimize` call: waits for events, asks the controller, carries out what it says.
+
+The only code that blocks. Everything that touches the study happens here, on the caller's thread.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import Any, assert_never
+
+from optuna_fleet.events import (
+    Allocate,
+    AnswerEpoch,
+    CutOff,
+    DataRequested,
+    DeviceJoined,
+    Ending,
+    EpochEnded,
+    Event,
+    GiveBack,
+    GiveUp,
+    Instruction,
+    Launch,
+    PlanDecided,
+    ProposalsExhausted,
+    Propose,
+    RankEnded,
+    RateMeasured,
+    Requeue,
+    Settle,
+    StartRound,
+    TrialProposed,
+)
+from optuna_fleet.exceptions import TrainerLostError
+from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.executor.controller import Controller
+from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.runtime import Runtime
+from optuna_fleet.executor.summary import Tally
+from optuna_fleet.messages import (
+    Call,
+    Ended,
+    Measured,
+    Raised,
+    Reached,
+    Reply,
+    RunTrial,
+    TrainerExited,
+    TrainerReady,
+)
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import Flight, Ledger
+from optuna_fleet.sampler_bridge.proposals import Proposals
+
+_CUT_OFF_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run, for all trials of a call."""
+
+    objective_id: int
+    objective: bytes
+    seed: int
+    gc_after_trial: bool
+    convergence: Convergence | None
+    maximize: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    launch: Launch
+    start: float
+    calls: RunCalls
+    ended: list[Ended] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+    pending_epoch: Call | None = None
+
+
+class _RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of a remote exception
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Driver:
+    """Connects study, controller, solver and trainers for one call."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        controller: Controller,
+        ledger: Ledger,
+        proposals: Proposals,
+        job: Job,
+    ) -> None:
+        self.tally = Tally()
+        self._runtime = runtime
+        self._controller = controller
+        self._ledger = ledger
+        self._proposals = proposals
+        self._job = job
+        self._events: deque[Event] = deque()
+        self._runs: dict[int, _Run] = {}
+        self._where: dict[int, int] = {}
+        self._deadlines: dict[int, float] = {}
+        self._unsent: list[tuple[int, RunTrial]] = []
+        self._knows_objective: set[int] = set()
+        self._checkpointed: set[int] = set()
+        self._deciding = False
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        """Run until every trial is done.
+
+        Raises:
+            BaseException: The first failure that `catch` does not cover, once the other trials are done;
+                at once for KeyboardInterrupt and for failures of the fleet itself.
+        """
+        for device in self._runtime.live:
+            self._post(DeviceJoined(device=device))
+        try:
+            self._work()
+            while not self._controller.finished:
+                self._wait()
+                self._work()
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        if self._failure is not None:
+            raise self._failure
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        allocator = self._runtime.allocator
+        others = (allocator,) if self._deciding else ()
+        for message in self._runtime.messages(self._patience_s(), *others):
+            self._receive(message)
+            self._work()
+        if self._deciding and self._is_answered():
+            self._deciding = False
+            self._post(PlanDecided(plan=allocator.result()))
+        for device, deadline in list(self._deadlines.items()):
+            if time.monotonic() >= deadline:
+                del self._deadlines[device]
+                self._runtime.kill(device)
+
+    def _is_answered(self) -> bool:
+        allocator = self._runtime.allocator
+        deadline = allocator.deadline()
+        poll = select.poll()
+        poll.register(allocator, select.POLLIN)
+        return bool(poll.poll(0)) or (deadline is not None and time.monotonic() >= deadline)
+
+    def _patience_s(self) -> float | None:
+        deadlines = [*self._deadlines.values()]
+        if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
+            deadlines.append(deadline)
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def _receive(self, message: Any) -> None:
+        match message:
+            case TrainerReady() | TrainerExited():
+                self._trainer_changed(message)
+            case Call() if message.run_id in self._runs:
+                self._called(self._runs[message.run_id], message)
+            case Reached():
+                self._runtime.open_store()
+                self._post(
+                    DataRequested(
+                        run_id=message.run_id,
+                        structure=message.structure,
+                        resumable=message.resumable,
+                    )
+                )
+            case Measured():
+                self._post(
+                    RateMeasured(run_id=message.run_id, samples_per_s=message.samples_per_s)
+                )
+            case Ended() if message.run_id in self._runs:
+                self._rank_ended(self._runs[message.run_id], message)
+            case _:
+                self._send_unsent()
+
+    def _trainer_changed(self, message: TrainerReady | TrainerExited) -> None:
+        if isinstance(message, TrainerExited):
+            self._knows_objective.discard(message.device)
+            self._deadlines.pop(message.device, None)
+            run = self._runs.get(self._where.get(message.device, -1))
+            if run is not None:
+                run.causes.append(f"the trainer of device {message.device} died: {message.cause}")
+        for event in self._runtime.device_events(message):
+            self._post(event)
+
+    def _rank_ended(self, run: _Run, message: Ended) -> None:
+        run.ended.append(message)
+        self._deadlines.pop(message.device, None)
+        seconds = time.time() - run.start
+        self.tally.add_stay(message.device, seconds, message.usage, probe=run.launch.probe)
+        self._post(
+            RankEnded(run_id=message.run_id, device=message.device, ending=message.ending)
+        )
+
+    def _called(self, run: _Run, call: Call) -> None:
+        if call.rank > 0:
+            self._reply(run, run.calls.follow(call))
+        elif (call.target, call.name) == ("fleet", "end_epoch"):
+            run.pending_epoch = call
+            self._post(EpochEnded(run_id=call.run_id, converged=self._has_converged(run)))
+        else:
+            self._answer(run, call, self._carried_out(run, call))
+
+    def _carried_out(self, run: _Run, call: Call) -> Reply:
+        number = run.launch.number
+        identity = {"run_id": call.run_id, "index": call.index}
+        if (call.target, call.name) == ("fleet", "warn"):
+            compat.fleet_logger.warning(f"Trial {number}: {call.args[0]}")
+            return Reply(**identity)
+        try:
+            return Reply(**identity, value=self._ledger.carry_out(number, call))
+        except Exception as error:
+            return Reply(
+                **identity, error=Raised(exception=error, traceback=traceback.format_exc())
+            )
+
+    def _has_converged(self, run: _Run) -> bool:
+        convergence = self._job.convergence
+        if convergence is None:
+            return False
+        values = self._ledger.reported_values(run.launch.number)
+        return convergence.is_reached(values, maximize=self._job.maximize)
+
+    def _answer(self, run: _Run, call: Call, reply: Reply) -> None:
+        self._reply(run, run.calls.answer(reply, call.name))
+
+    def _reply(self, run: _Run, replies: list[tuple[int, Reply]]) -> None:
+        for rank, reply in replies:
+            self._send(run.launch.devices[rank], reply)
+
+    def _send(self, device: int, message: Any) -> None:
+        self._runtime.hub.send(self._runtime.hub.trainers.get(device), message)
+
+    # -- instructions ------------------------------------------------------------------------------
+
+    def _post(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _work(self) -> None:
+        while self._events:
+            for instruction in self._controller.handle(self._events.popleft()):
+                self._carry_out(instruction)
+
+    def _carry_out(self, instruction: Instruction) -> None:  # noqa: C901 - one arm per instruction
+        match instruction:
+            case Propose():
+                self._propose()
+            case Launch():
+                self._launch(instruction)
+            case Allocate():
+                self._deciding = True
+                self._runtime.allocator.submit(instruction.problem)
+            case AnswerEpoch():
+                run = self._runs[instruction.run_id]
+                call, run.pending_epoch = run.pending_epoch, None
+                assert call is not None
+                reply = Reply(run_id=call.run_id, index=call.index, value=instruction.decision)
+                self._answer(run, call, reply)
+            case CutOff():
+                deadline = time.monotonic() + _CUT_OFF_GRACE_S
+                self._deadlines.update(dict.fromkeys(instruction.devices, deadline))
+            case Settle():
+                self._settle(instruction)
+            case Requeue():
+                self._requeue(instruction)
+            case GiveUp():
+                self._give_up(instruction)
+            case GiveBack():
+                self._proposals.give_back(instruction.number)
+                self.tally.trials["given back"] += 1
+            case StartRound():
+                self._start_round(instruction)
+            case _:
+                assert_never(instruction)
+
+    def _propose(self) -> None:
+        number = None
+        try:
+            number = self._proposals.ask()
+        except Exception as error:
+            self._fail(error)
+        self._post(
+            ProposalsExhausted() if number is None else TrialProposed(number=number)
+        )
+
+    def _launch(self, launch: Launch) -> None:
+        size = len(launch.devices)
+        calls = RunCalls(world_size=size)
+        self._runs[launch.run_id] = _Run(launch=launch, start=time.time(), calls=calls)
+        for rank, device in enumerate(launch.devices):
+            self._where[device] = launch.run_id
+            self._unsent.append((device, self._run_trial(launch, rank, device)))
+        self._send_unsent()
+
+    def _run_trial(self, launch: Launch, rank: int, device: int) -> RunTrial:
+        job = self._job
+        objective = None if device in self._knows_objective else job.objective
+        self._knows_objective.add(device)
+        path = str(self._runtime.checkpoint_dir / f"trial-{launch.number}.pt")
+        return RunTrial(
+            run_id=launch.run_id,
+            number=launch.number,
+            trial_id=compat.id_of(self._proposals[launch.number]),
+            rank=rank,
+            world_size=len(launch.devices),
+            seed=job.seed,
+            objective_id=job.objective_id,
+            objective=objective,
+            measure=launch.measure,
+            store=None,
+            checkpoint=path if launch.number in self._checkpointed else None,
+            checkpoint_to=path,
+            gc_after_trial=job.gc_after_trial,
+        )
+
+    def _send_unsent(self) -> None:
+        """Send the launches; one on several devices is kept back until its ranks can rendezvous."""
+        kept = []
+        for device, message in self._unsent:
+            if message.world_size > 1 and self._runtime.store is None:
+                self._runtime.open_store()
+                kept.append((device, message))
+            else:
+                self._send(device, replace(message, store=self._runtime.store))
+        self._unsent = kept
+
+    def _start_round(self, instruction: StartRound) -> None:
+        plan = instruction.plan
+        self.tally.rounds += 1
+        self.tally.solver_s.append(plan.solve_time_s)
+        compat.fleet_logger.info(f"Round {instruction.round}: {plan.reason}")
+
+    # -- endings -----------------------------------------------------------------------------------
+
+    def _settle(self, instruction: Settle) -> None:
+        run = self._finish_run(instruction.run_id)
+        first = min(
+            (ended for ended in run.ended if ended.error is not None),
+            key=lambda ended: ended.time_s,
+            default=None,
+        )
+        leader = next((ended for ended in run.ended if ended.rank == 0), None)
+        if first is not None:
+            assert first.error is not None
+            self._tell(instruction.number, None, _unpacked(first, instruction.number))
+        elif run.causes:
+            self._tell(instruction.number, None, TrainerLostError("; ".join(run.causes)))
+        else:
+            assert leader is not None
+            self._tell(instruction.number, leader.value, None)
+
+    def _requeue(self, instruction: Requeue) -> None:
+        run = self._finish_run(instruction.run_id)
+        if run.causes:
+            compat.fleet_logger.warning(
+                f"Trial {instruction.number}: {'; '.join(run.causes)}. It is run again from its last "
+                "checkpoint."
+            )
+        else:
+            self._checkpointed.add(instruction.number)
+            self.tally.rescales += 1
+
+    def _give_up(self, instruction: GiveUp) -> None:
+        run = self._finish_run(instruction.run_id)
+        error = TrainerLostError(
+            f"Trial {instruction.number} lost its devices {instruction.restarts} times, the last time "
+            f"because {'; '.join(run.causes)}."
+        )
+        self._tell(instruction.number, None, error)
+
+    def _finish_run(self, run_id: int) -> _Run:
+        run = self._runs.pop(run_id)
+        launch = run.launch
+        flight = Flight(
+            devices=launch.devices,
+            start=run.start,
+            end=time.time(),
+            round=launch.round,
+            ending=min((e.ending.value for e in run.ended), default=Ending.LOST.value),
+            probing_s=sum(e.usage.probing_s for e in run.ended),
+            profiling_s=sum(e.usage.profiling_s for e in run.ended),
+            data_wait_s=sum(e.usage.data_wait_s for e in run.ended),
+        )
+        self._ledger.record(launch.number, flight)
+        return run
+
+    def _tell(self, number: int, value: Any, error: BaseException | None) -> None:
+        try:
+            state = self._ledger.settle(number, value, error)
+            self.tally.trials[state.name.lower()] += 1
+        except Exception as raised:
+            self.tally.trials["fail"] += 1
+            self._fail(raised)
+
+    def _fail(self, error: BaseException) -> None:
+        """Start nothing more; the first failure is raised once the trials that fly are done."""
+        self._failure = self._failure or error
+        self._proposals.stop()
+
+    def _abandon(self, error: BaseException) -> None:
+        """End what flies now: fail those trials, give back those that never flew, free the devices."""
+        busy = {device for run in self._runs.values() for device in run.launch.devices}
+        flown = {run.launch.number for run in self._runs.values()} | self._checkpointed
+        for number in self._proposals.unfinished():
+            if number in flown:
+                self._ledger.abandon(number, error)
+            else:
+                self._proposals.give_back(number)
+        self._runtime.reset(busy)
+
+
+def _unpacked(ended: Ended, number: int) -> BaseException:
+    """The exception of a rank, with where it happened and its traceback there as its cause."""
+    assert ended.error is not None
+    error = ended.error.exception
+    place = f"in trial {number}, rank {ended.rank}, on device {ended.device}"
+    error.__cause__ = _RemoteTraceback(f"\n{place}:\n{ended.error.traceback}")
+    return error

@@ -1,0 +1,224 @@
+"""The facade: what a user constructs and hands to ``study.optimize(..., executor=...)``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import cloudpickle
+import optuna
+
+from optuna_fleet.alloc import Allocator, GreedyAllocator, IsolatedAllocator, MipAllocator
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.cluster.devices import find_fleet
+from optuna_fleet.executor.controller import Controller, Policy
+from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.driver import Driver, Job
+from optuna_fleet.executor.runtime import Runtime
+from optuna_fleet.executor.summary import FleetSummary
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.loop import Loop
+
+ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
+
+_objective_ids = itertools.count()
+
+
+class FleetExecutor:
+    """Runs the trials of Optuna studies on a set of devices.
+
+    One executor serves many calls of `optimize`; its processes start with the first one and stay up in
+    between. Use it as a context manager, or call `close`; it also ends with the interpreter.
+
+    Args:
+        pipeline: The data of all trials; needed for `trial.batches`.
+        devices: Number of device slots; None for all visible GPUs, or one CPU slot per core without any.
+        device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
+        paradigm: "global" re-allocates all trials at each round; "local" only fills freed devices.
+        alpha: A round ends when fewer than this share of its devices is active.
+        allocator: "mip" (python-mip, FLEET's greedy algorithm as its fallback), "greedy", or your own.
+        rate_spread: Fastest over slowest training rate allowed within one flotilla.
+        convergence: When a trial has converged and ends before its last epoch; None for never.
+        checkpoint_dir: Where trials are checkpointed; None for a private folder, removed at the end.
+        seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
+        solver_time_limit_s: Time limit of one allocation, in seconds.
+        max_restarts: How often a trial may lose its devices (killed processes) before it is failed.
+
+    Raises:
+        FleetConfigError: An argument is out of range, or the devices asked for do not exist.
+    """
+
+    def __init__(
+        self,
+        pipeline: SharedPipeline | None = None,
+        *,
+        devices: int | None = None,
+        device_type: Literal["cpu", "cuda"] | None = None,
+        paradigm: Literal["global", "local"] = "global",
+        alpha: float = 0.8,
+        allocator: Literal["mip", "greedy"] | Allocator = "mip",
+        rate_spread: float = 2.0,
+        convergence: Convergence | None = None,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        seed: int | None = None,
+        solver_time_limit_s: float = 1.0,
+        max_restarts: int = 3,
+    ) -> None:
+        if pipeline is not None and not isinstance(pipeline, SharedPipeline):
+            raise FleetConfigError(
+                f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a SharedPipeline: "
+                "FleetExecutor(SharedPipeline(train=dataset))."
+            )
+        self._policy = Policy(
+            paradigm=paradigm,
+            alpha=alpha,
+            rate_spread=rate_spread,
+            solver_time_limit_s=solver_time_limit_s,
+            max_restarts=max_restarts,
+        )
+        self._pipeline = pipeline
+        self._allocator = _chosen(allocator)
+        self._convergence = convergence
+        self._checkpoint_dir = Path(checkpoint_dir) if checkpoint_dir is not None else None
+        if self._checkpoint_dir is not None:
+            self._checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
+        self.fleet = find_fleet(devices, device_type)
+        self.summary: FleetSummary | None = None
+        self._runtime: Runtime | None = None
+        self._busy = False
+
+    def optimize(
+        self,
+        study: optuna.Study,
+        func: ObjectiveFunc,
+        n_trials: int | None = None,
+        timeout: float | None = None,
+        catch: Iterable[type[Exception]] | type[Exception] = (),
+        callbacks: Iterable[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]] | None = None,
+        gc_after_trial: bool = False,
+        show_progress_bar: bool = False,
+    ) -> None:
+        """Optimize `func` as `optuna.Study.optimize` does, with the trials on this fleet.
+
+        The arguments are those of `optuna.Study.optimize`. Afterwards `summary` holds the call in numbers.
+
+        Raises:
+            FleetConfigError: The objective can't be sent to the trainers.
+            RuntimeError: The study, or this executor, is already optimizing.
+            BaseException: The first failure of a trial that `catch` does not cover.
+        """
+        if self._busy:
+            raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
+        objective = _pickled(func)
+        loop = Loop(
+            study,
+            n_trials=n_trials,
+            timeout=timeout,
+            catch=tuple(catch) if isinstance(catch, Iterable) else (catch,),
+            callbacks=callbacks,
+            gc_after_trial=gc_after_trial,
+            show_progress_bar=show_progress_bar,
+        )
+        self._busy = True
+        try:
+            with loop:
+                self._run(loop, objective, func)
+        finally:
+            self._busy = False
+
+    def _run(self, loop: Loop, objective: bytes, func: ObjectiveFunc) -> None:
+        runtime = self._started(_uses_torch(func, objective))
+        controller = Controller(
+            self.fleet, self._policy, profiles=runtime.profiles, run_ids=runtime.run_ids
+        )
+        job = Job(
+            objective_id=next(_objective_ids),
+            objective=objective,
+            seed=self._seed,
+            gc_after_trial=loop.gc_after_trial,
+            convergence=self._convergence,
+            maximize=loop.maximize,
+        )
+        driver = Driver(runtime, controller, loop.ledger, loop.proposals, job)
+        try:
+            driver.run()
+        except BaseException:
+            if not runtime.is_alive():
+                self.close()
+            raise
+        finally:
+            if runtime.is_alive():
+                report = runtime.pipeline_report() if self._pipeline else None
+                self.summary = driver.tally.summary(
+                    len(self.fleet), loop.proposals.elapsed_s, report
+                )
+                compat.fleet_logger.info(str(self.summary))
+
+    def _started(self, preload: bool) -> Runtime:
+        if self._runtime is not None and not self._runtime.is_alive():
+            self.close()
+        if self._runtime is None:
+            self._runtime = Runtime(
+                self.fleet,
+                self._pipeline,
+                IsolatedAllocator(self._allocator, GreedyAllocator()),
+                self._checkpoint_dir,
+                preload=preload or self._pipeline is not None,
+            )
+            self._finalizer = weakref.finalize(self, self._runtime.close_if_owner)
+        return self._runtime
+
+    def close(self) -> None:
+        """End all processes of the executor; a later `optimize` starts new ones."""
+        if self._runtime is not None:
+            self._runtime = None
+            self._finalizer()
+
+    def __enter__(self) -> FleetExecutor:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _chosen(allocator: str | Allocator) -> Allocator:
+    match allocator:
+        case "mip":
+            return MipAllocator()
+        case "greedy":
+            return GreedyAllocator()
+        case str():
+            raise FleetConfigError(f"`allocator` is {allocator!r}, but must be 'mip' or 'greedy'.")
+    return allocator
+
+
+def _pickled(func: Any) -> bytes:
+    if not callable(func):
+        raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
+    try:
+        return cloudpickle.dumps(func)
+    except Exception as error:
+        raise FleetConfigError(
+            f"The objective can't be sent to the trainers: {type(error).__name__}: {error}. It refers to "
+            "something that can't be pickled (an open file, a lock, a connection): create that inside the "
+            "objective instead."
+        ) from error
+
+
+def _uses_torch(func: Any, pickled: bytes) -> bool:
+    """Whether to import torch once for all trainers; a wrong guess costs time, nothing else."""
+    by_reference = getattr(func, "__module__", "__main__") != "__main__"
+    return b"torch" in pickled or (by_reference and "torch" in sys.modules)

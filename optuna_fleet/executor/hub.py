@@ -1,0 +1,116 @@
+"""The driver's end of all control channels: who is connected, what they say."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import selectors
+import socket
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from optuna_fleet.exceptions import FleetError
+from optuna_fleet.executor.channel import Channel, Listener
+from optuna_fleet.messages import AgentReady, TrainerExited, TrainerReady
+
+
+class Readable(Protocol):
+    """Something a selector can wait for."""
+
+    def fileno(self) -> int:
+        """Its file descriptor."""
+        ...
+
+
+class Hub:
+    """Accepts the agents and trainers of one executor and hands over their messages in order."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.secret = secrets.token_bytes(32)
+        self.trainers: dict[int, Channel] = {}
+        self.agents: dict[int, Channel] = {}
+        self._pids: dict[int, int] = {}
+        self._newcomers: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._listener = Listener(host, self.secret, self._welcome)
+        self.host, self.port = self._listener.host, self._listener.port
+
+    def _welcome(self, channel: Channel) -> None:  # on the listener's thread
+        self._newcomers.put(channel)
+        self._waker.send(b"\0")
+
+    def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
+        """Wait for messages at most `timeout_s` and yield them; stop early if one of `others` is ready.
+
+        Raises:
+            FleetError: An agent's channel broke.
+        """
+        for other in others:
+            self._selector.register(other, selectors.EVENT_READ, other)
+        try:
+            ready = self._selector.select(timeout_s)
+        finally:
+            for other in others:
+                self._selector.unregister(other)
+        for key, _ in ready:
+            if key.fileobj is self._wake:
+                self._admit()
+            elif isinstance(key.data, Channel):
+                yield from self._receive(key.data)
+
+    def _admit(self) -> None:
+        for _ in self._wake.recv(4096):
+            channel = self._newcomers.get()
+            self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def _receive(self, channel: Channel) -> Iterator[Any]:
+        try:
+            message = channel.receive()
+        except (EOFError, OSError):
+            self._drop(channel)
+            return
+        match message:
+            case AgentReady():
+                self.agents[message.node] = channel
+            case TrainerReady():
+                self.trainers[message.device] = channel
+                self._pids[message.device] = message.pid
+            case TrainerExited() if self._pids.get(message.device) == message.pid:
+                # What it still said before it died comes first.
+                yield from self._drain(message.device)
+        yield message
+
+    def _drain(self, device: int) -> Iterator[Any]:
+        channel = self.trainers.get(device)
+        while channel and self.trainers.get(device) is channel and channel.has_message():
+            yield from self._receive(channel)
+
+    def _drop(self, channel: Channel) -> None:
+        self._selector.unregister(channel)
+        channel.close()
+        self.trainers = {d: c for d, c in self.trainers.items() if c is not channel}
+        for node, agent in self.agents.items():
+            if agent is channel:
+                raise FleetError(
+                    f"The agent of node {node} ended unexpectedly; its messages above say why."
+                )
+
+    def send(self, channel: Channel | None, message: Any) -> None:
+        """Send a message; a peer that is gone is found out by its end of stream."""
+        if channel is None:
+            return
+        try:
+            channel.send(message)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Close every channel and stop accepting."""
+        self._listener.close()
+        for channel in [*self.trainers.values(), *self.agents.values()]:
+            channel.close()
+        self._selector.close()
+        self._wake.close()
+        self._waker.close()

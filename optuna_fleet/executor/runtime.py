@@ -1,0 +1,216 @@
+"""What outlives one `optimize` call: the agent, its trainers, the channels to them, the solver."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optuna_fleet.alloc import IsolatedAllocator, RateProfile
+from optuna_fleet.events import DeviceJoined, DeviceLost, Event
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.devices import cpu_count
+from optuna_fleet.executor.cluster.local import AgentProcess
+from optuna_fleet.executor.hub import Hub, Readable
+from optuna_fleet.messages import (
+    AgentConfig,
+    KillTrainer,
+    OpenStore,
+    PipelineReport,
+    PipelineSetup,
+    ReportPipeline,
+    StoreReady,
+    TrainerExited,
+    TrainerReady,
+)
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.limits import default_preprocessors
+from optuna_fleet.resources import Fleet
+
+_MAX_STILLBORN = 3
+_REPORT_LIMIT_S = 5.0
+_RESET_LIMIT_S = 10.0
+
+
+class Runtime:
+    """The running fleet of one executor.
+
+    Attributes:
+        profiles: Measured training rates by model structure; they serve later calls too.
+        live: Process id of the ready trainer of each device.
+        store: Address of the store where ranks rendezvous, once it is open.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        pipeline: SharedPipeline | None,
+        allocator: IsolatedAllocator,
+        checkpoint_dir: Path | None,
+        *,
+        preload: bool,
+    ) -> None:
+        self.fleet = fleet
+        self.allocator = allocator
+        self.profiles: dict[str, RateProfile] = {}
+        self.run_ids = itertools.count()
+        self.live: dict[int, int] = {}
+        self.store: StoreReady | None = None
+        self.killed: set[int] = set()
+        self._store_asked = False
+        self._newcomers: dict[int, int] = {}
+        self._stillborn: dict[int, int] = {}
+        self._private_dir = None if checkpoint_dir else Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
+        self.checkpoint_dir = checkpoint_dir or self._private_dir
+        self._owner = os.getpid()
+        self.hub = Hub()
+        try:
+            self._agent = AgentProcess(self._agent_config(pipeline, preload))
+        except BaseException:
+            self.hub.close()
+            raise
+
+    def _agent_config(self, pipeline: SharedPipeline | None, preload: bool) -> AgentConfig:
+        return AgentConfig(
+            node=0,
+            host=self.hub.host,
+            port=self.hub.port,
+            secret=self.hub.secret,
+            sys_path=tuple(sys.path),
+            preload=_modules_to_preload() if preload else (),
+            devices=self.fleet.devices,
+            threads_per_slot=max(1, cpu_count() // len(self.fleet)),
+            pipeline=self._pipeline_setup(pipeline) if pipeline else None,
+        )
+
+    def _pipeline_setup(self, pipeline: SharedPipeline) -> PipelineSetup:
+        number = pipeline.num_preprocessors
+        if number is None:
+            cpu_slots = self.fleet.devices[0].kind == "cpu"
+            number = default_preprocessors(cpu_count(), cpu_slots=cpu_slots)
+        return PipelineSetup(
+            payload=pipeline.payload(),
+            spec=pipeline.spec(),
+            memory_bytes=pipeline.memory_bytes,
+            num_preprocessors=number,
+        )
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
+        """Wait for messages as `Hub.messages` does; what is about processes is noted on the way.
+
+        Raises:
+            FleetError: The agent ended.
+        """
+        self._agent.check()
+        for message in self.hub.messages(timeout_s, self._agent, *others):
+            if isinstance(message, StoreReady):
+                self.store = message
+            yield message
+
+    def device_events(self, message: TrainerReady | TrainerExited) -> list[Event]:
+        """Translate the coming and going of trainers; a successor is only announced after the loss.
+
+        Raises:
+            LaunchError: A device's trainers keep dying before they are ready.
+        """
+        device, pid = message.device, message.pid
+        if isinstance(message, TrainerReady):
+            self._stillborn[device] = 0
+            if device in self.live:
+                self._newcomers[device] = pid
+                return []
+            self.live[device] = pid
+            return [DeviceJoined(device=device)]
+        if self.live.get(device) != pid:
+            self._note_stillborn(message)
+            return []
+        del self.live[device]
+        by_order = device in self.killed
+        self.killed.discard(device)
+        events: list[Event] = [DeviceLost(device=device, by_order=by_order)]
+        if device in self._newcomers:
+            self.live[device] = self._newcomers.pop(device)
+            events.append(DeviceJoined(device=device))
+        return events
+
+    def _note_stillborn(self, message: TrainerExited) -> None:
+        number = self._stillborn[message.device] = self._stillborn.get(message.device, 0) + 1
+        if number >= _MAX_STILLBORN:
+            raise LaunchError(
+                f"The trainer of device {message.device} ended {number} times in a row before it was "
+                f"ready, the last time with {message.cause}; what it printed says why."
+            )
+
+    def kill(self, device: int) -> None:
+        """Kill the trainer of a device; its successor announces itself."""
+        self.killed.add(device)
+        node = self.fleet.devices[device].node
+        self.hub.send(self.hub.agents.get(node), KillTrainer(device=device))
+
+    def open_store(self) -> None:
+        """Have the store started where the ranks of a trial find each other, once."""
+        if not self._store_asked:
+            self._store_asked = True
+            self.hub.send(self.hub.agents.get(0), OpenStore())
+
+    def reset(self, devices: set[int]) -> None:
+        """Replace the trainers of these devices and wait until their successors are ready."""
+        wanted = {device: self.live[device] for device in devices if device in self.live}
+        for device in wanted:
+            self.kill(device)
+        deadline = time.monotonic() + _RESET_LIMIT_S
+        while any(self.live.get(device) in (None, pid) for device, pid in wanted.items()):
+            if (left_s := deadline - time.monotonic()) <= 0:
+                return
+            for message in self.messages(left_s):
+                if isinstance(message, TrainerReady | TrainerExited):
+                    self.device_events(message)
+
+    def pipeline_report(self) -> PipelineReport | None:
+        """Ask the pipeline for its counters."""
+        self.hub.send(self.hub.agents.get(0), ReportPipeline())
+        deadline = time.monotonic() + _REPORT_LIMIT_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            for message in self.messages(left_s):
+                if isinstance(message, PipelineReport):
+                    return message
+                if isinstance(message, TrainerReady | TrainerExited):
+                    self.device_events(message)
+        return None
+
+    def is_alive(self) -> bool:
+        """Whether the agent still runs."""
+        return self._agent.is_alive()
+
+    def close_if_owner(self) -> None:
+        """`close`, unless this is a fork of the process that started the fleet."""
+        if os.getpid() == self._owner:
+            self.close()
+
+    def close(self) -> None:
+        """End every process and remove what is ours."""
+        self.allocator.close()
+        self.hub.close()
+        self._agent.close()
+        if self._private_dir is not None:
+            shutil.rmtree(self._private_dir, ignore_errors=True)
+
+
+def _modules_to_preload() -> tuple[str, ...]:
+    """What the agent imports once for all its children: torch, and what the user's script imported of it."""
+    wanted = ("torchvision", "torchvision.transforms.v2", "torchvision.models")
+    return (
+        "torch",
+        "optuna_fleet.trainer.parallel",
+        "optuna_fleet.trainer.checkpoint",
+        "optuna_fleet.pipeline.preprocessor",
+        *(name for name in wanted if name in sys.modules),
+    )

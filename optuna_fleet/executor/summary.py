@@ -1,0 +1,111 @@
+"""What a sweep did, in numbers: the summary at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from optuna_fleet.messages import PipelineReport, Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSummary:
+    """One `optimize` call in numbers.
+
+    Attributes:
+        trials: Number of trials by how they ended ("complete", "pruned", "fail", "given back").
+        num_devices: Device slots of the fleet.
+        duration_s: Wall time of the call.
+        busy_s: Seconds each device had a run.
+        waited_s: Seconds of these its run waited for data.
+        probing_s: Seconds from the start of each trial's first run to its first request for data.
+        profiling_s: Seconds of training that were timed for a rate; no batch of them is thrown away.
+        rounds: Number of allocations carried out.
+        solver_s: Time of each allocation.
+        rescales: How often a trial was moved to other devices.
+        preprocessed: Samples preprocessed since the executor started.
+        consumed: Samples delivered to trials since the executor started.
+    """
+
+    trials: dict[str, int]
+    num_devices: int
+    duration_s: float
+    busy_s: dict[int, float]
+    waited_s: dict[int, float]
+    probing_s: float
+    profiling_s: float
+    rounds: int
+    solver_s: tuple[float, ...]
+    rescales: int
+    preprocessed: int
+    consumed: int
+
+    @property
+    def sharing_factor(self) -> float:
+        """Samples consumed per sample preprocessed; 0 without a pipeline."""
+        return self.consumed / self.preprocessed if self.preprocessed else 0.0
+
+    @property
+    def probing_share(self) -> float:
+        """Share of device time spent before trials asked for data."""
+        device_s = self.num_devices * self.duration_s
+        return self.probing_s / device_s if device_s else 0.0
+
+    def __str__(self) -> str:
+        ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
+        idle = [self.duration_s - self.busy_s.get(d, 0.0) for d in range(self.num_devices)]
+        text = (
+            f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s on "
+            f"{self.num_devices} devices in {self.rounds} rounds; a device was idle for "
+            f"{_mean(idle):.1f} s and waited for data for {_mean(list(self.waited_s.values())):.1f} s on "
+            f"average; probing took {self.probing_share:.1%} of device time"
+        )
+        if self.consumed:
+            text += f"; sharing factor {self.sharing_factor:.1f}"
+        if self.solver_s:
+            text += f"; solver {sum(self.solver_s):.2f} s"
+        return text + "."
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Adds up what a `FleetSummary` says."""
+
+    trials: Counter[str] = field(default_factory=Counter)
+    busy_s: dict[int, float] = field(default_factory=dict)
+    waited_s: dict[int, float] = field(default_factory=dict)
+    probing_s: float = 0.0
+    profiling_s: float = 0.0
+    rounds: int = 0
+    solver_s: list[float] = field(default_factory=list)
+    rescales: int = 0
+
+    def add_stay(self, device: int, seconds: float, usage: Usage, *, probe: bool) -> None:
+        """A rank was on a device for that long."""
+        self.busy_s[device] = self.busy_s.get(device, 0.0) + seconds
+        self.waited_s[device] = self.waited_s.get(device, 0.0) + usage.data_wait_s
+        self.probing_s += usage.probing_s if probe else 0.0
+        self.profiling_s += usage.profiling_s
+
+    def summary(
+        self, num_devices: int, duration_s: float, pipeline: PipelineReport | None
+    ) -> FleetSummary:
+        """The summary of everything added."""
+        return FleetSummary(
+            trials=dict(self.trials),
+            num_devices=num_devices,
+            duration_s=duration_s,
+            busy_s=dict(self.busy_s),
+            waited_s=dict(self.waited_s),
+            probing_s=self.probing_s,
+            profiling_s=self.profiling_s,
+            rounds=self.rounds,
+            solver_s=tuple(self.solver_s),
+            rescales=self.rescales,
+            preprocessed=pipeline.preprocessed if pipeline else 0,
+            consumed=pipeline.consumed if pipeline else 0,
+        )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

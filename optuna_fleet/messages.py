@@ -1,0 +1,221 @@
+"""What travels between driver, agents and trainers on the control channel.
+
+Everything a user's code made (objectives, values, exceptions) travels as cloudpickle inside the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from optuna_fleet.events import Ending
+from optuna_fleet.pipeline import PipelineSpec
+from optuna_fleet.resources import Device
+
+# -- hello -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentReady:
+    """First message of an agent: the node is up."""
+
+    node: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerReady:
+    """First message of a trainer."""
+
+    device: int
+    pid: int
+
+
+# -- driver to agent ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillTrainer:
+    """Kill the trainer of a device and start a new one in its place."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStore:
+    """Start the store where the ranks of a trial find each other; answer with `StoreReady`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportPipeline:
+    """Answer with `PipelineReport`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quit:
+    """End the process (agent: and all its children)."""
+
+
+# -- agent to driver ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerExited:
+    """A trainer process ended; `cause` is its exit code or signal in words."""
+
+    device: int
+    pid: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreReady:
+    """The store accepts connections at this address."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineReport:
+    """Counters of the node's shared pipeline."""
+
+    preprocessed: int
+    consumed: int
+    resident_bytes: int
+
+
+# -- driver to trainer -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTrial:
+    """Run the objective as one rank of a trial.
+
+    Attributes:
+        objective: cloudpickle of the objective; None if this trainer already has `objective_id`.
+        measure: Measure the training rate over the first batches.
+        store: Where the ranks find each other; needed for more than one.
+        checkpoint: Path of the checkpoint to resume from, or None.
+        checkpoint_to: Path to write the checkpoint to when told to yield.
+    """
+
+    run_id: int
+    number: int
+    trial_id: int
+    rank: int
+    world_size: int
+    seed: int
+    objective_id: int
+    objective: bytes | None
+    measure: bool
+    store: StoreReady | None
+    checkpoint: str | None
+    checkpoint_to: str
+    gc_after_trial: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Answer to a `Call`: a value, or an exception to raise in its place."""
+
+    run_id: int
+    index: int
+    value: Any = None
+    error: Raised | None = None
+
+
+# -- trainer to driver -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Do something to the real trial, its study or the controller, in the name of all ranks.
+
+    Attributes:
+        index: Running number of the call within the run; equal on all ranks.
+        target: "trial", "study", "storage" or "fleet".
+        is_read: Get the attribute instead of calling it.
+    """
+
+    run_id: int
+    index: int
+    rank: int
+    target: str
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    is_read: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """The run reached its first request for data."""
+
+    run_id: int
+    structure: str
+    resumable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The training rate of the run, samples/s over all its ranks."""
+
+    run_id: int
+    samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception on its way to another process: itself if it can be pickled, and its traceback."""
+
+    exception: BaseException
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Where a rank's time went, in seconds."""
+
+    probing_s: float = 0.0
+    profiling_s: float = 0.0
+    data_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """One rank left the objective, at `time_s` (seconds since the epoch)."""
+
+    run_id: int
+    rank: int
+    device: int
+    time_s: float
+    ending: Ending
+    value: Any = None
+    error: Raised | None = None
+    usage: Usage = field(default_factory=Usage)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSetup:
+    """The shared pipeline as an agent gets it: cloudpickled data sets and how much to spend on them."""
+
+    payload: bytes
+    spec: PipelineSpec
+    memory_bytes: int | None
+    num_preprocessors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """All an agent needs to know to start; travels over its standard input."""
+
+    node: int
+    host: str
+    port: int
+    secret: bytes
+    sys_path: tuple[str, ...]
+    preload: tuple[str, ...]
+    devices: tuple[Device, ...]
+    threads_per_slot: int
+    pipeline: PipelineSetup | None

@@ -1,0 +1,227 @@
+"""A trainer's side of the pipeline."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import cloudpickle
+
+from optuna_fleet.exceptions import FleetConfigError, FleetError, PreprocessingError
+from optuna_fleet.pipeline import wire
+from optuna_fleet.pipeline.batches import Batches, Plan
+from optuna_fleet.pipeline.chunk_view import ChunkView
+from optuna_fleet.pipeline.messages import (
+    Advance,
+    ChunkError,
+    ChunkFailed,
+    ChunkReady,
+    ClosePass,
+    OpenPass,
+    PassOpened,
+)
+from optuna_fleet.pipeline.spec import PipelineSpec
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What has arrived for a pass."""
+
+    chunk_size: int | None = None
+    chunks: dict[int, ChunkView] = field(default_factory=dict)
+    errors: dict[int, ChunkError] = field(default_factory=dict)
+
+
+class PipelineClient:
+    """Reads the shared data sets; for one thread of one trainer process.
+
+    Args:
+        sock: The trainer's end of the socket pair whose other end the ``PipelineServer`` has.
+        spec: The description of the data sets.
+
+    Attributes:
+        waited_s: Seconds spent waiting for data so far.
+    """
+
+    def __init__(self, sock: socket.socket, spec: PipelineSpec) -> None:
+        sock.setblocking(True)
+        self._sock = sock
+        self._spec = spec
+        self._pid = os.getpid()
+        self._inboxes: dict[int, _Inbox] = {}
+        self._num_passes = 0
+        self._collates: dict[str, Callable[[list[Any]], Any] | None] = {}
+        self.waited_s = 0.0
+
+    def sample_count(self, name: str) -> int:
+        """Returns the length of a data set.
+
+        Raises:
+            FleetConfigError: There is no data set of that name.
+        """
+        return self._spec.dataset(name).num_samples
+
+    def read(
+        self,
+        name: str,
+        *,
+        epoch: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        dummy: bool = False,
+        first_step: int = 0,
+    ) -> Batches:
+        """Returns one epoch of a data set in batches, or one rank's shard of each of them.
+
+        Args:
+            name: The data set.
+            epoch: From 0. A fixed data set is the same in all of them.
+            batch_size: Samples per global batch, over all ranks.
+            rank: Whose shard to read. The first ``size % world_size`` ranks get one sample more.
+            world_size: Number of ranks that share each batch.
+            drop_last: Leave out the last batch if it is smaller than the others.
+            dummy: Where the shard is empty, give the batch's first sample as data instead of None;
+                ``local_size`` is 0 all the same.
+            first_step: Batches to skip, for a trial that resumes within an epoch.
+
+        Raises:
+            FleetConfigError: An argument can't work.
+        """
+        dataset = self._spec.dataset(name)
+        plan = Plan(
+            name=name,
+            epoch=dataset.canonical_epoch(_at_least(0, epoch=epoch)),
+            num_samples=dataset.num_samples,
+            batch_size=_at_least(1, batch_size=batch_size),
+            rank=_at_least(0, rank=rank),
+            world_size=_at_least(1, world_size=world_size),
+            drop_last=drop_last,
+            dummy=dummy,
+            first_step=_at_least(0, first_step=first_step),
+        )
+        plan.check()
+        return Batches(self, plan)
+
+    # For Batches
+
+    def collate_fn(self, name: str) -> Callable[[list[Any]], Any] | None:
+        """Returns the user's ``collate_fn`` for a data set, if there is one."""
+        if name not in self._collates:
+            packed = self._spec.dataset(name).collate
+            self._collates[name] = None if packed is None else cloudpickle.loads(packed)
+        return self._collates[name]
+
+    def open_pass(self, name: str, epoch: int, start: int) -> tuple[int, int]:
+        """Begins to read at position ``start``; returns the pass' number and the chunk size."""
+        self._num_passes += 1
+        number = self._num_passes
+        inbox = self._inboxes[number] = _Inbox()
+        try:
+            self._send(OpenPass(pass_id=number, name=name, epoch=epoch, start=start))
+            self._wait_until(lambda: inbox.chunk_size is not None)
+        except BaseException:
+            self.close_pass(number, num_consumed=0, waited_s=0.0)
+            raise
+        assert inbox.chunk_size is not None
+        return number, inbox.chunk_size
+
+    def advance(self, message: Advance) -> None:
+        """Tells the agent where the pass is and what it wants; released chunks are forgotten."""
+        chunks = self._inboxes[message.pass_id].chunks
+        for chunk in message.released:
+            chunks.pop(chunk, None)
+        self._send(message)
+
+    def arrived(self, number: int, chunk: int) -> bool:
+        """Returns whether a chunk (or the news of its failure) is there, without waiting."""
+        inbox = self._inboxes[number]
+        while chunk not in inbox.chunks and chunk not in inbox.errors:
+            try:
+                self._receive(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+        return True
+
+    def take(self, number: int, chunk: int) -> ChunkView:
+        """Waits for a chunk that was asked for.
+
+        Raises:
+            PreprocessingError: It could not be produced.
+        """
+        inbox = self._inboxes[number]
+        self._wait_until(lambda: chunk in inbox.chunks or chunk in inbox.errors)
+        if chunk in inbox.errors:
+            raise PreprocessingError(inbox.errors[chunk].text())
+        return inbox.chunks[chunk]
+
+    def close_pass(self, number: int, *, num_consumed: int, waited_s: float) -> None:
+        """Ends a pass, at its end or before; the agent may drop its chunks."""
+        self._inboxes.pop(number, None)
+        # A generator can be collected in a process the user's code forked, or after the agent.
+        if os.getpid() == self._pid:
+            closing = ClosePass(pass_id=number, num_consumed=num_consumed, waited_s=waited_s)
+            try:
+                wire.send(self._sock, closing)
+            except OSError:
+                return
+
+    def _send(self, message: object) -> None:
+        try:
+            wire.send(self._sock, message)
+        except OSError as error:
+            raise _agent_gone() from error
+
+    def _wait_until(self, arrived: Callable[[], bool]) -> None:
+        if arrived():
+            return
+        begin = time.perf_counter()
+        try:
+            while not arrived():
+                self._receive()
+        finally:
+            self.waited_s += time.perf_counter() - begin
+
+    def _receive(self, flags: int = 0) -> None:
+        try:
+            message, fd = wire.receive(self._sock, flags)
+        except EOFError:
+            raise _agent_gone() from None
+        assert isinstance(message, PassOpened | ChunkReady | ChunkFailed)
+        inbox = self._inboxes.get(message.pass_id)
+        if inbox is None:
+            if fd is not None:
+                os.close(fd)  # of a pass that was ended early
+            return
+        match message:
+            case PassOpened():
+                inbox.chunk_size = message.chunk_size
+            case ChunkReady():
+                assert fd is not None
+                inbox.chunks[message.chunk] = ChunkView(fd)
+            case ChunkFailed():
+                inbox.errors[message.chunk] = message.error
+
+
+def _agent_gone() -> FleetError:
+    return FleetError(
+        "The shared pipeline is gone: the agent of this node has ended or was killed. "
+        "Its log tells why."
+    )
+
+
+def _at_least(minimum: int, **argument: Any) -> int:
+    ((name, value),) = argument.items()
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise FleetConfigError(
+            f"The value of `{name}` is {value!r}, but must be an int >= {minimum}."
+        )
+    number = int(value.__index__())
+    if number < minimum:
+        raise FleetConfigError(f"The value of `{name}` is {value!r}, but must be >= {minimum}.")
+    return number

@@ -1,0 +1,89 @@
+"""What a trainer knows about the shared data: names, lengths, order; never the data itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from optuna_fleet.exceptions import FleetConfigError
+
+MIN_CHUNKS_PER_EPOCH = 16
+"""An epoch is cut into at least this many chunks, so that several preprocessors can work on it."""
+
+MIN_CHUNK_SAMPLES = 8
+"""Below this many samples a chunk is not made smaller just to have more of them."""
+
+
+class ChunkKey(NamedTuple):
+    """Names one chunk: a contiguous range of the canonical order of an epoch of a data set."""
+
+    name: str
+    epoch: int
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSpec:
+    """One named data set.
+
+    Attributes:
+        name: The keyword it was given under.
+        num_samples: Its length.
+        shuffled: Permuted and augmented anew in every epoch; if not: identity order, epoch 0.
+        collate: The user's ``collate_fn`` as cloudpickle bytes, or None for torch's default.
+    """
+
+    name: str
+    num_samples: int
+    shuffled: bool
+    collate: bytes | None = None
+
+    def canonical_epoch(self, epoch: int) -> int:
+        """Returns the epoch whose content is served as ``epoch``: 0 for a fixed data set."""
+        return epoch if self.shuffled else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """The whole pipeline as trainers see it; small, and plain data.
+
+    Attributes:
+        seed: Seed of orders and augmentation.
+        datasets: The data sets, in the order they were given.
+    """
+
+    seed: int
+    datasets: tuple[DatasetSpec, ...]
+
+    def dataset(self, name: str) -> DatasetSpec:
+        """Returns the data set called ``name``.
+
+        Raises:
+            FleetConfigError: There is none; the message lists those there are.
+        """
+        for dataset in self.datasets:
+            if dataset.name == name:
+                return dataset
+        names = ", ".join(repr(dataset.name) for dataset in self.datasets)
+        raise FleetConfigError(
+            f"There is no data set {name!r} in the SharedPipeline; it has {names}. "
+            f"Pass it as SharedPipeline(..., {name}=dataset)."
+        )
+
+
+def choose_chunk_size(*, num_samples: int, sample_bytes: int, chunk_bytes: int) -> int:
+    """Returns how many samples a chunk of this data set holds.
+
+    About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks. A
+    power of two where possible: batches of usual sizes then seldom straddle two chunks. It never
+    changes what a batch contains.
+    """
+    by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
+    by_count = max(MIN_CHUNK_SAMPLES, num_samples // MIN_CHUNKS_PER_EPOCH)
+    size = min(by_bytes, by_count)
+    return min(num_samples, 1 << (size.bit_length() - 1))
+
+
+def count_chunks(num_samples: int, chunk_size: int) -> int:
+    """Returns the number of chunks of an epoch."""
+    return -(-num_samples // chunk_size)

@@ -1,0 +1,143 @@
+"""Packets over Unix socket pairs, with file descriptors; the agent's side never blocks."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from optuna_fleet.exceptions import ProtocolError
+
+MAX_PACKET = 160 << 10
+"""Largest packet, below the kernel's default socket buffer (208 KiB)."""
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Returns two connected sockets that keep message boundaries; one is for a child to come."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def encode(message: object) -> bytes:
+    """Returns the packet of a message."""
+    packet = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    if len(packet) > MAX_PACKET:
+        raise ProtocolError(
+            f"A {type(message).__name__} of {len(packet)} bytes is larger than a packet may be "
+            f"({MAX_PACKET} bytes)."
+        )
+    return packet
+
+
+def send(sock: socket.socket, message: object, fd: int | None = None) -> None:
+    """Sends one message and perhaps a file descriptor, of which the caller keeps its own copy."""
+    socket.send_fds(sock, [encode(message)], [] if fd is None else [fd])
+
+
+def receive(sock: socket.socket, flags: int = 0) -> tuple[object, int | None]:
+    """Returns the next message and the descriptor that came with it, which the caller must close.
+
+    Raises:
+        EOFError: The other side is gone.
+        BlockingIOError: Nothing is there, and the socket or the flags say not to wait.
+    """
+    try:
+        packet, fds, _, _ = socket.recv_fds(sock, MAX_PACKET, 1, flags | socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        raise EOFError from None
+    if not packet:
+        raise EOFError
+    return pickle.loads(packet), (fds[0] if fds else None)
+
+
+class Channel:
+    """The agent's end of one socket: delivers messages, queues those the peer is too slow for.
+
+    It registers itself with the selector; the registered ``data`` is the channel, to be called
+    with the event mask. A stopped peer costs a queue, not the agent's time.
+
+    Args:
+        sock: Our end of a ``socket_pair``; the channel owns it from now on.
+        selector: The agent's selector.
+        on_message: Called with (message, descriptor or None); owns the descriptor.
+        on_close: Called once when the peer is gone; not called by ``close``.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        selector: selectors.BaseSelector,
+        *,
+        on_message: Callable[[object, int | None], None],
+        on_close: Callable[[], None],
+    ) -> None:
+        self._sock = sock
+        self._selector = selector
+        self._on_message = on_message
+        self._on_close = on_close
+        self._queue: deque[tuple[bytes, int | None]] = deque()
+        self._open = True
+        sock.setblocking(False)
+        selector.register(sock, selectors.EVENT_READ, self)
+
+    def __call__(self, mask: int) -> None:
+        """Handles the events the selector reported."""
+        if mask & selectors.EVENT_WRITE:
+            self._flush()
+        if mask & selectors.EVENT_READ:
+            self.drain()
+
+    def send(self, message: object, fd: int | None = None) -> None:
+        """Sends now or as soon as the peer reads; ``fd`` must stay open until the peer had it."""
+        if not self._open:
+            return
+        self._queue.append((encode(message), fd))
+        if len(self._queue) == 1:
+            self._flush()
+
+    def drain(self) -> None:
+        """Delivers everything that has arrived."""
+        while self._open:
+            try:
+                message, fd = receive(self._sock)
+            except BlockingIOError:
+                return
+            except EOFError:
+                self._lost()
+                return
+            self._on_message(message, fd)
+
+    def close(self) -> None:
+        """Unregisters and closes the socket; what was queued is dropped."""
+        if self._open:
+            self._open = False
+            self._selector.unregister(self._sock)
+            self._sock.close()
+            self._queue.clear()
+
+    def close_in_child(self) -> None:
+        """Closes a forked child's copy of the socket; the selector is shared, so it is left alone."""
+        os.close(self._sock.detach())
+
+    def _flush(self) -> None:
+        while self._open and self._queue:
+            packet, fd = self._queue[0]
+            try:
+                socket.send_fds(self._sock, [packet], [] if fd is None else [fd])
+            except BlockingIOError:
+                break
+            except (BrokenPipeError, ConnectionResetError):
+                # What the peer said before it died is still to be read; its end of stream then
+                # reports the death.
+                self._queue.clear()
+                break
+            self._queue.popleft()
+        if self._open:
+            write = selectors.EVENT_WRITE if self._queue else 0
+            self._selector.modify(self._sock, selectors.EVENT_READ | write, self)
+
+    def _lost(self) -> None:
+        self.close()
+        self._on_close()

@@ -1,0 +1,119 @@
+"""The preprocessors as the agent sees them: started when there is work, replaced when they die."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from optuna_fleet.pipeline.messages import ProduceChunk
+from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.wire import Channel
+
+Spawn = Callable[[Callable[[socket.socket], None]], tuple[int, socket.socket]]
+"""Forks a child that runs the given main on its end of a ``wire.socket_pair()`` and then exits;
+returns the child's pid and our end. Our copy of the child's end must be closed by then."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    pid: int
+    channel: Channel
+    key: ChunkKey | None = None
+
+
+class PreprocessorPool:
+    """Keeps at most ``limit`` preprocessors, each with at most one chunk to work on.
+
+    Args:
+        limit: Most processes at a time.
+        spawn: Starts one.
+        main: What it runs.
+        selector: The agent's selector.
+        on_message: Called with what a preprocessor sent; owns the descriptor.
+        on_lost: Called with the chunk that a dead preprocessor worked on, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int,
+        spawn: Spawn,
+        main: Callable[[socket.socket], None],
+        selector: selectors.BaseSelector,
+        on_message: Callable[[object, int | None], None],
+        on_lost: Callable[[ChunkKey | None], None],
+    ) -> None:
+        self._limit = limit
+        self._spawn = spawn
+        self._main = main
+        self._selector = selector
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._workers: list[_Worker] = []
+        self._unreaped: set[int] = set()
+        self.num_lost = 0
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Pids of the preprocessors that run."""
+        return tuple(worker.pid for worker in self._workers)
+
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        """Their channels."""
+        return tuple(worker.channel for worker in self._workers)
+
+    def has_room(self) -> bool:
+        """Returns whether one more chunk could be worked on."""
+        return len(self._workers) < self._limit or any(w.key is None for w in self._workers)
+
+    def give(self, work: ProduceChunk) -> None:
+        """Hands work to an idle preprocessor, or to a new one; call only if there is room."""
+        worker = next((w for w in self._workers if w.key is None), None) or self._start()
+        worker.key = work.key
+        worker.channel.send(work)
+
+    def child_died(self, pid: int) -> bool:
+        """Tells that a child was reaped; returns whether it was a preprocessor of this pool."""
+        for worker in self._workers:
+            if worker.pid == pid:
+                worker.channel.drain()  # perhaps it finished a chunk before it died
+                self._lose(worker)
+                break
+        known = pid in self._unreaped
+        self._unreaped.discard(pid)
+        return known
+
+    def close(self) -> None:
+        """Closes the sockets; preprocessors exit when they notice."""
+        for worker in self._workers:
+            worker.channel.close()
+        self._workers.clear()
+
+    def _start(self) -> _Worker:
+        pid, sock = self._spawn(self._main)
+        channel = Channel(
+            sock,
+            self._selector,
+            on_message=lambda message, fd: self._received(worker, message, fd),
+            on_close=lambda: self._lose(worker),
+        )
+        worker = _Worker(pid, channel)
+        self._workers.append(worker)
+        self._unreaped.add(pid)
+        return worker
+
+    def _received(self, worker: _Worker, message: object, fd: int | None) -> None:
+        if getattr(message, "key", None) is not None:
+            worker.key = None  # the chunk is done, one way or the other
+        self._on_message(message, fd)
+
+    def _lose(self, worker: _Worker) -> None:
+        # Its end of stream and its exit status both tell of one death.
+        if worker in self._workers:
+            self._workers.remove(worker)
+            worker.channel.close()
+            self.num_lost += 1
+            self._on_lost(worker.key)

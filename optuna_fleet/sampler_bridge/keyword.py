@@ -1,0 +1,57 @@
+"""Gives `optuna.Study.optimize` the keyword `executor=`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import optuna
+
+from optuna_fleet.exceptions import FleetConfigError
+
+_MARK = "_optuna_fleet_original"
+
+
+def install() -> None:
+    """Wrap `optuna.Study.optimize` so that it takes ``executor=``; done by ``import optuna_fleet``.
+
+    Without the keyword, or with None, Optuna's own method runs, argument for argument. Calling it again
+    changes nothing.
+    """
+    original = optuna.Study.optimize
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def optimize(self: optuna.Study, func: Any, *args: Any, executor: Any = None, **kwargs: Any) -> None:
+        if executor is None:
+            return original(self, func, *args, **kwargs)
+        if not hasattr(executor, "optimize"):
+            raise FleetConfigError(
+                f"`executor` is {executor!r}, but must be an optuna_fleet.FleetExecutor, or None."
+            )
+        return executor.optimize(self, func, **_arguments(*args, **kwargs))  # type: ignore[no-any-return]
+
+    setattr(optimize, _MARK, original)
+    optuna.Study.optimize = optimize  # type: ignore[method-assign]
+
+
+def uninstall() -> None:
+    """Put Optuna's own method back."""
+    original = getattr(optuna.Study.optimize, _MARK, None)
+    if original is not None:
+        optuna.Study.optimize = original  # type: ignore[method-assign]
+
+
+def _arguments(
+    n_trials: Any = None, timeout: Any = None, n_jobs: int = 1, *rest: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Optuna's arguments as keywords, by position too; `n_jobs` must have its default."""
+    if n_jobs != 1:
+        raise FleetConfigError(
+            f"`n_jobs` is {n_jobs}, but must be 1 together with `executor`: the executor runs as many "
+            "trials at once as it has devices, FleetExecutor(devices=...)."
+        )
+    names = ("catch", "callbacks", "gc_after_trial", "show_progress_bar")
+    by_position = dict(zip(names, rest, strict=False))
+    return {"n_trials": n_trials, "timeout": timeout, **by_position, **kwargs}

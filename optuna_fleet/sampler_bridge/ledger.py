@@ -1,0 +1,165 @@
+"""What the study is told: calls made inside objectives, how trials ended, where they flew."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.messages import Call
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.proposals import Proposals
+
+Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
+
+FLIGHTS_KEY = "optuna_fleet:flights"
+ROUNDS_KEY = "optuna_fleet:rounds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """One stay of a trial on its devices, as recorded with the trial.
+
+    Times are seconds since the epoch; the other durations are summed over the devices.
+    """
+
+    devices: tuple[int, ...]
+    start: float
+    end: float
+    round: int
+    ending: str
+    probing_s: float
+    profiling_s: float
+    data_wait_s: float
+
+
+class Ledger:
+    """Writes to one study in the name of the trials asked for by `proposals`."""
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        proposals: Proposals,
+        *,
+        catch: tuple[type[Exception], ...],
+        callbacks: Iterable[Callback] | None,
+        gc_after_trial: bool,
+        progress_bar: compat.ProgressBar,
+    ) -> None:
+        self.study = study
+        self._proposals = proposals
+        self._catch = catch
+        self._callbacks = list(callbacks or ())
+        self._gc_after_trial = gc_after_trial
+        self._progress_bar = progress_bar
+        self._flights: dict[int, list[Flight]] = {}
+
+    def carry_out(self, number: int, call: Call) -> Any:
+        """Make a call of trial `number` on the real trial, study or storage and return its result.
+
+        Raises:
+            Exception: Whatever Optuna raises.
+        """
+        compat.forget_cached_trials(self.study)
+        targets: dict[str, Any] = {
+            "trial": self._proposals[number],
+            "study": self.study,
+            "storage": compat.storage_of(self.study),
+        }
+        if call.target not in targets:
+            raise ProtocolError(f"There is nothing called {call.target!r} to call.")
+        attribute = getattr(targets[call.target], call.name)
+        return attribute if call.is_read else attribute(*call.args, **call.kwargs)
+
+    def reported_values(self, number: int) -> list[float]:
+        """The trial's intermediate values, in order of step."""
+        values = compat.frozen(self.study, self._proposals[number]).intermediate_values
+        return [values[step] for step in sorted(values)]
+
+    def record(self, number: int, flight: Flight) -> None:
+        """Store where and when the trial flew."""
+        flights = self._flights.setdefault(number, [])
+        flights.append(flight)
+        compat.set_trial_record(
+            self.study, self._proposals[number], FLIGHTS_KEY, [asdict(f) for f in flights]
+        )
+
+    def settle(
+        self,
+        number: int,
+        value: float | Sequence[float] | None,
+        error: BaseException | None,
+    ) -> TrialState:
+        """Tell the study how the trial ended, as `Study.optimize` does, then run the callbacks.
+
+        Raises:
+            BaseException: `error`, unless `catch` covers it; whatever a sampler or callback raises.
+        """
+        trial = self._proposals[number]
+        try:
+            state = self._tell(trial, value, error)
+        finally:
+            self._proposals.release(number)
+            self._flights.pop(number, None)
+            if self._gc_after_trial:
+                gc.collect()
+        if state is TrialState.FAIL and error is not None and not isinstance(error, self._catch):
+            raise error
+        finished = compat.frozen(self.study, trial)
+        for callback in self._callbacks:
+            callback(self.study, copy.deepcopy(finished))
+        self._progress_bar.update(self._proposals.elapsed_s, self.study)
+        return state
+
+    def abandon(self, number: int, error: BaseException) -> None:
+        """Fail a trial that is cut short because the whole call ends with `error`; never raises."""
+        trial = self._proposals[number]
+        try:
+            self._tell(trial, None, error)
+        except Exception:
+            compat.logger.warning(f"Trial {number} could not be told as failed.", exc_info=True)
+        finally:
+            self._proposals.release(number)
+
+    def _tell(
+        self,
+        trial: optuna.Trial,
+        value: float | Sequence[float] | None,
+        error: BaseException | None,
+    ) -> TrialState:
+        told: TrialState | None = None
+        if error is not None:
+            pruned = isinstance(error, optuna.TrialPruned)
+            told, value = (TrialState.PRUNED if pruned else TrialState.FAIL), None
+        try:
+            state, values, problem = compat.tell(self.study, trial, value, told)
+        except Exception:  # the sampler's after_trial raised; the state is stored all the same
+            finished = compat.frozen(self.study, trial)
+            self._log(trial, finished.state, finished.values, value, error, None)
+            raise
+        self._log(trial, state, values, value, error, problem)
+        return state
+
+    def _log(
+        self,
+        trial: optuna.Trial,
+        state: TrialState,
+        values: list[float] | None,
+        value: Any,
+        error: BaseException | None,
+        problem: str | None,
+    ) -> None:
+        if state is TrialState.COMPLETE and values is not None:
+            compat.log_completed(self.study, trial, values)
+        elif state is TrialState.PRUNED:
+            compat.logger.info(f"Trial {trial.number} pruned. {error}")
+        elif error is not None:
+            compat.log_failed(trial, repr(error), value, error)
+        else:
+            compat.log_failed(trial, str(problem), value)

@@ -1,0 +1,243 @@
+"""Process groups of trials: a trainer joins one, leaves it, and joins the next.
+
+The group of a trial is the *default* group of its processes, so plain ``torch.distributed`` code
+in an objective means "this trial". The store outlives the trainers: the agent or driver serves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+    _unregister_all_process_groups,
+)
+
+from optuna_fleet.exceptions import TrainerLostError, TrialError
+
+_logger = logging.getLogger(__name__)
+
+_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """A process's place in the group of one trial.
+
+    Attributes:
+        rank: Rank in the group, from 0 (the leader).
+        world_size: Number of processes of the group.
+        prefix: Prefix of the group's keys in the store; never used twice on one store.
+        store_host: Host of the ``TCPStore``; unused for a group of one.
+        store_port: Port of the ``TCPStore``; may be None for a group of one.
+    """
+
+    rank: int
+    world_size: int
+    prefix: str
+    store_host: str
+    store_port: int | None
+
+
+@dataclass(slots=True, kw_only=True)
+class ShardWeights:
+    """What part of the present batch this rank holds; the trial sets it before each batch.
+
+    Attributes:
+        local_size: Samples of the batch on this rank; 0 for a dummy shard, whose samples only keep
+            the ranks in step and count for nothing.
+        global_size: Samples of the batch on all ranks; 0 while nothing is known, and then every
+            rank counts alike.
+        lockstep: True while every rank is served equally many batches. Only then do BatchNorm
+            layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
+    """
+
+    local_size: int = 0
+    global_size: int = 0
+    lockstep: bool = False
+
+    @property
+    def weight(self) -> float:
+        """Share of this rank in the mean over the global batch; the ranks' shares add up to 1."""
+        if self.global_size == 0:
+            return 1.0 / group_size()
+        return self.local_size / self.global_size
+
+    @property
+    def dummy(self) -> bool:
+        """Whether this rank's samples must not count."""
+        return self.global_size > 0 and self.local_size == 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardWeights:
+        # A copied model trains on the same batches, so its layers look at the same holder.
+        return self
+
+
+def serve_store(host: str = "127.0.0.1") -> tuple[TCPStore, int]:
+    """Start a store that processes can meet at; it is served as long as it is referenced.
+
+    Args:
+        host: Address to listen on, and no other (a bare ``TCPStore`` listens on every interface).
+
+    Returns:
+        The store and its port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen(128)
+        port = int(listener.getsockname()[1])
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),  # the store closes it
+        )
+    return store, port
+
+
+def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
+    """Make the group of `spec` this process's default group.
+
+    Args:
+        spec: This process's place; a group of one touches no network.
+        backend: "gloo" or "nccl".
+        timeout_s: Limit for the peers to arrive, and for each collective afterwards.
+
+    Raises:
+        TrainerLostError: If a peer or the store can't be reached in time; no group is left behind.
+    """
+    leave_group()
+    _choose_interface(spec)
+    # init_process_group wraps sys.excepthook, one layer per call: a long-lived trainer would pile
+    # them up.
+    excepthook = sys.excepthook
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        dist.init_process_group(
+            backend,
+            store=_open_store(spec, timeout),
+            rank=spec.rank,
+            world_size=spec.world_size,
+            timeout=timeout,
+        )
+    except RuntimeError as error:  # torch's DistError and its kin
+        leave_group()
+        raise TrainerLostError(
+            f"Rank {spec.rank} of {spec.world_size} could not join the group {spec.prefix!r} "
+            f"within {timeout_s:g} s: {error}"
+        ) from error
+    finally:
+        sys.excepthook = excepthook
+
+
+def leave_group() -> None:
+    """Destroy the default group, if any; afterwards this process can join another one.
+
+    Safe to call when there is none and when peers of the group are dead.
+    """
+    if not dist.is_initialized():
+        return
+    try:
+        dist.destroy_process_group()
+    except Exception:
+        _logger.debug("The process group could not be shut down; forgetting it.", exc_info=True)
+        _forget_group()
+
+
+def group_size() -> int:
+    """Number of processes in the default group; 1 without a group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def wire_device() -> torch.device:
+    """Device that a tensor must be on to travel in the default group."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_agreement(items: Iterable[object], what: str) -> None:
+    """Compare `items` over the ranks, because a collective on unlike sizes aborts the process.
+
+    Args:
+        items: Anything whose ``repr`` must be equal on all ranks.
+        what: Subject of the error's sentence.
+
+    Raises:
+        TrialError: On every rank, if the ranks differ.
+    """
+    digest = hashlib.sha256("\n".join(map(repr, items)).encode()).digest()
+    mine = torch.tensor([int.from_bytes(digest[:7], "big")], device=wire_device())
+    everyone = [torch.empty_like(mine) for _ in range(group_size())]
+    dist.all_gather(everyone, mine)
+    if len({int(one) for one in everyone}) > 1:
+        raise TrialError(
+            f"{what} differs between the ranks of the trial, but must be the same on each. Does "
+            f"the objective draw numbers that are not seeded, or depend on the rank?"
+        )
+
+
+def _open_store(spec: GroupSpec, timeout: timedelta) -> Store:
+    if spec.world_size == 1:
+        return HashStore()
+    if spec.store_port is None:
+        raise ValueError(
+            f"The value of `store_port` is None, but a group of {spec.world_size} needs a store."
+        )
+    store = TCPStore(
+        spec.store_host,
+        spec.store_port,
+        is_master=False,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+    return PrefixStore(spec.prefix, store)
+
+
+_chose_interface = False
+
+
+def _choose_interface(spec: GroupSpec) -> None:
+    """Keep gloo on the loopback for groups on one machine, whose host name may not resolve."""
+    global _chose_interface
+    if spec.world_size == 1 or spec.store_host in _LOOPBACK_HOSTS:
+        if _GLOO_INTERFACE not in os.environ:
+            os.environ[_GLOO_INTERFACE] = "lo"
+            _chose_interface = True
+    elif _chose_interface:  # our own choice for an earlier group would cut this one off
+        os.environ.pop(_GLOO_INTERFACE, None)
+        _chose_interface = False
+
+
+def _forget_group() -> None:
+    """Drop a group that can't be shut down from torch's books, to make room for the next."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if abort is not None:
+        with suppress(Exception):
+            abort()
+    if dist.is_initialized():
+        world = dist.distributed_c10d._world
+        for book in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_to_tag):
+            book.clear()
+        world.tags_to_pg.clear()
+        world.pg_backend_config.clear()
+        _unregister_all_process_groups()
+        world.group_count = 0
+        dist.distributed_c10d._update_default_pg(None)

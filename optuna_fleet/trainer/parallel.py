@@ -1,0 +1,402 @@
+"""Exact data parallelism: gradients are the mean over the *global* batch, however it is split.
+
+A model is not wrapped. Hooks at its parameters reduce their gradients, in buckets that overlap
+with the backward pass, and the model stays the user's own object: its type, attributes,
+``state_dict`` keys, copies and pickles do not depend on the number of devices. Because the hooks
+see gradients, not calls of ``forward``, training through other methods (``model.encode(x)``),
+parts of the model or several forward passes is synchronised too;
+``DistributedDataParallel`` misses those silently.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.batchnorm import convert_batchnorm
+from optuna_fleet.trainer.groups import ShardWeights, check_agreement, group_size, wire_device
+
+__all__ = ["ShardWeights", "all_reduce_sum", "mean", "to_device", "wrap_module"]
+
+_BUCKET_BYTES = 25 * 2**20
+_FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early in the backward pass
+_BITS = 32
+
+
+def wrap_module(
+    module: torch.nn.Module, weights: ShardWeights, device: torch.device
+) -> torch.nn.Module:
+    """Train `module` data-parallel over the default group; call it on all ranks alike.
+
+    Parameters and buffers are made equal to those of rank 0, BatchNorm is synchronised, and from
+    now on each backward pass leaves in ``grad`` the mean over the global batch (the loss of a rank
+    being the mean over its shard). Optimizers may exist already. Only ``backward`` communicates,
+    and BatchNorm in training mode. Parameters may be frozen and unfrozen at any time, but
+    parameters added later are not reduced.
+
+    Args:
+        module: The user's model; it is moved to `device`.
+        weights: Set by the trial before each batch.
+        device: This rank's device.
+
+    Returns:
+        `module` itself; untouched if the group has one rank.
+
+    Raises:
+        FleetConfigError: If a lazy module has not seen its first batch.
+        TrialError: If the ranks' models differ in structure.
+    """
+    if group_size() == 1:
+        return module
+    _check_initialised(module)
+    module.to(device)
+    convert_batchnorm(module, weights)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    check_agreement(
+        ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
+        f"The model {type(module).__name__}",
+    )
+    _broadcast(tensor for _, tensor in tensors)
+    _Reducer(module, weights)
+    return module
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Copy of the nested `data` (dicts, lists, tuples) with every tensor on `device`."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    return _map_children(data, lambda child: to_device(child, device))
+
+
+def all_reduce_sum(values: Any) -> Any:
+    """Sum over the ranks of the trial; exact for integers, in float64 for everything else.
+
+    Args:
+        values: A number, NumPy number, tensor, or nested dicts, lists and tuples of them, of equal
+            structure on every rank. A number on one rank may be a scalar tensor on another.
+
+    Returns:
+        The same structure and types on every rank (``bool`` is counted, so it becomes ``int``; an
+        ``int`` becomes ``float`` if another rank has a float there); `values` in a group of one.
+
+    Raises:
+        FleetConfigError: If a value is no number.
+        TrialError: If the structures differ between ranks.
+    """
+    if group_size() == 1:
+        return values
+    leaves = list(_leaves(values, "value"))
+    check_agreement(
+        ((path, shape) for path, shape, _ in leaves), "The structure of a summed value"
+    )
+    if not leaves:
+        return values
+    wire = torch.cat([_encode(leaf) for _, _, leaf in leaves]).to(wire_device())
+    dist.all_reduce(wire)
+    parts = torch.split(wire.cpu(), [3 * leaf.numel() + 1 for _, _, leaf in leaves])
+    totals = iter([_decode(part) for part in parts])
+    return _rebuild(values, lambda value: _like(value, next(totals)))
+
+
+def mean(values: Any, weight: float | None = None) -> Any:
+    """Mean over the ranks of the trial.
+
+    Args:
+        values: As in ``all_reduce_sum``.
+        weight: This rank's weight, e.g. its number of samples; None weighs all ranks alike. A
+            value of weight 0 is ignored, even NaN.
+
+    Returns:
+        Floats in the structure of `values`; `values` itself in a group of one.
+    """
+    if group_size() == 1:
+        return values
+    own = 1.0 if weight is None else float(weight)
+    leaves = [leaf.double() for *_, leaf in _leaves(values, "value")]
+    scaled = [leaf * own if own else torch.zeros_like(leaf) for leaf in leaves]
+    *sums, weights = all_reduce_sum([*scaled, own])
+    means = iter([part / weights if weights else part * torch.nan for part in sums])
+    return _rebuild(values, lambda value: _like(value, next(means)))
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that travel together: their places in one flat buffer, then one flag for each.
+
+    A flag counts the ranks that have this gradient: where none has, ``grad`` stays None, as it
+    would in one process, and the optimizer skips the parameter.
+    """
+
+    params: list[TensorWeakRef]
+    flat: Tensor
+    views: list[Tensor]
+    arrived: set[int] = field(default_factory=set)
+    work: dist.Work | None = None
+
+    @property
+    def flags(self) -> Tensor:
+        return self.flat[-len(self.params) :]
+
+    def launch(self, weights: ShardWeights) -> None:
+        """Start to sum the weighted gradients over the ranks."""
+        present = []
+        for ref, view in zip(self.params, self.views, strict=True):
+            grad = _grad(ref)
+            present.append(grad is not None)
+            # A dummy's gradient may be NaN, which a weight of 0 would not remove.
+            if grad is None or weights.dummy:
+                view.zero_()
+            else:
+                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        self.flat[: -len(self.params)].mul_(weights.weight)
+        if all(present):
+            self.flags.fill_(1)
+        else:
+            self.flags.copy_(torch.tensor(present))
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+    def collect(self) -> None:
+        """Wait for the sums and make them the parameters' gradients."""
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+        params = [ref() for ref in self.params]
+        # Reading flags waits for the device, so it is left out while every gradient is here.
+        missing = any(param is not None and param.grad is None for param in params)
+        flags = self.flags.real.tolist() if missing else itertools.repeat(1.0)
+        for param, view, flag in zip(params, self.views, flags, strict=False):
+            if param is not None and flag:
+                _set_grad(param, view)
+
+    def abandon(self) -> None:
+        """Forget a pass; an exception or a nested backward came between."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = None
+        self.arrived.clear()
+
+
+class _Reducer:
+    """Reduces the gradients of one module; kept alive by the hooks at its parameters.
+
+    It refers to the parameters weakly, so that there is no cycle and a finished trial's memory is
+    free at once.
+    """
+
+    def __init__(self, module: torch.nn.Module, weights: ShardWeights) -> None:
+        params = list(module.parameters())
+        self._weights = weights
+        self._params = [TensorWeakRef(param) for param in params]
+        self._trained: tuple[bool, ...] = ()
+        self._buckets: list[_Bucket] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        self._num_launched = 0
+        self._task: int | None = None  # the backward pass under way
+        for index, param in enumerate(params):
+            if param.is_floating_point() or param.is_complex():
+                _hook(param, partial(self._arrive, index))
+
+    def _arrive(self, index: int, _: Tensor) -> None:
+        if group_size() == 1:  # the model has outlived its group
+            return
+        # A nested backward (reentrant checkpointing) and one after a backward that failed are
+        # passes of their own. Reducing a reduced gradient again is harmless: weights add up to 1.
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task)
+        bucket_index, slot = self._places[index]
+        self._buckets[bucket_index].arrived.add(slot)
+        # In order, because the ranks must agree on the order of collectives.
+        for bucket in self._buckets[self._num_launched :]:
+            if len(bucket.arrived) < len(bucket.params):
+                break
+            bucket.launch(self._weights)
+            self._num_launched += 1
+
+    def _begin(self, task: int) -> None:
+        for bucket in self._buckets:
+            bucket.abandon()
+        params = [ref() for ref in self._params]
+        trained = tuple(param is not None and param.requires_grad for param in params)
+        if trained != self._trained:
+            self._trained = trained
+            self._make_buckets(params)
+        self._num_launched = 0
+        self._task = task
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(self._finish, task))
+
+    def _make_buckets(self, params: list[Tensor | None]) -> None:
+        # Backward reaches the last layers first.
+        indices = [index for index, trained in enumerate(self._trained) if trained][::-1]
+        chosen = [param for index in indices if (param := params[index]) is not None]
+        self._buckets = [_make_bucket(chunk) for chunk in _chunks(chosen)]
+        places = (
+            (number, slot)
+            for number, bucket in enumerate(self._buckets)
+            for slot in range(len(bucket.params))
+        )
+        self._places = dict(zip(indices, places, strict=True))
+
+    @torch.no_grad()
+    def _finish(self, task: int) -> None:
+        if task != self._task:
+            return
+        for bucket in self._buckets[self._num_launched :]:
+            bucket.launch(self._weights)
+        for bucket in self._buckets:
+            bucket.collect()
+            bucket.arrived.clear()
+        self._task = None
+
+
+def _hook(param: Tensor, hook: Callable[[Tensor], None]) -> None:
+    # A frozen parameter takes no hook, but keeps one, and may be unfrozen in a later epoch.
+    frozen = not param.requires_grad
+    param.requires_grad_(True)
+    param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        torch.no_grad()(hook)
+    )
+    if frozen:
+        param.requires_grad_(False)
+
+
+def _grad(ref: TensorWeakRef) -> Tensor | None:
+    param = ref()
+    return None if param is None else param.grad
+
+
+def _set_grad(param: Tensor, view: Tensor) -> None:
+    if param.grad is None:
+        param.grad = view.clone()
+    elif param.grad.is_sparse:
+        param.grad = view.to_sparse(param.grad.sparse_dim())
+    else:
+        param.grad.copy_(view)
+
+
+def _make_bucket(params: list[Tensor]) -> _Bucket:
+    sizes = [param.numel() for param in params]
+    flat = torch.zeros(sum(sizes) + len(params), dtype=params[0].dtype, device=params[0].device)
+    parts = torch.split(flat[: -len(params)], sizes)
+    views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+    return _Bucket(params=[TensorWeakRef(param) for param in params], flat=flat, views=views)
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Split in order into lists of one dtype and device and of bounded size."""
+    for _, alike in itertools.groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)):
+        chunk: list[Tensor] = []
+        num_bytes, limit = 0, _FIRST_BUCKET_BYTES
+        for tensor in alike:
+            chunk.append(tensor)
+            num_bytes += tensor.numel() * tensor.element_size()
+            if num_bytes >= limit:
+                yield chunk
+                chunk, num_bytes, limit = [], 0, _BUCKET_BYTES
+        if chunk:
+            yield chunk
+
+
+@torch.no_grad()
+def _broadcast(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the leader's values, in few messages."""
+    for chunk in _chunks(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk]).to(wire_device())
+        dist.broadcast(flat, src=0)  # rank 0 of the default group, which is the trial's
+        parts = torch.split(flat, [tensor.numel() for tensor in chunk])
+        for tensor, part in zip(chunk, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _check_initialised(module: torch.nn.Module) -> None:
+    for name, param in module.named_parameters():
+        if torch.nn.parameter.is_lazy(param):
+            raise FleetConfigError(
+                f"The parameter {name!r} of {type(module).__name__} is lazy, but must be "
+                f"initialised: run one batch through the model before `trial.prepare`."
+            )
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+def _map_children(data: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(data, dict):
+        return {key: function(child) for key, child in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*map(function, data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(map(function, data))
+    return data
+
+
+def _rebuild(values: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(values, (dict, list, tuple)):
+        return _map_children(values, lambda child: _rebuild(child, function))
+    return function(values)
+
+
+def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Path, shape and tensor of every number in `values`, in the order of ``_rebuild``."""
+    if isinstance(values, (dict, list, tuple)):
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        for key, child in items:
+            yield from _leaves(child, f"{path}[{key!r}]")
+        return
+    try:
+        # A Python float would become float32.
+        dtype = torch.float64 if isinstance(values, float) else None
+        leaf = torch.as_tensor(values, dtype=dtype).detach()
+    except (TypeError, ValueError, RuntimeError):
+        leaf = None
+    if leaf is None or leaf.is_complex():
+        raise FleetConfigError(
+            f"The type of {path} is {type(values).__name__}, but only numbers and tensors of real "
+            f"numbers, in dicts, lists and tuples, can be reduced over the ranks."
+        )
+    yield path, tuple(leaf.shape), leaf
+
+
+def _encode(leaf: Tensor) -> Tensor:
+    """Float64 parts whose sums are exact for integers: floats, high bits, low bits, is a float."""
+    flat = leaf.reshape(-1).cpu()
+    zero = flat.new_zeros(flat.numel(), dtype=torch.float64)
+    if flat.is_floating_point():
+        return torch.cat([flat.double(), zero, zero, zero.new_ones(1)])
+    flat = flat.long()
+    low = flat & ((1 << _BITS) - 1)
+    return torch.cat([zero, (flat >> _BITS).double(), low.double(), zero.new_zeros(1)])
+
+
+def _decode(part: Tensor) -> Tensor:
+    """Inverse of ``_encode`` for sums: int64 if no rank had a float there, else float64."""
+    floats, high, low = part[:-1].view(3, -1)
+    integers = high.long() * (1 << _BITS) + low.long()
+    has_float = bool(part[-1] > 0)
+    return torch.add(floats, integers) if has_float else integers
+
+
+def _like(value: Any, total: Tensor) -> Any:
+    """`total` in the type, shape and place of `value`, as far as its kind of number allows."""
+    if isinstance(value, Tensor):
+        dtype = value.dtype
+        if dtype == torch.bool or dtype.is_floating_point != total.is_floating_point():
+            dtype = torch.get_default_dtype() if total.is_floating_point() else torch.int64
+        return total.reshape(value.shape).to(value.device, dtype)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _like(torch.as_tensor(value), total).numpy()[()]
+    return total.item()

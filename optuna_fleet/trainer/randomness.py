@@ -1,0 +1,68 @@
+"""Random number generators of a trial: seeded alike on every rank, saved and restored with it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from optuna_fleet.exceptions import FleetConfigError
+
+
+def seed_everything(seed: int, trial_number: int) -> None:
+    """Seed ``random``, NumPy's global generator and torch (CPU and every CUDA device).
+
+    Args:
+        seed: The executor's seed, >= 0.
+        trial_number: ``trial.number``; each trial gets streams of its own.
+
+    Raises:
+        FleetConfigError: If a number is negative.
+    """
+    if seed < 0 or trial_number < 0:
+        raise FleetConfigError(
+            f"The values of `seed` and `trial_number` are {seed} and {trial_number}, "
+            f"but must be >= 0."
+        )
+    # One independent word each, so that the three generators don't run in parallel.
+    words = np.random.SeedSequence([seed, trial_number]).generate_state(3, np.uint64)
+    random.seed(int(words[0]))
+    np.random.seed(words[1:2].view(np.uint32))
+    torch.manual_seed(int(words[2]))
+
+
+def rng_state() -> dict[str, Any]:
+    """State of all generators, made of tensors and plain values.
+
+    Returns:
+        What ``set_rng_state`` takes; ``torch.load(weights_only=True)`` accepts it. "cuda" (the
+        state of the current device) is there only when CUDA is in use.
+    """
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (
+            str(name),
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            int(position),
+            int(has_gauss),
+            float(gauss),
+        ),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what ``rng_state`` returned; a CUDA state is skipped where there is no CUDA."""
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, words, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, words.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

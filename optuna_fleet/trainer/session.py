@@ -1,0 +1,103 @@
+"""A trainer's side of one run: calls to the driver in the name of all ranks, and how the run ended."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from optuna_fleet.exceptions import RemoteObjectiveError
+from optuna_fleet.executor.channel import Channel
+from optuna_fleet.messages import Call, Raised, Reply, RunTrial
+
+
+class Yielded(BaseException):
+    """Unwinds the objective of a trial that has been checkpointed and leaves its devices.
+
+    Not an `Exception`, so that an objective's own ``except Exception`` lets it pass.
+    """
+
+
+class Session:
+    """Carries the calls of one rank to the driver.
+
+    Calls are numbered; rank 0's call number i is carried out, the other ranks get its answer for theirs.
+    So every rank sees the same suggestion, the same verdict of the pruner, the same exception.
+    """
+
+    def __init__(self, channel: Channel, run: RunTrial) -> None:
+        self.run = run
+        self._channel = channel
+        self._index = 0
+        # Callbacks of training frameworks may report from threads of their own.
+        self._lock = threading.RLock()
+
+    def call(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call ``target.name(*args, **kwargs)`` in the driver and return its result on every rank.
+
+        Raises:
+            Exception: Whatever the call raised in the driver.
+        """
+        return self._exchange(target, name, args, kwargs, is_read=False)
+
+    def read(self, target: str, name: str) -> Any:
+        """Return attribute `name` of `target`."""
+        return self._exchange(target, name, (), {}, is_read=True)
+
+    def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
+        """Like `call` for what returns nothing: only rank 0 says it."""
+        if self.run.rank == 0:
+            self.call(target, name, *args, **kwargs)
+        else:
+            with self._lock:
+                self._index += 1
+
+    def send(self, message: Any) -> None:
+        """Send a message that needs no answer."""
+        with self._lock:
+            self._channel.send(message)
+
+    def _exchange(
+        self, target: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_read: bool
+    ) -> Any:
+        with self._lock:
+            index = self._index
+            self._index += 1
+            self._channel.send(
+                Call(
+                    run_id=self.run.run_id,
+                    index=index,
+                    rank=self.run.rank,
+                    target=target,
+                    name=name,
+                    args=args,
+                    kwargs=kwargs,
+                    is_read=is_read,
+                )
+            )
+            reply = self._await_reply(index)
+        if reply.error is not None:
+            raise reply.error.exception
+        return reply.value
+
+    def _await_reply(self, index: int) -> Reply:
+        while True:
+            message = self._channel.receive()
+            if isinstance(message, Reply):
+                if (message.run_id, message.index) == (self.run.run_id, index):
+                    return message
+            else:
+                raise SystemExit(0)  # the driver only says `Quit` here
+
+
+def packed(error: BaseException) -> Raised:
+    """Make an exception fit to travel; one that can't be pickled is replaced by its description."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        error = RemoteObjectiveError(f"{type(error).__qualname__}: {error}")
+    return Raised(exception=error, traceback=text)

@@ -1,0 +1,318 @@
+"""Data-parallel training of one trial on this rank: what `FleetTrial`'s methods do.
+
+torch is imported by the first method that needs it, so that plain objectives never pay for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from optuna_fleet.events import EpochDecision
+from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.messages import Measured, Reached, Usage
+from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from optuna_fleet.pipeline.reader import PipelineClient
+    from optuna_fleet.trainer.checkpoint import Checkpoint
+
+
+class Training:
+    """One rank's part in a run: its prepared objects, its place in the epochs, its data."""
+
+    def __init__(self, session: Session, pipeline: PipelineClient | None, kind: str) -> None:
+        self._session = session
+        self._run = session.run
+        self._pipeline = pipeline
+        self._kind = kind
+        self._objects: list[Any] = []
+        self._modules: list[torch.nn.Module] = []
+        self._epoch = 0
+        self._in_epochs = False
+        self._reached_after_s: float | None = None
+        self._began = time.perf_counter()
+        self._stopwatch = Stopwatch(session.run.measure)
+        self._state: dict[str, Any] = {}
+        self.history: list[float] = []
+        self._checkpoint: Checkpoint | None = None
+        self._started = False
+
+    # -- set-up ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Join the trial's process group and load its checkpoint, once."""
+        if self._started:
+            return
+        self._started = True
+        from optuna_fleet.trainer import checkpoint, groups, parallel
+
+        store = self._run.store
+        groups.join_group(
+            groups.GroupSpec(
+                rank=self._run.rank,
+                world_size=self._run.world_size,
+                prefix=f"run{self._run.run_id}",
+                store_host=store.host if store else "",
+                store_port=store.port if store else None,
+            ),
+            backend="gloo" if self._kind == "cpu" else "nccl",
+            timeout_s=600.0,
+        )
+        self._weights = parallel.ShardWeights()
+        if self._run.checkpoint is not None:
+            self._checkpoint = checkpoint.load(self._run.checkpoint)
+            self._state.update(self._checkpoint.state)
+            self.history.extend(self._checkpoint.history)
+
+    def end(self) -> Usage:
+        """Leave the group; return where the time went."""
+        total_s = time.perf_counter() - self._began
+        if self._started:
+            from optuna_fleet.trainer import groups
+
+            groups.leave_group()
+        probing_s = total_s if self._reached_after_s is None else self._reached_after_s
+        return Usage(probing_s=probing_s, profiling_s=self._stopwatch.total_s)
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device of this process."""
+        import torch
+
+        return torch.device("cpu") if self._kind == "cpu" else torch.device("cuda", 0)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The user's own checkpointed variables."""
+        self.start()
+        return self._state
+
+    # -- prepare -----------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any) -> Any:
+        """See `FleetTrial.prepare`."""
+        self.start()
+        prepared = tuple(self._prepare_one(thing) for thing in objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_one(self, thing: Any) -> Any:
+        import torch
+
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise FleetConfigError(
+                f"trial.prepare() was given a `{type(thing).__name__}`, but takes modules, optimizers, "
+                "schedulers and other objects with `state_dict` and `load_state_dict`."
+            )
+        if isinstance(thing, torch.nn.Module):
+            thing.to(self.device)
+        position = len(self._objects)
+        self._objects.append(thing)
+        if self._checkpoint is not None:
+            self._restore(thing, position)
+        if isinstance(thing, torch.nn.Module):
+            return self._parallel(thing)
+        return thing
+
+    def _restore(self, thing: Any, position: int) -> None:
+        assert self._checkpoint is not None
+        saved = self._checkpoint.objects
+        if position >= len(saved):
+            raise TrialError(
+                f"trial.prepare() was called with more objects than when trial {self._run.number} was "
+                f"checkpointed ({len(saved)}): an objective must prepare the same objects each time."
+            )
+        thing.load_state_dict(saved[position])
+
+    def _parallel(self, module: torch.nn.Module) -> torch.nn.Module:
+        self._modules.append(module)
+        if self._run.world_size == 1:
+            return module
+        from optuna_fleet.trainer import parallel
+
+        return parallel.wrap_module(module, self._weights, self.device)
+
+    # -- epochs ------------------------------------------------------------------------------------
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """See `FleetTrial.epochs`."""
+        if not isinstance(num_epochs, int) or num_epochs < 1:
+            raise FleetConfigError(
+                f"trial.epochs() was given {num_epochs!r}, but takes a number of epochs >= 1."
+            )
+        return self._epochs(num_epochs)
+
+    def _epochs(self, num_epochs: int) -> Iterator[int]:
+        self.start()
+        first = 0
+        if self._checkpoint is not None:
+            from optuna_fleet.trainer import checkpoint
+
+            first = self._checkpoint.epoch
+            checkpoint.restore_rng(self._checkpoint.rng)
+        self._in_epochs = True
+        for epoch in range(first, num_epochs):
+            self._epoch = epoch
+            yield epoch
+            if epoch + 1 < num_epochs and not self._goes_on_after(epoch):
+                break
+        self._in_epochs = False
+
+    def _goes_on_after(self, epoch: int) -> bool:
+        decision = self._session.call("fleet", "end_epoch", epoch)
+        if decision is EpochDecision.YIELD:
+            self._save(epoch + 1)
+            raise Yielded
+        return decision is EpochDecision.GO
+
+    def _save(self, next_epoch: int) -> None:
+        from optuna_fleet.trainer import checkpoint
+
+        rng = checkpoint.gather_rng()
+        if self._run.rank == 0:
+            checkpoint.save(
+                self._run.checkpoint_to,
+                checkpoint.Checkpoint(
+                    epoch=next_epoch,
+                    objects=[thing.state_dict() for thing in self._objects],
+                    state=self._state,
+                    rng=rng,
+                    history=self.history,
+                ),
+            )
+
+    # -- data --------------------------------------------------------------------------------------
+
+    def batches(self, name: str, batch_size: int, *, drop_last: bool) -> Batches:
+        """See `FleetTrial.batches`."""
+        if self._pipeline is None:
+            raise FleetConfigError(
+                "trial.batches() needs data: pass it as FleetExecutor(SharedPipeline(train=..., ...))."
+            )
+        if not self._modules:
+            raise TrialError(
+                f"Trial {self._run.number} asked for batches before trial.prepare(model, optimizer): "
+                "without it the model would not be trained on the trial's devices nor checkpointed."
+            )
+        self._reach(name, batch_size)
+        return Batches(self, name, batch_size, drop_last)
+
+    def _reach(self, name: str, batch_size: int) -> None:
+        if self._reached_after_s is not None:
+            return
+        self._reached_after_s = time.perf_counter() - self._began
+        if self._run.rank == 0:
+            structure = self._structure(name, batch_size)
+            self._session.send(
+                Reached(
+                    run_id=self._run.run_id, structure=structure, resumable=self._in_epochs
+                )
+            )
+        assert self._pipeline is not None
+        samples = self._pipeline.sample_count(name)
+        if batch_size > samples:
+            self._session.tell(
+                "fleet",
+                "warn",
+                f"batch_size={batch_size} is larger than data set '{name}' with its {samples} samples: "
+                f"each epoch is one batch of {samples}.",
+            )
+
+    def _structure(self, name: str, batch_size: int) -> str:
+        """What decides the training rate: parameter shapes, batch size, data, device type."""
+        digest = hashlib.sha256(f"{self._kind}|{name}|{batch_size}".encode())
+        for module in self._modules:
+            digest.update(type(module).__qualname__.encode())
+            for key, parameter in module.named_parameters():
+                digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        return digest.hexdigest()[:16]
+
+    def read(self, name: str, batch_size: int, drop_last: bool) -> Iterator[Any]:
+        """Yield this rank's shards, on the trial's device."""
+        assert self._pipeline is not None
+        watch = self._stopwatch
+        watch.start()
+        for batch in self._read(name, batch_size, drop_last):
+            trains = self._trains()
+            if batch.local_size == 0 and not trains:
+                continue
+            self._weights.local_size = batch.local_size
+            self._weights.global_size = batch.global_size
+            yield self._to_device(batch.data)
+            if watch.active and trains:
+                self._measure(batch.global_size)
+                watch.start()
+
+    def _read(self, name: str, batch_size: int, drop_last: bool) -> Any:
+        assert self._pipeline is not None
+        return self._pipeline.read(
+            name,
+            epoch=self._epoch,
+            batch_size=batch_size,
+            rank=self._run.rank,
+            world_size=self._run.world_size,
+            drop_last=drop_last,
+            dummy=True,
+        )
+
+    def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
+        """Number of global batches in an epoch."""
+        return len(self._read(name, batch_size, drop_last))
+
+    def _trains(self) -> bool:
+        """Whether the next batch is trained on (not just evaluated)."""
+        import torch
+
+        return torch.is_grad_enabled() and any(module.training for module in self._modules)
+
+    def _measure(self, samples: int) -> None:
+        if self._kind != "cpu":
+            import torch
+
+            torch.cuda.synchronize()
+        rate = self._stopwatch.stop(samples)
+        if rate is not None and self._run.rank == 0:
+            self._session.send(Measured(run_id=self._run.run_id, samples_per_s=rate))
+
+    def _to_device(self, data: Any) -> Any:
+        if self._kind == "cpu":
+            return data
+        from optuna_fleet.trainer import parallel
+
+        return parallel.to_device(data, self.device)
+
+    # -- reductions --------------------------------------------------------------------------------
+
+    def sum(self, value: Any) -> Any:
+        """See `FleetTrial.sum`."""
+        self.start()
+        from optuna_fleet.trainer import parallel
+
+        return parallel.all_reduce_sum(value)
+
+    def mean(self, value: Any, weight: float | None) -> Any:
+        """See `FleetTrial.mean`."""
+        self.start()
+        from optuna_fleet.trainer import parallel
+
+        return parallel.mean(value, weight)
+
+
+class Batches:
+    """One epoch's batches of a data set, this rank's share of each."""
+
+    def __init__(self, training: Training, name: str, batch_size: int, drop_last: bool) -> None:
+        self._training = training
+        self._arguments = (name, batch_size, drop_last)
+
+    def __len__(self) -> int:
+        """Number of steps in the epoch, the same on every rank."""
+        return self._training.num_steps(*self._arguments)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._training.read(*self._arguments)

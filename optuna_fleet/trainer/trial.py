@@ -1,0 +1,200 @@
+"""The trial object that an objective gets in a trainer."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import optuna
+from optuna.distributions import BaseDistribution
+
+from optuna_fleet.trainer.session import Session
+
+if TYPE_CHECKING:
+    import torch
+
+    from optuna_fleet.trainer.training import Batches, Training
+
+
+class FleetTrial(optuna.Trial):
+    """An `optuna.Trial` whose every method is carried out on the real study, in the driver.
+
+    On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`, `epochs`,
+    `batches`, `sum`, `mean` and `state`. An objective that uses none of them is a plain Optuna objective
+    and runs unchanged, on one device.
+    """
+
+    def __init__(self, session: Session, training: Training) -> None:
+        # optuna.Trial.__init__ would ask the storage and the sampler, which are in the driver.
+        self._session = session
+        self._training = training
+        self._trial_id = session.run.trial_id
+        self.study = _Remote(session, "study", optuna.Study)
+        self.storage = _Remote(session, "storage", optuna.storages.BaseStorage)
+
+    # -- Optuna ------------------------------------------------------------------------------------
+
+    def suggest_float(
+        self,
+        name: str,
+        low: float,
+        high: float,
+        *,
+        step: float | None = None,
+        log: bool = False,
+    ) -> float:
+        """See `optuna.Trial.suggest_float`."""
+        return self._session.call("trial", "suggest_float", name, low, high, step=step, log=log)  # type: ignore[no-any-return]
+
+    def suggest_int(
+        self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
+    ) -> int:
+        """See `optuna.Trial.suggest_int`."""
+        return self._session.call("trial", "suggest_int", name, low, high, step=step, log=log)  # type: ignore[no-any-return]
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:  # type: ignore[override]
+        """See `optuna.Trial.suggest_categorical`."""
+        return self._session.call("trial", "suggest_categorical", name, choices)
+
+    def report(self, value: float, step: int) -> None:
+        """See `optuna.Trial.report`; rank 0's value counts."""
+        self._session.tell("trial", "report", value, step)
+        self._training.history.append(float(value))
+
+    def should_prune(self) -> bool:
+        """See `optuna.Trial.should_prune`; every rank gets the same answer."""
+        return self._session.call("trial", "should_prune")  # type: ignore[no-any-return]
+
+    def set_user_attr(self, key: str, value: Any) -> None:
+        """See `optuna.Trial.set_user_attr`; rank 0's value counts."""
+        self._session.tell("trial", "set_user_attr", key, value)
+
+    def set_constraint(self, key: str, value: float) -> None:
+        """See `optuna.Trial.set_constraint`; rank 0's value counts."""
+        self._session.tell("trial", "set_constraint", key, value)
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """See `optuna.Trial.params`."""
+        return self._session.read("trial", "params")  # type: ignore[no-any-return]
+
+    @property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """See `optuna.Trial.distributions`."""
+        return self._session.read("trial", "distributions")  # type: ignore[no-any-return]
+
+    @property
+    def user_attrs(self) -> dict[str, Any]:
+        """See `optuna.Trial.user_attrs`."""
+        return self._session.read("trial", "user_attrs")  # type: ignore[no-any-return]
+
+    @property
+    def constraints(self) -> dict[str, float]:
+        """See `optuna.Trial.constraints`."""
+        return self._session.read("trial", "constraints")  # type: ignore[no-any-return]
+
+    @property
+    def relative_params(self) -> dict[str, Any]:
+        """See `optuna.Trial.relative_params`."""
+        return self._session.read("trial", "relative_params")  # type: ignore[no-any-return]
+
+    @property
+    def datetime_start(self) -> datetime.datetime | None:
+        """See `optuna.Trial.datetime_start`."""
+        return self._session.read("trial", "datetime_start")  # type: ignore[no-any-return]
+
+    @property
+    def number(self) -> int:
+        """See `optuna.Trial.number`."""
+        return self._session.run.number
+
+    # -- the fleet ---------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the trial, from 0."""
+        return self._session.run.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices the trial trains on at present."""
+        return self._session.run.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device of this process."""
+        return self._training.device
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The objective's own variables that must survive a move: part of every checkpoint.
+
+        Values may be numbers, strings, tensors and lists, tuples or dicts of these.
+        """
+        return self._training.state
+
+    def prepare(self, *objects: Any) -> Any:
+        """Make modules, optimizers, schedulers and scalers part of the trial.
+
+        Modules move to the trial's device and, on several devices, train data parallel with the exact mean
+        gradient and synchronised BatchNorm. Whatever has a `state_dict` is checkpointed, and restored here
+        when the trial was resumed.
+
+        Args:
+            objects: Anything with `state_dict` and `load_state_dict`.
+
+        Returns:
+            The objects in the same order (one object alone is returned as itself); modules may be wrapped.
+
+        Raises:
+            FleetConfigError: An object has no `state_dict`.
+        """
+        return self._training.prepare(*objects)
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Iterate over the epochs that are still to train: from 0, or from where the trial stopped.
+
+        Between two epochs a trial may be checkpointed and moved to other devices: the objective is then
+        run again there with the same parameters. The loop also ends when the trial has converged.
+        """
+        return self._training.epochs(num_epochs)
+
+    def batches(self, name: str, batch_size: int, *, drop_last: bool = False) -> Batches:
+        """Return this rank's share of the batches of one epoch from the shared pipeline.
+
+        `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so results do not
+        depend on the number of devices. `len()` of the result is the number of steps.
+
+        Raises:
+            FleetConfigError: No such data set, or a bad batch size.
+            TrialError: `prepare` was not called.
+            PreprocessingError: A sample could not be preprocessed.
+        """
+        return self._training.batches(name, batch_size, drop_last=drop_last)
+
+    def sum(self, value: Any) -> Any:
+        """Return the sum of `value` over the trial's ranks (numbers, tensors, or dicts of these)."""
+        return self._training.sum(value)
+
+    def mean(self, value: Any, weight: float | None = None) -> Any:
+        """Return the mean of `value` over the trial's ranks, weighted by `weight` if it is given."""
+        return self._training.mean(value, weight)
+
+
+class _Remote:
+    """Stands for the driver's study or storage: methods are called and attributes read over there."""
+
+    def __init__(self, session: Session, target: str, kind: type) -> None:
+        self._session = session
+        self._target = target
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if self._target == "study" and name == "_storage":
+            return _Remote(self._session, "storage", optuna.storages.BaseStorage)
+        if callable(getattr(self._kind, name, None)):
+            return lambda *args, **kwargs: self._session.call(self._target, name, *args, **kwargs)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._session.read(self._target, name)

@@ -1,0 +1,163 @@
+"""Whatever becomes of the solver process, there is a plan."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from alloc_cases import counts, slide_problem
+from alloc_misbehaving import Misbehaving
+
+from optuna_fleet.alloc import (
+    Candidate,
+    GreedyAllocator,
+    IsolatedAllocator,
+    MipAllocator,
+    validate,
+)
+
+GOOD = slide_problem(time_limit_s=20.0)
+BAD = replace(GOOD, candidates=(Candidate(number=99, rates=(30.0,)), *GOOD.candidates))
+
+
+@pytest.fixture
+def isolated():
+    made = []
+
+    def make(allocator, **options):
+        made.append(IsolatedAllocator(allocator, GreedyAllocator(), **options))
+        return made[-1]
+
+    yield make
+    for allocator in made:
+        allocator.close()
+
+
+def wait_readable(allocator):
+    poll = select.poll()
+    poll.register(allocator.fileno(), select.POLLIN)
+    assert poll.poll(60_000)
+
+
+def test_the_plan_is_that_of_the_isolated_allocator(isolated):
+    allocator = isolated(MipAllocator())
+    assert allocator.name == "mip"
+    assert allocator.allocate(GOOD) == MipAllocator().allocate(GOOD)
+
+
+def test_submit_wait_result(isolated):
+    allocator = isolated(Misbehaving("prattle"))
+    assert allocator.deadline() is None
+    allocator.submit(GOOD)
+    assert allocator.deadline() is not None
+    with pytest.raises(RuntimeError, match="under way"):
+        allocator.submit(GOOD)
+    wait_readable(allocator)
+    assert allocator.result().allocator == "misbehaving"
+    assert allocator.deadline() is None
+    with pytest.raises(RuntimeError, match="submit"):
+        allocator.result()
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "survives"),
+    [
+        ("abort", "solver process died with SIGABRT", False),
+        ("leave", "solver process ended with exit code 3", False),
+        ("fail", "solver failed with AllocationFailed: no incumbent", True),
+        ("crash", "solver failed with ZeroDivisionError: oh", True),
+        ("lie", "solver's answer was refused: The plan of greedy can't be flown", True),
+        ("nonsense", "solver failed with 17", True),
+    ],
+)
+def test_trouble_means_the_fallback_and_the_next_solve_works(isolated, how, cause, survives):
+    allocator = isolated(Misbehaving(how))
+    assert allocator.allocate(GOOD).status == "heuristic"
+    pid = allocator.pid
+    plan = allocator.allocate(BAD)
+    assert plan.status.startswith(f"fallback: {cause}")
+    assert plan.reason.startswith(plan.status)
+    assert plan.allocator == "greedy"
+    validate(BAD, plan)
+    assert allocator.allocate(GOOD).allocator == "misbehaving"
+    assert (allocator.pid == pid) is survives
+
+
+def test_a_child_killed_in_mid_solve_wakes_the_caller(isolated):
+    allocator = isolated(Misbehaving("hang"))
+    allocator.submit(BAD)
+    os.kill(allocator.pid, signal.SIGKILL)
+    wait_readable(allocator)
+    assert allocator.result().status == "fallback: solver process died with SIGKILL"
+    assert allocator.allocate(GOOD).allocator == "misbehaving"
+
+
+def test_a_child_killed_between_problems_is_started_again(isolated):
+    allocator = isolated(Misbehaving("hang"))
+    allocator.start()
+    child = allocator.pid
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert allocator.allocate(GOOD).allocator == "misbehaving"
+    assert allocator.pid != child
+
+
+def test_a_hanging_child_is_killed_at_the_deadline(isolated):
+    allocator = isolated(Misbehaving("hang"), grace_s=0.2)
+    allocator.allocate(GOOD)
+    hanging = allocator.pid
+    plan = allocator.allocate(replace(BAD, time_limit_s=0.1))
+    assert plan.status == "fallback: solver process exceeded its time and was killed"
+    with pytest.raises(ProcessLookupError):
+        os.kill(hanging, 0)
+    assert allocator.allocate(GOOD).allocator == "misbehaving"
+
+
+def test_what_the_solver_prints_is_not_taken_for_its_answer(isolated):
+    assert isolated(Misbehaving("prattle")).allocate(BAD).allocator == "misbehaving"
+
+
+def test_a_problem_larger_than_a_pipe_does_not_block_submit(isolated):
+    wide = tuple(Candidate(number=n, rates=(50.0 + n / 7,) * 600) for n in range(40))
+    allocator = isolated(Misbehaving("prattle"))
+    allocator.submit(replace(GOOD, candidates=wide))
+    assert len(allocator.result().assignments) == 4
+
+
+def test_an_allocator_that_can_not_be_sent_falls_back_and_the_loop_wakes(isolated):
+    unsendable = Misbehaving("hang", name=(n for n in "x"))
+    allocator = isolated(unsendable)
+    allocator.submit(GOOD)
+    wait_readable(allocator)
+    assert allocator.result().status.startswith("fallback: solver process")
+
+
+def test_interrupting_the_driver_leaves_the_child_alone(isolated):
+    allocator = isolated(MipAllocator())
+    allocator.allocate(GOOD)
+    os.kill(allocator.pid, signal.SIGINT)
+    assert os.getsid(allocator.pid) == allocator.pid
+    assert counts(allocator.allocate(GOOD)) == counts(MipAllocator().allocate(GOOD))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel must tell the child")
+def test_a_hanging_child_dies_with_its_parent(tmp_path):
+    fifo = tmp_path / "hanging"
+    os.mkfifo(fifo)
+    script = (
+        "import os\n"
+        "from alloc_misbehaving import Misbehaving\n"
+        "from test_alloc_isolation import BAD\n"
+        "from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator\n"
+        "IsolatedAllocator(Misbehaving('hang'), GreedyAllocator()).submit(BAD)\n"
+        "open(os.environ['TELL_HANGING']).read()\n"
+        "os._exit(0)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TELL_HANGING": str(fifo)}
+    # The child inherits stderr, so this returns once both are gone; the child alone takes 600 s.
+    subprocess.run(
+        [sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, timeout=60, check=True
+    )

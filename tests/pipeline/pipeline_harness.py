@@ -1,0 +1,179 @@
+"""A small agent in a forked process, serving readers that live in the test's process and in forks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from optuna_fleet.pipeline import PipelineServer, PipelineStats, SharedPipeline, socket_pair
+from optuna_fleet.pipeline.reader import PipelineClient
+
+
+class Agent:
+    """Handle of the forked agent: orders go over a control socket, answered one by one."""
+
+    def __init__(self, pipeline: SharedPipeline, **options: Any) -> None:
+        self.spec = pipeline.spec()
+        payload = pipeline.payload()
+        options.setdefault("num_preprocessors", 2)
+        options.setdefault("memory_bytes", 64 << 20)
+        self._ends: list[socket.socket] = []
+        # Ends that trainers will use exist before the fork, as they will in the real agent.
+        self._pairs = [socket_pair() for _ in range(8)]
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _exit_after(lambda: self._run(control, payload, options))
+        control.close()
+        for server_end, _ in self._pairs:
+            server_end.close()
+        self._free = [end for _, end in self._pairs]
+
+    def client(self) -> PipelineClient:
+        return PipelineClient(self.socket(), self.spec)
+
+    def socket(self) -> socket.socket:
+        end = self._free.pop()
+        self._ends.append(end)
+        return end
+
+    def stats(self) -> PipelineStats:
+        return self._ask("stats")
+
+    def pids(self) -> tuple[int, ...]:
+        return self._ask("pids")
+
+    def close(self) -> None:
+        """Closes agent and children, and fails if a preprocessor did not exit by itself."""
+        for end in [*self._ends, *self._free]:
+            end.close()
+        assert self._ask("close") == 0
+        self._control.close()
+        os.waitpid(self.pid, 0)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self._control.close()
+
+    def _ask(self, order: str) -> Any:
+        self._control.send(order.encode())
+        return pickle.loads(self._control.recv(1 << 16))
+
+    # In the agent's process
+
+    def _run(self, control: socket.socket, payload: bytes, options: dict[str, Any]) -> None:
+        self._control.close()
+        for _, end in self._pairs:
+            end.close()
+        selector = selectors.DefaultSelector()
+        wakeup, wakeup_end = os.pipe()
+        os.set_blocking(wakeup_end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wakeup_end)
+
+        def spawn(main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
+            ours, theirs = socket_pair()
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                control.close()
+                signal.set_wakeup_fd(-1)
+                _exit_after(lambda: main(theirs))
+            theirs.close()
+            return pid, ours
+
+        server = PipelineServer(
+            payload=payload, spec=self.spec, spawn=spawn, selector=selector, **options
+        )
+        for number, (end, _) in enumerate(self._pairs):
+            server.add_reader(number, end)
+
+        def reap(_: int) -> None:
+            os.read(wakeup, 4096)
+            with contextlib.suppress(ChildProcessError):
+                while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
+                    server.child_died(pid)
+
+        running = True
+
+        def ordered(_: int) -> None:
+            nonlocal running
+            match control.recv(100):
+                case b"stats":
+                    answer: Any = server.stats()
+                case b"pids":
+                    answer = server.preprocessor_pids
+                case b"close":
+                    pids = server.preprocessor_pids
+                    server.close()
+                    answer = sum(os.waitpid(pid, 0)[1] for pid in pids)
+                    running = False
+                case _:  # the test ended without closing
+                    running = False
+                    return
+            control.send(pickle.dumps(answer))
+
+        selector.register(wakeup, selectors.EVENT_READ, reap)
+        selector.register(control, selectors.EVENT_READ, ordered)
+        while running:
+            for key, mask in selector.select():
+                if key.fileobj in selector.get_map():  # an earlier callback may have closed it
+                    key.data(mask)
+
+
+@contextlib.contextmanager
+def serving(pipeline: SharedPipeline, **options: Any) -> Iterator[Agent]:
+    agent = Agent(pipeline, **options)
+    try:
+        yield agent
+    finally:
+        agent.close()
+
+
+class Forked:
+    """Runs a function in a forked process; ``result()`` waits for what it returned."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        receiving, sending = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(receiving)
+            _exit_after(lambda: _write(sending, pickle.dumps(function())))
+        os.close(sending)
+        self._receiving = receiving
+
+    def result(self) -> Any:
+        with os.fdopen(self._receiving, "rb") as stream:
+            data = stream.read()
+        _, status = os.waitpid(self.pid, 0)
+        assert status == 0, f"the forked process ended with status {status}"
+        return pickle.loads(data)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._receiving)
+
+
+def _write(fd: int, data: bytes) -> None:
+    with os.fdopen(fd, "wb") as stream:
+        stream.write(data)
+
+
+def _exit_after(action: Callable[[], None]) -> None:
+    status = 1
+    try:
+        action()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)

@@ -1,0 +1,333 @@
+"""What the processes of a `RankPool` do. Every job joins a group of its own and leaves it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from optuna_fleet.trainer import checkpoint, groups, parallel
+from optuna_fleet.trainer.batchnorm import convert_batchnorm
+from optuna_fleet.trainer.groups import GroupSpec, ShardWeights
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def group(spec: GroupSpec, timeout_s: float = 30.0) -> Iterator[None]:
+    groups.join_group(spec, "gloo", timeout_s)
+    try:
+        yield
+    finally:
+        groups.leave_group()
+
+
+class Net(torch.nn.Module):
+    """A CNN with BatchNorm of all kinds, and a head that only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(2, 4, 3)
+        self.bn1 = torch.nn.BatchNorm2d(4)
+        self.conv2 = torch.nn.Conv2d(4, 4, 3)
+        self.bn2 = torch.nn.BatchNorm2d(4, momentum=None)
+        self.bn3 = torch.nn.BatchNorm1d(4, affine=False)
+        self.fc = torch.nn.Linear(4, 3)
+        self.bn4 = torch.nn.BatchNorm1d(3, track_running_stats=False)
+        self.unused = torch.nn.Linear(2, 2)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        return self.bn3(F.relu(self.bn2(self.conv2(x))).mean((2, 3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bn4(self.fc(self.features(x)))
+
+
+def build(seed: int = 0, dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def batches(num: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(size, 2, 7, 7, generator=generator, dtype=torch.float64) * 3 + 50,
+            torch.randint(3, (size,), generator=generator),
+        )
+        for _ in range(num)
+    ]
+
+
+def shard(x: torch.Tensor, weights: ShardWeights) -> torch.Tensor:
+    """This rank's part; a copy of a sample of the batch, spoilt, where there is none."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    size = groups.group_size()
+    part = x.tensor_split(size)[rank]
+    weights.local_size, weights.global_size = len(part), len(x)
+    if len(part):
+        return part
+    return torch.full_like(x[:1], torch.nan) if x.is_floating_point() else x[:1]
+
+
+def train(
+    spec: GroupSpec, optimizer: str, batch_size: int, method: str = "forward"
+) -> dict[str, Any]:
+    with group(spec):
+        weights = ShardWeights()
+        model = build(seed=spec.rank if spec.world_size > 1 else 0)
+        make = {"sgd": sgd, "adam": torch.optim.Adam}[optimizer]
+        optim = make(model.parameters(), lr=0.05)
+        model = parallel.wrap_module(model, weights, CPU)
+        losses, grads = [], {}
+        for x, y in batches(4, batch_size):
+            optim.zero_grad()
+            x, y = shard(x, weights), shard(y, weights)
+            if method == "forward":
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+            elif method == "parts":
+                loss = F.cross_entropy(model.fc(model.features(x)), y)
+                loss.backward()
+            else:  # gradient accumulation over two backward passes
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                F.cross_entropy(model(x) * 2, y).backward()
+            optim.step()
+            losses.append(parallel.mean(loss.item(), weights.local_size))
+        grads = {
+            name: None if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+        }
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(batches(1, 5)[0][0])
+        return {
+            "losses": losses,
+            "grads": grads,
+            "state": {key: value.clone() for key, value in model.state_dict().items()},
+            "eval": evaluated,
+        }
+
+
+def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01)
+
+
+def batchnorm_pass(spec: GroupSpec, dtype: torch.dtype, custom: bool) -> dict[str, Any]:
+    """One forward and backward of a layer over uneven parts; the gradients of its input."""
+    with group(spec):
+        weights = ShardWeights()
+        layer = (ActivatedNorm if custom else torch.nn.BatchNorm1d)(3).to(torch.float64)
+        if dtype != torch.float64:
+            layer.float()
+        if spec.world_size > 1:
+            convert_batchnorm(layer, weights)
+        generator = torch.Generator().manual_seed(3)
+        x = (torch.randn(7, 3, 2, generator=generator, dtype=torch.float64) + 1e3).to(dtype)
+        x = shard(x, weights).requires_grad_()
+        loss = (layer(x).float() if dtype != torch.float64 else layer(x)).pow(3).mean()
+        loss.backward()
+        return {
+            "dx": (x.grad * weights.weight)[: weights.local_size],
+            "state": layer.state_dict(),
+            "type": type(layer).__mro__[-5:] and isinstance(layer, torch.nn.BatchNorm1d),
+        }
+
+
+class ActivatedNorm(torch.nn.BatchNorm1d):
+    """A subclass with a forward of its own, as in timm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_batches_tracked.add_(1)
+        x = F.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training
+        )
+        return F.relu(x)
+
+
+def lonely_passes(spec: GroupSpec) -> str:
+    """Only rank 0 evaluates: a collective would hang and time out."""
+    with group(spec, timeout_s=3.0):
+        weights = ShardWeights()
+        model = parallel.wrap_module(build(), weights, CPU)
+        if spec.rank == 0:
+            x = batches(1, 5)[0][0]
+            with torch.no_grad():
+                model(x)
+            model.eval()
+            model(x)
+        return "done"
+
+
+def accumulate_stats(spec: GroupSpec) -> dict[str, torch.Tensor]:
+    with group(spec):
+        weights = ShardWeights(lockstep=True)
+        model = parallel.wrap_module(build(), weights, CPU)
+        with torch.no_grad():
+            for x, _ in batches(3, 8):
+                model(shard(x, weights))
+        return dict(model.named_buffers())
+
+
+def freezing(spec: GroupSpec) -> list[torch.Tensor]:
+    """Freeze, unfreeze; data-dependent branches; reentrant checkpointing; a failed backward."""
+    with group(spec):
+        weights = ShardWeights()
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(3)]).double()
+        model[0].requires_grad_(False)
+        model = parallel.wrap_module(model, weights, CPU)
+        x = shard(torch.arange(15.0, dtype=torch.float64).view(5, 3), weights)
+        model[2](model[0](x)).square().mean().backward()
+        frozen = model[0].weight.grad is None and model[1].weight.grad is None
+        model[0].requires_grad_(True)
+
+        def fail(_: torch.Tensor) -> None:
+            raise KeyError("planted")
+
+        hidden = model[0](x)
+        hidden.register_hook(fail)
+        try:
+            model[2](hidden).mean().backward()
+        except KeyError:
+            model.zero_grad()
+        run = torch.utils.checkpoint.checkpoint
+        y = run(model[0], x.requires_grad_(), use_reentrant=True)
+        y = run(model[2], y + model[0](x), use_reentrant=True)
+        y.square().mean().backward()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        assert frozen
+        return grads
+
+
+def branches(spec: GroupSpec) -> list[torch.Tensor | None]:
+    """A layer that only the last sample needs; rank 0 never sees it."""
+    with group(spec):
+        weights = ShardWeights()
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)]).double()
+        model = parallel.wrap_module(model, weights, CPU)
+        x = torch.arange(10.0, dtype=torch.float64).view(5, 2)
+        mine = shard(x, weights)
+        losses = []
+        for row in mine:
+            layer = model[1] if row[0] > 7 else model[0]
+            losses.append(layer(row).square().mean())
+        torch.stack(losses).mean().backward()
+        return [param.grad for param in model.parameters()]
+
+
+def sparse(spec: GroupSpec) -> list[Any]:
+    with group(spec):
+        weights = ShardWeights()
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(6, 2, sparse=True).double()
+        optim = torch.optim.SparseAdam(model.parameters())
+        parallel.wrap_module(model, weights, CPU)
+        model(shard(torch.tensor([0, 1, 1, 5]), weights)).square().mean().backward()
+        optim.step()
+        return [model.weight.grad.is_sparse, model.weight.grad.to_dense(), model.weight.detach()]
+
+
+def identity(spec: GroupSpec) -> dict[str, Any]:
+    """The model stays the user's own object."""
+    with group(spec):
+        mine = build()
+        bn, weight = mine.bn1, mine.bn1.weight
+        keys = list(mine.state_dict())
+        model = parallel.wrap_module(mine, ShardWeights(), CPU)
+        twin = copy.deepcopy(model)
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        return {
+            "same object": model is mine and model.bn1 is bn and bn.weight is weight,
+            "same keys": list(model.state_dict()) == keys,
+            "method": callable(model.features),
+            "instance": isinstance(bn, torch.nn.BatchNorm2d),
+            "copy in step": type(twin.bn1) is type(model.bn1),
+            "pickle plain": type(loaded.bn1) is torch.nn.BatchNorm2d,
+        }
+
+
+def wrong_model(spec: GroupSpec) -> None:
+    with group(spec):
+        parallel.wrap_module(torch.nn.Linear(2 + spec.rank, 2), ShardWeights(), CPU)
+
+
+def reduce(spec: GroupSpec, values: list[Any]) -> Any:
+    with group(spec):
+        return parallel.all_reduce_sum(values[spec.rank])
+
+
+def average(spec: GroupSpec, values: list[Any], weights: list[float | None]) -> Any:
+    with group(spec):
+        return parallel.mean(values[spec.rank], weights[spec.rank])
+
+
+def ranks_sum(spec: GroupSpec) -> tuple[int, float]:
+    with group(spec):
+        value = torch.tensor([float(spec.rank + 1)])
+        dist.all_reduce(value)
+        return dist.get_world_size(), value.item()
+
+
+def resources(spec: GroupSpec, repeats: int) -> list[tuple[int, int, bool]]:
+    """Open files and threads, and whether the excepthook is our own, after each group."""
+    seen = []
+    for repeat in range(repeats):
+        one = GroupSpec(
+            rank=spec.rank,
+            world_size=spec.world_size,
+            prefix=f"{spec.prefix}-{repeat}",
+            store_host=spec.store_host,
+            store_port=spec.store_port,
+        )
+        with group(one):
+            dist.barrier()
+        hook = sys.excepthook is sys.__excepthook__
+        seen.append((len(os.listdir("/proc/self/fd")), threading.active_count(), hook))
+    return seen
+
+
+def reduce_forever(spec: GroupSpec) -> None:
+    with group(spec):
+        while True:
+            dist.all_reduce(torch.ones(10))
+
+
+def backward_forever(spec: GroupSpec) -> None:
+    with group(spec):
+        weights = ShardWeights()
+        model = parallel.wrap_module(build(), weights, CPU)
+        while True:
+            for x, y in batches(4, 6):
+                F.cross_entropy(model(shard(x, weights)), shard(y, weights)).backward()
+
+
+def rng(spec: GroupSpec) -> list[Any]:
+    """Draws, again after restoring every rank's state, and after restoring the leader's."""
+    with group(spec):
+        torch.manual_seed(spec.rank)
+        np.random.seed(spec.rank)
+        states = checkpoint.gather_rng()
+        before = (torch.rand(1).item(), np.random.rand())
+        torch.rand(3)
+        checkpoint.restore_rng(states)
+        again = (torch.rand(1).item(), np.random.rand())
+        checkpoint.restore_rng(states[:1])
+        leaders = (torch.rand(1).item(), np.random.rand())
+        return [before, again, leaders]

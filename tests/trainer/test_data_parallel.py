@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_pool import Failure, RankPool
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer import groups, parallel
+from optuna_fleet.trainer.batchnorm import convert_batchnorm
+from optuna_fleet.trainer.groups import GroupSpec
+
+_prefixes = itertools.count()
+
+
+class Fleet:
+    """Runs a job in groups of the pool's processes."""
+
+    def __init__(self) -> None:
+        self.pool = RankPool(3)
+        self.store, self.port = groups.serve_store()
+
+    def spec(self, rank: int, world_size: int, prefix: str) -> GroupSpec:
+        return GroupSpec(
+            rank=rank,
+            world_size=world_size,
+            prefix=prefix,
+            store_host="127.0.0.1",
+            store_port=self.port,
+        )
+
+    def calls(self, members: list[int], job: str, *args: Any) -> dict[int, tuple[Any, ...]]:
+        prefix = f"group{next(_prefixes)}"
+        return {
+            member: (job, self.spec(rank, len(members), prefix), *args)
+            for rank, member in enumerate(members)
+        }
+
+    def run(self, world_size: int, job: str, *args: Any) -> list[Any]:
+        results = self.pool.run(self.calls(list(range(world_size)), job, *args)).values()
+        for result in results:
+            assert not isinstance(result, Failure), result.text
+        return list(results)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    fleet = Fleet()
+    yield fleet
+    fleet.pool.close()
+
+
+def close(a: Any, b: Any, rtol: float = 1e-10) -> None:
+    torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("method", ["forward", "parts", "accumulate"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("batch_size", [10, 2])
+def test_training_is_that_of_one_process(
+    fleet: Fleet, optimizer: str, batch_size: int, method: str
+) -> None:
+    alone = fleet.run(1, "train", optimizer, batch_size, method)[0]
+    for world_size in (2, 3):
+        ranks = fleet.run(world_size, "train", optimizer, batch_size, method)
+        for rank in ranks:
+            close(rank, alone, rtol=1e-10 if batch_size > 2 else 1e-8)
+        close(ranks[0]["state"], ranks[-1]["state"], rtol=0)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 2e-2)]
+)
+def test_batchnorm_input_gradient(
+    fleet: Fleet, dtype: torch.dtype, rtol: float, custom: bool
+) -> None:
+    alone = fleet.run(1, "batchnorm_pass", dtype, custom)[0]
+    ranks = fleet.run(3, "batchnorm_pass", dtype, custom)
+    assert all(rank["type"] for rank in ranks)
+    close(torch.cat([rank["dx"] for rank in ranks]), alone["dx"], rtol)
+    for rank in ranks:
+        close(rank["state"], alone["state"], rtol)
+
+
+def test_statistics_without_gradients_in_lockstep(fleet: Fleet) -> None:
+    alone = fleet.run(1, "accumulate_stats")[0]
+    for rank in fleet.run(3, "accumulate_stats"):
+        close(rank, alone)
+
+
+def test_evaluation_does_not_communicate(fleet: Fleet) -> None:
+    assert fleet.run(2, "lonely_passes") == ["done", "done"]
+
+
+@pytest.mark.parametrize("job", ["freezing", "branches", "sparse"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_odd_graphs(fleet: Fleet, job: str, world_size: int) -> None:
+    alone = fleet.run(1, job)[0]
+    for rank in fleet.run(world_size, job):
+        close(rank, alone)
+
+
+def test_model_stays_the_users_own(fleet: Fleet) -> None:
+    for result in fleet.run(2, "identity"):
+        assert result == dict.fromkeys(result, True)
+
+
+def test_unlike_models_are_refused_on_every_rank(fleet: Fleet) -> None:
+    results = fleet.pool.run(fleet.calls([0, 1], "wrong_model"))
+    assert {result.kind for result in results.values()} == {"TrialError"}
+
+
+@pytest.mark.parametrize(
+    ("values", "total"),
+    [
+        ([1, 2], 3),
+        ([2**60 + 1, 2**60 + 2], 2**61 + 3),
+        ([-5, 2], -3),
+        ([0.5, 1.0], 1.5),
+        ([0, 1.5], 1.5),  # a rank without a batch never left its initial 0
+        ([0, torch.tensor(4)], (4, torch.tensor(4))),
+        ([True, True], 2),
+        ([np.float32(0.5), np.float32(2)], np.float32(2.5)),
+        ([torch.ones(2, 2), torch.ones(2, 2)], torch.full((2, 2), 2.0)),
+        ([torch.tensor([True]), torch.tensor([True])], torch.tensor([2])),
+        ([{"a": (1, 2.0), "b": []}] * 2, {"a": (2, 4.0), "b": []}),
+    ],
+)
+def test_sum_keeps_types(fleet: Fleet, values: list[Any], total: Any) -> None:
+    results = fleet.run(2, "reduce", values)
+    for rank, result in enumerate(results):
+        want = total[rank] if isinstance(total, tuple) else total
+        assert type(result) is type(want)
+        if isinstance(want, torch.Tensor):
+            assert result.dtype == want.dtype
+        close(result, want, rtol=0) if isinstance(want, torch.Tensor) else None
+        assert isinstance(want, torch.Tensor) or result == want
+
+
+def test_mean(fleet: Fleet) -> None:
+    assert fleet.run(2, "average", [1, 2], [None, None]) == [1.5, 1.5]
+    assert fleet.run(2, "average", [1.0, 4.0], [2, 1]) == [2.0, 2.0]
+    assert fleet.run(2, "average", [float("nan"), 4.0], [0, 1]) == [4.0, 4.0]
+    result = fleet.run(2, "average", [{"a": torch.tensor([1, 2])}] * 2, [1, 3])[0]
+    close(result["a"], torch.tensor([1.0, 2.0]))
+
+
+def test_sum_refuses_what_is_no_number(fleet: Fleet) -> None:
+    results = fleet.pool.run(fleet.calls([0, 1], "reduce", [{"loss": "low"}] * 2))
+    assert {result.kind for result in results.values()} == {"FleetConfigError"}
+    assert all("value['loss']" in result.text for result in results.values())
+
+
+def test_sum_refuses_unlike_structures(fleet: Fleet) -> None:
+    results = fleet.pool.run(fleet.calls([0, 1], "reduce", [{"a": 1}, {"a": 1, "b": 1}]))
+    assert {result.kind for result in results.values()} == {"TrialError"}
+
+
+def test_groups_are_formed_anew(fleet: Fleet) -> None:
+    divisions = [[[0, 1], [2]], [[0], [1, 2]], [[0, 1, 2]]]
+    for division in divisions * 3:
+        calls = {}
+        for members in division:
+            calls |= fleet.calls(members, "ranks_sum")
+        sizes = {member: len(members) for members in division for member in members}
+        results = fleet.pool.run(calls)
+        assert results == {m: (k, k * (k + 1) / 2) for m, k in sizes.items()}
+
+
+def test_groups_leave_nothing_behind(fleet: Fleet) -> None:
+    for seen in fleet.run(2, "resources", 12):
+        assert all(hook for *_, hook in seen)
+        assert max(files for files, *_ in seen[6:]) <= seen[3][0] + 2
+        assert seen[-1][1] <= seen[3][1]
+
+
+def test_rng_of_every_rank(fleet: Fleet) -> None:
+    results = fleet.run(2, "rng")
+    for before, again, leaders in results:
+        assert again == before
+        assert leaders == results[0][0]
+    assert results[0][0] != results[1][0]
+
+
+@pytest.mark.parametrize("job", ["reduce_forever", "backward_forever"])
+def test_survivors_of_a_killed_peer_form_a_group(job: str) -> None:
+    fleet = Fleet()
+    for member, call in fleet.calls([0, 1, 2], job).items():
+        fleet.pool.start(member, *call)
+    assert not fleet.pool.pipes[0].poll(1.5)
+    fleet.pool.kill(1)
+    for member in (0, 2):
+        assert fleet.pool.result(member).kind in ("RuntimeError", "DistBackendError")
+    results = fleet.pool.run(fleet.calls([0, 2], "ranks_sum"))
+    assert results == {0: (2, 3.0), 2: (2, 3.0)}
+    fleet.pool.close()
+
+
+def test_alone_nothing_is_touched() -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    assert parallel.wrap_module(model, parallel.ShardWeights(), torch.device("cpu")) is model
+    assert type(model[0]) is torch.nn.BatchNorm1d
+    assert parallel.all_reduce_sum({"a": "b"}) == {"a": "b"}
+    assert parallel.mean(3) == 3
+    groups.leave_group()
+
+
+def test_group_of_one_has_no_network() -> None:
+    spec = GroupSpec(
+        rank=0, world_size=1, prefix="x", store_host="nowhere.invalid", store_port=None
+    )
+    for _ in range(2):
+        groups.join_group(spec, "gloo", timeout_s=5)
+        assert groups.group_size() == 1
+        groups.leave_group()
+
+
+def test_broken_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = GroupSpec(rank=0, world_size=1, prefix="x", store_host="127.0.0.1", store_port=None)
+    groups.join_group(spec, "gloo", timeout_s=5)
+
+    def broken() -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", broken)
+    groups.leave_group()
+    assert not torch.distributed.is_initialized()
+    groups.join_group(spec, "gloo", timeout_s=5)
+    monkeypatch.undo()
+    groups.leave_group()
+
+
+def test_lazy_layers_are_refused() -> None:
+    with pytest.raises(FleetConfigError, match="'0'"):
+        convert_batchnorm(torch.nn.Sequential(torch.nn.LazyBatchNorm1d()))
+
+
+def test_to_device_copies_containers() -> None:
+    data = {"x": torch.ones(1), "y": (torch.zeros(1), "label")}
+    moved = parallel.to_device(data, torch.device("meta"))
+    assert moved["x"].is_meta
+    assert moved["y"][0].is_meta
+    assert moved["y"][1] == "label"

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import io
+import random
+import stat
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.checkpoint import Checkpoint, CheckpointError
+from optuna_fleet.trainer.randomness import rng_state, seed_everything, set_rng_state
+
+
+def make(**changes: Any) -> Checkpoint:
+    parts: dict[str, Any] = {
+        "epoch": 3,
+        "objects": [OrderedDict(weight=torch.arange(4.0))],
+        "state": {"best": 0.5},
+        "rng": [rng_state()],
+        "history": [0.1, 0.2],
+    }
+    return Checkpoint(**(parts | changes))
+
+
+def draws() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), torch.rand(1).item()
+
+
+def test_seeds_differ_by_trial_and_repeat() -> None:
+    seen = set()
+    for seed, number in [(0, 0), (0, 1), (1, 0)]:
+        seed_everything(seed, number)
+        first = draws()
+        seed_everything(seed, number)
+        assert draws() == first
+        seen.add(first)
+    assert len(seen) == 3
+    with pytest.raises(FleetConfigError, match="-1"):
+        seed_everything(-1, 0)
+
+
+def test_rng_state_round_trip() -> None:
+    np.random.randn(1)  # leaves a cached gauss
+    random.gauss(0, 1)
+    buffer = io.BytesIO()
+    torch.save(rng_state(), buffer)
+    want = (draws(), np.random.randn(3).tolist(), random.gauss(0, 1))
+    buffer.seek(0)
+    set_rng_state(torch.load(buffer, weights_only=True))
+    assert (draws(), np.random.randn(3).tolist(), random.gauss(0, 1)) == want
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "trial0"
+    state = {
+        "plain": (1, 2.5, None, True, "a", b"b", 1j, 2**70),
+        "nested": {"list": [torch.ones(2)], 3: {1, 2}},
+        "odd": (torch.float16, torch.device("cpu"), torch.Size([1]), float("inf")),
+    }
+    checkpoint.save(path, make(state=state))
+    loaded = checkpoint.load(path)
+    assert loaded.state["plain"] == state["plain"]
+    assert loaded.state["odd"] == state["odd"]
+    assert loaded.state["nested"][3] == {1, 2}
+    assert torch.equal(loaded.objects[0]["weight"], torch.arange(4.0))
+    assert (loaded.epoch, loaded.history) == (3, [0.1, 0.2])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [item.name for item in tmp_path.iterdir()] == ["trial0"]
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (np.float64(1), "value.item"),
+        (np.zeros(2), "torch.from_numpy"),
+        ({"deep": [object()]}, "object"),
+        (lambda: 0, "function"),
+        (frozenset([1]), "frozenset"),
+    ],
+)
+def test_state_that_can_not_be_loaded_is_refused(tmp_path: Path, value: Any, advice: str) -> None:
+    path = tmp_path / "trial0"
+    checkpoint.save(path, make(epoch=1))
+    with pytest.raises(FleetConfigError, match=r"trial\.state\['mine'\]") as caught:
+        checkpoint.save(path, make(state={"mine": value}))
+    assert advice in str(caught.value)
+    assert checkpoint.load(path).epoch == 1
+
+
+def test_views_do_not_take_their_storage_along(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "c", make(state={"two": torch.zeros(10**6)[:2]}))
+    assert (tmp_path / "c").stat().st_size < 10**5
+
+
+def test_other_objects_numbers_are_converted(tmp_path: Path) -> None:
+    item = {"lr": np.float64(0.5), "groups": defaultdict(list, a=[np.int64(2)])}
+    checkpoint.save(tmp_path / "c", make(objects=[item]))
+    assert checkpoint.load(tmp_path / "c").objects == [{"lr": 0.5, "groups": {"a": [2]}}]
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    checkpoint.save(path, make(rng=[]))
+    good = path.read_bytes()
+    places = [*range(64), *range(64, len(good), max(1, len(good) // 100)), len(good) - 1]
+    for place in places:
+        bad = bytearray(good)
+        bad[place] ^= 1 << (place % 8)
+        path.write_bytes(bad)
+        with pytest.raises(CheckpointError, match=str(path)):
+            checkpoint.load(path)
+
+
+@pytest.mark.parametrize("length", [0, 10, 52, 53, 500, -1])
+def test_truncation_is_noticed(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "c"
+    checkpoint.save(path, make(rng=[]))
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match="truncated"):
+        checkpoint.load(path)
+
+
+def test_other_failures_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="can't be read"):
+        checkpoint.load(tmp_path / "missing")
+    with pytest.raises(CheckpointError, match="can't be written"):
+        checkpoint.save(tmp_path / "no folder" / "c", make())
+    checkpoint.save(tmp_path / "new", make(version=99))
+    with pytest.raises(CheckpointError, match="version 99"):
+        checkpoint.load(tmp_path / "new")
+
+
+class Run:
+    """A model with dropout, an optimizer and two schedulers."""
+
+    def __init__(self) -> None:
+        seed_everything(0, 5)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Dropout(),
+            torch.nn.Linear(8, 1),
+        )
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=np.float64(0.1))
+        self.schedulers = [
+            torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda epoch: 0.9**epoch),
+            torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1),
+        ]
+        self.objects = [self.model, self.optimizer, *self.schedulers]
+
+    def epoch(self) -> float:
+        x = torch.randn(6, 4) + random.random() + np.random.rand()
+        loss = self.model(x).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedulers[0].step()
+        self.schedulers[1].step(loss.item())
+        return loss.item()
+
+
+def test_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    run = Run()
+    for _ in range(3):
+        run.epoch()
+    saved = [item.state_dict() for item in run.objects]
+    checkpoint.save(tmp_path / "c", make(objects=saved, rng=checkpoint.gather_rng()))
+    want = [run.epoch() for _ in range(3)]
+
+    resumed = Run()
+    loaded = checkpoint.load(tmp_path / "c")
+    for item, state in zip(resumed.objects, loaded.objects, strict=True):
+        item.load_state_dict(state)
+    checkpoint.restore_rng(loaded.rng)
+    assert [resumed.epoch() for _ in range(3)] == want
+    for mine, theirs in zip(resumed.model.parameters(), run.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
