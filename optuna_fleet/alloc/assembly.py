@@ -35,21 +35,25 @@ def group_by_rate(rates: Mapping[int, float], rate_spread: float) -> list[list[i
 def fill_idle(problem: AllocationProblem, widths: Mapping[int, int]) -> Widths:
     """Gives devices left over to waiting trials: no device idles while a trial could use it.
 
-    The longest waiting start first, each on as few devices as it can; then these grow, slowest
-    first, while that raises their rate. Nobody who was given a width before loses or changes it.
-
-    Returns:
-        The widths of ``widths`` and of the trials added.
+    The longest waiting start first, each on as few devices as it can. Devices still left go to trials
+    that don't fly yet, slowest first, while that raises their rate and needs no further flotilla. No
+    trial gets less than in ``widths``, and none that flies now is rescaled.
     """
     filled = dict(widths)
+    by_number = problem.by_number
     free = problem.num_devices - sum(filled.values())
     waiting = [c for c in problem.candidates if c.number not in filled]
-    added: Widths = {}
     for candidate in sorted(waiting, key=lambda c: (-c.waited_rounds, c.number)):
         if candidate.min_devices <= free:
-            added[candidate.number] = candidate.min_devices
+            filled[candidate.number] = candidate.min_devices
             free -= candidate.min_devices
-    return filled | grow(problem.by_number, added, free, lambda _: True)
+    most = _num_flotillas(problem, filled)
+    starting = {t: m for t, m in filled.items() if not by_number[t].devices}
+
+    def admissible(changed: Widths) -> bool:
+        return _num_flotillas(problem, {**filled, **changed}) <= most
+
+    return filled | grow(by_number, starting, free, admissible)
 
 
 def grow(
@@ -78,6 +82,12 @@ def grow(
         else:
             break
     return grown
+
+
+def _num_flotillas(problem: AllocationProblem, widths: Mapping[int, int]) -> int:
+    by_number = problem.by_number
+    rates = {t: by_number[t].rate(m) for t, m in widths.items()}
+    return len(group_by_rate(rates, problem.rate_spread))
 
 
 def next_width(candidate: Candidate, m: int, free: int) -> int | None:

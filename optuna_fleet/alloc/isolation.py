@@ -13,6 +13,7 @@ import os
 import pickle
 import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -29,9 +30,11 @@ from optuna_fleet.alloc.problem import (
     Plan,
     validate,
 )
-from optuna_fleet.alloc.solver_process import HEADER
 
 _logger = logging.getLogger(__name__)
+
+HEADER = struct.Struct("!Q")
+"""Length of the pickle that follows it on either pipe."""
 
 _MODULE = "optuna_fleet.alloc.solver_process"
 

@@ -11,11 +11,10 @@ import ctypes
 import os
 import pickle
 import signal
-import struct
 import sys
 from typing import Any, BinaryIO
 
-HEADER = struct.Struct("!Q")
+from optuna_fleet.alloc.isolation import HEADER
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,10 +24,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _die_with_parent()
     requests, answers = _private_pipes()
-    while (request := _read(requests)) is not None:
-        body = _answer(request)
-        answers.write(HEADER.pack(len(body)) + body)
-        answers.flush()
+    with requests, answers:
+        while (request := _read(requests)) is not None:
+            body = _answer(request)
+            answers.write(HEADER.pack(len(body)) + body)
+            answers.flush()
 
 
 def _die_with_parent() -> None:

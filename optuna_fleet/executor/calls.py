@@ -17,7 +17,6 @@ class RunCalls:
     _answers: dict[int, Reply] = field(default_factory=dict)
     _waiting: dict[int, list[Call]] = field(default_factory=dict)
 
-
     def answer(self, reply: Reply, name: str) -> list[tuple[int, Reply]]:
         """Rank 0's call was carried out; return (rank, reply) for all who wait for it."""
         if self.world_size > 1:

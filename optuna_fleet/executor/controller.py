@@ -115,8 +115,9 @@ class Controller:
         self._runs: dict[int, _Run] = {}
         self._idle: set[int] = set()
         self._pending: dict[int, Assignment] = {}
-        self._round_devices: frozenset[int] = frozenset()
+        self._round_widths: dict[int, int] = {}
         self._exhausted = False
+        self._awaited: set[int] | None = None
         self._proposing = False
         self._deciding = False
         self._changed = False
@@ -180,9 +181,13 @@ class Controller:
             return
         structure = self._trials[run.number].structure
         assert structure is not None
-        profile = self.profiles.get(structure) or RateProfile(structure=structure, measured={})
-        width = len(run.devices)
-        self.profiles[structure] = profile.with_measurement(width, event.samples_per_s)
+        width, rate = len(run.devices), event.samples_per_s
+        known = self.profiles.get(structure)
+        self.profiles[structure] = (
+            known.with_measurement(width, rate)
+            if known
+            else RateProfile(structure=structure, measured={width: rate})
+        )
         run.measured = True
         self._changed = True
 
@@ -269,7 +274,9 @@ class Controller:
 
     def _free(self) -> list[int]:
         """Idle devices that no pending launch waits for."""
-        reserved = {device for assignment in self._pending.values() for device in assignment.devices}
+        reserved = {
+            device for assignment in self._pending.values() for device in assignment.devices
+        }
         return sorted(self._idle - reserved)
 
     def _waiting(self) -> list[_Trial]:
@@ -314,11 +321,20 @@ class Controller:
     def _should_decide(self) -> bool:
         if self._proposing or self._pending or not self._changed:
             return False
-        if any(run.leaving or not self._is_settled(run) for run in self._runs.values()):
+        if any(run.leaving for run in self._runs.values()) or not self._candidates():
             return False
-        if not self._candidates():
-            return False
-        return self._round_is_over() or bool(self._waiting() and self._free())
+        if self._waiting() and self._free() and self.round > 0:
+            return True
+        return self._round_is_over() and not self._unsettled_newcomers()
+
+    def _unsettled_newcomers(self) -> set[int]:
+        """Probes under way when the round ended, whose rates the next round should know.
+
+        Only those: where trials are short, there is always some probe under way.
+        """
+        unsettled = {run.run_id for run in self._runs.values() if not self._is_settled(run)}
+        self._awaited = unsettled if self._awaited is None else self._awaited & unsettled
+        return self._awaited
 
     def _is_settled(self, run: _Run) -> bool:
         """Nothing more is about to be learnt of the run: its rate is known, or it will never move."""
@@ -330,9 +346,8 @@ class Controller:
             return True
         if self.policy.paradigm == "local":
             return False
-        in_round = self._round_devices - self._idle
-        active = len(in_round & {d for run in self._runs.values() for d in run.devices})
-        return active < self.policy.alpha * len(self._round_devices)
+        active = sum(m for number, m in self._round_widths.items() if number in self._trials)
+        return active < self.policy.alpha * sum(self._round_widths.values())
 
     def _candidates(self) -> list[_Trial]:
         """Trials that may be placed: waiting ones and, but for the local paradigm, those flying."""
@@ -341,11 +356,11 @@ class Controller:
             trial
             for trial in self._trials.values()
             if trial.status is Status.WAITING
-            or (movable and trial.status is Status.FLYING and trial.resumable and trial.run)
+            or (movable and trial.run and trial.resumable and self._is_settled(trial.run))
         ]
 
     def _decide(self) -> list[Instruction]:
-        self._deciding, self._changed = True, False
+        self._deciding, self._changed, self._awaited = True, False, None
         candidates = self._candidates()
         usable = set(self._idle)
         usable.update(d for trial in candidates if trial.run for d in trial.run.devices)
@@ -378,8 +393,12 @@ class Controller:
         self._deciding = False
         self.round += 1
         assignments = plan.assignments
-        self._round_devices = frozenset(d for a in assignments.values() for d in a.devices)
-        for trial in self._candidates():
+        candidates = self._candidates()
+        self._round_widths = {
+            trial.number: len(trial.run.devices) for trial in self._trials.values() if trial.run
+        }
+        self._round_widths.update({n: len(a.devices) for n, a in assignments.items()})
+        for trial in candidates:
             assignment = assignments.get(trial.number)
             if trial.run is None:
                 trial.waited_rounds += assignment is None

@@ -206,9 +206,7 @@ class Driver:
         self._deadlines.pop(message.device, None)
         seconds = time.time() - run.start
         self.tally.add_stay(message.device, seconds, message.usage, probe=run.launch.probe)
-        self._post(
-            RankEnded(run_id=message.run_id, device=message.device, ending=message.ending)
-        )
+        self._post(RankEnded(run_id=message.run_id, device=message.device, ending=message.ending))
 
     def _called(self, run: _Run, call: Call) -> None:
         if call.rank > 0:
@@ -297,9 +295,7 @@ class Driver:
             number = self._proposals.ask()
         except Exception as error:
             self._fail(error)
-        self._post(
-            ProposalsExhausted() if number is None else TrialProposed(number=number)
-        )
+        self._post(ProposalsExhausted() if number is None else TrialProposed(number=number))
 
     def _launch(self, launch: Launch) -> None:
         size = len(launch.devices)

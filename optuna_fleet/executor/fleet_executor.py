@@ -102,7 +102,8 @@ class FleetExecutor:
         n_trials: int | None = None,
         timeout: float | None = None,
         catch: Iterable[type[Exception]] | type[Exception] = (),
-        callbacks: Iterable[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]] | None = None,
+        callbacks: Iterable[Callable[[optuna.Study, optuna.trial.FrozenTrial], None]]
+        | None = None,
         gc_after_trial: bool = False,
         show_progress_bar: bool = False,
     ) -> None:

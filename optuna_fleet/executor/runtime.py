@@ -66,7 +66,9 @@ class Runtime:
         self._store_asked = False
         self._newcomers: dict[int, int] = {}
         self._stillborn: dict[int, int] = {}
-        self._private_dir = None if checkpoint_dir else Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
+        self._private_dir = (
+            None if checkpoint_dir else Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
+        )
         self.checkpoint_dir = checkpoint_dir or self._private_dir
         self._owner = os.getpid()
         self.hub = Hub()

@@ -64,7 +64,7 @@ class Plan:
         """Raises FleetConfigError where the arguments do not go together."""
         if self.rank >= self.world_size:
             raise FleetConfigError(
-                f"The value of `rank` is {self.rank}, but must be < {self.world_size} (`world_size`)."
+                f"The value of `rank` is {self.rank}, but `world_size` is {self.world_size}."
             )
         if not self.num_steps:
             raise FleetConfigError(

@@ -43,8 +43,8 @@ class PipelineServer:
     """Serves trainers from one chunk store, and keeps preprocessors at work. Never blocks.
 
     Its sockets register themselves with ``selector``, with a callable as ``data``: the agent's
-    loop is ``for key, mask in selector.select(timeout): key.data(mask)``. Preprocessors are started
-    when there is work for them. The soft limit on open files is raised to the hard one.
+    loop is ``for key, mask in selector.select(timeout): key.data(mask)``. Preprocessors are
+    started when there is work for them. The soft limit on open files is raised to the hard one.
 
     Args:
         payload: The data sets (``SharedPipeline.payload()``).

@@ -118,7 +118,7 @@ class Channel:
             self._queue.clear()
 
     def close_in_child(self) -> None:
-        """Closes a forked child's copy of the socket; the selector is shared, so it is left alone."""
+        """Closes a forked child's copy of the socket; the selector is shared: leave it."""
         os.close(self._sock.detach())
 
     def _flush(self) -> None:

@@ -23,7 +23,9 @@ def install() -> None:
         return
 
     @functools.wraps(original)
-    def optimize(self: optuna.Study, func: Any, *args: Any, executor: Any = None, **kwargs: Any) -> None:
+    def optimize(
+        self: optuna.Study, func: Any, *args: Any, executor: Any = None, **kwargs: Any
+    ) -> None:
         if executor is None:
             return original(self, func, *args, **kwargs)
         if not hasattr(executor, "optimize"):

@@ -19,9 +19,7 @@ class Proposals:
         timeout: Seconds after which no further trial is launched, or None.
     """
 
-    def __init__(
-        self, study: optuna.Study, n_trials: int | None, timeout: float | None
-    ) -> None:
+    def __init__(self, study: optuna.Study, n_trials: int | None, timeout: float | None) -> None:
         self._study = study
         self._n_trials = n_trials
         self._timeout = timeout
@@ -59,7 +57,6 @@ class Proposals:
 
     def __getitem__(self, number: int) -> optuna.Trial:
         return self._trials[number]
-
 
     def unfinished(self) -> list[int]:
         """Numbers of the trials asked for and neither told nor given back."""

@@ -85,10 +85,11 @@ class _Synchronised(_BatchNorm):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A model saved as a whole must load where there is no fleet.
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, (_, *args), state, *rest = reduced
+        # Protocol 1 reduces to a plain call, which unlike later ones may make another class.
+        reduced: Any = super().__reduce_ex__(1)
+        make, (_, *args), state = reduced
         state = {key: value for key, value in state.items() if key != "_fleet_weights"}
-        return make, (type(self).__mro__[2], *args), state, *rest
+        return make, (type(self).__mro__[2], *args), state
 
 
 @cache

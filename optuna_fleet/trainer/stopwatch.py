@@ -24,9 +24,12 @@ class Stopwatch:
         """A batch is about to be asked for."""
         self._started = time.perf_counter()
 
-    def stop(self, samples: int) -> float | None:
-        """A batch of `samples` samples was trained on; return the rate (samples/s) once it is known."""
-        duration_s = time.perf_counter() - self._started
+    def stop(self, samples: int, waited_s: float) -> float | None:
+        """A batch of `samples` samples was trained on; return the rate (samples/s) once it is known.
+
+        `waited_s` of that time went by waiting for data, which says nothing about the model.
+        """
+        duration_s = max(1e-9, time.perf_counter() - self._started - waited_s)
         self.total_s += duration_s
         self._durations_s.append(duration_s)
         self._samples.append(samples)

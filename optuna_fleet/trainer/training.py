@@ -209,9 +209,7 @@ class Training:
         if self._run.rank == 0:
             structure = self._structure(name, batch_size)
             self._session.send(
-                Reached(
-                    run_id=self._run.run_id, structure=structure, resumable=self._in_epochs
-                )
+                Reached(run_id=self._run.run_id, structure=structure, resumable=self._in_epochs)
             )
         assert self._pipeline is not None
         samples = self._pipeline.sample_count(name)
@@ -237,6 +235,7 @@ class Training:
         assert self._pipeline is not None
         watch = self._stopwatch
         watch.start()
+        waited_s = self._pipeline.waited_s
         for batch in self._read(name, batch_size, drop_last):
             trains = self._trains()
             if batch.local_size == 0 and not trains:
@@ -245,7 +244,8 @@ class Training:
             self._weights.global_size = batch.global_size
             yield self._to_device(batch.data)
             if watch.active and trains:
-                self._measure(batch.global_size)
+                self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
+                waited_s = self._pipeline.waited_s
                 watch.start()
 
     def _read(self, name: str, batch_size: int, drop_last: bool) -> Any:
@@ -270,12 +270,12 @@ class Training:
 
         return torch.is_grad_enabled() and any(module.training for module in self._modules)
 
-    def _measure(self, samples: int) -> None:
+    def _measure(self, samples: int, waited_s: float) -> None:
         if self._kind != "cpu":
             import torch
 
             torch.cuda.synchronize()
-        rate = self._stopwatch.stop(samples)
+        rate = self._stopwatch.stop(samples, waited_s)
         if rate is not None and self._run.rank == 0:
             self._session.send(Measured(run_id=self._run.run_id, samples_per_s=rate))
 

@@ -125,8 +125,7 @@ class Agent:
         selector.register(control, selectors.EVENT_READ, ordered)
         while running:
             for key, mask in selector.select():
-                if key.fileobj in selector.get_map():  # an earlier callback may have closed it
-                    key.data(mask)
+                key.data(mask)
 
 
 @contextlib.contextmanager

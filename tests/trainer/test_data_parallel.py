@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from rank_pool import Failure, RankPool
 
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
 from optuna_fleet.trainer import groups, parallel
 from optuna_fleet.trainer.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.groups import GroupSpec
@@ -68,7 +69,7 @@ def test_training_is_that_of_one_process(
     for world_size in (2, 3):
         ranks = fleet.run(world_size, "train", optimizer, batch_size, method)
         for rank in ranks:
-            close(rank, alone, rtol=1e-10 if batch_size > 2 else 1e-8)
+            close(rank, alone)
         close(ranks[0]["state"], ranks[-1]["state"], rtol=0)
 
 
@@ -81,7 +82,6 @@ def test_batchnorm_input_gradient(
 ) -> None:
     alone = fleet.run(1, "batchnorm_pass", dtype, custom)[0]
     ranks = fleet.run(3, "batchnorm_pass", dtype, custom)
-    assert all(rank["type"] for rank in ranks)
     close(torch.cat([rank["dx"] for rank in ranks]), alone["dx"], rtol)
     for rank in ranks:
         close(rank["state"], alone["state"], rtol)
@@ -188,17 +188,25 @@ def test_rng_of_every_rank(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("job", ["reduce_forever", "backward_forever"])
-def test_survivors_of_a_killed_peer_form_a_group(job: str) -> None:
+def test_survivors_of_a_killed_peer_form_a_group(job: str, tmp_path: Path) -> None:
     fleet = Fleet()
-    for member, call in fleet.calls([0, 1, 2], job).items():
+    for member, call in fleet.calls([0, 1, 2], job, str(tmp_path)).items():
         fleet.pool.start(member, *call)
-    assert not fleet.pool.pipes[0].poll(1.5)
+    while len(list(tmp_path.iterdir())) < 3:
+        assert not fleet.pool.pipes[0].poll(0.05)
     fleet.pool.kill(1)
     for member in (0, 2):
         assert fleet.pool.result(member).kind in ("RuntimeError", "DistBackendError")
     results = fleet.pool.run(fleet.calls([0, 2], "ranks_sum"))
     assert results == {0: (2, 3.0), 2: (2, 3.0)}
     fleet.pool.close()
+
+
+def test_peer_that_does_not_arrive(fleet: Fleet) -> None:
+    spec = fleet.spec(0, 2, "lonely")
+    with pytest.raises(TrainerLostError, match="Rank 0 of 2"):
+        groups.join_group(spec, "gloo", timeout_s=1)
+    assert groups.group_size() == 1
 
 
 def test_alone_nothing_is_touched() -> None:

@@ -91,11 +91,35 @@ class Agent:
         agent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _become_child(agent_pid, main, theirs)
+            self._become_child(agent_pid, main, theirs)
         theirs.close()
         self._children[pid] = pidfd = os.pidfd_open(pid)
         self._selector.register(pidfd, selectors.EVENT_READ, lambda mask: self._reap(pid))
         return pid, ours
+
+    def _become_child(
+        self, agent_pid: int, main: Callable[[socket.socket], None], sock: socket.socket
+    ) -> NoReturn:
+        # Whatever happens, this process must not run on into the agent's code.
+        code = 1
+        try:
+            _die_with(agent_pid)
+            self._channel.close()
+            main(sock)
+            code = 0
+        except SystemExit:
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _close_inherited(self) -> None:
+        """In a child: an evicted chunk's memory is only freed once no process has it open."""
+        if self._pipeline is not None:
+            self._pipeline.close_in_child()
 
     def _reap(self, pid: int) -> None:
         pidfd = self._children.pop(pid)
@@ -123,6 +147,7 @@ class Agent:
         config = self._config
 
         def main(sock: socket.socket) -> None:
+            self._close_inherited()
             from optuna_fleet.trainer.main import trainer_main
 
             trainer_main(
@@ -167,7 +192,12 @@ class Agent:
 
     def _start_store(self) -> None:
         """Start the process that keeps the store, so that no trainer's death takes it along."""
-        _, sock = self.spawn(_keep_store)
+
+        def main(sock: socket.socket) -> None:
+            self._close_inherited()
+            _keep_store(sock)
+
+        _, sock = self.spawn(main)
 
         def opened(mask: int) -> None:
             self._selector.unregister(sock)
@@ -177,34 +207,6 @@ class Agent:
                 self._channel.send(StoreReady(host="127.0.0.1", port=int(port)))
 
         self._selector.register(sock, selectors.EVENT_READ, opened)
-
-
-def _become_child(
-    agent_pid: int, main: Callable[[socket.socket], None], sock: socket.socket
-) -> NoReturn:
-    # Whatever happens, this process must not run on into the agent's code.
-    code = 1
-    try:
-        _die_with(agent_pid)
-        _close_all_but(sock.fileno())
-        main(sock)
-        code = 0
-    except SystemExit:
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _close_all_but(keep: int) -> None:
-    """Close what was inherited: an evicted chunk's memory is only freed once no process has it open."""
-    for name in os.listdir("/proc/self/fd"):
-        if (fd := int(name)) > 2 and fd != keep:
-            with contextlib.suppress(OSError):
-                os.close(fd)
 
 
 def _keep_store(sock: socket.socket) -> None:
@@ -245,3 +247,6 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # so that the children's collectors leave the shared pages alone
     Agent(config).serve()
+    # Its modules were imported to be forked, not to be taken down in order.
+    sys.stderr.flush()
+    os._exit(0)

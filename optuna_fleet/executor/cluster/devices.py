@@ -29,7 +29,9 @@ def find_fleet(devices: int | None, device_type: str | None) -> Fleet:
         FleetConfigError: More GPUs are asked for than there are, or a number below 1.
     """
     if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int)):
-        raise FleetConfigError(f"`devices` is {devices!r}, but must be a number of devices, or None.")
+        raise FleetConfigError(
+            f"`devices` is {devices!r}, but must be a number of devices, or None."
+        )
     if devices is not None and devices < 1:
         raise FleetConfigError(f"`devices` is {devices}, but must be >= 1.")
     if device_type not in (None, "cpu", "cuda"):

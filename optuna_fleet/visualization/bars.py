@@ -1,0 +1,159 @@
+"""What a timeline shows: a study's flights as bars, one per flight and device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, TypeAlias
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_fleet.events import Ending
+from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.sampler_bridge.ledger import FLIGHTS_KEY
+
+_Record: TypeAlias = Mapping[str, Any]
+
+
+class Mark(Enum):
+    """What is worth seeing at the end of a flight; the value is the legend's text."""
+
+    PRUNED = "pruned"
+    FAILED = "failed"
+    MOVED = "checkpointed to move"
+    LOST = "devices lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One device during one flight of a trial.
+
+    Attributes:
+        number: The trial's number.
+        state: The trial's state now.
+        values: The trial's objective values; empty if it has none.
+        params: Names and values of the trial's parameters.
+        device: The device of this bar.
+        devices: All devices of the flight.
+        start_s: Start, in seconds since the first flight of the study.
+        end_s: End, likewise.
+        round: The round that the flight started in.
+        flight: Which of the trial's flights this is, from 1.
+        num_flights: How many flights of the trial are recorded.
+        ending: How the flight ended: "returned", "raised", "yielded" or "lost".
+        probing_s: Seconds before the first request for data, summed over the flight's devices.
+        data_wait_s: Seconds waited for data, likewise.
+    """
+
+    number: int
+    state: TrialState
+    values: tuple[float, ...]
+    params: tuple[tuple[str, Any], ...]
+    device: int
+    devices: tuple[int, ...]
+    start_s: float
+    end_s: float
+    round: int
+    flight: int
+    num_flights: int
+    ending: str
+    probing_s: float
+    data_wait_s: float
+
+    @property
+    def mark(self) -> Mark | None:
+        """How the end of the bar is marked; the end of a trial outranks the end of a flight."""
+        if self.flight == self.num_flights and self.state is TrialState.PRUNED:
+            return Mark.PRUNED
+        if self.flight == self.num_flights and self.state is TrialState.FAIL:
+            return Mark.FAILED
+        endings = {Ending.YIELDED.value: Mark.MOVED, Ending.LOST.value: Mark.LOST}
+        return endings.get(self.ending)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundStart:
+    """When a round's first flight started, in seconds since the first flight of the study."""
+
+    round: int
+    time_s: float
+
+
+def bars_of(study: optuna.Study) -> list[Bar]:
+    """All flights of the study's trials, by start, trial and device; warns if there are none."""
+    seen: set[tuple[Any, ...]] = set()
+    bars = [b for t in study.get_trials(deepcopy=False) for b in _bars_of_trial(t, seen)]
+    if not bars:
+        fleet_logger.warning("Your study does not have any flights: no trial ran on a fleet.")
+        return []
+    zero = min(b.start_s for b in bars)
+    bars = [replace(b, start_s=b.start_s - zero, end_s=b.end_s - zero) for b in bars]
+    return sorted(bars, key=lambda b: (b.start_s, b.number, b.device))
+
+
+def devices_of(bars: Sequence[Bar]) -> list[int]:
+    """The devices that flew, in the order of their rows from the top."""
+    return sorted({b.device for b in bars})
+
+
+def numbers_of(bars: Sequence[Bar]) -> list[int]:
+    """The numbers of the trials that flew."""
+    return sorted({b.number for b in bars})
+
+
+def duration_s(bars: Sequence[Bar]) -> float:
+    """Time from the first start to the last end; never 0."""
+    return max((b.end_s for b in bars), default=0.0) or 1.0
+
+
+def round_starts(bars: Sequence[Bar]) -> list[RoundStart]:
+    """Where the round of newly started flights increases.
+
+    Each call of `optimize` counts its rounds anew; it begins after all earlier flights ended.
+    """
+    starts: list[RoundStart] = []
+    current, last_end_s = bars[0].round if bars else 0, 0.0
+    for bar in bars:
+        if bar.round > current:
+            starts.append(RoundStart(round=bar.round, time_s=bar.start_s))
+        is_new_call = bar.round < current and bar.start_s >= last_end_s
+        current = bar.round if is_new_call else max(current, bar.round)
+        last_end_s = max(last_end_s, bar.end_s)
+    return starts
+
+
+def _bars_of_trial(trial: FrozenTrial, seen: set[tuple[Any, ...]]) -> Iterator[Bar]:
+    """The trial's bars in seconds since the epoch, less those already `seen`.
+
+    Optuna copies the records of a failed trial to the trial that retries it.
+    """
+    records: Sequence[_Record] = trial.system_attrs.get(FLIGHTS_KEY, ())
+    for flight, record in enumerate(records, start=1):
+        key = (tuple(record["devices"]), record["start"], record["end"])
+        if key not in seen:
+            seen.add(key)
+            yield from _bars_of_flight(trial, record, flight, len(records))
+
+
+def _bars_of_flight(
+    trial: FrozenTrial, record: _Record, flight: int, num_flights: int
+) -> Iterator[Bar]:
+    for device in record["devices"]:
+        yield Bar(
+            number=trial.number,
+            state=trial.state,
+            values=tuple(trial.values or ()),
+            params=tuple(trial.params.items()),
+            device=device,
+            devices=tuple(record["devices"]),
+            start_s=record["start"],
+            end_s=max(record["start"], record["end"]),  # a clock may be set back
+            round=record["round"],
+            flight=flight,
+            num_flights=num_flights,
+            ending=record["ending"],
+            probing_s=record["probing_s"],
+            data_wait_s=record["data_wait_s"],
+        )

@@ -1,0 +1,180 @@
+"""The timeline as a still picture for a README or a paper, drawn with matplotlib."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import optuna
+
+from optuna_fleet.visualization import style
+from optuna_fleet.visualization.bars import (
+    Bar,
+    Mark,
+    bars_of,
+    devices_of,
+    duration_s,
+    round_starts,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH_PX, _DPI = 1600, 200
+_LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 90, 30, 104, 92
+_SYMBOLS = {Mark.FAILED: "X", Mark.MOVED: ">", Mark.LOST: "D"}
+_ROUND_LINE: dict[str, Any] = {"color": style.ROUND_LINE, "linewidth": 0.9}
+
+
+def save_timeline(study: optuna.Study, path: str | os.PathLike[str]) -> None:
+    """Save the picture of `plot_timeline` to a file.
+
+    Args:
+        study: A study whose trials ran on a fleet.
+        path: Where to write; the ending chooses the format, as ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "`save_timeline` draws with matplotlib, which is not installed; "
+            "install it with `pip install matplotlib`."
+        ) from error
+
+    bars = bars_of(study)
+    height_px = _height_px(bars)
+    figure = Figure(figsize=(_WIDTH_PX / _DPI, height_px / _DPI), dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = _empty_axes(figure, height_px)
+    axes.set_title(style.title_of(bars, study.study_name), loc="left", y=1.0, pad=20, fontsize=9)
+    if bars:
+        _draw(axes, bars)
+    else:
+        axes.set_axis_off()
+    figure.savefig(path)
+
+
+def _height_px(bars: Sequence[Bar]) -> int:
+    num_devices = max(len(devices_of(bars)), 1)
+    return _TOP_PX + _BOTTOM_PX + style.row_px(num_devices) * num_devices
+
+
+def _empty_axes(figure: Figure, height_px: int) -> Axes:
+    width = (_WIDTH_PX - _LEFT_PX - _RIGHT_PX) / _WIDTH_PX
+    height = (height_px - _TOP_PX - _BOTTOM_PX) / height_px
+    axes = figure.add_axes((_LEFT_PX / _WIDTH_PX, _BOTTOM_PX / height_px, width, height))
+    axes.set_xlabel(style.TIME_LABEL, fontsize=8)
+    axes.set_ylabel(style.DEVICE_LABEL, fontsize=8)
+    axes.tick_params(labelsize=8, length=0, colors=style.INK)
+    axes.tick_params(axis="x", length=3)
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    return axes
+
+
+def _draw(axes: Axes, bars: Sequence[Bar]) -> None:
+    devices = devices_of(bars)
+    rows = {device: row for row, device in enumerate(devices)}
+    axes.set_xlim(0, duration_s(bars) * 1.005)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    every = -(-16 // style.row_px(len(rows)))  # rows per label
+    axes.set_yticks(range(0, len(rows), every), labels=[str(d) for d in devices[::every]])
+    _draw_bars(axes, bars, rows)
+    _draw_numbers(axes, bars, rows)
+    rounds = round_starts(bars)
+    for start in rounds:
+        axes.axvline(start.time_s, zorder=1, **_ROUND_LINE)
+    for mark in _SYMBOLS:
+        own = [b for b in bars if b.mark is mark]
+        axes.plot([b.end_s for b in own], [rows[b.device] for b in own], **_mark_style(mark))
+    _draw_legend(axes, bars, has_rounds=bool(rounds))
+
+
+def _draw_bars(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> None:
+    colours = [style.colour_of(b.number) for b in bars]
+    _barh(axes, bars, rows, color=colours, edgecolor="white", linewidth=0.5, zorder=2)
+    pruned = [b for b in bars if b.mark is Mark.PRUNED]
+    _barh(axes, pruned, rows, color="none", zorder=3, **_hatch_style())
+
+
+def _barh(axes: Axes, bars: Sequence[Bar], rows: dict[int, int], **looks: Any) -> None:
+    axes.barh(
+        [rows[b.device] for b in bars],
+        [b.end_s - b.start_s for b in bars],
+        left=[b.start_s for b in bars],
+        height=style.BAR_HEIGHT,
+        **looks,
+    )
+
+
+def _hatch_style() -> dict[str, Any]:
+    return {"hatch": "////", "edgecolor": (0.13, 0.13, 0.13, 0.45), "linewidth": 0}
+
+
+def _draw_numbers(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> None:
+    """Write the trial's number into each bar that is wide enough."""
+    px_per_s = (_WIDTH_PX - _LEFT_PX - _RIGHT_PX) / duration_s(bars)
+    size_pt = min(8.0, 0.6 * style.row_px(len(rows)) * 72 / _DPI)
+    digit_px = 0.66 * size_pt * _DPI / 72
+    for bar in bars:
+        text = str(bar.number)
+        if (bar.end_s - bar.start_s) * px_per_s < digit_px * len(text) + 8:
+            continue
+        backing = {"facecolor": style.colour_of(bar.number), "edgecolor": "none", "pad": 1}
+        axes.text(
+            (bar.start_s + bar.end_s) / 2,
+            rows[bar.device],
+            text,
+            ha="center",
+            va="center",
+            fontsize=size_pt,
+            color=style.INK,
+            bbox=backing if bar.mark is Mark.PRUNED else None,
+            zorder=5,
+        )
+
+
+def _mark_style(mark: Mark) -> dict[str, Any]:
+    return {
+        "linestyle": "none",
+        "marker": _SYMBOLS[mark],
+        "markersize": 6 if mark is not Mark.LOST else 5,
+        "markerfacecolor": style.INK if mark is Mark.MOVED else style.ALERT,
+        "markeredgecolor": "white",
+        "markeredgewidth": 0.6,
+        "clip_on": False,
+        "zorder": 6,
+    }
+
+
+def _draw_legend(axes: Axes, bars: Sequence[Bar], *, has_rounds: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    seen = {b.mark for b in bars}
+    handles: list[Any] = [Patch(facecolor=style.GREY, label="flight, with its trial's number")]
+    if Mark.PRUNED in seen:
+        handles.append(Patch(facecolor=style.GREY, label=Mark.PRUNED.value, **_hatch_style()))
+    for mark in _SYMBOLS:
+        if mark in seen:
+            handles.append(Line2D([], [], label=mark.value, **_mark_style(mark)))
+    if has_rounds:
+        handles.append(Line2D([], [], label=style.NEW_ROUND, **_ROUND_LINE))
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=len(handles),
+        fontsize=7.5,
+        frameon=False,
+        borderpad=0.2,
+        borderaxespad=0.1,
+        handlelength=1.6,
+        columnspacing=1.4,
+    )

@@ -1,0 +1,47 @@
+"""How a timeline looks, whatever draws it: colours, sizes and words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optuna_fleet.visualization.bars import Bar, devices_of, numbers_of
+
+INK = "#222222"
+GREY = "#C8C8C8"
+ALERT = "#B2182B"
+ROUND_LINE = "#707070"
+BAR_HEIGHT = 0.84  # of a row
+NO_FLIGHTS = "No flights are recorded: no trial of this study ran on a fleet"
+NEW_ROUND = "new round"
+TIME_LABEL = "time since the first start (s)"
+DEVICE_LABEL = "device"
+
+# Paul Tol's "light" scheme, then darker shades of it: told apart by colour-blind eyes, and dark
+# text is readable on each. Neighbours, which often fly at the same time, differ most.
+_COLOURS = (
+    *("#77AADD", "#EE8866", "#EEDD88", "#44BB99", "#FFAABB", "#99DDFF", "#BBCC33"),
+    *("#6390BD", "#CF7252", "#CDBB60", "#379C80", "#DD8A9C", "#7ABFE0", "#9BAA22"),
+)
+
+
+def colour_of(number: int) -> str:
+    """The colour of a trial, the same in every picture."""
+    return _COLOURS[number % len(_COLOURS)]
+
+
+def title_of(bars: Sequence[Bar], study_name: str) -> str:
+    """What the picture shows, with the study's name if it was given one."""
+    if not bars:
+        return NO_FLIGHTS
+    trials, devices = len(numbers_of(bars)), len(devices_of(bars))
+    name = "" if study_name.startswith("no-name-") else f"{study_name}: "
+    return f"{name}{_count(trials, 'trial')} on {_count(devices, 'device')}"
+
+
+def row_px(num_devices: int) -> int:
+    """Height of a row: less for many devices, so that the picture stays of a usable size."""
+    return max(14, min(60, 1600 // max(num_devices, 1)))
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

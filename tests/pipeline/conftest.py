@@ -1,0 +1,20 @@
+from collections.abc import Iterator
+
+import pytest
+from pipeline_datasets import COUNTS, Counted
+from pipeline_harness import Agent, serving
+
+from optuna_fleet.pipeline import SharedPipeline
+
+
+@pytest.fixture(autouse=True)
+def counts_reset() -> None:
+    COUNTS[:] = 0
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Agent]:
+    """One agent for all tests of a module that only read."""
+    pipeline = SharedPipeline(train=Counted(150), val=Counted(20), seed=3)
+    with serving(pipeline, chunk_bytes=1000) as agent:
+        yield agent

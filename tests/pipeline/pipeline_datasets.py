@@ -1,0 +1,77 @@
+"""Data sets for the tests, and memory that all processes forked later share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import torch
+
+NUM_COUNTERS = 4096
+_memory = mmap.mmap(-1, 8 * NUM_COUNTERS)
+COUNTS = np.frombuffer(_memory, dtype=np.int64)
+"""How often ``dataset[index]`` ran, over all processes."""
+
+
+class Counted:
+    """Sample i is (16 times i, i); counts how often each is preprocessed."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        COUNTS[index] += 1
+        return torch.full((16,), float(index)), index
+
+
+class Augmented(Counted):
+    """Sample i is (i, noise from each of the three generators)."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        COUNTS[index] += 1
+        noise = [torch.rand(()).item(), np.random.rand(), random.random()]
+        return index, torch.tensor(noise, dtype=torch.float64).repeat(40)
+
+
+class Ragged(Counted):
+    """Sample i is a tensor of length i % 3 + 1."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((index % 3 + 1,), index)
+
+
+class Raising(Counted):
+    """Raises on sample 17 as long as the first counter is 0."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 17 and not COUNTS[0]:
+            raise ValueError("broken image")
+        return index
+
+
+class Deadly(Counted):
+    """Kills its process on the sample, as often as the first counter says."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 17 and COUNTS[0]:
+            COUNTS[0] -= 1
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+class Unloadable(Counted):
+    """Can't be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise OSError("no such disk")

@@ -1,0 +1,173 @@
+import pickle
+import subprocess
+import sys
+
+import cloudpickle
+import pytest
+import torch
+from pipeline_datasets import Counted, Ragged
+from pipeline_harness import Agent, serving
+from torch.utils.data import IterableDataset
+
+from optuna_fleet.exceptions import FleetConfigError, FleetError
+from optuna_fleet.pipeline import SharedPipeline, default_preprocessors
+from optuna_fleet.pipeline.batches import shard
+from optuna_fleet.pipeline.limits import default_chunk_bytes, default_memory_bytes
+from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.pipeline.spec import choose_chunk_size
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+def test_importing_the_pipeline_imports_no_torch():
+    code = "import sys, optuna_fleet.pipeline.order; sys.exit('torch' in sys.modules)"
+    # The package itself may import what it likes elsewhere; only this room is looked at.
+    stub = "import types; m = types.ModuleType('optuna_fleet'); "
+    stub += "m.__path__ = ['optuna_fleet']; import sys; sys.modules['optuna_fleet'] = m; "
+    assert subprocess.run([sys.executable, "-c", stub + code]).returncode == 0
+
+
+def test_spec_describes_the_data_sets():
+    pipeline = SharedPipeline(train_a=Counted(3), val=[1, 2], seed=5, collate_fn={"val": list})
+    spec = pickle.loads(pickle.dumps(pipeline.spec()))
+    assert [(d.name, d.num_samples, d.shuffled) for d in spec.datasets] == [
+        ("train_a", 3, True),
+        ("val", 2, False),
+    ]
+    assert spec.seed == 5
+    assert spec.dataset("train_a").collate is None
+    assert cloudpickle.loads(spec.dataset("val").collate) is list
+    assert list(cloudpickle.loads(pipeline.payload())) == ["train_a", "val"]
+
+
+def test_shuffled_can_be_chosen():
+    spec = SharedPipeline(train=[1], val=[1], shuffled=["val"]).spec()
+    assert [d.shuffled for d in spec.datasets] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "at least one data set"),
+        ({"train": Endless()}, "'train' is of type Endless.*map-style"),
+        ({"train": iter([1])}, "map-style"),
+        ({"train": []}, "'train' is empty"),
+        ({"train": [1], "collate_fn": 3}, "collate_fn of data set 'train' is 3"),
+        ({"train": [1], "collate_fn": {"vla": list}}, "names 'vla'.*'train'"),
+        ({"train": [1], "shuffled": ["vla"]}, "names 'vla'"),
+        ({"train": [1], "num_preprocessors": 0}, "`num_preprocessors` is 0"),
+        ({"train": [1], "memory_bytes": 1.5}, "`memory_bytes` is 1.5"),
+        ({"train": [1], "seed": "x"}, "`seed` is 'x'"),
+    ],
+)
+def test_arguments_that_can_not_work(arguments, message):
+    with pytest.raises(FleetConfigError, match=message):
+        SharedPipeline(**arguments)
+
+
+def test_data_set_that_can_not_be_pickled():
+    with pytest.raises(FleetConfigError, match="can't be pickled"):
+        SharedPipeline(train=[(i for i in range(3))]).payload()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "test"}, "no data set 'test'.*'train', 'val'"),
+        ({"batch_size": 0}, "`batch_size` is 0"),
+        ({"batch_size": 2.0}, "`batch_size` is 2.0"),
+        ({"batch_size": True}, "`batch_size` is True"),
+        ({"epoch": -1}, "`epoch` is -1"),
+        ({"rank": 2, "world_size": 2}, "`rank` is 2"),
+        ({"name": "val", "batch_size": 21, "drop_last": True}, "20 samples gives no batch at all"),
+    ],
+)
+def test_reads_that_can_not_work(agent, client, arguments, message):
+    with pytest.raises(FleetConfigError, match=message):
+        client.read(**{"name": "train", "epoch": 0, "batch_size": 4, **arguments})
+
+
+@pytest.fixture(scope="module")
+def client(agent) -> PipelineClient:
+    return agent.client()
+
+
+def test_lengths(client):
+    assert client.sample_count("train") == 150
+    assert len(client.read("train", epoch=0, batch_size=40)) == 4
+    assert len(client.read("train", epoch=0, batch_size=40, drop_last=True)) == 3
+    assert len(client.read("train", epoch=0, batch_size=40, first_step=3)) == 1
+    assert len(client.read("train", epoch=0, batch_size=1000)) == 1
+
+
+def test_drop_last_and_first_step_leave_out_batches(client):
+    everything = [b.data[1].tolist() for b in client.read("train", epoch=0, batch_size=40)]
+    assert [len(batch) for batch in everything] == [40, 40, 40, 30]
+    full = client.read("train", epoch=0, batch_size=40, drop_last=True)
+    assert [b.data[1].tolist() for b in full] == everything[:3]
+    rest = client.read("train", epoch=0, batch_size=40, first_step=2)
+    assert [b.data[1].tolist() for b in rest] == everything[2:]
+    assert not list(client.read("train", epoch=0, batch_size=40, first_step=4))
+
+
+def test_batches_can_be_iterated_again_and_at_once(client):
+    batches = client.read("val", epoch=7, batch_size=6)
+    pairs = [(a.data[1], b.data[1]) for a, b in zip(batches, batches, strict=True)]
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert torch.cat([a for a, _ in pairs]).tolist() == list(range(20))
+
+
+def test_collate_fn_and_ragged_samples():
+    pipeline = SharedPipeline(
+        train=Ragged(20), plain=Ragged(20), collate_fn={"train": torch.nn.utils.rnn.pad_sequence}
+    )
+    with serving(pipeline) as agent:
+        client = agent.client()
+        (batch,) = client.read("train", epoch=0, batch_size=20)
+        assert batch.data.shape == (3, 20)
+        assert [b.data.tolist() for b in client.read("plain", epoch=0, batch_size=1)] == [
+            [[i] * (i % 3 + 1)] for i in range(20)
+        ]
+        with pytest.raises(RuntimeError, match="equal size"):
+            next(iter(client.read("plain", epoch=0, batch_size=2)))
+
+
+def test_agent_gone():
+    agent = Agent(SharedPipeline(train=Counted(4)))
+    client = agent.client()
+    iterator = iter(client.read("train", epoch=0, batch_size=2))
+    next(iterator)
+    agent.kill()
+    with pytest.raises(FleetError, match="agent of this node"):
+        list(client.read("train", epoch=0, batch_size=2))
+    iterator.close()  # nobody to tell, and no reason to raise
+
+
+def test_shards_cover_the_batch():
+    for size in range(12):
+        for world_size in range(1, 6):
+            shards = [shard(size, rank, world_size) for rank in range(world_size)]
+            assert [i for start, stop in shards for i in range(start, stop)] == list(range(size))
+            lengths = [stop - start for start, stop in shards]
+            assert lengths == sorted(lengths, reverse=True)
+            assert max(lengths) - min(lengths) <= 1
+
+
+def test_chunk_sizes():
+    big = choose_chunk_size(num_samples=10**6, sample_bytes=150_000, chunk_bytes=4 << 20)
+    assert big == 16
+    assert choose_chunk_size(num_samples=10**6, sample_bytes=10**8, chunk_bytes=4 << 20) == 1
+    assert choose_chunk_size(num_samples=3, sample_bytes=4, chunk_bytes=4 << 20) == 3
+    assert choose_chunk_size(num_samples=1600, sample_bytes=4, chunk_bytes=4 << 20) == 64
+
+
+def test_defaults_fit_the_machine():
+    assert [default_preprocessors(c, cpu_slots=True) for c in (1, 8)] == [1, 2]
+    assert [default_preprocessors(c, cpu_slots=False) for c in (1, 8, 64)] == [1, 4, 16]
+    assert 1 << 20 < default_memory_bytes() < 1 << 45
+    assert default_chunk_bytes(10 << 30, 10_000) == 4 << 20
+    assert default_chunk_bytes(1 << 20, 10_000) == 16 << 10
+    assert default_chunk_bytes(64 << 30, 1024) == 64 << 20

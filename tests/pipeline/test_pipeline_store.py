@@ -1,0 +1,282 @@
+"""The chunk store: examples, and any sequence of events."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from optuna_fleet.pipeline.instructions import Drop, Grant, Produce, Refuse
+from optuna_fleet.pipeline.messages import ChunkError
+from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.store import ChunkStore
+
+ERROR = ChunkError(summary="broken")
+NUM_CHUNKS = 6
+
+
+def make_store(budget=3, window=0, max_chunks=100) -> ChunkStore:
+    store = ChunkStore(
+        memory_bytes=budget, max_chunks=max_chunks, window=window, fixed=["val"]
+    )
+    for name in ("train", "val"):
+        store.set_size(name, num_chunks=NUM_CHUNKS, chunk_bytes=1)
+    return store
+
+
+def produce_all(store) -> list[ChunkKey]:
+    """Does all the work there is; returns its order."""
+    done = []
+    while works := [i.key for i in store.assign() if isinstance(i, Produce)]:
+        store.produced(works[0], 1)
+        done += works
+    return done
+
+
+def fill(store, name, epoch, chunks) -> None:
+    """Makes chunks resident, with no pass left open."""
+    store.open_pass("filler", name, epoch, 0)
+    for chunk in chunks:
+        store.request("filler", chunk, urgent=True)
+    produce_all(store)
+    store.close_pass("filler")
+
+
+def dropped(instructions) -> list[ChunkKey]:
+    return [i.key for i in instructions if isinstance(i, Drop)]
+
+
+def drops_for(store, key) -> list[ChunkKey]:
+    """What goes to make room for one more chunk."""
+    store.open_pass("new", key.name, key.epoch, key.chunk)
+    store.request("new", key.chunk, urgent=True)
+    return dropped(store.assign())
+
+
+def test_request_is_produced_then_granted():
+    store = make_store()
+    store.open_pass("a", "train", 0, 0)
+    store.open_pass("b", "train", 0, 0)
+    key = ChunkKey("train", 0, 0)
+    assert store.request("a", 0, urgent=True) == store.request("b", 0, urgent=False) == []
+    assert store.assign() == [Produce(key=key)]
+    assert store.assign() == []
+    assert store.produced(key, 1) == [Grant(pass_id="a", key=key), Grant(pass_id="b", key=key)]
+    assert store.request("a", 0, urgent=True) == []
+    store.release("a", [0])
+    assert store.request("a", 0, urgent=True) == [Grant(pass_id="a", key=key)]
+
+
+def test_demand_comes_before_prefetch():
+    store = make_store(budget=100, window=2)
+    store.open_pass("a", "train", 0, 0)
+    store.open_pass("b", "train", 1, 0)
+    store.request("a", 3, urgent=False)
+    store.request("b", 2, urgent=True)
+    order = [(key.epoch, key.chunk) for key in produce_all(store)]
+    assert order == [(1, 2), (0, 3), (0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+def test_prefetch_stays_in_the_window_the_epoch_and_the_budget():
+    store = make_store(budget=3, window=10)
+    store.open_pass("a", "train", 0, 4)
+    assert [key.chunk for key in produce_all(store)] == [4, 5]
+    store.open_pass("b", "train", 1, 0)
+    assert [key.chunk for key in produce_all(store)] == [0]
+
+
+def test_later_epochs_go_first_and_fixed_sets_last():
+    store = make_store(budget=4)
+    for name, epoch in (("val", 0), ("train", 1), ("train", 0), ("train", 2)):
+        fill(store, name, epoch, [0])
+    assert drops_for(store, ChunkKey("train", 5, 0)) == [ChunkKey("train", 2, 0)]
+    store.close_pass("new")
+    order = []
+    for epoch in range(6, 9):
+        store.open_pass(epoch, "train", epoch, 0)
+        store.request(epoch, 0, urgent=True)
+        order += dropped(store.assign())
+    assert order == [ChunkKey("train", 1, 0), ChunkKey("train", 0, 0), ChunkKey("val", 0, 0)]
+
+
+def test_what_a_reader_will_come_to_outlives_what_is_behind():
+    store = make_store(budget=4)
+    fill(store, "train", 5, [0, 1, 3, 4])
+    store.open_pass("a", "train", 5, 2)
+    order = []
+    for epoch in range(6, 10):
+        store.open_pass(epoch, "train", epoch, 0)
+        store.request(epoch, 0, urgent=True)
+        order += [key.chunk for key in dropped(store.assign())]
+    assert order == [1, 0, 4, 3]
+
+
+def test_urgent_request_may_exceed_the_budget_and_is_paid_back():
+    store = make_store(budget=1)
+    store.open_pass("a", "train", 0, 0)
+    store.request("a", 0, urgent=True)
+    store.request("a", 1, urgent=False)
+    assert [key.chunk for key in produce_all(store)] == [0]
+    store.request("a", 1, urgent=True)
+    assert [key.chunk for key in produce_all(store)] == [1]
+    assert store.resident_bytes == 2
+    assert dropped(store.release("a", [0])) == [ChunkKey("train", 0, 0)]
+    assert store.resident_bytes == 1
+
+
+def test_number_of_files_is_limited():
+    store = make_store(budget=100, window=6, max_chunks=3)
+    store.open_pass("a", "train", 0, 0)
+    assert len(produce_all(store)) == 3
+
+
+def test_failure_is_told_and_only_tried_again_on_request():
+    store = make_store(window=2)
+    store.open_pass("a", "train", 0, 0)
+    store.request("a", 0, urgent=True)
+    key = ChunkKey("train", 0, 0)
+    store.assign()
+    assert store.failed(key, ERROR) == [Refuse(pass_id="a", key=key, error=ERROR)]
+    assert key not in produce_all(store)
+    store.request("a", 0, urgent=True)
+    assert store.assign() == [Produce(key=key)]
+
+
+def test_second_death_over_a_chunk_is_a_failure():
+    store = make_store()
+    store.open_pass("a", "train", 0, 0)
+    store.request("a", 0, urgent=True)
+    key = ChunkKey("train", 0, 0)
+    assert store.assign() == [Produce(key=key)]
+    assert store.lost(key, ERROR) == []
+    assert store.assign() == [Produce(key=key)]
+    assert store.lost(key, ERROR) == [Refuse(pass_id="a", key=key, error=ERROR)]
+    assert store.assign() == []
+
+
+def test_chunk_of_unknown_size_can_be_warmed():
+    store = ChunkStore(memory_bytes=10, max_chunks=10, window=2)
+    key = ChunkKey("train", 3, 0)
+    store.warm(key)
+    assert store.assign() == [Produce(key=key)]
+    store.lost(key, ERROR)
+    assert store.assign() == [Produce(key=key)]
+    store.set_size("train", num_chunks=2, chunk_bytes=1)
+    assert store.produced(key, 1) == []
+    assert store.resident_bytes == 1
+
+
+class AnySequence(RuleBasedStateMachine):
+    """Any events in any order; the model only knows what the instructions said."""
+
+    def __init__(self):
+        super().__init__()
+        self.store = make_store(budget=5, window=2)
+        self.number = 0
+        self.passes = {}  # id -> (name, epoch)
+        self.wanted = {}  # (pass, key) -> urgent
+        self.held = set()  # (pass, key)
+        self.resident = set()
+        self.producing = []
+
+    def follow(self, instructions):
+        for instruction in instructions:
+            match instruction:
+                case Grant(pass_id=pass_id, key=key):
+                    assert key in self.resident
+                    self.wanted.pop((pass_id, key), None)
+                    self.held.add((pass_id, key))
+                case Refuse(pass_id=pass_id, key=key):
+                    del self.wanted[pass_id, key]
+                case Drop(key=key):
+                    assert key not in {held for _, held in self.held}
+                    self.resident.remove(key)
+                case Produce(key=key):
+                    assert key not in self.resident
+                    assert key not in self.producing
+                    urgent = any(u for (_, k), u in self.wanted.items() if k == key)
+                    self.producing.append(key)
+                    assert urgent or len(self.resident) + len(self.producing) <= 5
+
+    def pick(self, data, items):
+        return data.draw(st.sampled_from(sorted(items, key=repr)))
+
+    @rule(name=st.sampled_from(["train", "val"]), epoch=st.integers(0, 2), chunk=st.integers(0, 5))
+    def open_pass(self, name, epoch, chunk):
+        self.number += 1
+        self.passes[self.number] = (name, epoch if name == "train" else 0)
+        self.store.open_pass(self.number, *self.passes[self.number], chunk)
+
+    @precondition(lambda self: self.passes)
+    @rule(data=st.data(), chunk=st.integers(0, NUM_CHUNKS - 1), urgent=st.booleans())
+    def request(self, data, chunk, urgent):
+        pass_id = self.pick(data, self.passes)
+        key = ChunkKey(*self.passes[pass_id], chunk)
+        if (pass_id, key) not in self.held:
+            self.wanted[pass_id, key] = urgent or self.wanted.get((pass_id, key), False)
+        self.follow(self.store.request(pass_id, chunk, urgent=urgent))
+
+    @precondition(lambda self: self.passes)
+    @rule(data=st.data(), chunk=st.integers(0, NUM_CHUNKS))
+    def move(self, data, chunk):
+        self.store.move(self.pick(data, self.passes), chunk)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data):
+        pass_id, key = self.pick(data, self.held)
+        self.held.remove((pass_id, key))
+        self.follow(self.store.release(pass_id, [key.chunk]))
+
+    @precondition(lambda self: self.passes)
+    @rule(data=st.data())
+    def close_pass(self, data):
+        pass_id = self.pick(data, self.passes)
+        del self.passes[pass_id]
+        self.held = {pair for pair in self.held if pair[0] != pass_id}
+        self.wanted = {pair: u for pair, u in self.wanted.items() if pair[0] != pass_id}
+        self.follow(self.store.close_pass(pass_id))
+
+    @rule()
+    def assign(self):
+        self.follow(self.store.assign())
+
+    @precondition(lambda self: self.producing)
+    @rule(data=st.data(), outcome=st.sampled_from(["produced", "produced", "failed", "lost"]))
+    def finish(self, data, outcome):
+        key = self.pick(data, self.producing)
+        self.producing.remove(key)
+        if outcome == "produced":
+            self.resident.add(key)
+            self.follow(self.store.produced(key, 1))
+        else:
+            self.follow(getattr(self.store, outcome)(key, ERROR))
+
+    @invariant()
+    def accounts_agree(self):
+        assert self.store.resident_bytes == self.store.num_resident == len(self.resident)
+
+    @invariant()
+    def what_exceeds_the_budget_is_held(self):
+        if len(self.resident) > 5:
+            assert {key for _, key in self.held} == self.resident
+
+    def teardown(self):
+        """However it went, every request is answered once it is urgent."""
+        for pass_id, key in list(self.wanted):
+            self.wanted[pass_id, key] = True
+            self.follow(self.store.request(pass_id, key.chunk, urgent=True))
+        for _ in range(200):
+            self.follow(self.store.assign())
+            if not self.producing:
+                break
+            key = self.producing.pop()
+            self.resident.add(key)
+            self.follow(self.store.produced(key, 1))
+        assert not self.wanted
+        assert not self.producing
+
+
+AnySequence.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, database=None
+)
+TestAnySequence = pytest.mark.filterwarnings("default")(AnySequence.TestCase)
