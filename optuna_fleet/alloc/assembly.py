@@ -32,12 +32,19 @@ def group_by_rate(rates: Mapping[int, float], rate_spread: float) -> list[list[i
     return groups
 
 
+def group_widths(problem: AllocationProblem, widths: Mapping[int, int]) -> list[Widths]:
+    """The fewest flotillas these widths need, slowest first; see :func:`group_by_rate`."""
+    by_number = problem.by_number
+    rates = {t: by_number[t].rate(m) for t, m in widths.items()}
+    return [{t: widths[t] for t in g} for g in group_by_rate(rates, problem.rate_spread)]
+
+
 def fill_idle(problem: AllocationProblem, widths: Mapping[int, int]) -> Widths:
     """Gives devices left over to waiting trials: no device idles while a trial could use it.
 
-    The longest waiting start first, each on as few devices as it can. Devices still left go to trials
-    that don't fly yet, slowest first, while that raises their rate and needs no further flotilla. No
-    trial gets less than in ``widths``, and none that flies now is rescaled.
+    The longest waiting start first, each on as few devices as it can. Devices still left go to
+    trials that don't fly yet, slowest first, while that raises their rate and needs no further
+    flotilla. No trial gets less than in ``widths``, and none that flies now is rescaled.
     """
     filled = dict(widths)
     by_number = problem.by_number
@@ -47,11 +54,11 @@ def fill_idle(problem: AllocationProblem, widths: Mapping[int, int]) -> Widths:
         if candidate.min_devices <= free:
             filled[candidate.number] = candidate.min_devices
             free -= candidate.min_devices
-    most = _num_flotillas(problem, filled)
+    most = len(group_widths(problem, filled))
     starting = {t: m for t, m in filled.items() if not by_number[t].devices}
 
     def admissible(changed: Widths) -> bool:
-        return _num_flotillas(problem, {**filled, **changed}) <= most
+        return len(group_widths(problem, {**filled, **changed})) <= most
 
     return filled | grow(by_number, starting, free, admissible)
 
@@ -82,12 +89,6 @@ def grow(
         else:
             break
     return grown
-
-
-def _num_flotillas(problem: AllocationProblem, widths: Mapping[int, int]) -> int:
-    by_number = problem.by_number
-    rates = {t: by_number[t].rate(m) for t, m in widths.items()}
-    return len(group_by_rate(rates, problem.rate_spread))
 
 
 def next_width(candidate: Candidate, m: int, free: int) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from optuna_fleet.alloc.assembly import Widths, assemble, group_by_rate, grow, next_width
+from optuna_fleet.alloc.assembly import Widths, assemble, group_widths, grow, next_width
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 
 
@@ -57,9 +57,7 @@ class GreedyAllocator:
             if m is not None and fits and not taken & set(candidate.devices):
                 kept[number] = m
                 taken.update(candidate.devices)
-        rates = {t: problem.by_number[t].rate(m) for t, m in kept.items()}
-        groups = group_by_rate(rates, problem.rate_spread)
-        return [{t: kept[t] for t in group} for group in groups]
+        return group_widths(problem, kept)
 
 
 class _State:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_fleet.alloc.assembly import Widths, assemble, fill_idle, group_by_rate
+from optuna_fleet.alloc.assembly import Widths, assemble, fill_idle, group_widths
 from optuna_fleet.alloc.greedy import GreedyAllocator
 from optuna_fleet.alloc.problem import AllocationFailed, AllocationProblem, Candidate, Plan
 
@@ -66,10 +66,9 @@ class MipAllocator:
         if status == "feasible":
             widths = self._better(problem, values, widths)
         widths = fill_idle(problem, widths)
-        groups = [{t: widths[t] for t in group} for group in self._groups(problem, widths)]
         return assemble(
             problem,
-            reversed(groups),
+            reversed(group_widths(problem, widths)),
             allocator=self.name,
             status=status,
             gap=gap,
@@ -98,18 +97,13 @@ class MipAllocator:
         """
         values = self.values(problem)
         work = sum(values[option] for option in widths.items())
-        return work - self.flotilla_cost * len(self._groups(problem, widths))
-
-    def _groups(self, problem: AllocationProblem, widths: Mapping[int, int]) -> list[list[int]]:
-        by_number = problem.by_number
-        rates = {t: by_number[t].rate(m) for t, m in widths.items()}
-        return group_by_rate(rates, problem.rate_spread)
+        return work - self.flotilla_cost * len(group_widths(problem, widths))
 
     def _solve(
         self, problem: AllocationProblem, values: Mapping[Option, float]
     ) -> tuple[Widths, str, float | None]:
         wish = _best_widths(values)
-        if sum(wish.values()) <= problem.num_devices and len(self._groups(problem, wish)) <= 1:
+        if sum(wish.values()) <= problem.num_devices and len(group_widths(problem, wish)) <= 1:
             return wish, "trivial", 0.0
         return self._run_solver(problem, values)
 

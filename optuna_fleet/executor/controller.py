@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
-from typing import Literal, assert_never
+from typing import Literal
+
+from typing_extensions import assert_never
 
 from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Candidate, Plan
 from optuna_fleet.alloc.rates import RateProfile, pooled_scaling

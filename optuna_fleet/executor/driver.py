@@ -10,7 +10,9 @@ import time
 import traceback
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import Any, assert_never
+from typing import Any
+
+from typing_extensions import assert_never
 
 from optuna_fleet.events import (
     Allocate,
@@ -219,16 +221,15 @@ class Driver:
 
     def _carried_out(self, run: _Run, call: Call) -> Reply:
         number = run.launch.number
-        identity = {"run_id": call.run_id, "index": call.index}
-        if (call.target, call.name) == ("fleet", "warn"):
-            compat.fleet_logger.warning(f"Trial {number}: {call.args[0]}")
-            return Reply(**identity)
+        value, error = None, None
         try:
-            return Reply(**identity, value=self._ledger.carry_out(number, call))
-        except Exception as error:
-            return Reply(
-                **identity, error=Raised(exception=error, traceback=traceback.format_exc())
-            )
+            if (call.target, call.name) == ("fleet", "warn"):
+                compat.fleet_logger.warning(f"Trial {number}: {call.args[0]}")
+            else:
+                value = self._ledger.carry_out(number, call)
+        except Exception as raised:
+            error = Raised(exception=raised, traceback=traceback.format_exc())
+        return Reply(run_id=call.run_id, index=call.index, value=value, error=error)
 
     def _has_converged(self, run: _Run) -> bool:
         convergence = self._job.convergence

@@ -137,9 +137,7 @@ class FleetExecutor:
 
     def _run(self, loop: Loop, objective: bytes, func: ObjectiveFunc) -> None:
         runtime = self._started(_uses_torch(func, objective))
-        controller = Controller(
-            self.fleet, self._policy, profiles=runtime.profiles, run_ids=runtime.run_ids
-        )
+        controller = self._new_controller(runtime)
         job = Job(
             objective_id=next(_objective_ids),
             objective=objective,
@@ -162,6 +160,11 @@ class FleetExecutor:
                     len(self.fleet), loop.proposals.elapsed_s, report
                 )
                 compat.fleet_logger.info(str(self.summary))
+
+    def _new_controller(self, runtime: Runtime) -> Controller:
+        return Controller(
+            self.fleet, self._policy, profiles=runtime.profiles, run_ids=runtime.run_ids
+        )
 
     def _started(self, preload: bool) -> Runtime:
         if self._runtime is not None and not self._runtime.is_alive():
@@ -210,7 +213,7 @@ def _pickled(func: Any) -> bytes:
     if not callable(func):
         raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
     try:
-        return cloudpickle.dumps(func)
+        return bytes(cloudpickle.dumps(func))
     except Exception as error:
         raise FleetConfigError(
             f"The objective can't be sent to the trainers: {type(error).__name__}: {error}. It refers to "

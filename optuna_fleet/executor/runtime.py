@@ -66,10 +66,8 @@ class Runtime:
         self._store_asked = False
         self._newcomers: dict[int, int] = {}
         self._stillborn: dict[int, int] = {}
-        self._private_dir = (
-            None if checkpoint_dir else Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
-        )
-        self.checkpoint_dir = checkpoint_dir or self._private_dir
+        self.checkpoint_dir = checkpoint_dir or Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
+        self._keeps_checkpoints = checkpoint_dir is not None
         self._owner = os.getpid()
         self.hub = Hub()
         try:
@@ -202,8 +200,8 @@ class Runtime:
         self.allocator.close()
         self.hub.close()
         self._agent.close()
-        if self._private_dir is not None:
-            shutil.rmtree(self._private_dir, ignore_errors=True)
+        if not self._keeps_checkpoints:
+            shutil.rmtree(self.checkpoint_dir, ignore_errors=True)
 
 
 def _modules_to_preload() -> tuple[str, ...]:

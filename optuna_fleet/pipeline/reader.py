@@ -29,8 +29,9 @@ from optuna_fleet.pipeline.spec import PipelineSpec
 
 @dataclass(slots=True)
 class _Inbox:
-    """What has arrived for a pass."""
+    """What has arrived for a pass, which the process ``pid`` began."""
 
+    pid: int = field(default_factory=os.getpid)
     chunk_size: int | None = None
     chunks: dict[int, ChunkView] = field(default_factory=dict)
     errors: dict[int, ChunkError] = field(default_factory=dict)
@@ -51,7 +52,6 @@ class PipelineClient:
         sock.setblocking(True)
         self._sock = sock
         self._spec = spec
-        self._pid = os.getpid()
         self._inboxes: dict[int, _Inbox] = {}
         self._num_passes = 0
         self._collates: dict[str, Callable[[list[Any]], Any] | None] = {}
@@ -162,9 +162,10 @@ class PipelineClient:
 
     def close_pass(self, number: int, *, num_consumed: int, waited_s: float) -> None:
         """Ends a pass, at its end or before; the agent may drop its chunks."""
-        self._inboxes.pop(number, None)
-        # A generator can be collected in a process the user's code forked, or after the agent.
-        if os.getpid() == self._pid:
+        inbox = self._inboxes.pop(number, None)
+        # A generator can be collected in a process that the user's code forked, whose loop goes on
+        # in the parent; or when the agent is gone.
+        if inbox is not None and inbox.pid == os.getpid():
             closing = ClosePass(pass_id=number, num_consumed=num_consumed, waited_s=waited_s)
             try:
                 wire.send(self._sock, closing)

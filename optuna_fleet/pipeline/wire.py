@@ -6,6 +6,7 @@ import os
 import pickle
 import selectors
 import socket
+import struct
 from collections import deque
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from optuna_fleet.exceptions import ProtocolError
 
 MAX_PACKET = 160 << 10
 """Largest packet, below the kernel's default socket buffer (208 KiB)."""
+
+_FD = struct.Struct("i")
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -44,11 +47,19 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[object, int | None]:
         BlockingIOError: Nothing is there, and the socket or the flags say not to wait.
     """
     try:
-        packet, fds, _, _ = socket.recv_fds(sock, MAX_PACKET, 1, flags | socket.MSG_CMSG_CLOEXEC)
+        # Not socket.recv_fds, which ignores its flags (seen in Python 3.11).
+        packet, control, _, _ = sock.recvmsg(
+            MAX_PACKET, socket.CMSG_LEN(_FD.size), flags | socket.MSG_CMSG_CLOEXEC
+        )
     except ConnectionResetError:
         raise EOFError from None
     if not packet:
         raise EOFError
+    fds = [
+        _FD.unpack_from(data)[0]
+        for level, kind, data in control
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+    ]
     return pickle.loads(packet), (fds[0] if fds else None)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import optuna
 from optuna.progress_bar import _ProgressBar
-from optuna.storages._heartbeat import get_heartbeat_thread, is_heartbeat_enabled
+from optuna.storages._heartbeat import (
+    BaseHeartbeatThread,
+    get_heartbeat_thread,
+    is_heartbeat_enabled,
+)
 from optuna.study._optimize import _log_failed_trial
 from optuna.study._tell import _tell_with_warning
 from optuna.trial import TrialState
@@ -69,8 +72,11 @@ def fail_stale_trials(study: optuna.Study) -> None:
             optuna.storages.fail_stale_trials(study)
 
 
-def heartbeat(study: optuna.Study, trial: optuna.Trial) -> AbstractContextManager[Any]:
-    """Context that records heartbeats of the trial."""
+Heartbeat = BaseHeartbeatThread
+
+
+def heartbeat(study: optuna.Study, trial: optuna.Trial) -> Heartbeat:
+    """A thread, not yet started, that records heartbeats of the trial until it is joined."""
     return get_heartbeat_thread(trial._trial_id, study._storage)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 
 import optuna
 
@@ -27,7 +26,7 @@ class Proposals:
         self._stopped = False
         self._asked = 0
         self._trials: dict[int, optuna.Trial] = {}
-        self._heartbeats: dict[int, ExitStack] = {}
+        self._heartbeats: dict[int, compat.Heartbeat] = {}
 
     @property
     def elapsed_s(self) -> float:
@@ -51,8 +50,8 @@ class Proposals:
         self._asked += 1
         self._trials[trial.number] = trial
         # From the moment of asking: a trial without a heartbeat is never found stale if we die.
-        stack = self._heartbeats[trial.number] = ExitStack()
-        stack.enter_context(compat.heartbeat(self._study, trial))
+        self._heartbeats[trial.number] = heartbeat = compat.heartbeat(self._study, trial)
+        heartbeat.start()
         return trial.number
 
     def __getitem__(self, number: int) -> optuna.Trial:
@@ -64,7 +63,7 @@ class Proposals:
 
     def release(self, number: int) -> None:
         """The trial has been told."""
-        self._heartbeats.pop(number).close()
+        self._heartbeats.pop(number).join()
         del self._trials[number]
 
     def give_back(self, number: int) -> None:

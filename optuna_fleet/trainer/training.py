@@ -81,6 +81,12 @@ class Training:
         return Usage(probing_s=probing_s, profiling_s=self._stopwatch.total_s)
 
     @property
+    def shard_size(self) -> int:
+        """Samples of the present batch on this rank."""
+        self.start()
+        return self._weights.local_size
+
+    @property
     def device(self) -> torch.device:
         """The torch device of this process."""
         import torch

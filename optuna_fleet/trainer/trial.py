@@ -30,8 +30,8 @@ class FleetTrial(optuna.Trial):
         self._session = session
         self._training = training
         self._trial_id = session.run.trial_id
-        self.study = _Remote(session, "study", optuna.Study)
-        self.storage = _Remote(session, "storage", optuna.storages.BaseStorage)
+        self.study: Any = _Remote(session, "study", optuna.Study)
+        self.storage: Any = _Remote(session, "storage", optuna.storages.BaseStorage)
 
     # -- Optuna ------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ class FleetTrial(optuna.Trial):
         """See `optuna.Trial.suggest_int`."""
         return self._session.call("trial", "suggest_int", name, low, high, step=step, log=log)  # type: ignore[no-any-return]
 
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:  # type: ignore[override]
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
         """See `optuna.Trial.suggest_categorical`."""
         return self._session.call("trial", "suggest_categorical", name, choices)
 
@@ -120,6 +120,15 @@ class FleetTrial(optuna.Trial):
     def world_size(self) -> int:
         """Number of devices the trial trains on at present."""
         return self._session.run.world_size
+
+    @property
+    def shard_size(self) -> int:
+        """Number of samples of the present batch on this rank: its weight in ``mean(loss, weight=...)``.
+
+        0 where the batch has fewer samples than the trial has ranks: such a rank gets a stand-in sample,
+        which keeps it in step and counts for nothing in the gradient.
+        """
+        return self._training.shard_size
 
     @property
     def device(self) -> torch.device:

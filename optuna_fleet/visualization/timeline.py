@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _NOTE = {"text": style.NO_FLIGHTS, "showarrow": False, "font": {"size": 16}}
 _NO_AXES = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
 _MOST_LEGEND_ENTRIES = 20
+_FIRST = 1  # legend rank: the marks come before the trials
 _SYMBOLS = {Mark.FAILED: "x", Mark.MOVED: "triangle-right", Mark.LOST: "diamond"}
 
 
@@ -58,9 +59,9 @@ def _layout(bars: Sequence[Bar], study_name: str) -> dict[str, Any]:
     return {
         "template": "plotly_white",
         "title": {"text": html.escape(style.title_of(bars, study_name))},
-        "height": 220 + style.row_px(len(devices)) * len(devices),
+        "height": max(320, 140 + style.row_px(len(devices)) * len(devices)),
+        "margin": {"t": 70, "b": 60},
         "barmode": "overlay",
-        "bargap": 1 - style.BAR_HEIGHT,
         "uniformtext": {"minsize": 9, "mode": "hide"},  # no number where it does not fit
         "showlegend": True,
         "xaxis": {"title": {"text": style.TIME_LABEL}, "range": [0, duration_s(bars) * 1.01]},
@@ -81,7 +82,8 @@ def _bar_traces(bars: Sequence[Bar], rows: dict[int, int]) -> list[dict[str, Any
     if len(numbers) > _MOST_LEGEND_ENTRIES:  # one trace draws faster than hundreds
         traces = [{**_bar_trace(bars, rows), "showlegend": False}]
     else:
-        by_trial = {n: [b for b in bars if b.number == n] for n in numbers}
+        # The legend shows a trial as its trace's first bar, so the last flight comes first.
+        by_trial = {n: [b for b in reversed(bars) if b.number == n] for n in numbers}
         traces = [{**_bar_trace(own, rows), "name": f"trial {n}"} for n, own in by_trial.items()]
     return traces + [_pruned_entry()] * bool(pruned)
 
@@ -89,6 +91,7 @@ def _bar_traces(bars: Sequence[Bar], rows: dict[int, int]) -> list[dict[str, Any
 def _bar_trace(bars: Sequence[Bar], rows: dict[int, int]) -> dict[str, Any]:
     return {
         "orientation": "h",
+        "width": style.BAR_HEIGHT,
         "x": [b.end_s - b.start_s for b in bars],
         "base": [b.start_s for b in bars],
         "y": [rows[b.device] for b in bars],
@@ -110,7 +113,14 @@ def _bar_trace(bars: Sequence[Bar], rows: dict[int, int]) -> dict[str, Any]:
 def _pruned_entry() -> dict[str, Any]:
     """Draws nothing, but explains the hatch in the legend."""
     marker = {"color": style.GREY, "pattern": _hatch("/")}
-    return {"orientation": "h", "x": [None], "y": [0], "name": Mark.PRUNED.value, "marker": marker}
+    return {
+        "orientation": "h",
+        "x": [None],
+        "y": [0],
+        "name": Mark.PRUNED.value,
+        "legendrank": _FIRST,
+        "marker": marker,
+    }
 
 
 def _hatch(shape: str | list[str]) -> dict[str, Any]:
@@ -138,6 +148,7 @@ def _round_lines(bars: Sequence[Bar]) -> list[dict[str, Any]]:
             "y1": 1,
             "line": line,
             "name": style.NEW_ROUND,
+            "legendrank": _FIRST,
             "showlegend": index == 0,
         }
         for index, start in enumerate(round_starts(bars))
@@ -150,6 +161,7 @@ def _mark_traces(bars: Sequence[Bar], rows: dict[int, int]) -> list[dict[str, An
         {
             "mode": "markers",
             "name": mark.value,
+            "legendrank": _FIRST,
             "x": [b.end_s for b in own],
             "y": [rows[b.device] for b in own],
             "hoverinfo": "skip",

@@ -58,10 +58,13 @@ class Agent:
         self._control.close()
         os.waitpid(self.pid, 0)
 
-    def kill(self) -> None:
+    @contextlib.contextmanager
+    def killed(self) -> Iterator[None]:
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        self._control.close()
+        yield
+        for end in [*self._ends, *self._free, self._control]:
+            end.close()
 
     def _ask(self, order: str) -> Any:
         self._control.send(order.encode())

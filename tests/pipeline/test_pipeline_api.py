@@ -140,10 +140,10 @@ def test_agent_gone():
     client = agent.client()
     iterator = iter(client.read("train", epoch=0, batch_size=2))
     next(iterator)
-    agent.kill()
-    with pytest.raises(FleetError, match="agent of this node"):
-        list(client.read("train", epoch=0, batch_size=2))
-    iterator.close()  # nobody to tell, and no reason to raise
+    with agent.killed():
+        with pytest.raises(FleetError, match="agent of this node"):
+            list(client.read("train", epoch=0, batch_size=2))
+        iterator.close()  # nobody to tell, and no reason to raise
 
 
 def test_shards_cover_the_batch():

@@ -1,0 +1,59 @@
+"""G2: allocation does not change results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optuna
+import pytest
+
+from tests.fleets import Leg, train
+
+
+def losses_of(fleet: Any, script: dict[int, Sequence[Leg]]) -> dict[int, list[float]]:
+    study = optuna.create_study()
+    fleet.script = script
+    study.optimize(train, n_trials=len(script), executor=fleet)
+    return {t.number: t.user_attrs["losses"] for t in study.trials}
+
+
+@pytest.fixture(scope="module")
+def alone(fleet: Any) -> list[float]:
+    return losses_of(fleet, {0: [Leg((0,))]})[0]
+
+
+def test_twice_alone_gives_the_same_bits_on_any_device(fleet: Any, alone: list[float]) -> None:
+    assert losses_of(fleet, {0: [Leg((3,))]})[0] == alone
+
+
+def test_in_a_flotilla_of_four_gives_the_same_bits(fleet: Any, alone: list[float]) -> None:
+    together = losses_of(fleet, {n: [Leg((n,))] for n in range(4)})
+    assert together[0] == alone
+    assert together[1] != alone  # another trial, another seed
+
+
+@pytest.mark.parametrize("devices", [(0, 1), (1, 2, 3)])
+def test_on_more_devices_gives_the_same_losses(
+    fleet: Any, alone: list[float], devices: tuple[int, ...]
+) -> None:
+    # Batch 10: shards of 5+5, 4+3+3; the last batch is 1+0, 1+0+0.
+    assert losses_of(fleet, {0: [Leg(devices)]})[0] == pytest.approx(alone, rel=1e-10)
+
+
+@pytest.mark.parametrize("stops", [(1,), (3,), (1, 2, 5)])
+def test_resumed_on_one_device_continues_bit_for_bit(
+    fleet: Any, alone: list[float], stops: tuple[int, ...]
+) -> None:
+    legs = [Leg((i % 4,), stop) for i, stop in enumerate(stops)]
+    assert losses_of(fleet, {0: [*legs, Leg((3,))]})[0] == alone
+
+
+def test_resumed_on_three_devices_continues_bit_for_bit(fleet: Any) -> None:
+    whole = losses_of(fleet, {0: [Leg((0, 1, 2))]})[0]
+    assert losses_of(fleet, {0: [Leg((0, 1, 2), 2), Leg((1, 2, 3))]})[0] == whole
+
+
+def test_moved_between_one_two_and_three_devices(fleet: Any, alone: list[float]) -> None:
+    legs = [Leg((0,), 1), Leg((1, 2), 2), Leg((1, 2, 3), 4), Leg((0,))]
+    assert losses_of(fleet, {0: legs})[0] == pytest.approx(alone, rel=1e-10)

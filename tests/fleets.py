@@ -1,0 +1,192 @@
+"""Small data sets, objectives and scripted controllers for tests with real processes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet.events import (
+    AnswerEpoch,
+    DeviceJoined,
+    Ending,
+    EpochDecision,
+    EpochEnded,
+    Event,
+    Instruction,
+    Launch,
+    ProposalsExhausted,
+    Propose,
+    RankEnded,
+    Requeue,
+    Settle,
+    TrialProposed,
+)
+
+
+class Noise(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Float64 images with labels, augmented by noise drawn from torch's generator."""
+
+    def __init__(self, size: int, *, augment: bool = False) -> None:
+        generator = torch.Generator().manual_seed(size)
+        self.images = torch.randn(size, 1, 6, 6, generator=generator, dtype=torch.float64)
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = self.images[index]
+        if self.augment:
+            image = image + 0.1 * torch.randn(image.shape, dtype=image.dtype)
+        return image, index % 3
+
+
+def small_pipeline(**more: Any) -> SharedPipeline:
+    return SharedPipeline(train=Noise(41, augment=True), val=Noise(20), **more)
+
+
+def fleet_of(*, devices: int, pipeline: SharedPipeline | None = None, **options: Any) -> Any:
+    return ScriptableFleet(pipeline or small_pipeline(), devices=devices, **options)
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    ).double()
+
+
+def train(trial: Any, *, epochs: int = 6, batch_size: int = 10) -> float:
+    """Train with BatchNorm and momentum; the losses of all steps go into a user attribute."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, scheduler = trial.prepare(model, optimizer, scheduler)
+    losses = trial.state.setdefault("losses", [])
+    for epoch in trial.epochs(epochs):
+        model.train()
+        for images, labels in trial.batches("train", batch_size=batch_size):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(trial.mean(loss.item(), weight=trial.shard_size))
+        scheduler.step()
+        model.eval()
+        with torch.no_grad():
+            wrong = sum(
+                int((model(images).argmax(1) != labels).sum())
+                for images, labels in trial.batches("val", batch_size=8)
+            )
+        trial.report(trial.sum(wrong) / 20, epoch)
+        if trial.should_prune():
+            raise AssertionError("nothing prunes here")
+    trial.set_user_attr("losses", losses)
+    trial.set_user_attr("noise", torch.rand(3).tolist())
+    return losses[-1]
+
+
+@dataclass(slots=True)
+class Leg:
+    """Fly on these devices until that many epochs are done in all (None: to the end)."""
+
+    devices: tuple[int, ...]
+    until_epoch: int | None = None
+
+
+@dataclass
+class ScriptedController:
+    """Flies each trial by a script instead of deciding."""
+
+    script: dict[int, Sequence[Leg]]
+    run_ids: Any = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._idle: set[int] = set()
+        self._legs = {number: list(legs) for number, legs in self.script.items()}
+        self._flying: dict[int, tuple[int, Leg]] = {}
+        self._ended: dict[int, list[Ending]] = {}
+        self._epochs: dict[int, int] = dict.fromkeys(self.script, 0)
+        self._live: set[int] = set()
+        self._asked = 0
+        self._exhausted = False
+
+    @property
+    def finished(self) -> bool:
+        return self._exhausted and not self._live
+
+    def handle(self, event: Event) -> list[Instruction]:
+        match event:
+            case DeviceJoined():
+                self._idle.add(event.device)
+            case TrialProposed():
+                self._live.add(event.number)
+                self._asked -= 1
+            case ProposalsExhausted():
+                self._exhausted = True
+            case EpochEnded():
+                number, leg = self._flying[event.run_id]
+                self._epochs[number] += 1
+                done = self._epochs[number] == leg.until_epoch
+                decision = EpochDecision.YIELD if done else EpochDecision.GO
+                return [AnswerEpoch(run_id=event.run_id, decision=decision)]
+            case RankEnded():
+                return self._rank_ended(event) + self._launches()
+        proposals: list[Instruction] = []
+        if not self._exhausted and not self._asked:
+            self._asked = 1
+            proposals = [Propose()]
+        return self._launches() + proposals
+
+    def _rank_ended(self, event: RankEnded) -> list[Instruction]:
+        self._idle.add(event.device)
+        number, leg = self._flying[event.run_id]
+        endings = self._ended.setdefault(event.run_id, [])
+        endings.append(event.ending)
+        if len(endings) < len(leg.devices):
+            return []
+        del self._flying[event.run_id]
+        if Ending.YIELDED in endings:
+            return [Requeue(number=number, run_id=event.run_id)]
+        self._live.discard(number)
+        return [Settle(number=number, run_id=event.run_id)]
+
+    def _launches(self) -> list[Instruction]:
+        launches: list[Instruction] = []
+        flying = {number for number, _ in self._flying.values()}
+        for number in sorted(self._live - flying):
+            legs = self._legs[number]
+            if legs and self._idle.issuperset(legs[0].devices):
+                leg = legs.pop(0)
+                self._idle.difference_update(leg.devices)
+                run_id = next(self.run_ids)
+                self._flying[run_id] = (number, leg)
+                launches.append(
+                    Launch(
+                        run_id=run_id,
+                        number=number,
+                        devices=leg.devices,
+                        probe=self._epochs[number] == 0,
+                        measure=False,
+                        round=0,
+                    )
+                )
+        return launches
+
+
+class ScriptableFleet(FleetExecutor):
+    """An executor whose next call may fly by a script."""
+
+    script: dict[int, Sequence[Leg]] | None = None
+
+    def _new_controller(self, runtime: Any) -> Any:
+        if self.script is None:
+            return super()._new_controller(runtime)
+        script, self.script = self.script, None
+        return ScriptedController(script, runtime.run_ids)

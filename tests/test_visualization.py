@@ -1,0 +1,292 @@
+"""Timelines of made-up studies: what the bars say, and that both pictures show it."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import optuna
+import plotly.graph_objects as go
+import pytest
+from matplotlib.image import imread
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import TrialState
+
+from optuna_fleet.sampler_bridge.ledger import FLIGHTS_KEY
+from optuna_fleet.visualization import plot_timeline, save_timeline
+from optuna_fleet.visualization.bars import Mark, bars_of, round_starts
+from optuna_fleet.visualization.style import NO_FLIGHTS, colour_of
+
+START = 1.7e9
+
+
+def flight(devices, start, end, *, rnd=1, ending="returned"):
+    return {
+        "devices": devices,
+        "start": START + start,
+        "end": START + end,
+        "round": rnd,
+        "ending": ending,
+        "probing_s": 0.5,
+        "profiling_s": 1.0,
+        "data_wait_s": 0.25,
+    }
+
+
+def add_trial(study, *flights, state=TrialState.COMPLETE, params=None):
+    params = params or {"lr": 0.1}
+    study.add_trial(
+        optuna.create_trial(
+            state=state,
+            value=0.75 if state is TrialState.COMPLETE else None,
+            params=params,
+            distributions={
+                name: CategoricalDistribution([value]) for name, value in params.items()
+            },
+            system_attrs={FLIGHTS_KEY: list(flights)},
+        )
+    )
+
+
+@pytest.fixture
+def study():
+    """Four trials on devices 0, 1 and 4: a whole one, a moved, a pruned and a failed one."""
+    study = optuna.create_study(study_name="mixed")
+    add_trial(study, flight([0, 1], 10, 20))
+    add_trial(
+        study,
+        flight([4], 10, 14, ending="yielded"),
+        flight([0], 20, 28, rnd=2, ending="lost"),
+        flight([1], 28, 40, rnd=3),
+    )
+    add_trial(study, flight([4], 14, 18, ending="raised"), state=TrialState.PRUNED)
+    add_trial(study, flight([4], 18, 30, ending="raised"), state=TrialState.FAIL)
+    return study
+
+
+def drawn(figure):
+    """What a figure's bars show: device row, start, length, text, hatch."""
+    return sorted(
+        row
+        for trace in figure.data
+        if trace.type == "bar" and trace.x != (None,)
+        for row in zip(
+            trace.y, trace.base, trace.x, trace.text, trace.marker.pattern.shape, strict=True
+        )
+    )
+
+
+def legend(figure):
+    entries = [*figure.data, *figure.layout.shapes]
+    return [entry.name for entry in entries if entry.showlegend is not False]
+
+
+def test_there_is_one_bar_per_flight_and_device(study):
+    spans = [(b.number, b.device, b.start_s, b.end_s, b.flight) for b in bars_of(study)]
+    assert spans == [
+        (0, 0, 0, 10, 1),
+        (0, 1, 0, 10, 1),
+        (1, 4, 0, 4, 1),
+        (2, 4, 4, 8, 1),
+        (3, 4, 8, 20, 1),
+        (1, 0, 10, 18, 2),
+        (1, 1, 18, 30, 3),
+    ]
+
+
+def test_a_bar_knows_its_trial_and_flight(study):
+    bar = bars_of(study)[0]
+    assert (bar.state, bar.values, bar.params) == (TrialState.COMPLETE, (0.75,), (("lr", 0.1),))
+    assert (bar.devices, bar.round, bar.num_flights) == ((0, 1), 1, 1)
+    assert (bar.ending, bar.probing_s, bar.data_wait_s) == ("returned", 0.5, 0.25)
+
+
+def test_ends_are_marked(study):
+    marks = {(b.number, b.flight): b.mark for b in bars_of(study)}
+    assert marks == {
+        (0, 1): None,
+        (1, 1): Mark.MOVED,
+        (1, 2): Mark.LOST,
+        (1, 3): None,
+        (2, 1): Mark.PRUNED,
+        (3, 1): Mark.FAILED,
+    }
+
+
+def test_only_the_last_flight_carries_the_trials_end():
+    study = optuna.create_study()
+    moved, last = flight([0], 0, 1, ending="yielded"), flight([1], 1, 2, ending="lost")
+    add_trial(study, moved, last, state=TrialState.PRUNED)
+    assert [b.mark for b in bars_of(study)] == [Mark.MOVED, Mark.PRUNED]
+
+
+def test_running_trials_show_the_flights_they_finished():
+    study = optuna.create_study()
+    add_trial(study, flight([0], 0, 5, ending="yielded"), state=TrialState.RUNNING)
+    (bar,) = bars_of(study)
+    assert (bar.state, bar.values, bar.mark) == (TrialState.RUNNING, (), Mark.MOVED)
+    assert "value: none yet" in plot_timeline(study).data[0].customdata[0]
+
+
+def test_rounds_start_where_their_number_increases(study):
+    assert [(s.round, s.time_s) for s in round_starts(bars_of(study))] == [(2, 10), (3, 18)]
+
+
+def test_each_optimize_call_counts_its_rounds_anew():
+    study = optuna.create_study()
+    add_trial(study, flight([0], 0, 5, rnd=1))
+    add_trial(study, flight([0], 5, 9, rnd=2))
+    add_trial(study, flight([0], 50, 55, rnd=1))
+    add_trial(study, flight([0], 55, 60, rnd=2))
+    assert [s.time_s for s in round_starts(bars_of(study))] == [5, 55]
+
+
+def test_records_copied_to_a_retried_trial_are_shown_once():
+    study = optuna.create_study()
+    old = flight([0], 0, 5, ending="lost")
+    add_trial(study, old, state=TrialState.FAIL)
+    add_trial(study, old, state=TrialState.RUNNING)
+    assert [b.number for b in bars_of(study)] == [0]
+
+
+def test_a_clock_set_back_gives_no_negative_bar():
+    study = optuna.create_study()
+    add_trial(study, flight([0], 5, 3))
+    assert [(b.start_s, b.end_s) for b in bars_of(study)] == [(0, 0)]
+    assert len(drawn(plot_timeline(study))) == 1
+
+
+def test_records_survive_a_database(tmp_path):
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db")
+    add_trial(study, flight((0, 1), 0, 5))
+    assert [b.devices for b in bars_of(study)] == [(0, 1), (0, 1)]
+
+
+def test_the_figure_draws_the_bars(study):
+    figure = plot_timeline(study)
+    assert isinstance(figure, go.Figure)
+    rows = {0: 0, 1: 1, 4: 2}
+    assert drawn(figure) == sorted(
+        (
+            rows[b.device],
+            b.start_s,
+            b.end_s - b.start_s,
+            str(b.number),
+            "/" if b.mark is Mark.PRUNED else "",
+        )
+        for b in bars_of(study)
+    )
+    assert figure.layout.yaxis.ticktext == ("0", "1", "4")
+    assert figure.layout.title.text == "mixed: 4 trials on 3 devices"
+
+
+def test_the_figure_marks_the_ends(study):
+    marks = {t.name: (t.x, t.y) for t in plot_timeline(study).data if t.type == "scatter"}
+    assert marks == {
+        Mark.FAILED.value: ((20,), (2,)),
+        Mark.MOVED.value: ((4,), (2,)),
+        Mark.LOST.value: ((18,), (0,)),
+    }
+
+
+def test_the_figure_shows_rounds_behind_the_bars(study):
+    shapes = plot_timeline(study).layout.shapes
+    assert [(s.x0, s.x1, s.layer) for s in shapes] == [(10, 10, "below"), (18, 18, "below")]
+
+
+def test_bars_tell_their_story_on_hover(study):
+    text = plot_timeline(study).data[1].customdata[1]  # trial 1, its last flight but one
+    assert text.split("<br>") == [
+        "<b>trial 1</b> (complete)",
+        "value: 0.75",
+        "lr: 0.1",
+        "devices: 0",
+        "round: 2",
+        "flight 2 of 3: 10.0 s to 18.0 s",
+        "waited for data: 0.2 s, probing: 0.5 s",
+        "the flight ended: lost",
+    ]
+
+
+def test_a_trial_has_one_colour_and_neighbours_differ(study):
+    by_trial = [t for t in plot_timeline(study).data if str(t.name).startswith("trial")]
+    assert [set(t.marker.color) for t in by_trial] == [{colour_of(n)} for n in range(4)]
+    assert all(colour_of(n) != colour_of(n + k) for n in range(20) for k in range(1, 14))
+
+
+def test_the_legend_names_few_trials_and_the_marks(study):
+    names = [f"trial {n}" for n in range(4)]
+    assert legend(plot_timeline(study)) == [*names, *(m.value for m in Mark), "new round"]
+
+
+def test_the_legend_shows_the_marks_first_and_pruned_trials_hatched(study):
+    figure = plot_timeline(study)
+    ranks = {e.name: e.legendrank or 1000 for e in [*figure.data, *figure.layout.shapes]}
+    assert max(ranks[m.value] for m in Mark) == ranks["new round"] < ranks["trial 0"]
+    add_trial(study, flight([0], 50, 51), flight([0], 51, 52), state=TrialState.PRUNED)
+    assert plot_timeline(study).data[4].marker.pattern.shape == ("/", "")
+
+
+def test_bars_are_as_high_whatever_else_their_trial_flew_on(study):
+    add_trial(study, flight([0, 4], 50, 51))
+    assert {t.width for t in plot_timeline(study).data if str(t.name)[:5] == "trial"} == {0.84}
+
+
+def test_the_legend_leaves_many_trials_out():
+    study = optuna.create_study()
+    for n in range(21):
+        add_trial(study, flight([0], n, n + 1))
+    figure = plot_timeline(study)
+    assert len(drawn(figure)) == 21
+    assert legend(figure) == []
+
+
+def test_parameters_cannot_inject_html():
+    study = optuna.create_study()
+    add_trial(study, flight([0], 0, 1), params={"x": "<b>bold</b>"})
+    assert "x: &lt;b&gt;bold&lt;/b&gt;" in plot_timeline(study).data[0].customdata[0]
+
+
+def test_a_study_that_never_flew_gives_an_empty_figure_and_a_warning(caplog):
+    optuna.logging.enable_propagation()
+    with caplog.at_level(logging.WARNING):
+        figure = plot_timeline(optuna.create_study())
+    optuna.logging.disable_propagation()
+    assert "does not have any flights" in caplog.text
+    assert figure.data == ()
+    assert [a.text for a in figure.layout.annotations] == [NO_FLIGHTS]
+
+
+def test_the_picture_has_the_colours_of_its_trials(study, tmp_path):
+    save_timeline(study, tmp_path / "timeline.png")
+    pixels = imread(tmp_path / "timeline.png")
+    height, width, _ = pixels.shape
+    assert width == 1600
+    assert height <= 200 + 60 * 3
+    shown = {tuple(p) for p in (pixels[::3, ::3, :3].reshape(-1, 3) * 255).round().astype(int)}
+    for number in range(4):
+        hexes = colour_of(number).removeprefix("#")
+        assert tuple(bytes.fromhex(hexes)) in shown
+    assert (pixels[0, :, :3] == 1).all()  # white, in dark mode too
+
+
+@pytest.mark.parametrize("ending", ["svg", "pdf"])
+def test_other_formats_and_empty_studies_can_be_saved(tmp_path, ending):
+    path = f"{tmp_path}/timeline.{ending}"
+    save_timeline(optuna.create_study(), path)
+    assert os.path.getsize(path) > 1000
+
+
+def test_without_matplotlib_the_error_says_what_to_install(study, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        save_timeline(study, tmp_path / "timeline.png")
+
+
+def test_importing_draws_in_no_heavy_package():
+    code = (
+        "import sys, optuna_fleet.visualization; "
+        "print({'torch', 'plotly', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
