@@ -173,7 +173,7 @@ class FleetExecutor:
             self._runtime = Runtime(
                 self.fleet,
                 self._pipeline,
-                IsolatedAllocator(self._allocator, GreedyAllocator()),
+                IsolatedAllocator(self._allocator, GreedyAllocator(keep_flying=True)),
                 self._checkpoint_dir,
                 preload=preload or self._pipeline is not None,
             )

@@ -16,6 +16,9 @@ _memory = mmap.mmap(-1, 8 * NUM_COUNTERS)
 COUNTS = np.frombuffer(_memory, dtype=np.int64)
 """How often ``dataset[index]`` ran, over all processes."""
 
+SWITCH = NUM_COUNTERS - 1
+"""Index of the counter by which tests steer the data sets below."""
+
 
 class Counted:
     """Sample i is (16 times i, i); counts how often each is preprocessed."""
@@ -48,20 +51,24 @@ class Ragged(Counted):
 
 
 class Raising(Counted):
-    """Raises on sample 17 as long as the first counter is 0."""
+    """Raises on sample 17 as long as the switch is 0."""
 
     def __getitem__(self, index: int) -> int:
-        if index == 17 and not COUNTS[0]:
+        if index == 17 and not COUNTS[SWITCH]:
             raise ValueError("broken image")
         return index
 
 
 class Deadly(Counted):
-    """Kills its process on the sample, as often as the first counter says."""
+    """Kills its process on one sample, as often as the switch says."""
+
+    def __init__(self, n: int, at: int = 17) -> None:
+        super().__init__(n)
+        self.at = at
 
     def __getitem__(self, index: int) -> int:
-        if index == 17 and COUNTS[0]:
-            COUNTS[0] -= 1
+        if index == self.at and COUNTS[SWITCH]:
+            COUNTS[SWITCH] -= 1
             os.kill(os.getpid(), signal.SIGKILL)
         return index
 

@@ -26,7 +26,7 @@ class Agent:
         options.setdefault("memory_bytes", 64 << 20)
         self._ends: list[socket.socket] = []
         # Ends that trainers will use exist before the fork, as they will in the real agent.
-        self._pairs = [socket_pair() for _ in range(8)]
+        self._pairs = [socket_pair() for _ in range(20)]
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if self.pid == 0:

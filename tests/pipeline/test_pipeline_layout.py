@@ -154,7 +154,9 @@ def test_images_become_uint8_tensors(mode):
 def test_read_only_arrays_are_stored_without_warnings():
     array = np.arange(6.0)
     array.flags.writeable = False
-    assert_same(cut_batch([(view([array] * 2), 0, 2)], None), torch.arange(6.0).double().expand(2, 6))
+    assert_same(
+        cut_batch([(view([array] * 2), 0, 2)], None), torch.arange(6.0).double().expand(2, 6)
+    )
     array = np.arange(6.0)
     array.flags.writeable = False
     assert isinstance(view([array, 1]).samples(0, 2)[0], np.ndarray)

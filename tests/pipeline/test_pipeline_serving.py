@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from pipeline_datasets import COUNTS, Augmented, Counted, Deadly, Raising, Unloadable
+from pipeline_datasets import COUNTS, SWITCH, Augmented, Counted, Deadly, Raising, Unloadable
 from pipeline_harness import Forked, serving
 
 from optuna_fleet.exceptions import PreprocessingError
@@ -55,13 +55,14 @@ def test_batches_of_the_canonical_order(agent):
         indices = order[64 * number : 64 * (number + 1)]
         assert batch.local_size == batch.global_size == len(indices)
         assert torch.equal(batch.data[1], torch.from_numpy(indices))
-        assert torch.equal(batch.data[0], torch.from_numpy(indices)[:, None].expand(-1, 16).float())
+        assert torch.equal(
+            batch.data[0], torch.from_numpy(indices)[:, None].expand(-1, 16).float()
+        )
 
 
 @pytest.mark.parametrize("batch_size", [2, 7, 64])
 def test_shards_concatenate_to_the_global_batch(agent, batch_size):
-    client = agent.client() if batch_size == 2 else None
-    client = client or agent.client()
+    client = agent.client()
     whole = list(client.read("train", epoch=0, batch_size=batch_size))
     shards = [
         list(client.read("train", epoch=0, batch_size=batch_size, rank=rank, world_size=3))
@@ -119,7 +120,6 @@ def test_budget_below_one_chunk_still_serves_everyone():
 
 
 def test_error_names_the_sample_and_spares_the_others():
-    COUNTS[0] = 0
     pipeline = SharedPipeline(val=Raising(64), other=Counted(64))
     with serving(pipeline, chunk_bytes=64) as agent:
         client = agent.client()
@@ -133,7 +133,7 @@ def test_error_names_the_sample_and_spares_the_others():
         assert 'raise ValueError("broken image")' in text
         assert "preprocessor.py" not in text
         assert labels(client, "other") == list(range(64))
-        COUNTS[0] = 1  # it works from now on
+        COUNTS[SWITCH] = 1  # it works from now on
         assert [b.data.numel() for b in client.read("val", epoch=0, batch_size=64)] == [64]
 
 
@@ -145,7 +145,7 @@ def test_data_set_that_can_not_be_unpickled():
 
 
 def test_work_of_a_killed_preprocessor_is_redone():
-    COUNTS[0] = 1
+    COUNTS[SWITCH] = 1
     with serving(SharedPipeline(val=Deadly(64)), chunk_bytes=64) as agent:
         batches = list(agent.client().read("val", epoch=0, batch_size=10))
         assert torch.cat([batch.data for batch in batches]).tolist() == list(range(64))
@@ -161,7 +161,7 @@ def test_killed_idle_preprocessors_are_replaced(agent):
 
 
 def test_chunk_that_kills_twice_is_an_error_until_asked_for_again():
-    COUNTS[0] = 3
+    COUNTS[SWITCH] = 3
     with serving(SharedPipeline(val=Deadly(64), other=Counted(64)), chunk_bytes=64) as agent:
         client = agent.client()
         with pytest.raises(PreprocessingError, match="Preprocessors died over a chunk.*'val'"):
@@ -170,12 +170,11 @@ def test_chunk_that_kills_twice_is_an_error_until_asked_for_again():
         assert len(list(client.read("val", epoch=0, batch_size=64))) == 1
 
 
-def test_death_over_the_first_sample_of_all():
-    COUNTS[0] = 2
-    with serving(SharedPipeline(val=Deadly(18), other=Counted(4))) as agent:
-        # The chunk that tells the sample's size holds sample 17 too.
-        client = agent.client()
-        assert torch.cat([b.data for b in client.read("val", epoch=0, batch_size=9)]).numel() == 18
+def test_death_over_the_sample_that_tells_the_size():
+    COUNTS[SWITCH] = 2
+    with serving(SharedPipeline(val=Deadly(18, at=0))) as agent:
+        batches = list(agent.client().read("val", epoch=0, batch_size=9))
+        assert torch.cat([batch.data for batch in batches]).tolist() == list(range(18))
         assert agent.stats().num_lost == 2
 
 

@@ -15,9 +15,7 @@ NUM_CHUNKS = 6
 
 
 def make_store(budget=3, window=0, max_chunks=100) -> ChunkStore:
-    store = ChunkStore(
-        memory_bytes=budget, max_chunks=max_chunks, window=window, fixed=["val"]
-    )
+    store = ChunkStore(memory_bytes=budget, max_chunks=max_chunks, window=window, fixed=["val"])
     for name in ("train", "val"):
         store.set_size(name, num_chunks=NUM_CHUNKS, chunk_bytes=1)
     return store
