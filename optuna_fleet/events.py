@@ -189,10 +189,11 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartRound:
-    """A plan is about to be carried out (for the log and the records)."""
+    """A plan is about to be carried out, which `moves` this many trials (for the log)."""
 
     round: int
     plan: Plan
+    moves: int
 
 
 Instruction: TypeAlias = (

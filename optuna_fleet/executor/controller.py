@@ -46,6 +46,10 @@ from optuna_fleet.events import (
 from optuna_fleet.resources import Fleet
 
 
+# A rate this far below what its plan was made for is a reason to decide again at once.
+_SHORTFALL = 0.75
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """When to decide again, and within which bounds.
@@ -123,6 +127,7 @@ class Controller:
         self._proposing = False
         self._deciding = False
         self._changed = False
+        self._is_disappointed = False
 
     @property
     def finished(self) -> bool:
@@ -185,6 +190,8 @@ class Controller:
         assert structure is not None
         width, rate = len(run.devices), event.samples_per_s
         known = self.profiles.get(structure)
+        if known is not None and rate < _SHORTFALL * self._rates(known, width)[-1]:
+            self._is_disappointed = True
         self.profiles[structure] = (
             known.with_measurement(width, rate)
             if known
@@ -323,11 +330,16 @@ class Controller:
     def _should_decide(self) -> bool:
         if self._proposing or self._pending or not self._changed:
             return False
-        if any(run.leaving for run in self._runs.values()) or not self._candidates():
+        if any(run.leaving for run in self._runs.values()):
+            return False
+        candidates = self._candidates()
+        if not candidates or not self._usable(candidates):
             return False
         if self._waiting() and self._free() and self.round > 0:
             return True
-        return self._round_is_over() and not self._unsettled_newcomers()
+        return self._is_disappointed or (
+            self._round_is_over() and not self._unsettled_newcomers()
+        )
 
     def _unsettled_newcomers(self) -> set[int]:
         """Probes under way when the round ended, whose rates the next round should know.
@@ -362,10 +374,10 @@ class Controller:
         ]
 
     def _decide(self) -> list[Instruction]:
-        self._deciding, self._changed, self._awaited = True, False, None
+        self._deciding, self._changed, self._is_disappointed = True, False, False
+        self._awaited = None
         candidates = self._candidates()
-        usable = set(self._idle)
-        usable.update(d for trial in candidates if trial.run for d in trial.run.devices)
+        usable = self._usable(candidates)
         problem = AllocationProblem(
             candidates=tuple(self._candidate(trial, len(usable)) for trial in candidates),
             nodes=self._nodes(usable),
@@ -374,6 +386,10 @@ class Controller:
         )
         return [Allocate(problem=problem)]
 
+    def _usable(self, candidates: Iterable[_Trial]) -> set[int]:
+        """Devices that may be given to the candidates: idle ones and their own."""
+        return self._idle | {d for trial in candidates if trial.run for d in trial.run.devices}
+
     def _candidate(self, trial: _Trial, num_devices: int) -> Candidate:
         assert trial.structure is not None
         profile = self.profiles.get(trial.structure)
@@ -381,10 +397,13 @@ class Controller:
             profile = RateProfile(structure=trial.structure, measured={1: 1.0})
         return Candidate(
             number=trial.number,
-            rates=profile.rates(num_devices, pooled_scaling(self.profiles.values())),
+            rates=self._rates(profile, num_devices),
             devices=trial.run.devices if trial.run else (),
             waited_rounds=trial.waited_rounds,
         )
+
+    def _rates(self, profile: RateProfile, num_devices: int) -> tuple[float, ...]:
+        return profile.rates(num_devices, pooled_scaling(self.profiles.values()))
 
     def _nodes(self, usable: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         usable = set(usable)
@@ -410,7 +429,8 @@ class Controller:
                 continue
             if assignment is not None and self._can_serve(assignment):
                 self._pending[trial.number] = assignment
-        return [StartRound(round=self.round, plan=plan)]
+        moves = len(self._pending) + sum(run.leaving for run in self._runs.values())
+        return [StartRound(round=self.round, plan=plan, moves=moves)]
 
     def _can_serve(self, assignment: Assignment) -> bool:
         """All its devices are still there (one may have been lost while the solver worked)."""

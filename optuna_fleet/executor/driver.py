@@ -5,6 +5,7 @@ The only code that blocks. Everything that touches the study happens here, on th
 
 from __future__ import annotations
 
+import logging
 import select
 import time
 import traceback
@@ -343,7 +344,8 @@ class Driver:
         plan = instruction.plan
         self.tally.rounds += 1
         self.tally.solver_s.append(plan.solve_time_s)
-        compat.fleet_logger.info(f"Round {instruction.round}: {plan.reason}")
+        level = logging.INFO if instruction.moves or instruction.round == 1 else logging.DEBUG
+        compat.fleet_logger.log(level, f"Round {instruction.round}: {plan.reason}")
 
     # -- endings -----------------------------------------------------------------------------------
 

@@ -203,7 +203,11 @@ class PipelineClient:
             case PassOpened():
                 inbox.chunk_size = message.chunk_size
             case ChunkReady():
-                assert fd is not None
+                if fd is None:
+                    raise FleetError(
+                        "This trainer has too many open files to be given more data. Batches that "
+                        "are kept keep theirs open: keep copies (`x.clone()`) instead."
+                    )
                 inbox.chunks[message.chunk] = ChunkView(fd)
             case ChunkFailed():
                 inbox.errors[message.chunk] = message.error

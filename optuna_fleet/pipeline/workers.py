@@ -12,9 +12,9 @@ from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.pipeline.wire import Channel
 
 Spawn = Callable[[Callable[[socket.socket], None]], tuple[int, socket.socket]]
-"""Forks a child that runs the given main on its end of a ``wire.socket_pair()``, then ``os._exit``s;
-returns the child's pid and our end. The child has closed its copy of our end and we ours of the
-child's: either side learns of the other's death by the end of the stream."""
+"""Forks a child that runs the given main on its end of a ``wire.socket_pair()``, then exits.
+Returns the child's pid and our end. The child has closed its copy of our end, and we ours of its
+end: either side learns of the other's death by the end of the stream."""
 
 
 @dataclass(slots=True, eq=False)

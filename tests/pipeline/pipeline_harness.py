@@ -1,4 +1,4 @@
-"""A small agent in a forked process, serving readers that live in the test's process and in forks."""
+"""A small agent in a forked process; readers live in the test's process and in other forks."""
 
 from __future__ import annotations
 
@@ -76,59 +76,77 @@ class Agent:
         self._control.close()
         for _, end in self._pairs:
             end.close()
-        selector = selectors.DefaultSelector()
-        wakeup, wakeup_end = os.pipe()
+        loop = _Loop(control)
+        loop.server = PipelineServer(
+            payload=payload,
+            spec=self.spec,
+            spawn=loop.spawn,
+            selector=loop.selector,
+            **options,
+        )
+        for number, (end, _) in enumerate(self._pairs):
+            loop.server.add_reader(number, end)
+        loop.run()
+
+
+class _Loop:
+    """What an agent's loop has to do for the server."""
+
+    server: PipelineServer
+
+    def __init__(self, control: socket.socket) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.control = control
+        self.selector.register(control, selectors.EVENT_READ, self.ordered)
+        self.wakeup, wakeup_end = os.pipe()
         os.set_blocking(wakeup_end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wakeup_end)
+        self.selector.register(self.wakeup, selectors.EVENT_READ, self.reap)
+        self.running = True
 
-        def spawn(main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
-            ours, theirs = socket_pair()
-            pid = os.fork()
-            if pid == 0:
-                ours.close()
-                control.close()
-                signal.set_wakeup_fd(-1)
-                _exit_after(lambda: main(theirs))
-            theirs.close()
-            return pid, ours
-
-        server = PipelineServer(
-            payload=payload, spec=self.spec, spawn=spawn, selector=selector, **options
-        )
-        for number, (end, _) in enumerate(self._pairs):
-            server.add_reader(number, end)
-
-        def reap(_: int) -> None:
-            os.read(wakeup, 4096)
-            with contextlib.suppress(ChildProcessError):
-                while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
-                    server.child_died(pid)
-
-        running = True
-
-        def ordered(_: int) -> None:
-            nonlocal running
-            match control.recv(100):
-                case b"stats":
-                    answer: Any = server.stats()
-                case b"pids":
-                    answer = server.preprocessor_pids
-                case b"close":
-                    pids = server.preprocessor_pids
-                    server.close()
-                    answer = sum(os.waitpid(pid, 0)[1] for pid in pids)
-                    running = False
-                case _:  # the test ended without closing
-                    running = False
-                    return
-            control.send(pickle.dumps(answer))
-
-        selector.register(wakeup, selectors.EVENT_READ, reap)
-        selector.register(control, selectors.EVENT_READ, ordered)
-        while running:
-            for key, mask in selector.select():
+    def run(self) -> None:
+        while self.running:
+            for key, mask in self.selector.select():
                 key.data(mask)
+
+    def spawn(self, main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
+        ours, theirs = socket_pair()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self.control.close()
+            signal.set_wakeup_fd(-1)
+            _exit_after(lambda: main(theirs))
+        theirs.close()
+        return pid, ours
+
+    def reap(self, _: int) -> None:
+        os.read(self.wakeup, 4096)
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
+                self.server.child_died(pid)
+
+    def ordered(self, _: int) -> None:
+        order = self.control.recv(100)
+        for key, mask in self.selector.select(0):  # what readers said before the order came
+            if key.fileobj is not self.control:
+                key.data(mask)
+        match order:
+            case b"stats":
+                self.control.send(pickle.dumps(self.server.stats()))
+            case b"pids":
+                self.control.send(pickle.dumps(self.server.preprocessor_pids))
+            case b"close":
+                self.control.send(pickle.dumps(self._close()))
+            case _:  # the test ended without closing
+                self.running = False
+
+    def _close(self) -> int:
+        self.running = False
+        pids = self.server.preprocessor_pids
+        self.server.close()
+        return sum(os.waitpid(pid, 0)[1] for pid in pids)
 
 
 @contextlib.contextmanager

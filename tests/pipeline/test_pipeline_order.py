@@ -5,7 +5,6 @@ import torch
 
 from optuna_fleet.pipeline.order import permutation, seed_sample
 
-
 PINNED = [3, 1, 5, 2, 0, 6, 4, 7]
 
 

@@ -252,6 +252,8 @@ class AnySequence(RuleBasedStateMachine):
     @invariant()
     def accounts_agree(self):
         assert self.store.resident_bytes == self.store.num_resident == len(self.resident)
+        held = {key for _, key in self.held}
+        assert self.store._residency.idle_bytes == len(self.resident - held)
 
     @invariant()
     def what_exceeds_the_budget_is_held(self):
@@ -275,6 +277,6 @@ class AnySequence(RuleBasedStateMachine):
 
 
 AnySequence.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, database=None
+    max_examples=150, stateful_step_count=40, deadline=None, database=None
 )
 TestAnySequence = pytest.mark.filterwarnings("default")(AnySequence.TestCase)

@@ -1,0 +1,330 @@
+"""The controller alone: events in, instructions out, no process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optuna_fleet.alloc import GreedyAllocator, RateProfile
+from optuna_fleet.events import (
+    Allocate,
+    AnswerEpoch,
+    CutOff,
+    DataRequested,
+    DeviceJoined,
+    DeviceLost,
+    Ending,
+    EpochDecision,
+    EpochEnded,
+    Event,
+    GiveBack,
+    GiveUp,
+    Launch,
+    PlanDecided,
+    ProposalsExhausted,
+    Propose,
+    RankEnded,
+    RateMeasured,
+    Requeue,
+    Settle,
+    StartRound,
+    TrialProposed,
+)
+from optuna_fleet.executor.controller import Controller, Policy, Status
+from optuna_fleet.resources import Device, Fleet
+
+
+def fleet_of(num_devices: int) -> Fleet:
+    return Fleet(
+        devices=tuple(
+            Device(index=i, node=i // 4, kind="cpu", local=i % 4) for i in range(num_devices)
+        )
+    )
+
+
+class World:
+    """Feeds a controller, carries out what it says in its head, and checks what must always hold."""
+
+    def __init__(self, num_devices: int = 4, trials: int = 4, **policy: Any) -> None:
+        self.controller = Controller(fleet_of(num_devices), Policy(**policy))
+        self.budget = trials
+        self.numbers = itertools.count()
+        self.runs: dict[int, Launch] = {}
+        self.busy: dict[int, int] = {}
+        self.done: list[int] = []
+        self.log: list[Any] = []
+        self.unanswered: list[Allocate] = []
+        for device in range(num_devices):
+            self.tell(DeviceJoined(device=device))
+
+    def tell(self, event: Event) -> list[Any]:
+        """Handle one event and everything that follows by itself; return the instructions."""
+        seen: list[Any] = []
+        events = [event]
+        while events:
+            for instruction in self.controller.handle(events.pop(0)):
+                seen.append(instruction)
+                events += self._carry_out(instruction)
+        self.log += seen
+        return seen
+
+    def _carry_out(self, instruction: Any) -> list[Event]:
+        match instruction:
+            case Propose():
+                if self.budget == 0:
+                    return [ProposalsExhausted()]
+                self.budget -= 1
+                return [TrialProposed(number=next(self.numbers))]
+            case Launch():
+                assert not set(instruction.devices) & set(self.busy), "a device is used twice"
+                assert len(set(instruction.devices)) == len(instruction.devices)
+                flying = [run.number for run in self.runs.values()]
+                assert instruction.number not in flying, "a trial flies twice"
+                self.runs[instruction.run_id] = instruction
+                self.busy.update(dict.fromkeys(instruction.devices, instruction.run_id))
+            case Allocate():
+                self.unanswered.append(instruction)
+            case Settle() | GiveUp() | GiveBack():
+                assert instruction.number not in self.done, "a trial ends twice"
+                self.done.append(instruction.number)
+        return []
+
+    def decide(self) -> list[Any]:
+        """The solver answers."""
+        plan = GreedyAllocator().allocate(self.unanswered.pop(0).problem)
+        return self.tell(PlanDecided(plan=plan))
+
+    def settle_all(self) -> None:
+        """Let every flying trial be measured and every decision be made."""
+        for run_id in list(self.runs):
+            self.tell(DataRequested(run_id=run_id, structure=f"s{run_id}", resumable=True))
+            self.tell(RateMeasured(run_id=run_id, samples_per_s=100.0))
+        while self.unanswered:
+            self.decide()
+
+    def end(self, run_id: int, ending: Ending = Ending.RETURNED) -> list[Any]:
+        """All ranks of a run end."""
+        launch = self.runs.pop(run_id)
+        seen: list[Any] = []
+        for device in launch.devices:
+            if self.busy.pop(device, None) is not None:
+                seen += self.tell(RankEnded(run_id=run_id, device=device, ending=ending))
+        return seen
+
+
+    def lose(self, run_id: int) -> None:
+        """The trainer of a run's first device dies, its peers notice; then a new one joins."""
+        launch = self.runs.pop(run_id)
+        for device in launch.devices:
+            del self.busy[device]
+        lost, *peers = launch.devices
+        self.tell(DeviceLost(device=lost))
+        for peer in peers:
+            self.tell(RankEnded(run_id=run_id, device=peer, ending=Ending.RAISED))
+        self.tell(DeviceJoined(device=lost))
+
+
+def launches(instructions: list[Any]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(i.number, i.devices) for i in instructions if isinstance(i, Launch)]
+
+
+def test_every_device_gets_a_probe_at_once() -> None:
+    world = World(num_devices=4, trials=10)
+    assert launches(world.log) == [(0, (0,)), (1, (1,)), (2, (2,)), (3, (3,))]
+    assert all(launch.probe and launch.measure for launch in world.runs.values())
+    assert set(world.controller.statuses().values()) == {Status.PROBING}
+
+
+def test_a_plain_objective_is_settled_and_its_device_probes_the_next() -> None:
+    world = World(num_devices=1, trials=2)
+    instructions = world.end(0)
+    assert [type(i) for i in instructions] == [Settle, Propose, Launch]
+    world.end(1)
+    assert world.controller.finished
+    assert world.done == [0, 1]
+
+
+def test_the_first_round_waits_for_all_rates() -> None:
+    world = World(num_devices=2, trials=2)
+    for run_id in (0, 1):
+        world.tell(DataRequested(run_id=run_id, structure=f"s{run_id}", resumable=True))
+    assert world.tell(RateMeasured(run_id=0, samples_per_s=10.0)) == []
+    (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
+    assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 20.0]
+    assert [c.devices for c in allocate.problem.candidates] == [(0,), (1,)]
+
+
+def test_equal_structures_share_one_profile() -> None:
+    world = World(num_devices=2, trials=2)
+    world.tell(DataRequested(run_id=0, structure="same", resumable=True))
+    world.tell(RateMeasured(run_id=0, samples_per_s=10.0))
+    (allocate,) = world.tell(DataRequested(run_id=1, structure="same", resumable=True))
+    assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 10.0]
+
+
+def test_a_trial_that_the_plan_moves_yields_at_its_next_epoch_and_flies_on_elsewhere() -> None:
+    world = World(num_devices=2, trials=2)
+    world.settle_all()
+    world.end(0)  # no proposal is left: the other trial may have both devices
+    instructions = world.decide()
+    assert [type(i) for i in instructions] == [StartRound]
+    (answer,) = world.tell(EpochEnded(run_id=1, converged=False))
+    assert answer == AnswerEpoch(run_id=1, decision=EpochDecision.YIELD)
+    instructions = world.end(1, Ending.YIELDED)
+    assert [type(i) for i in instructions] == [Requeue, Launch]
+    assert launches(instructions) == [(1, (0, 1))]
+    assert not instructions[1].probe
+
+
+def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:
+    world = World(num_devices=1, trials=1)
+    world.settle_all()
+    go, stop = EpochDecision.GO, EpochDecision.STOP
+    assert world.tell(EpochEnded(run_id=0, converged=False)) == [AnswerEpoch(run_id=0, decision=go)]
+    assert world.tell(EpochEnded(run_id=0, converged=True)) == [
+        AnswerEpoch(run_id=0, decision=stop)
+    ]
+
+
+@pytest.mark.parametrize(("ended", "decides"), [(1, False), (2, False), (3, True)])
+def test_a_round_ends_when_fewer_than_alpha_of_its_devices_are_active(
+    ended: int, decides: bool
+) -> None:
+    world = World(num_devices=10, trials=10, alpha=0.8)
+    world.settle_all()
+    before = world.controller.round
+    for run_id in range(ended):
+        world.end(run_id)
+    assert bool(world.unanswered) is decides
+    assert world.controller.round == before
+
+
+def test_the_local_paradigm_refills_but_never_moves() -> None:
+    world = World(num_devices=2, trials=4, paradigm="local")
+    world.settle_all()
+    assert launches(world.end(0)) == [(2, (0,))]
+    world.settle_all()
+    assert launches(world.end(1)) == [(3, (1,))]
+    world.settle_all()
+    world.end(2)
+    assert not world.unanswered
+    go = AnswerEpoch(run_id=3, decision=EpochDecision.GO)
+    assert world.tell(EpochEnded(run_id=3, converged=False)) == [go]
+
+
+def test_what_can_not_be_moved_is_no_candidate() -> None:
+    world = World(num_devices=2, trials=2)
+    world.tell(DataRequested(run_id=0, structure="a", resumable=False))
+    world.tell(DataRequested(run_id=1, structure="b", resumable=True))
+    (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
+    assert [c.number for c in allocate.problem.candidates] == [1]
+    assert allocate.problem.devices == (1,)
+
+
+def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
+    world = World(num_devices=2, trials=1)
+    world.settle_all()
+    world.tell(EpochEnded(run_id=0, converged=False))
+    world.end(0, Ending.YIELDED)
+    (run_id,) = world.runs
+    assert world.runs[run_id].devices == (0, 1)
+    world.tell(DataRequested(run_id=run_id, structure="s0", resumable=True))
+    (allocate,) = world.tell(RateMeasured(run_id=run_id, samples_per_s=60.0))
+    assert allocate.problem.candidates[0].rates == (100.0, 60.0)
+    world.decide()
+    (answer,) = world.tell(EpochEnded(run_id=run_id, converged=False))
+    assert answer.decision is EpochDecision.YIELD
+
+
+def test_a_lost_trainer_requeues_its_trial_and_cuts_off_its_peers() -> None:
+    world = World(num_devices=2, trials=1)
+    world.settle_all()
+    world.tell(EpochEnded(run_id=0, converged=False))
+    world.end(0, Ending.YIELDED)
+    (run_id,) = world.runs
+    world.busy.pop(0)
+    assert world.tell(DeviceLost(device=0)) == [CutOff(run_id=run_id, devices=(1,))]
+    world.busy.clear()
+    instructions = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
+    assert Requeue(number=0, run_id=run_id) in instructions
+
+
+def test_a_trial_that_keeps_losing_its_devices_is_given_up() -> None:
+    world = World(num_devices=1, trials=1, max_restarts=2)
+    for _ in range(3):
+        (run_id,) = world.runs
+        world.runs.clear()
+        world.busy.clear()
+        instructions = world.tell(DeviceLost(device=0))
+        world.tell(DeviceJoined(device=0))
+    assert GiveUp(number=0, run_id=run_id, restarts=3) in instructions
+    assert world.controller.finished
+
+
+def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_killed() -> None:
+    world = World(num_devices=2, trials=1)
+    world.settle_all()
+    world.tell(EpochEnded(run_id=0, converged=False))
+    world.end(0, Ending.YIELDED)
+    (run_id,) = world.runs
+    (cut,) = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
+    assert cut == CutOff(run_id=run_id, devices=(0,))
+    assert Settle(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
+
+
+def test_news_of_ended_runs_are_dropped() -> None:
+    world = World(num_devices=1, trials=1)
+    world.end(0)
+    assert world.tell(DataRequested(run_id=0, structure="s", resumable=True)) == []
+    assert world.tell(RateMeasured(run_id=0, samples_per_s=1.0)) == []
+    assert world.tell(EpochEnded(run_id=0, converged=False)) == []
+    assert world.tell(RankEnded(run_id=0, device=0, ending=Ending.RETURNED)) == []
+
+
+def test_known_profiles_spare_the_measurement() -> None:
+    profiles = {"s": RateProfile(structure="s", measured={1: 5.0})}
+    controller = Controller(fleet_of(1), Policy(), profiles=profiles)
+    controller.handle(DeviceJoined(device=0))
+    controller.handle(TrialProposed(number=0))
+    instructions = controller.handle(DataRequested(run_id=0, structure="s", resumable=True))
+    assert [type(i) for i in instructions] == [Allocate]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 12), st.sampled_from(["global", "local"])
+)
+def test_any_order_of_events_ends_every_trial_once(
+    seed: int, num_devices: int, trials: int, paradigm: str
+) -> None:
+    rng = random.Random(seed)
+    world = World(num_devices, trials, paradigm=paradigm, max_restarts=2)
+    for _ in range(3000):
+        if world.controller.finished:
+            break
+        choices = [("decide", 0)] if world.unanswered else []
+        choices += [(what, run) for run in world.runs for what in ("reach", "epoch", "end", "lose")]
+        assert choices, "nothing can happen any more, but trials are left"
+        what, run_id = rng.choice(choices)
+        match what:
+            case "decide":
+                world.decide()
+            case "reach":
+                resumable = rng.random() < 0.8
+                world.tell(DataRequested(run_id=run_id, structure=f"{run_id}", resumable=resumable))
+                world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
+            case "epoch":
+                answers = world.tell(EpochEnded(run_id=run_id, converged=False))
+                if any(getattr(a, "decision", None) is EpochDecision.YIELD for a in answers):
+                    world.end(run_id, Ending.YIELDED)
+            case "end":
+                world.end(run_id, rng.choice([Ending.RETURNED, Ending.RAISED]))
+            case "lose":
+                world.lose(run_id)
+    assert world.controller.finished
+    assert sorted(world.done) == list(range(trials))
