@@ -45,7 +45,6 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.resources import Fleet
 
-
 # A rate this far below what its plan was made for is a reason to decide again at once.
 _SHORTFALL = 0.75
 
@@ -337,9 +336,7 @@ class Controller:
             return False
         if self._waiting() and self._free() and self.round > 0:
             return True
-        return self._is_disappointed or (
-            self._round_is_over() and not self._unsettled_newcomers()
-        )
+        return self._is_disappointed or (self._round_is_over() and not self._unsettled_newcomers())
 
     def _unsettled_newcomers(self) -> set[int]:
         """Probes under way when the round ended, whose rates the next round should know.

@@ -209,8 +209,7 @@ def _modules_to_preload() -> tuple[str, ...]:
     wanted = ("torchvision", "torchvision.transforms.v2", "torchvision.models")
     return (
         "torch",
-        "optuna_fleet.trainer.parallel",
-        "optuna_fleet.trainer.checkpoint",
+        "optuna_fleet.trainer.training",
         "optuna_fleet.pipeline.preprocessor",
         *(name for name in wanted if name in sys.modules),
     )

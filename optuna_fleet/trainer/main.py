@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import pickle
@@ -15,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import FleetError, TrialError
 from optuna_fleet.executor.channel import Channel, connect
-from optuna_fleet.messages import Ended, Quit, Raised, RunTrial, TrainerReady
+from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.resources import Device
-from optuna_fleet.trainer.session import Session, Yielded, packed
-from optuna_fleet.trainer.training import Training
+from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded, packed
 from optuna_fleet.trainer.trial import FleetTrial
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader import PipelineClient
+    from optuna_fleet.trainer.training import Training
 
 
 class Trainer:
@@ -54,38 +55,53 @@ class Trainer:
 
     def _run(self, run: RunTrial) -> Ended:
         session = Session(self._channel, run)
-        training = Training(session, self._pipeline, self._device.kind)
-        waited_s = self._pipeline.waited_s if self._pipeline else 0.0
+        training: Training | None = None
+
+        def open_training() -> Training:
+            nonlocal training
+            if training is None:
+                training = self._training(session)
+            return training
+
+        waited_s = self._waited_s()
         value, error = None, None
         try:
             _seed(run.seed, run.number)
             self._limit_threads()
             objective = self._objective(run)
             if run.world_size > 1:
-                training.start()
-            value = objective(FleetTrial(session, training))
+                open_training()
+            value = _sendable(objective(FleetTrial(session, open_training)))
             ending = Ending.RETURNED
         except Yielded:
             ending = Ending.YIELDED
-        except (EOFError, ConnectionError):
-            os._exit(1)  # the driver is gone; the agent ends this process too
+        except DriverGoneError:
+            raise
         except BaseException as raised:
             ending, error = Ending.RAISED, packed(raised)
         ended_s = time.time()
-        usage = training.end()
-        if self._pipeline is not None:
-            usage = replace(usage, data_wait_s=self._pipeline.waited_s - waited_s)
-        value, error, ending = _fit_to_travel(value, error, ending, run)
+        usage = (
+            training.end() if training else Usage(probing_s=time.perf_counter() - session.began)
+        )
         return Ended(
             run_id=run.run_id,
             rank=run.rank,
             device=self._device.index,
             time_s=ended_s,
             ending=ending,
-            value=value,
+            value=value if run.rank == 0 else None,
             error=error,
-            usage=usage,
+            usage=replace(usage, data_wait_s=self._waited_s() - waited_s),
         )
+
+    def _training(self, session: Session) -> Training:
+        from optuna_fleet.trainer.training import Training  # imports torch
+
+        self._limit_threads()
+        return Training(session, self._pipeline, self._device.kind)
+
+    def _waited_s(self) -> float:
+        return self._pipeline.waited_s if self._pipeline else 0.0
 
     def _objective(self, run: RunTrial) -> Any:
         if run.objective is not None:
@@ -121,10 +137,9 @@ def trainer_main(
     channel = connect(host, port, secret)
     channel.send(TrainerReady(device=device.index, pid=os.getpid()))
     pipeline = _client(data, spec) if spec is not None else None
-    try:
+    # The end of the channel is the end of the sweep: the agent ends this process too.
+    with contextlib.suppress(EOFError, OSError, DriverGoneError):
         Trainer(device, channel, pipeline, num_threads).serve()
-    except (EOFError, ConnectionError):
-        pass
 
 
 def _client(data: socket.socket, spec: PipelineSpec) -> PipelineClient:
@@ -153,19 +168,20 @@ def _seed(seed: int, number: int) -> None:
     np.random.seed(int(words[1]))
 
 
-def _fit_to_travel(
-    value: Any, error: Raised | None, ending: Ending, run: RunTrial
-) -> tuple[Any, Raised | None, Ending]:
-    """A value that can't be pickled fails its trial; 0-d tensors become the numbers they hold."""
-    if run.rank != 0:
-        return None, error, ending
+def _sendable(value: Any) -> Any:
+    """The objective's value, fit to travel; scalar tensors become the numbers they hold.
+
+    Raises:
+        TrialError: It can't be pickled.
+    """
     try:
         value = _plain(value)
         pickle.dumps(value)
-    except Exception as trouble:
-        message = f"The value {value!r} that the objective returned can't be sent: {trouble}"
-        return None, packed(TrialError(message)), Ending.RAISED
-    return value, error, ending
+    except Exception as error:
+        raise TrialError(
+            f"The value {value!r} that the objective returned can't be sent to the driver: {error}"
+        ) from error
+    return value
 
 
 def _plain(value: Any) -> Any:

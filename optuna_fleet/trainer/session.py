@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 import traceback
 from typing import Any
 
@@ -21,6 +22,10 @@ class Yielded(BaseException):
     """
 
 
+class DriverGoneError(BaseException):
+    """The control channel broke: nobody waits for this trial any more."""
+
+
 class Session:
     """Carries the calls of one rank to the driver.
 
@@ -30,6 +35,8 @@ class Session:
 
     def __init__(self, channel: Channel, run: RunTrial) -> None:
         self.run = run
+        self.began = time.perf_counter()
+        self.reported: list[float] = []
         self._channel = channel
         self._index = 0
         # Callbacks of training frameworks may report from threads of their own.
@@ -58,7 +65,10 @@ class Session:
     def send(self, message: Any) -> None:
         """Send a message that needs no answer."""
         with self._lock:
-            self._channel.send(message)
+            try:
+                self._channel.send(message)
+            except OSError as error:
+                raise DriverGoneError from error
 
     def _exchange(
         self, target: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_read: bool
@@ -66,7 +76,7 @@ class Session:
         with self._lock:
             index = self._index
             self._index += 1
-            self._channel.send(
+            self.send(
                 Call(
                     run_id=self.run.run_id,
                     index=index,
@@ -85,12 +95,15 @@ class Session:
 
     def _await_reply(self, index: int) -> Reply:
         while True:
-            message = self._channel.receive()
+            try:
+                message = self._channel.receive()
+            except (EOFError, OSError) as error:
+                raise DriverGoneError from error
             if isinstance(message, Reply):
                 if (message.run_id, message.index) == (self.run.run_id, index):
                     return message
             else:
-                raise SystemExit(0)  # the driver only says `Quit` here
+                raise DriverGoneError  # it said `Quit`
 
 
 def packed(error: BaseException) -> Raised:

@@ -1,6 +1,6 @@
 """Data-parallel training of one trial on this rank: what `FleetTrial`'s methods do.
 
-torch is imported by the first method that needs it, so that plain objectives never pay for it.
+Imports torch; a trainer imports this module when an objective first needs it.
 """
 
 from __future__ import annotations
@@ -8,108 +8,83 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.messages import Measured, Reached, Usage
+from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.trainer import checkpoint, reduction
+from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
+from optuna_fleet.trainer.nested import to_device
+from optuna_fleet.trainer.parallel import ShardWeights, wrap_module
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.stopwatch import Stopwatch
 
-if TYPE_CHECKING:
-    import torch
-
-    from optuna_fleet.pipeline.reader import PipelineClient
-    from optuna_fleet.trainer.checkpoint import Checkpoint
+_GROUP_TIMEOUT_S = 600.0
 
 
 class Training:
-    """One rank's part in a run: its prepared objects, its place in the epochs, its data."""
+    """One rank's part in a run: its prepared objects, its place in the epochs, its data.
+
+    Joins the trial's process group, so every rank of a trial must make one.
+    """
 
     def __init__(self, session: Session, pipeline: PipelineClient | None, kind: str) -> None:
         self._session = session
         self._run = session.run
         self._pipeline = pipeline
+        self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self._kind = kind
         self._objects: list[Any] = []
         self._modules: list[torch.nn.Module] = []
+        self._weights = ShardWeights()
         self._epoch = 0
         self._in_epochs = False
         self._reached_after_s: float | None = None
-        self._began = time.perf_counter()
         self._stopwatch = Stopwatch(session.run.measure)
-        self._state: dict[str, Any] = {}
-        self.history: list[float] = []
-        self._checkpoint: Checkpoint | None = None
-        self._started = False
-
-    # -- set-up ------------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        """Join the trial's process group and load its checkpoint, once."""
-        if self._started:
-            return
-        self._started = True
-        from optuna_fleet.trainer import checkpoint, groups, parallel
-
-        store = self._run.store
-        groups.join_group(
-            groups.GroupSpec(
-                rank=self._run.rank,
-                world_size=self._run.world_size,
-                prefix=f"run{self._run.run_id}",
-                store_host=store.host if store else "",
-                store_port=store.port if store else None,
-            ),
-            backend="gloo" if self._kind == "cpu" else "nccl",
-            timeout_s=600.0,
-        )
-        self._weights = parallel.ShardWeights()
+        self.state: dict[str, Any] = {}
+        self._checkpoint: checkpoint.Checkpoint | None = None
+        self._join()
         if self._run.checkpoint is not None:
             self._checkpoint = checkpoint.load(self._run.checkpoint)
-            self._state.update(self._checkpoint.state)
-            self.history.extend(self._checkpoint.history)
+            self.state.update(self._checkpoint.state)
+            session.reported[:0] = self._checkpoint.history
+
+    def _join(self) -> None:
+        store = self._run.store
+        spec = GroupSpec(
+            rank=self._run.rank,
+            world_size=self._run.world_size,
+            prefix=f"run{self._run.run_id}",
+            store_host=store.host if store else "",
+            store_port=store.port if store else None,
+        )
+        join_group(spec, "gloo" if self._kind == "cpu" else "nccl", _GROUP_TIMEOUT_S)
 
     def end(self) -> Usage:
         """Leave the group; return where the time went."""
-        total_s = time.perf_counter() - self._began
-        if self._started:
-            from optuna_fleet.trainer import groups
-
-            groups.leave_group()
-        probing_s = total_s if self._reached_after_s is None else self._reached_after_s
+        leave_group()
+        probing_s = self._reached_after_s
+        if probing_s is None:
+            probing_s = time.perf_counter() - self._session.began
         return Usage(probing_s=probing_s, profiling_s=self._stopwatch.total_s)
 
     @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank."""
-        self.start()
         return self._weights.local_size
-
-    @property
-    def device(self) -> torch.device:
-        """The torch device of this process."""
-        import torch
-
-        return torch.device("cpu") if self._kind == "cpu" else torch.device("cuda", 0)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The user's own checkpointed variables."""
-        self.start()
-        return self._state
 
     # -- prepare -----------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
         """See `FleetTrial.prepare`."""
-        self.start()
         prepared = tuple(self._prepare_one(thing) for thing in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_one(self, thing: Any) -> Any:
-        import torch
-
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise FleetConfigError(
                 f"trial.prepare() was given a `{type(thing).__name__}`, but takes modules, optimizers, "
@@ -139,9 +114,7 @@ class Training:
         self._modules.append(module)
         if self._run.world_size == 1:
             return module
-        from optuna_fleet.trainer import parallel
-
-        return parallel.wrap_module(module, self._weights, self.device)
+        return wrap_module(module, self._weights, self.device)
 
     # -- epochs ------------------------------------------------------------------------------------
 
@@ -154,11 +127,8 @@ class Training:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
-        self.start()
         first = 0
         if self._checkpoint is not None:
-            from optuna_fleet.trainer import checkpoint
-
             first = self._checkpoint.epoch
             checkpoint.restore_rng(self._checkpoint.rng)
         self._in_epochs = True
@@ -177,8 +147,6 @@ class Training:
         return decision is EpochDecision.GO
 
     def _save(self, next_epoch: int) -> None:
-        from optuna_fleet.trainer import checkpoint
-
         rng = checkpoint.gather_rng()
         if self._run.rank == 0:
             checkpoint.save(
@@ -186,9 +154,9 @@ class Training:
                 checkpoint.Checkpoint(
                     epoch=next_epoch,
                     objects=[thing.state_dict() for thing in self._objects],
-                    state=self._state,
+                    state=self.state,
                     rng=rng,
-                    history=self.history,
+                    history=self._session.reported,
                 ),
             )
 
@@ -211,7 +179,7 @@ class Training:
     def _reach(self, name: str, batch_size: int) -> None:
         if self._reached_after_s is not None:
             return
-        self._reached_after_s = time.perf_counter() - self._began
+        self._reached_after_s = time.perf_counter() - self._session.began
         if self._run.rank == 0:
             structure = self._structure(name, batch_size)
             self._session.send(
@@ -248,7 +216,7 @@ class Training:
                 continue
             self._weights.local_size = batch.local_size
             self._weights.global_size = batch.global_size
-            yield self._to_device(batch.data)
+            yield batch.data if self._kind == "cpu" else to_device(batch.data, self.device)
             if watch.active and trains:
                 self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
                 waited_s = self._pipeline.waited_s
@@ -272,41 +240,24 @@ class Training:
 
     def _trains(self) -> bool:
         """Whether the next batch is trained on (not just evaluated)."""
-        import torch
-
         return torch.is_grad_enabled() and any(module.training for module in self._modules)
 
     def _measure(self, samples: int, waited_s: float) -> None:
         if self._kind != "cpu":
-            import torch
-
             torch.cuda.synchronize()
         rate = self._stopwatch.stop(samples, waited_s)
         if rate is not None and self._run.rank == 0:
             self._session.send(Measured(run_id=self._run.run_id, samples_per_s=rate))
 
-    def _to_device(self, data: Any) -> Any:
-        if self._kind == "cpu":
-            return data
-        from optuna_fleet.trainer import parallel
-
-        return parallel.to_device(data, self.device)
-
     # -- reductions --------------------------------------------------------------------------------
 
     def sum(self, value: Any) -> Any:
         """See `FleetTrial.sum`."""
-        self.start()
-        from optuna_fleet.trainer import parallel
-
-        return parallel.all_reduce_sum(value)
+        return reduction.all_reduce_sum(value)
 
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
-        self.start()
-        from optuna_fleet.trainer import parallel
-
-        return parallel.mean(value, weight)
+        return reduction.mean(value, weight)
 
 
 class Batches:

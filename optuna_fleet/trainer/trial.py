@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -25,10 +25,10 @@ class FleetTrial(optuna.Trial):
     and runs unchanged, on one device.
     """
 
-    def __init__(self, session: Session, training: Training) -> None:
+    def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
         # optuna.Trial.__init__ would ask the storage and the sampler, which are in the driver.
         self._session = session
-        self._training = training
+        self._open_training = open_training
         self._trial_id = session.run.trial_id
         self.study: Any = _Remote(session, "study", optuna.Study)
         self.storage: Any = _Remote(session, "storage", optuna.storages.BaseStorage)
@@ -60,7 +60,7 @@ class FleetTrial(optuna.Trial):
     def report(self, value: float, step: int) -> None:
         """See `optuna.Trial.report`; rank 0's value counts."""
         self._session.tell("trial", "report", value, step)
-        self._training.history.append(float(value))
+        self._session.reported.append(float(value))
 
     def should_prune(self) -> bool:
         """See `optuna.Trial.should_prune`; every rank gets the same answer."""
@@ -108,6 +108,10 @@ class FleetTrial(optuna.Trial):
     def number(self) -> int:
         """See `optuna.Trial.number`."""
         return self._session.run.number
+
+    @property
+    def _training(self) -> Training:
+        return self._open_training()
 
     # -- the fleet ---------------------------------------------------------------------------------
 

@@ -116,7 +116,6 @@ class World:
                 seen += self.tell(RankEnded(run_id=run_id, device=device, ending=ending))
         return seen
 
-
     def lose(self, run_id: int) -> None:
         """The trainer of a run's first device dies, its peers notice; then a new one joins."""
         launch = self.runs.pop(run_id)
@@ -185,7 +184,9 @@ def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:
     world = World(num_devices=1, trials=1)
     world.settle_all()
     go, stop = EpochDecision.GO, EpochDecision.STOP
-    assert world.tell(EpochEnded(run_id=0, converged=False)) == [AnswerEpoch(run_id=0, decision=go)]
+    assert world.tell(EpochEnded(run_id=0, converged=False)) == [
+        AnswerEpoch(run_id=0, decision=go)
+    ]
     assert world.tell(EpochEnded(run_id=0, converged=True)) == [
         AnswerEpoch(run_id=0, decision=stop)
     ]
@@ -297,7 +298,10 @@ def test_known_profiles_spare_the_measurement() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 12), st.sampled_from(["global", "local"])
+    st.integers(0, 2**32),
+    st.integers(1, 6),
+    st.integers(1, 12),
+    st.sampled_from(["global", "local"]),
 )
 def test_any_order_of_events_ends_every_trial_once(
     seed: int, num_devices: int, trials: int, paradigm: str
@@ -308,7 +312,9 @@ def test_any_order_of_events_ends_every_trial_once(
         if world.controller.finished:
             break
         choices = [("decide", 0)] if world.unanswered else []
-        choices += [(what, run) for run in world.runs for what in ("reach", "epoch", "end", "lose")]
+        choices += [
+            (what, run) for run in world.runs for what in ("reach", "epoch", "end", "lose")
+        ]
         assert choices, "nothing can happen any more, but trials are left"
         what, run_id = rng.choice(choices)
         match what:
@@ -316,7 +322,9 @@ def test_any_order_of_events_ends_every_trial_once(
                 world.decide()
             case "reach":
                 resumable = rng.random() < 0.8
-                world.tell(DataRequested(run_id=run_id, structure=f"{run_id}", resumable=resumable))
+                world.tell(
+                    DataRequested(run_id=run_id, structure=f"{run_id}", resumable=resumable)
+                )
                 world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
             case "epoch":
                 answers = world.tell(EpochEnded(run_id=run_id, converged=False))

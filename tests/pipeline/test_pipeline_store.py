@@ -198,14 +198,14 @@ class AnySequence(RuleBasedStateMachine):
     def pick(self, data, items):
         return data.draw(st.sampled_from(sorted(items, key=repr)))
 
-    @rule(name=st.sampled_from(["train", "val"]), epoch=st.integers(0, 2), chunk=st.integers(0, 5))
+    @rule(name=st.sampled_from(["train", "val"]), epoch=st.integers(0, 1), chunk=st.integers(0, 3))
     def open_pass(self, name, epoch, chunk):
         self.number += 1
         self.passes[self.number] = (name, epoch if name == "train" else 0)
         self.store.open_pass(self.number, *self.passes[self.number], chunk)
 
     @precondition(lambda self: self.passes)
-    @rule(data=st.data(), chunk=st.integers(0, NUM_CHUNKS - 1), urgent=st.booleans())
+    @rule(data=st.data(), chunk=st.integers(0, 3), urgent=st.booleans())
     def request(self, data, chunk, urgent):
         pass_id = self.pick(data, self.passes)
         key = ChunkKey(*self.passes[pass_id], chunk)
@@ -234,9 +234,10 @@ class AnySequence(RuleBasedStateMachine):
         self.wanted = {pair: u for pair, u in self.wanted.items() if pair[0] != pass_id}
         self.follow(self.store.close_pass(pass_id))
 
-    @rule()
-    def assign(self):
-        self.follow(self.store.assign())
+    @rule(times=st.integers(1, 4))
+    def assign(self, times):
+        for _ in range(times):
+            self.follow(self.store.assign())
 
     @precondition(lambda self: self.producing)
     @rule(data=st.data(), outcome=st.sampled_from(["produced", "produced", "failed", "lost"]))

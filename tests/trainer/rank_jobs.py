@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from optuna_fleet.trainer import checkpoint, groups, parallel
+from optuna_fleet.trainer import checkpoint, groups, parallel, reduction
 from optuna_fleet.trainer.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.groups import GroupSpec, ShardWeights
 
@@ -113,7 +113,7 @@ def train(
                 loss.backward()
                 F.cross_entropy(model(x) * 2, y).backward()
             optim.step()
-            losses.append(parallel.mean(loss.item(), weights.local_size))
+            losses.append(reduction.mean(loss.item(), weights.local_size))
         grads = {
             name: None if p.grad is None else p.grad.clone()
             for name, p in model.named_parameters()
@@ -277,12 +277,12 @@ def wrong_model(spec: GroupSpec) -> None:
 
 def reduce(spec: GroupSpec, values: list[Any]) -> Any:
     with group(spec):
-        return parallel.all_reduce_sum(values[spec.rank])
+        return reduction.all_reduce_sum(values[spec.rank])
 
 
 def average(spec: GroupSpec, values: list[Any], weights: list[float | None]) -> Any:
     with group(spec):
-        return parallel.mean(values[spec.rank], weights[spec.rank])
+        return reduction.mean(values[spec.rank], weights[spec.rank])
 
 
 def ranks_sum(spec: GroupSpec) -> tuple[int, float]:

@@ -11,7 +11,7 @@ import torch
 from rank_pool import Failure, RankPool
 
 from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
-from optuna_fleet.trainer import groups, parallel
+from optuna_fleet.trainer import groups, nested, parallel, reduction
 from optuna_fleet.trainer.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.groups import GroupSpec
 
@@ -213,8 +213,8 @@ def test_alone_nothing_is_touched() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     assert parallel.wrap_module(model, parallel.ShardWeights(), torch.device("cpu")) is model
     assert type(model[0]) is torch.nn.BatchNorm1d
-    assert parallel.all_reduce_sum({"a": "b"}) == {"a": "b"}
-    assert parallel.mean(3) == 3
+    assert reduction.all_reduce_sum({"a": "b"}) == {"a": "b"}
+    assert reduction.mean(3) == 3
     groups.leave_group()
 
 
@@ -250,7 +250,7 @@ def test_lazy_layers_are_refused() -> None:
 
 def test_to_device_copies_containers() -> None:
     data = {"x": torch.ones(1), "y": (torch.zeros(1), "label")}
-    moved = parallel.to_device(data, torch.device("meta"))
+    moved = nested.to_device(data, torch.device("meta"))
     assert moved["x"].is_meta
     assert moved["y"][0].is_meta
     assert moved["y"][1] == "label"

@@ -1,0 +1,33 @@
+"""Nested data: dicts, lists and tuples of tensors and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Copy of the nested `data` (dicts, lists, tuples) with every tensor on `device`."""
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    return map_children(data, lambda child: to_device(child, device))
+
+
+def map_children(data: Any, function: Callable[[Any], Any]) -> Any:
+    """The same container with `function` applied to what it holds directly."""
+    if isinstance(data, dict):
+        return {key: function(child) for key, child in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*map(function, data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(map(function, data))
+    return data
+
+
+def rebuild(values: Any, function: Callable[[Any], Any]) -> Any:
+    """The same structure with `function` applied to its leaves."""
+    if isinstance(values, (dict, list, tuple)):
+        return map_children(values, lambda child: rebuild(child, function))
+    return function(values)

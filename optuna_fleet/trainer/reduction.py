@@ -1,0 +1,120 @@
+"""Sums and means over the ranks of a trial: what ``trial.sum`` and ``trial.mean`` do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
+from optuna_fleet.trainer.nested import rebuild
+
+_BITS = 32
+
+
+def all_reduce_sum(values: Any) -> Any:
+    """Sum over the ranks of the trial; exact for integers, in float64 for everything else.
+
+    Args:
+        values: A number, NumPy number, tensor, or nested dicts, lists and tuples of them, of equal
+            structure on every rank. A number on one rank may be a scalar tensor on another.
+
+    Returns:
+        The same structure and types on every rank (``bool`` is counted, so it becomes ``int``; an
+        ``int`` becomes ``float`` if another rank has a float there); `values` in a group of one.
+
+    Raises:
+        FleetConfigError: If a value is no number.
+        TrialError: If the structures differ between ranks.
+    """
+    if group_size() == 1:
+        return values
+    leaves = list(_leaves(values, "value"))
+    check_agreement(
+        ((path, shape) for path, shape, _ in leaves), "The structure of a summed value"
+    )
+    if not leaves:
+        return values
+    wire = torch.cat([_encode(leaf) for _, _, leaf in leaves]).to(wire_device())
+    dist.all_reduce(wire)
+    parts = torch.split(wire.cpu(), [3 * leaf.numel() + 1 for _, _, leaf in leaves])
+    totals = iter([_decode(part) for part in parts])
+    return rebuild(values, lambda value: _like(value, next(totals)))
+
+
+def mean(values: Any, weight: float | None = None) -> Any:
+    """Mean over the ranks of the trial.
+
+    Args:
+        values: As in ``all_reduce_sum``.
+        weight: This rank's weight, e.g. its number of samples; None weighs all ranks alike. A
+            value of weight 0 is ignored, even NaN.
+
+    Returns:
+        Floats in the structure of `values`; `values` itself in a group of one.
+    """
+    if group_size() == 1:
+        return values
+    own = 1.0 if weight is None else float(weight)
+    leaves = [leaf.double() for *_, leaf in _leaves(values, "value")]
+    scaled = [leaf * own if own else torch.zeros_like(leaf) for leaf in leaves]
+    *sums, weights = all_reduce_sum([*scaled, own])
+    means = iter([part / weights if weights else part * torch.nan for part in sums])
+    return rebuild(values, lambda value: _like(value, next(means)))
+
+
+def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Path, shape and tensor of every number in `values`, in the order of ``rebuild``."""
+    if isinstance(values, (dict, list, tuple)):
+        items = values.items() if isinstance(values, dict) else enumerate(values)
+        for key, child in items:
+            yield from _leaves(child, f"{path}[{key!r}]")
+        return
+    try:
+        # A Python float would become float32.
+        dtype = torch.float64 if isinstance(values, float) else None
+        leaf = torch.as_tensor(values, dtype=dtype).detach()
+    except (TypeError, ValueError, RuntimeError):
+        leaf = None
+    if leaf is None or leaf.is_complex():
+        raise FleetConfigError(
+            f"The type of {path} is {type(values).__name__}, but only numbers and tensors of real "
+            f"numbers, in dicts, lists and tuples, can be reduced over the ranks."
+        )
+    yield path, tuple(leaf.shape), leaf
+
+
+def _encode(leaf: Tensor) -> Tensor:
+    """Float64 parts whose sums are exact for integers: floats, high bits, low bits, is a float."""
+    flat = leaf.reshape(-1).cpu()
+    zero = flat.new_zeros(flat.numel(), dtype=torch.float64)
+    if flat.is_floating_point():
+        return torch.cat([flat.double(), zero, zero, zero.new_ones(1)])
+    flat = flat.long()
+    low = flat & ((1 << _BITS) - 1)
+    return torch.cat([zero, (flat >> _BITS).double(), low.double(), zero.new_zeros(1)])
+
+
+def _decode(part: Tensor) -> Tensor:
+    """Inverse of ``_encode`` for sums: int64 if no rank had a float there, else float64."""
+    floats, high, low = part[:-1].view(3, -1)
+    integers = high.long() * (1 << _BITS) + low.long()
+    has_float = bool(part[-1] > 0)
+    return torch.add(floats, integers) if has_float else integers
+
+
+def _like(value: Any, total: Tensor) -> Any:
+    """`total` in the type, shape and place of `value`, as far as its kind of number allows."""
+    if isinstance(value, Tensor):
+        dtype = value.dtype
+        if dtype == torch.bool or dtype.is_floating_point != total.is_floating_point():
+            dtype = torch.get_default_dtype() if total.is_floating_point() else torch.int64
+        return total.reshape(value.shape).to(value.device, dtype)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _like(torch.as_tensor(value), total).numpy()[()]
+    return total.item()
