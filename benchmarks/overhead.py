@@ -4,8 +4,9 @@ python benchmarks/overhead.py                        # all rows, about 20 minute
 python benchmarks/overhead.py --only trial --rounds 5
 python benchmarks/overhead.py --quick                # every row once, short; for trying out
 
-Every row is the median of several runs; where two things are compared they run in alternation, each
-in processes of its own. Rows are printed as JSON as they are measured, and as a Markdown table.
+Every row is the median of several runs; where two things are compared they run in alternation,
+each in processes of its own. Rows are printed as JSON as they are measured, and as a Markdown
+table.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Effort:
     quick: bool
 
     def choose(self, full: float, quick: float) -> float:
+        """One of two values."""
         return quick if self.quick else full
 
 
@@ -33,10 +35,11 @@ def measure_trial(effort: Effort) -> list[Row]:
     """One trial of about a minute on one device against the bare loop, both warm.
 
     One thread computes on either side, one more process prepares the data, and the bare loop keeps
-    its DataLoader's worker from run to run: neither side pays for a start.
+    its DataLoader's worker from run to run: neither side pays for a start. Each trial has a data
+    set of its own, or its epochs would be in the pipeline's memory since the trial before.
     """
     ours, theirs = [], []
-    with Served("fleet_loop.py") as fleet, Served("bare_loop.py") as bare:
+    with Served("fleet_loop.py", effort.rounds + 1) as fleet, Served("bare_loop.py") as bare:
         fleet.ask(2)
         bare.ask(2)
         epoch_s = bare.ask(4).answers[0]["wall_s"] / 4
@@ -77,13 +80,12 @@ def measure_start(effort: Effort) -> list[Row]:
         note(f"start {number}: {steps}, import {imported[-1]:.2f} s")
     return [
         row(
-            "optimize() to the first training step, 4 slots / importing torch and torchvision in 4 "
-            "processes",
+            "optimize() to the first step, 4 slots / import of torch, torchvision in 4 processes",
             ratios(first, imported),
             "x",
             1.5,
         ),
-        row("The same to the first step of the last slot", ratios(last, imported), "x"),
+        row("The same for the last slot's first step", ratios(last, imported), "x"),
         row("optimize() to the first training step", first, "s"),
     ]
 

@@ -1,4 +1,4 @@
-"""Measuring two things in alternation, each in processes of its own, and saying how they compare."""
+"""Measuring two things in alternation, in processes of their own, and saying how they compare."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def ratios(ours: Iterable[float], theirs: Iterable[float]) -> list[float]:
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
-# -- processes -----------------------------------------------------------------------------------------
+# -- processes --------------------------------------------------------------------------------
 
 
 def note(text: str) -> None:

@@ -3,10 +3,10 @@
 python benchmarks/sweep.py                   # 24 trials on 4 slots, 3 rounds
 python benchmarks/sweep.py --trials 8 --rounds 1
 
-In each round the fleet sweeps first; then plain Optuna trains the very same trials (parameters, number
-of epochs) in two processes that take them from a shared journal, each trial with DataLoaders of its
-own. That runs once with `num_workers=0` and once with 1, and counts with whichever is faster. Both
-sides start cold, from `python` to the end of the last process.
+In each round the fleet sweeps first; then plain Optuna trains the very same trials (parameters,
+number of epochs) in two processes that take them from a shared journal, each trial with
+DataLoaders of its own. That runs once with `num_workers=0` and once with 1, and counts with
+whichever is faster. Both sides start cold, from `python` to the end of the last process.
 """
 
 from __future__ import annotations

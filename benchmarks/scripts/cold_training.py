@@ -1,4 +1,4 @@
-"""Cold start of four CPU slots that train: seconds from `optimize` to the first step of each slot."""
+"""Cold start of four CPU slots: seconds from `optimize` to the first step of each slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the driver costs while four trials train: its share of a core, its memory beyond the script's."""
+"""What the driver costs while four trials train: share of a core, memory beyond the script's."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 import time
 
-import torch
+import torch  # noqa: F401
 import torchvision  # noqa: F401
 
 print(time.time())

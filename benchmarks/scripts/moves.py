@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import digits
@@ -29,6 +30,7 @@ class RotatingAllocator:
     name: str = field(default="rotating", init=False)
 
     def allocate(self, problem: AllocationProblem) -> Plan:
+        """Flying trials first, then those that wait while there are devices."""
         devices = problem.devices
         taken: set[int] = set()
         flotillas = []
@@ -51,7 +53,7 @@ class RotatingAllocator:
 
 
 def pauses(trials: list[optuna.trial.FrozenTrial]) -> tuple[list[float], list[float]]:
-    """Seconds from the last step to the first after a move: of the trial, and of trial and devices.
+    """Seconds from the last step to the first after a move: the trial's, and its devices' too.
 
     The second starts when the trial and its new devices have both done their last step: before,
     the devices are still at work for another trial.
@@ -60,7 +62,7 @@ def pauses(trials: list[optuna.trial.FrozenTrial]) -> tuple[list[float], list[fl
     everything = [span for flights in spans.values() for span in flights]
     own, idle = [], []
     for flights in spans.values():
-        for (_, _, stop), (devices, resumed, _) in zip(flights, flights[1:], strict=False):
+        for (_, _, stop), (devices, resumed, _) in pairwise(flights):
             before = [
                 end for used, _, end in everything if end < resumed and set(used) & set(devices)
             ]

@@ -29,23 +29,29 @@ class PlainTrial:
         return getattr(self._trial, name)
 
     def prepare(self, *objects: Any) -> Any:
+        """The objects as they are."""
         return objects if len(objects) > 1 else objects[0]
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
+        """As many epochs as this trial is to have."""
         return iter(range(self._num_epochs))
 
     def batches(self, name: str, batch_size: int) -> DataLoader[Any]:
+        """The DataLoader of that name."""
         assert self._loaders[name].batch_size == batch_size
         return self._loaders[name]
 
     def sum(self, value: Any) -> Any:
+        """The value: there is one rank."""
         return value
 
     def report(self, value: float, step: int) -> None:
+        """Report to Optuna's trial, if there is one."""
         if self._trial is not None:
             self._trial.report(value, step)
 
     def should_prune(self) -> bool:
+        """Never: how long to train is given."""
         return False
 
 

@@ -1,4 +1,4 @@
-"""The sweep of `examples/digits.py`; prints each trial's parameters and epochs, and the summary."""
+"""The sweep of `examples/digits.py`; prints what each trial was, and the summary."""
 
 from __future__ import annotations
 

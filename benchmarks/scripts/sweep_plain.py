@@ -1,4 +1,4 @@
-"""One process of a plain Optuna sweep: takes the trials enqueued in a journal, one after the other."""
+"""One process of a plain Optuna sweep: takes trials from a journal, one after the other."""
 
 from __future__ import annotations
 

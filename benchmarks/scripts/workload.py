@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 BATCH_SIZE = 32
 
@@ -28,25 +29,29 @@ def prepared(trial: Any, width: int = 32) -> Any:
     return trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
 
 
-def train_epoch(trial: Any, model: nn.Module, optimizer: Any) -> Any:
+def train_epoch(
+    trial: Any, model: nn.Module, optimizer: Any, data: str = "train"
+) -> Iterator[float]:
     """Train for one epoch and yield the loss of each step."""
     model.train()
-    for images, labels in trial.batches("train", batch_size=BATCH_SIZE):
-        loss = F.cross_entropy(model(images), labels)
+    for images, labels in trial.batches(data, batch_size=BATCH_SIZE):
+        loss = cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         yield loss.item()
 
 
-def train(trial: Any, *, num_epochs: int, stop_after_s: float = math.inf) -> float:
+def train(
+    trial: Any, *, num_epochs: int, stop_after_s: float = math.inf, data: str = "train"
+) -> float:
     """Train on one thread for that many epochs, or that long."""
     torch.set_num_threads(1)
     model, optimizer = prepared(trial)
     deadline = time.monotonic() + stop_after_s
     losses: list[float] = []
     for epoch in trial.epochs(num_epochs):
-        losses = list(train_epoch(trial, model, optimizer))
+        losses = list(train_epoch(trial, model, optimizer, data))
         trial.report(sum(losses) / len(losses), epoch)
         if trial.should_prune() or time.monotonic() >= deadline:
             break
@@ -54,7 +59,7 @@ def train(trial: Any, *, num_epochs: int, stop_after_s: float = math.inf) -> flo
 
 
 def train_timed(trial: Any, *, long_epochs: int, short_epochs: int, num_long: int) -> float:
-    """Train, and note when each flight had its first and its last step (of an epoch it completed)."""
+    """Train, and note when each flight had its first and its last step."""
     spans: list[list[float]] = trial.state.setdefault("spans", [])
     is_long = trial.number < num_long
     model, optimizer = prepared(trial, width=16)

@@ -9,10 +9,7 @@ trial's training: batches that measured a rate are never thrown away.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
 from itertools import count
-from typing import Literal
 
 from typing_extensions import assert_never
 
@@ -43,61 +40,11 @@ from optuna_fleet.events import (
     StartRound,
     TrialProposed,
 )
+from optuna_fleet.executor.trials import Policy, Run, Status, Trial
 from optuna_fleet.resources import Fleet
 
 # A rate this far below what its plan was made for is a reason to decide again at once.
 _SHORTFALL = 0.75
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """When to decide again, and within which bounds.
-
-    Attributes:
-        paradigm: "global" re-allocates every trial, "local" only fills free devices.
-        alpha: The global paradigm decides again when fewer than this share of a round's devices is active.
-        rate_spread: Fastest over slowest training rate allowed within one flotilla.
-        solver_time_limit_s: Time limit of one decision.
-        max_restarts: How often a trial may lose its devices before it is failed.
-    """
-
-    paradigm: Literal["global", "local"] = "global"
-    alpha: float = 0.8
-    rate_spread: float = 2.0
-    solver_time_limit_s: float = 1.0
-    max_restarts: int = 3
-
-
-class Status(Enum):
-    """Where a trial is; Optuna's storage owns its state."""
-
-    PROPOSED = "proposed"
-    PROBING = "probing"
-    WAITING = "waiting"
-    FLYING = "flying"
-
-
-@dataclass(slots=True, kw_only=True)
-class _Run:
-    run_id: int
-    number: int
-    devices: tuple[int, ...]
-    measured: bool
-    leaving: bool = False
-    cut: bool = False
-    lost: bool = False
-    endings: dict[int, Ending] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Trial:
-    number: int
-    status: Status = Status.PROPOSED
-    structure: str | None = None
-    resumable: bool = False
-    restarts: int = 0
-    waited_rounds: int = 0
-    run: _Run | None = None
 
 
 class Controller:
@@ -116,8 +63,8 @@ class Controller:
         self.profiles = {} if profiles is None else profiles
         self.round = 0
         self._run_ids = count() if run_ids is None else run_ids
-        self._trials: dict[int, _Trial] = {}
-        self._runs: dict[int, _Run] = {}
+        self._trials: dict[int, Trial] = {}
+        self._runs: dict[int, Run] = {}
         self._idle: set[int] = set()
         self._pending: dict[int, Assignment] = {}
         self._round_widths: dict[int, int] = {}
@@ -148,7 +95,7 @@ class Controller:
         match event:
             case TrialProposed():
                 self._proposing = False
-                self._trials[event.number] = _Trial(number=event.number)
+                self._trials[event.number] = Trial(number=event.number)
             case ProposalsExhausted():
                 self._proposing, self._exhausted = False, True
             case DataRequested():
@@ -235,7 +182,7 @@ class Controller:
                 return self._rank_ended(run.run_id, event.device, Ending.LOST)
         return []
 
-    def _run_ended(self, run: _Run) -> list[Instruction]:
+    def _run_ended(self, run: Run) -> list[Instruction]:
         del self._runs[run.run_id]
         self._changed = True
         trial = self._trials[run.number]
@@ -287,7 +234,7 @@ class Controller:
         }
         return sorted(self._idle - reserved)
 
-    def _waiting(self) -> list[_Trial]:
+    def _waiting(self) -> list[Trial]:
         return [t for t in self._trials.values() if t.status is Status.WAITING]
 
     def _launch_pending(self) -> list[Instruction]:
@@ -306,12 +253,12 @@ class Controller:
             for trial, device in zip(proposed, self._free(), strict=False)
         ]
 
-    def _launch(self, trial: _Trial, devices: tuple[int, ...]) -> Launch:
+    def _launch(self, trial: Trial, devices: tuple[int, ...]) -> Launch:
         self._idle.difference_update(devices)
         probe = trial.status is Status.PROPOSED
         profile = self.profiles.get(trial.structure) if trial.structure else None
         measured = profile is not None and len(devices) in profile.measured
-        run = _Run(
+        run = Run(
             run_id=next(self._run_ids), number=trial.number, devices=devices, measured=measured
         )
         trial.run = self._runs[run.run_id] = run
@@ -347,7 +294,7 @@ class Controller:
         self._awaited = unsettled if self._awaited is None else self._awaited & unsettled
         return self._awaited
 
-    def _is_settled(self, run: _Run) -> bool:
+    def _is_settled(self, run: Run) -> bool:
         """Nothing more is about to be learnt of the run: its rate is known, or it will never move."""
         trial = self._trials[run.number]
         return trial.status is Status.FLYING and (run.measured or not trial.resumable)
@@ -360,7 +307,7 @@ class Controller:
         active = sum(m for number, m in self._round_widths.items() if number in self._trials)
         return active < self.policy.alpha * sum(self._round_widths.values())
 
-    def _candidates(self) -> list[_Trial]:
+    def _candidates(self) -> list[Trial]:
         """Trials that may be placed: waiting ones and, but for the local paradigm, those flying."""
         movable = self.policy.paradigm == "global" or self.round == 0
         return [
@@ -383,11 +330,11 @@ class Controller:
         )
         return [Allocate(problem=problem)]
 
-    def _usable(self, candidates: Iterable[_Trial]) -> set[int]:
+    def _usable(self, candidates: Iterable[Trial]) -> set[int]:
         """Devices that may be given to the candidates: idle ones and their own."""
         return self._idle | {d for trial in candidates if trial.run for d in trial.run.devices}
 
-    def _candidate(self, trial: _Trial, num_devices: int) -> Candidate:
+    def _candidate(self, trial: Trial, num_devices: int) -> Candidate:
         assert trial.structure is not None
         profile = self.profiles.get(trial.structure)
         if profile is None:  # lost before it was measured: as good as any

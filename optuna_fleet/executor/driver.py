@@ -10,7 +10,7 @@ import select
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import assert_never
@@ -21,7 +21,6 @@ from optuna_fleet.events import (
     CutOff,
     DataRequested,
     DeviceJoined,
-    Ending,
     EpochEnded,
     Event,
     GiveBack,
@@ -42,6 +41,7 @@ from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.runs import Run
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.messages import (
@@ -56,7 +56,7 @@ from optuna_fleet.messages import (
     TrainerReady,
 )
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import Flight, Ledger
+from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
 _CUT_OFF_GRACE_S = 10.0
@@ -72,24 +72,6 @@ class Job:
     gc_after_trial: bool
     convergence: Convergence | None
     maximize: bool
-
-
-@dataclass(slots=True, kw_only=True)
-class _Run:
-    launch: Launch
-    start: float
-    calls: RunCalls
-    ended: list[Ended] = field(default_factory=list)
-    causes: list[str] = field(default_factory=list)
-    pending_epoch: Call | None = None
-
-
-class _RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of a remote exception
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class Driver:
@@ -110,7 +92,7 @@ class Driver:
         self._proposals = proposals
         self._job = job
         self._events: deque[Event] = deque()
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, Run] = {}
         self._where: dict[int, int] = {}
         self._deadlines: dict[int, float] = {}
         self._unsent: list[tuple[int, RunTrial]] = []
@@ -204,14 +186,14 @@ class Driver:
         for event in self._runtime.device_events(message):
             self._post(event)
 
-    def _rank_ended(self, run: _Run, message: Ended) -> None:
+    def _rank_ended(self, run: Run, message: Ended) -> None:
         run.ended.append(message)
         self._deadlines.pop(message.device, None)
         seconds = time.time() - run.start
         self.tally.add_stay(message.device, seconds, message.usage, probe=run.launch.probe)
         self._post(RankEnded(run_id=message.run_id, device=message.device, ending=message.ending))
 
-    def _called(self, run: _Run, call: Call) -> None:
+    def _called(self, run: Run, call: Call) -> None:
         if call.rank > 0:
             self._reply(run, run.calls.follow(call))
         elif (call.target, call.name) == ("fleet", "end_epoch"):
@@ -220,7 +202,7 @@ class Driver:
         else:
             self._answer(run, call, self._carried_out(run, call))
 
-    def _carried_out(self, run: _Run, call: Call) -> Reply:
+    def _carried_out(self, run: Run, call: Call) -> Reply:
         number = run.launch.number
         value, error = None, None
         try:
@@ -232,17 +214,17 @@ class Driver:
             error = Raised(exception=raised, traceback=traceback.format_exc())
         return Reply(run_id=call.run_id, index=call.index, value=value, error=error)
 
-    def _has_converged(self, run: _Run) -> bool:
+    def _has_converged(self, run: Run) -> bool:
         convergence = self._job.convergence
         if convergence is None:
             return False
         values = self._ledger.reported_values(run.launch.number)
         return convergence.is_reached(values, maximize=self._job.maximize)
 
-    def _answer(self, run: _Run, call: Call, reply: Reply) -> None:
+    def _answer(self, run: Run, call: Call, reply: Reply) -> None:
         self._reply(run, run.calls.answer(reply, call.name))
 
-    def _reply(self, run: _Run, replies: list[tuple[int, Reply]]) -> None:
+    def _reply(self, run: Run, replies: list[tuple[int, Reply]]) -> None:
         for rank, reply in replies:
             self._send(run.launch.devices[rank], reply)
 
@@ -302,7 +284,7 @@ class Driver:
     def _launch(self, launch: Launch) -> None:
         size = len(launch.devices)
         calls = RunCalls(world_size=size)
-        self._runs[launch.run_id] = _Run(launch=launch, start=time.time(), calls=calls)
+        self._runs[launch.run_id] = Run(launch=launch, start=time.time(), calls=calls)
         for rank, device in enumerate(launch.devices):
             self._where[device] = launch.run_id
             self._unsent.append((device, self._run_trial(launch, rank, device)))
@@ -351,27 +333,13 @@ class Driver:
 
     def _settle(self, instruction: Settle) -> None:
         run = self._finish_run(instruction.run_id)
-        first = min(
-            (ended for ended in run.ended if ended.error is not None),
-            key=lambda ended: ended.time_s,
-            default=None,
-        )
-        leader = next((ended for ended in run.ended if ended.rank == 0), None)
-        if first is not None:
-            assert first.error is not None
-            self._tell(instruction.number, None, _unpacked(first, instruction.number))
-        elif run.causes:
-            self._tell(instruction.number, None, TrainerLostError("; ".join(run.causes)))
-        else:
-            assert leader is not None
-            self._tell(instruction.number, leader.value, None)
+        self._tell(instruction.number, *run.outcome())
 
     def _requeue(self, instruction: Requeue) -> None:
         run = self._finish_run(instruction.run_id)
         if run.causes:
             compat.fleet_logger.warning(
-                f"Trial {instruction.number}: {'; '.join(run.causes)}. It is run again from its last "
-                "checkpoint."
+                f"Trial {instruction.number}: {run.cause}. It is run again from its last checkpoint."
             )
         else:
             self._checkpointed.add(instruction.number)
@@ -381,24 +349,13 @@ class Driver:
         run = self._finish_run(instruction.run_id)
         error = TrainerLostError(
             f"Trial {instruction.number} lost its devices {instruction.restarts} times, the last time "
-            f"because {'; '.join(run.causes)}."
+            f"because {run.cause}."
         )
         self._tell(instruction.number, None, error)
 
-    def _finish_run(self, run_id: int) -> _Run:
+    def _finish_run(self, run_id: int) -> Run:
         run = self._runs.pop(run_id)
-        launch = run.launch
-        flight = Flight(
-            devices=launch.devices,
-            start=run.start,
-            end=time.time(),
-            round=launch.round,
-            ending=min((e.ending.value for e in run.ended), default=Ending.LOST.value),
-            probing_s=sum(e.usage.probing_s for e in run.ended),
-            profiling_s=sum(e.usage.profiling_s for e in run.ended),
-            data_wait_s=sum(e.usage.data_wait_s for e in run.ended),
-        )
-        self._ledger.record(launch.number, flight)
+        self._ledger.record(run.launch.number, run.flight(end=time.time()))
         return run
 
     def _tell(self, number: int, value: Any, error: BaseException | None) -> None:
@@ -424,12 +381,3 @@ class Driver:
             else:
                 self._proposals.give_back(number)
         self._runtime.reset(busy)
-
-
-def _unpacked(ended: Ended, number: int) -> BaseException:
-    """The exception of a rank, with where it happened and its traceback there as its cause."""
-    assert ended.error is not None
-    error = ended.error.exception
-    place = f"in trial {number}, rank {ended.rank}, on device {ended.device}"
-    error.__cause__ = _RemoteTraceback(f"\n{place}:\n{ended.error.traceback}")
-    return error

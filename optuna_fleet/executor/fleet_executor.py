@@ -17,11 +17,12 @@ import optuna
 from optuna_fleet.alloc import Allocator, GreedyAllocator, IsolatedAllocator, MipAllocator
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
-from optuna_fleet.executor.controller import Controller, Policy
+from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.driver import Driver, Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
+from optuna_fleet.executor.trials import Policy
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop

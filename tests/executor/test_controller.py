@@ -35,7 +35,8 @@ from optuna_fleet.events import (
     StartRound,
     TrialProposed,
 )
-from optuna_fleet.executor.controller import Controller, Policy, Status
+from optuna_fleet.executor.controller import Controller
+from optuna_fleet.executor.trials import Policy, Status
 from optuna_fleet.resources import Device, Fleet
 
 

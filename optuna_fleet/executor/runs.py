@@ -1,0 +1,77 @@
+"""A run as the driver keeps it: what was launched, what its ranks said, how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from optuna_fleet.events import Ending, Launch
+from optuna_fleet.exceptions import TrainerLostError
+from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.messages import Call, Ended
+from optuna_fleet.sampler_bridge.ledger import Flight
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an exception
+    """The traceback of an exception in the process where it was raised."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One stay of a trial on its devices.
+
+    Attributes:
+        start: When it was launched, seconds since the epoch.
+        ended: How its ranks ended, in order of arrival.
+        causes: What became of ranks that were lost.
+        pending_epoch: Rank 0's unanswered question what to do after an epoch.
+    """
+
+    launch: Launch
+    start: float
+    calls: RunCalls
+    ended: list[Ended] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+    pending_epoch: Call | None = None
+
+    def outcome(self) -> tuple[Any, BaseException | None]:
+        """The value that rank 0 returned, or the exception that ended the trial.
+
+        Of several ranks' exceptions the earliest counts: the others are mostly its consequences.
+        """
+        raised = [ended for ended in self.ended if ended.error is not None]
+        if raised:
+            return None, self._unpacked(min(raised, key=lambda ended: ended.time_s))
+        if self.causes:
+            return None, TrainerLostError(f"Trial {self.launch.number}: {self.cause}.")
+        (leader,) = (ended for ended in self.ended if ended.rank == 0)
+        return leader.value, None
+
+    @property
+    def cause(self) -> str:
+        """Why ranks were lost, in words."""
+        return "; ".join(self.causes)
+
+    def flight(self, end: float) -> Flight:
+        """The record of this run."""
+        usages = [ended.usage for ended in self.ended]
+        endings = {ended.ending for ended in self.ended}
+        (ending,) = endings if len(endings) == 1 and not self.causes else {Ending.RAISED}
+        return Flight(
+            devices=self.launch.devices,
+            start=self.start,
+            end=end,
+            round=self.launch.round,
+            ending=Ending.LOST.value if self.causes else ending.value,
+            probing_s=sum(usage.probing_s for usage in usages) if self.launch.probe else 0.0,
+            profiling_s=sum(usage.profiling_s for usage in usages),
+            data_wait_s=sum(usage.data_wait_s for usage in usages),
+        )
+
+    def _unpacked(self, ended: Ended) -> BaseException:
+        """The exception, with where it was raised and its traceback there as its cause."""
+        assert ended.error is not None
+        place = f"in trial {self.launch.number}, rank {ended.rank}, on device {ended.device}"
+        error = ended.error.exception
+        error.__cause__ = RemoteTraceback(f"\n{place}:\n{ended.error.traceback}")
+        return error
