@@ -1,0 +1,95 @@
+"""The rules of the house: who may import what, no cycles, no module too long."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import optuna_fleet
+
+ROOT = Path(optuna_fleet.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Every name that a module imports, wherever in the file, but for type checking."""
+    tree = ast.parse(path.read_text())
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def at_import_time(path: Path) -> set[str]:
+    """What importing the module imports of the package: top-level statements only."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            found.add(node.module)
+            found.update(
+                f"{node.module}.{alias.name}"
+                for alias in node.names
+                if f"{node.module}.{alias.name}" in MODULES
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("library", "rooms"),
+    [
+        ("torch", ("trainer", "pipeline")),
+        ("mip", ("alloc",)),
+        ("optuna", ("sampler_bridge", "trainer", "executor.fleet_executor", "visualization")),
+    ],
+)
+def test_a_library_is_imported_only_in_its_rooms(library: str, rooms: tuple[str, ...]) -> None:
+    outside = [
+        module
+        for module, path in MODULES.items()
+        if any(name.split(".")[0] == library for name in imported(path))
+        and not any(module.startswith(f"optuna_fleet.{room}") for room in rooms)
+    ]
+    assert outside == []
+
+
+@pytest.mark.parametrize("room", ["alloc", "executor.controller", "executor.convergence"])
+def test_what_decides_does_no_io(room: str) -> None:
+    doing = {"socket", "subprocess", "threading", "time", "os", "selectors", "multiprocessing"}
+    at_the_edge = {"optuna_fleet.alloc.isolation", "optuna_fleet.alloc.solver_process"}
+    for module, path in MODULES.items():
+        if module.startswith(f"optuna_fleet.{room}") and module not in at_the_edge:
+            allowed = {"time"} if module == "optuna_fleet.alloc.mip" else set()
+            assert imported(path) & doing <= allowed, module
+
+
+def test_no_import_cycles() -> None:
+    # A package's __init__ that only re-exports is entered by its own modules too; leave it out.
+    packages = {module for module, path in MODULES.items() if path.name == "__init__.py"}
+    graph = {
+        module: at_import_time(path) - packages
+        for module, path in MODULES.items()
+        if module not in packages
+    }
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def test_modules_stay_small() -> None:
+    lengths = {m: len(path.read_text().splitlines()) for m, path in MODULES.items()}
+    assert {m: n for m, n in lengths.items() if n > 400} == {}
+
+
+def test_the_driver_does_not_import_torch() -> None:
+    code = "import sys, optuna_fleet; assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
