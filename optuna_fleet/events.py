@@ -18,6 +18,7 @@ class EpochDecision(Enum):
     """What a trial does at the end of an epoch."""
 
     GO = "go on"
+    CHECKPOINT = "checkpoint and go on"
     STOP = "stop: converged"
     YIELD = "yield: checkpoint and leave the devices"
 

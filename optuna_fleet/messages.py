@@ -166,6 +166,13 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointed:
+    """The run has written its checkpoint and goes on."""
+
+    run_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
     """An exception on its way to another process: itself if it can be pickled, and its traceback."""
 

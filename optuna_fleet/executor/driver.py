@@ -21,6 +21,7 @@ from optuna_fleet.events import (
     CutOff,
     DataRequested,
     DeviceJoined,
+    EpochDecision,
     EpochEnded,
     Event,
     GiveBack,
@@ -46,6 +47,7 @@ from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.messages import (
     Call,
+    Checkpointed,
     Ended,
     Measured,
     Raised,
@@ -71,6 +73,7 @@ class Job:
     seed: int
     gc_after_trial: bool
     convergence: Convergence | None
+    checkpoint_interval_s: float
     maximize: bool
 
 
@@ -171,6 +174,10 @@ class Driver:
                 self._post(
                     RateMeasured(run_id=message.run_id, samples_per_s=message.samples_per_s)
                 )
+            case Checkpointed() if message.run_id in self._runs:
+                run = self._runs[message.run_id]
+                run.saved = time.time()
+                self._checkpointed.add(run.launch.number)
             case Ended() if message.run_id in self._runs:
                 self._rank_ended(self._runs[message.run_id], message)
             case _:
@@ -252,10 +259,7 @@ class Driver:
                 self._runtime.allocator.submit(instruction.problem)
             case AnswerEpoch():
                 run = self._runs[instruction.run_id]
-                call, run.pending_epoch = run.pending_epoch, None
-                assert call is not None
-                reply = Reply(run_id=call.run_id, index=call.index, value=instruction.decision)
-                self._answer(run, call, reply)
+                self._answer_epoch(run, instruction.decision)
             case CutOff():
                 deadline = time.monotonic() + _CUT_OFF_GRACE_S
                 self._deadlines.update(dict.fromkeys(instruction.devices, deadline))
@@ -273,6 +277,14 @@ class Driver:
             case _:
                 assert_never(instruction)
 
+    def _answer_epoch(self, run: Run, decision: EpochDecision) -> None:
+        call, run.pending_epoch = run.pending_epoch, None
+        assert call is not None
+        is_due = time.time() - run.saved >= self._job.checkpoint_interval_s
+        if decision is EpochDecision.GO and is_due:
+            decision = EpochDecision.CHECKPOINT
+        self._answer(run, call, Reply(run_id=call.run_id, index=call.index, value=decision))
+
     def _propose(self) -> None:
         number = None
         try:
@@ -284,7 +296,8 @@ class Driver:
     def _launch(self, launch: Launch) -> None:
         size = len(launch.devices)
         calls = RunCalls(world_size=size)
-        self._runs[launch.run_id] = Run(launch=launch, start=time.time(), calls=calls)
+        now = time.time()
+        self._runs[launch.run_id] = Run(launch=launch, start=now, saved=now, calls=calls)
         for rank, device in enumerate(launch.devices):
             self._where[device] = launch.run_id
             self._unsent.append((device, self._run_trial(launch, rank, device)))
@@ -294,7 +307,7 @@ class Driver:
         job = self._job
         objective = None if device in self._knows_objective else job.objective
         self._knows_objective.add(device)
-        path = str(self._runtime.checkpoint_dir / f"trial-{launch.number}.pt")
+        path = str(self._runtime.checkpoint_of(launch.number))
         return RunTrial(
             run_id=launch.run_id,
             number=launch.number,
@@ -333,6 +346,7 @@ class Driver:
 
     def _settle(self, instruction: Settle) -> None:
         run = self._finish_run(instruction.run_id)
+        self._runtime.drop_checkpoint(instruction.number)
         self._tell(instruction.number, *run.outcome())
 
     def _requeue(self, instruction: Requeue) -> None:
@@ -342,7 +356,6 @@ class Driver:
                 f"Trial {instruction.number}: {run.cause}. It is run again from its last checkpoint."
             )
         else:
-            self._checkpointed.add(instruction.number)
             self.tally.rescales += 1
 
     def _give_up(self, instruction: GiveUp) -> None:

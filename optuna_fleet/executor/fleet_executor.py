@@ -48,6 +48,8 @@ class FleetExecutor:
         rate_spread: Fastest over slowest training rate allowed within one flotilla.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         checkpoint_dir: Where trials are checkpointed; None for a private folder, removed at the end.
+        checkpoint_interval_s: Seconds after which a trial is checkpointed at the end of its epoch,
+            besides at each move: what a killed process may cost it.
         seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
         solver_time_limit_s: Time limit of one allocation, in seconds.
         max_restarts: How often a trial may lose its devices (killed processes) before it is failed.
@@ -68,6 +70,7 @@ class FleetExecutor:
         rate_spread: float = 2.0,
         convergence: Convergence | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_interval_s: float = 60.0,
         seed: int | None = None,
         solver_time_limit_s: float = 1.0,
         max_restarts: int = 3,
@@ -90,6 +93,11 @@ class FleetExecutor:
         self._checkpoint_dir = Path(checkpoint_dir) if checkpoint_dir is not None else None
         if self._checkpoint_dir is not None:
             self._checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        if not checkpoint_interval_s >= 0:
+            raise FleetConfigError(
+                f"`checkpoint_interval_s` is {checkpoint_interval_s}, but must be >= 0."
+            )
+        self._checkpoint_interval_s = checkpoint_interval_s
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         self.fleet = find_fleet(devices, device_type)
         self.summary: FleetSummary | None = None
@@ -145,6 +153,7 @@ class FleetExecutor:
             seed=self._seed,
             gc_after_trial=loop.gc_after_trial,
             convergence=self._convergence,
+            checkpoint_interval_s=self._checkpoint_interval_s,
             maximize=loop.maximize,
         )
         driver = Driver(runtime, controller, loop.ledger, loop.proposals, job)

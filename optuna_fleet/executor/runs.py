@@ -24,12 +24,14 @@ class Run:
         start: When it was launched, seconds since the epoch.
         ended: How its ranks ended, in order of arrival.
         causes: What became of ranks that were lost.
+        saved: When its last checkpoint was made or resumed from, seconds since the epoch.
         pending_epoch: Rank 0's unanswered question what to do after an epoch.
     """
 
     launch: Launch
     start: float
     calls: RunCalls
+    saved: float
     ended: list[Ended] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     pending_epoch: Call | None = None

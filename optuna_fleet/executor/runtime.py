@@ -66,7 +66,7 @@ class Runtime:
         self._store_asked = False
         self._newcomers: dict[int, int] = {}
         self._stillborn: dict[int, int] = {}
-        self.checkpoint_dir = checkpoint_dir or Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
+        self._checkpoint_dir = checkpoint_dir or Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
         self._keeps_checkpoints = checkpoint_dir is not None
         self._owner = os.getpid()
         self.hub = Hub()
@@ -161,6 +161,15 @@ class Runtime:
             self._store_asked = True
             self.hub.send(self.hub.agents.get(0), OpenStore())
 
+    def checkpoint_of(self, number: int) -> Path:
+        """Where the checkpoint of a trial is kept."""
+        return self._checkpoint_dir / f"trial-{number}.pt"
+
+    def drop_checkpoint(self, number: int) -> None:
+        """The trial is done: remove its checkpoint, unless the user keeps them."""
+        if not self._keeps_checkpoints:
+            self.checkpoint_of(number).unlink(missing_ok=True)
+
     def reset(self, devices: set[int]) -> None:
         """Replace the trainers of these devices and wait until their successors are ready."""
         wanted = {device: self.live[device] for device in devices if device in self.live}
@@ -201,7 +210,7 @@ class Runtime:
         self.hub.close()
         self._agent.close()
         if not self._keeps_checkpoints:
-            shutil.rmtree(self.checkpoint_dir, ignore_errors=True)
+            shutil.rmtree(self._checkpoint_dir, ignore_errors=True)
 
 
 def _modules_to_preload() -> tuple[str, ...]:

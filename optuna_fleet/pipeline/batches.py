@@ -52,6 +52,7 @@ class Plan:
     world_size: int
     drop_last: bool
     dummy: bool
+    continues: bool
     first_step: int
 
     @property
@@ -131,7 +132,9 @@ class _Pass:
         self._plan = plan
         self._waited_s = client.waited_s
         start = plan.first_step * plan.batch_size
-        self._number, self._chunk_size = client.open_pass(plan.name, plan.epoch, start)
+        self._number, self._chunk_size = client.open_pass(
+            plan.name, plan.epoch, start, continues=plan.continues
+        )
         self._asked: set[int] = set()
         self._cursor = 0
         self._last = -1

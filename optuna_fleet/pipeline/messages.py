@@ -34,12 +34,16 @@ class ChunkError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenPass:
-    """A trainer begins to read an epoch at sample position ``start`` of the canonical order."""
+    """A trainer begins to read an epoch at sample position ``start`` of the canonical order.
+
+    It ``continues`` if it will read the next epoch afterwards.
+    """
 
     pass_id: int
     name: str
     epoch: int
     start: int
+    continues: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

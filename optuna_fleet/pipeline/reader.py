@@ -76,6 +76,7 @@ class PipelineClient:
         drop_last: bool = False,
         dummy: bool = False,
         first_step: int = 0,
+        continues: bool = False,
     ) -> Batches:
         """Returns one epoch of a data set in batches, or one rank's shard of each of them.
 
@@ -89,6 +90,7 @@ class PipelineClient:
             dummy: Where the shard is empty, give the batch's first sample as data instead of None;
                 ``local_size`` is 0 all the same.
             first_step: Batches to skip, for a trial that resumes within an epoch.
+            continues: The next epoch will be read too: its beginning is preprocessed in good time.
 
         Raises:
             FleetConfigError: An argument can't work.
@@ -104,6 +106,7 @@ class PipelineClient:
             drop_last=drop_last,
             dummy=dummy,
             first_step=_at_least(0, first_step=first_step),
+            continues=continues and dataset.shuffled,
         )
         plan.check()
         return Batches(self, plan)
@@ -117,13 +120,17 @@ class PipelineClient:
             self._collates[name] = None if packed is None else cloudpickle.loads(packed)
         return self._collates[name]
 
-    def open_pass(self, name: str, epoch: int, start: int) -> tuple[int, int]:
+    def open_pass(
+        self, name: str, epoch: int, start: int, *, continues: bool = False
+    ) -> tuple[int, int]:
         """Begins to read at position ``start``; returns the pass' number and the chunk size."""
         self._num_passes += 1
         number = self._num_passes
         inbox = self._inboxes[number] = _Inbox()
         try:
-            self._send(OpenPass(pass_id=number, name=name, epoch=epoch, start=start))
+            self._send(
+                OpenPass(pass_id=number, name=name, epoch=epoch, start=start, continues=continues)
+            )
             self._wait_until(lambda: inbox.chunk_size is not None)
         except BaseException:
             self.close_pass(number, num_consumed=0, waited_s=0.0)

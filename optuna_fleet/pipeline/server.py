@@ -194,7 +194,13 @@ class PipelineServer:
         reader = self._readers[reader_id]
         reader.passes.add(message.pass_id)
         cursor = message.start // size
-        self._store.open_pass((reader_id, message.pass_id), message.name, message.epoch, cursor)
+        self._store.open_pass(
+            (reader_id, message.pass_id),
+            message.name,
+            message.epoch,
+            cursor,
+            continues=message.continues,
+        )
         reader.channel.send(PassOpened(pass_id=message.pass_id, chunk_size=size))
 
     def _advance(self, pass_id: PassId, message: Advance) -> None:

@@ -28,6 +28,7 @@ class _Pass:
     name: str
     epoch: int
     cursor: int
+    continues: bool
     wanted: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
 
@@ -82,11 +83,16 @@ class ChunkStore:
         """Tells the number of chunks of an epoch of ``name`` and the bytes expected of each."""
         self._sizes[name] = _Size(num_chunks=num_chunks, chunk_bytes=chunk_bytes)
 
-    def open_pass(self, pass_id: Hashable, name: str, epoch: int, cursor: int) -> None:
-        """Begins a pass over an epoch whose size is known, from chunk ``cursor``."""
+    def open_pass(
+        self, pass_id: Hashable, name: str, epoch: int, cursor: int, *, continues: bool = False
+    ) -> None:
+        """Begins a pass over an epoch whose size is known, from chunk ``cursor``.
+
+        If it ``continues``, its reader will go on with the next epoch.
+        """
         assert name in self._sizes, name
         assert pass_id not in self._passes, pass_id
-        self._passes[pass_id] = _Pass(name=name, epoch=epoch, cursor=cursor)
+        self._passes[pass_id] = _Pass(name=name, epoch=epoch, cursor=cursor, continues=continues)
         self._residency.set_cursor(pass_id, name, epoch, cursor)
 
     def move(self, pass_id: Hashable, cursor: int) -> None:
@@ -143,7 +149,8 @@ class ChunkStore:
     def assign(self) -> list[Instruction]:
         """Returns the next chunk to produce, after drops that make room.
 
-        Chunks that passes wait for come first, then those requested ahead, then the windows.
+        Chunks that passes wait for come first, then those requested ahead, then the windows,
+        last the beginnings of next epochs.
         Without a Produce in the answer there is nothing to do that fits.
         """
         for key, urgent in self._candidates():
@@ -154,6 +161,19 @@ class ChunkStore:
             self._warm.pop(key, None)
             self._producing[key] = expected
             return [*drops, Produce(key=key)]
+        return self._assign_next_epoch()
+
+    def _assign_next_epoch(self) -> list[Instruction]:
+        """Work for idle preprocessors: the beginning of the epoch that a pass will go on to.
+
+        Nothing is dropped for it: no pass has its cursor there yet, so it would be the next to go.
+        """
+        for key in self._upcoming():
+            expected = self._expected(key)
+            if self._over(expected, 1):
+                return []
+            self._producing[key] = expected
+            return [Produce(key=key)]
         return []
 
     def produced(self, key: ChunkKey, nbytes: int) -> list[Instruction]:
@@ -213,6 +233,14 @@ class ChunkStore:
                 key = record.key(record.cursor + distance)
                 if key.chunk < self._sizes[key.name].num_chunks and self._is_absent(key):
                     yield key
+
+    def _upcoming(self) -> Iterator[ChunkKey]:
+        for record in self._passes.values():
+            num_chunks = self._sizes[record.name].num_chunks
+            if record.continues:
+                beyond = min(record.cursor + self._window - num_chunks, num_chunks)
+                keys = (ChunkKey(record.name, record.epoch + 1, c) for c in range(beyond))
+                yield from filter(self._is_absent, keys)
 
     def _is_absent(self, key: ChunkKey) -> bool:
         known = (self._residency, self._producing, self._failed)

@@ -14,7 +14,7 @@ import torch
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import Measured, Reached, Usage
+from optuna_fleet.messages import Checkpointed, Measured, Reached, Usage
 from optuna_fleet.pipeline.reader import PipelineClient
 from optuna_fleet.trainer import checkpoint, reduction
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
@@ -42,6 +42,7 @@ class Training:
         self._modules: list[torch.nn.Module] = []
         self._weights = ShardWeights()
         self._epoch = 0
+        self._num_epochs = 1
         self._in_epochs = False
         self._reached_after_s: float | None = None
         self._stopwatch = Stopwatch(session.run.measure)
@@ -132,6 +133,7 @@ class Training:
             first = self._checkpoint.epoch
             checkpoint.restore_rng(self._checkpoint.rng)
         self._in_epochs = True
+        self._num_epochs = num_epochs
         for epoch in range(first, num_epochs):
             self._epoch = epoch
             yield epoch
@@ -141,10 +143,11 @@ class Training:
 
     def _goes_on_after(self, epoch: int) -> bool:
         decision = self._session.call("fleet", "end_epoch", epoch)
-        if decision is EpochDecision.YIELD:
+        if decision in (EpochDecision.YIELD, EpochDecision.CHECKPOINT):
             self._save(epoch + 1)
+        if decision is EpochDecision.YIELD:
             raise Yielded
-        return decision is EpochDecision.GO
+        return decision is not EpochDecision.STOP
 
     def _save(self, next_epoch: int) -> None:
         rng = checkpoint.gather_rng()
@@ -159,6 +162,7 @@ class Training:
                     history=self._session.reported,
                 ),
             )
+            self._session.send(Checkpointed(run_id=self._run.run_id))
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -232,6 +236,7 @@ class Training:
             world_size=self._run.world_size,
             drop_last=drop_last,
             dummy=True,
+            continues=self._epoch + 1 < self._num_epochs,
         )
 
     def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:

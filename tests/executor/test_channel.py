@@ -146,17 +146,15 @@ def test_nothing_is_unpickled_from_a_stranger(welcomed: Welcomed, tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_listener_leaves_port_and_thread(welcomed: Welcomed) -> None:
-    other = Welcomed()
-    threads = [t for t in threading.enumerate() if t.name == "optuna-fleet-accept"]
-    other.listener.close()
-    for thread in threads:
-        thread.join(0.0 if thread.is_alive() and len(threads) == 1 else 1.0)
-        if not thread.is_alive():
-            break
-    assert any(not thread.is_alive() for thread in threads)
+def test_a_closed_listener_leaves_neither_port_nor_thread() -> None:
+    before = set(threading.enumerate())
+    listener = Listener("127.0.0.1", SECRET, lambda channel: None)
+    (accepting,) = set(threading.enumerate()) - before
+    listener.close()
+    accepting.join(PATIENCE_S)
+    assert not accepting.is_alive()
     with pytest.raises(ConnectionRefusedError):
-        stranger(other.address)
+        stranger((listener.host, listener.port))
 
 
 # -- the hub -------------------------------------------------------------------------------------

@@ -50,6 +50,28 @@ def drops_for(store, key) -> list[ChunkKey]:
     return dropped(store.assign())
 
 
+def test_the_beginning_of_the_next_epoch_is_work_for_idle_preprocessors() -> None:
+    store = ChunkStore(memory_bytes=1000, max_chunks=100, window=3)
+    store.set_size("train", num_chunks=4, chunk_bytes=10)
+    store.open_pass("a", "train", 0, 2, continues=True)
+    order = []
+    while instructions := store.assign():
+        (produce,) = instructions
+        order.append(tuple(produce.key)[1:])
+        store.produced(produce.key, 10)
+    assert order == [(0, 2), (0, 3), (1, 0)]
+
+
+def test_the_next_epoch_pushes_nothing_out() -> None:
+    store = ChunkStore(memory_bytes=20, max_chunks=100, window=3)
+    store.set_size("train", num_chunks=4, chunk_bytes=10)
+    store.open_pass("a", "train", 0, 2, continues=True)
+    for chunk in (2, 3):
+        (produce,) = store.assign()
+        store.produced(produce.key, 10)
+    assert store.assign() == []
+
+
 def test_request_is_produced_then_granted():
     store = make_store()
     store.open_pass("a", "train", 0, 0)

@@ -1,0 +1,620 @@
+"""G4: what goes wrong fails its own trial, says what and where, and leaves the rest alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+
+from optuna_fleet import (
+    FleetConfigError,
+    FleetError,
+    FleetExecutor,
+    PreprocessingError,
+    SharedPipeline,
+    TrainerLostError,
+    TrialError,
+)
+from tests.fleets import Leg, Noise, fleet_of, small_model, train
+
+COMPLETE, FAIL, RUNNING = TrialState.COMPLETE, TrialState.FAIL, TrialState.RUNNING
+
+
+class OwnError(Exception):
+    """An exception of the user's, told apart by `catch=`."""
+
+
+class TwoArgumentError(Exception):
+    """Can be pickled, but not unpickled: a classic."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place}: {reason}")
+
+
+def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def states(study: optuna.Study) -> dict[int, TrialState]:
+    return {trial.number: trial.state for trial in study.trials}
+
+
+def told(error: BaseException) -> str:
+    """All that a user sees of an exception."""
+    return "".join(traceback.format_exception(error))
+
+
+def first_fails_last(trial: Any, *, of: int, fail: Callable[[Any], Any]) -> float:
+    """Trial 0 fails when all `of` trials have started; the others end after that."""
+    if trial.number == 0:
+        until(lambda: len(trial.study.trials) == of)
+        fail(trial)
+    until(lambda: trial.study.trials[0].state.is_finished())
+    return 1.0
+
+
+def fails(fleet: Any, fail: Callable[[Any], Any], kind: type[BaseException]) -> str:
+    """Trial 0 of four fails with `kind`, the others finish; returns what the user sees."""
+    study = optuna.create_study()
+    with pytest.raises(kind) as caught:
+        study.optimize(
+            functools.partial(first_fails_last, of=4, fail=fail), n_trials=4, executor=fleet
+        )
+    assert states(study) == {0: FAIL, 1: COMPLETE, 2: COMPLETE, 3: COMPLETE}
+    return told(caught.value)
+
+
+# -- exceptions of objectives --------------------------------------------------------------------
+
+
+def raise_own(trial: Any) -> None:
+    raise OwnError("lr is too brave")
+
+
+def test_an_exception_fails_its_trial_and_shows_where_it_was_raised(fleet: Any) -> None:
+    text = fails(fleet, raise_own, OwnError)
+    assert "lr is too brave" in text
+    assert "trial 0" in text
+    assert "in raise_own" in text  # the remote traceback
+
+
+def raise_connection_error(trial: Any) -> None:
+    raise ConnectionRefusedError("the experiment tracker is down")
+
+
+def raise_eof_error(trial: Any) -> None:
+    raise EOFError("weights.pt is truncated")
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind"),
+    [(raise_connection_error, ConnectionRefusedError), (raise_eof_error, EOFError)],
+)
+def test_exceptions_that_the_channel_raises_too_are_the_objectives_own(
+    fleet: Any, fail: Callable[[Any], Any], kind: type[Exception]
+) -> None:
+    assert str(kind.__name__) in fails(fleet, fail, kind)
+
+
+def raise_two_arguments(trial: Any) -> None:
+    raise TwoArgumentError("here", "there")
+
+
+def test_an_exception_that_cannot_travel_is_described(fleet: Any) -> None:
+    text = fails(fleet, raise_two_arguments, TrialError)
+    assert "TwoArgumentError" in text
+    assert "here: there" in text
+    assert "in raise_two_arguments" in text
+
+
+def raise_from_a_module_of_the_trainer(trial: Any) -> None:
+    module = types.ModuleType("only_in_the_trainer")
+    sys.modules[module.__name__] = module
+    exec("class LocalError(Exception): pass", vars(module))
+    raise module.LocalError("unknown over there")
+
+
+def test_an_exception_the_driver_cannot_import_is_described(fleet: Any) -> None:
+    text = fails(fleet, raise_from_a_module_of_the_trainer, TrialError)
+    assert "LocalError" in text
+    assert "unknown over there" in text
+
+
+def exit_trainer(trial: Any) -> None:
+    os._exit(3)
+
+
+def ask_for_what_cannot_be_sent(trial: Any) -> None:
+    _ = trial.study._thread_local
+
+
+def test_an_answer_that_cannot_be_sent_fails_its_trial(fleet: Any) -> None:
+    # Whatever the type: what counts is that the sweep goes on, and says why.
+    assert "pickle" in fails(fleet, ask_for_what_cannot_be_sent, Exception)
+
+
+def tell_itself(trial: Any) -> None:
+    trial.study.tell(trial.number, 2.0)
+
+
+def test_a_trial_told_by_someone_else_does_not_end_the_sweep(fleet: Any) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(first_fails_last, of=4, fail=tell_itself)
+    with pytest.raises((ValueError, RuntimeError)):
+        study.optimize(objective, n_trials=4, executor=fleet)
+    assert states(study) == dict.fromkeys(range(4), COMPLETE)
+
+
+def test_catch_covers_the_type_across_processes(fleet: Any) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(first_fails_last, of=4, fail=raise_own)
+    study.optimize(objective, n_trials=6, catch=OwnError, executor=fleet)
+    assert [trial.state for trial in study.trials] == [FAIL] + 5 * [COMPLETE]
+
+
+def fail_all(trial: Any) -> float:
+    until(lambda: len(trial.study.trials) == 4)
+    raise OwnError(f"number {trial.number}")
+
+
+def test_only_the_first_failure_is_raised(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(OwnError, match="number"):
+        study.optimize(fail_all, n_trials=8, executor=fleet)
+    assert states(study) == dict.fromkeys(range(4), FAIL)
+
+
+def test_the_log_shows_the_remote_traceback(
+    fleet: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = optuna.create_study()
+    optuna.logging.enable_default_handler()
+    study.optimize(fail_first, n_trials=2, catch=OwnError, executor=fleet)
+    text = capsys.readouterr().err
+    assert "Trial 0 failed with parameters: {} because of the following error: OwnError" in text
+    assert "in fail_first" in text
+    assert "Trial 0 failed with value None." in text
+
+
+def fail_first(trial: Any) -> float:
+    if trial.number == 0:
+        raise OwnError("first")
+    return 0.0
+
+
+# -- objectives that cannot run ------------------------------------------------------------------
+
+
+def test_an_objective_that_cannot_be_pickled_is_refused_before_any_trial(
+    fleet: Any, tmp_path: Path
+) -> None:
+    study = optuna.create_study()
+    with open(tmp_path / "log", "w") as file:
+        for obstacle in (threading.Lock(), file):
+            with pytest.raises(FleetConfigError, match="inside the objective"):
+                study.optimize(lambda trial: len(str(obstacle)), n_trials=1, executor=fleet)  # noqa: B023
+    assert not study.trials
+    study.optimize(lambda trial: 1.0, n_trials=1, executor=fleet)
+
+
+def test_an_objective_that_is_not_callable_is_refused(fleet: Any) -> None:
+    with pytest.raises(FleetConfigError, match="must be callable"):
+        optuna.create_study().optimize(3, n_trials=1, executor=fleet)
+
+
+def test_an_objective_that_cannot_be_imported_there_says_so_in_every_trial(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("only_in_the_driver")
+    exec("def objective(trial): return 1.0", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    errors: list[str] = []
+    logged = functools.partial(note_error, errors)
+    optuna.logging.get_logger("optuna.study._optimize").addFilter(logged)
+    study = optuna.create_study()
+    try:
+        study.optimize(module.objective, n_trials=9, catch=FleetError, executor=fleet)
+    finally:
+        optuna.logging.get_logger("optuna.study._optimize").removeFilter(logged)
+    assert states(study) == dict.fromkeys(range(9), FAIL)
+    assert len(errors) == 9
+    for text in errors:
+        assert "can't be loaded" in text
+        assert "only_in_the_driver" in text
+
+
+def note_error(errors: list[str], record: Any) -> bool:
+    if "because of the following error" in record.getMessage():
+        errors.append(record.getMessage())
+    return True
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def forget_prepare(trial: Any) -> None:
+    for _ in trial.batches("train", batch_size=4):
+        pass
+
+
+def unknown_name(trial: Any) -> None:
+    trial.prepare(small_model())
+    for _ in trial.batches("trian", batch_size=4):
+        pass
+
+
+def bad_batch_size(trial: Any, size: Any) -> None:
+    trial.prepare(small_model())
+    for _ in trial.batches("train", batch_size=size):
+        pass
+
+
+def prepare_a_string(trial: Any) -> None:
+    trial.prepare("model")
+
+
+@pytest.mark.parametrize(
+    ("fail", "kind", "words"),
+    [
+        (forget_prepare, TrialError, ["Trial 0", "trial.prepare"]),
+        (unknown_name, FleetConfigError, ["'trian'", "'train'", "'val'"]),
+        (functools.partial(bad_batch_size, size=0), FleetConfigError, ["batch_size", ">= 1"]),
+        (functools.partial(bad_batch_size, size="8"), FleetConfigError, ["batch_size", "'8'"]),
+        (prepare_a_string, FleetConfigError, ["`str`", "state_dict"]),
+    ],
+    ids=["no prepare", "unknown data", "batch size 0", "batch size '8'", "prepare"],
+)
+def test_misuse_is_explained(
+    fleet: Any, fail: Callable[[Any], Any], kind: type[Exception], words: list[str]
+) -> None:
+    text = fails(fleet, fail, kind)
+    for word in ["trial 0", *words]:
+        assert word in text
+
+
+def nan_model(trial: Any) -> float:
+    model = trial.prepare(small_model())
+    if trial.number == 0:
+        with torch.no_grad():
+            model[0].weight.fill_(float("nan"))
+    total = 0.0
+    for images, _ in trial.batches("val", batch_size=8):
+        total += trial.sum(model(images).sum().item())
+    return total
+
+
+def test_a_model_that_returns_nan_fails_its_trial_as_in_optuna(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(nan_model, n_trials=3, executor=fleet)
+    assert states(study) == {0: FAIL, 1: COMPLETE, 2: COMPLETE}
+
+
+def big_batch(trial: Any) -> float:
+    model = trial.prepare(small_model())
+    sizes = [len(images) for images, _ in trial.batches("train", batch_size=1000)]
+    with torch.no_grad():
+        for images, _ in trial.batches("val", batch_size=1000):
+            model(images)
+    assert len(trial.batches("train", batch_size=1000)) == 1
+    return float(sum(sizes))
+
+
+def test_a_batch_larger_than_the_data_is_one_batch_and_a_word(
+    fleet: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = optuna.create_study()
+    optuna.logging.enable_default_handler()
+    study.optimize(big_batch, n_trials=1, executor=fleet)
+    assert study.best_value == 41
+    text = capsys.readouterr().err
+    assert "Trial 0" in text
+    assert "batch_size=1000 is larger than data set 'train' with its 41 samples" in text
+
+
+# -- several devices -----------------------------------------------------------------------------
+
+
+def one_rank_raises(trial: Any) -> float:
+    model = trial.prepare(small_model())
+    for epoch in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=10):
+            if epoch == 1 and trial.rank == 1:
+                raise OwnError("only here")
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+    return 0.0
+
+
+def test_an_exception_on_one_rank_is_the_trials(fleet: Any) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: [Leg((0, 1))], 1: [Leg((2,))]}
+    with pytest.raises(OwnError, match="only here") as caught:
+        study.optimize(one_rank_raises, n_trials=2, executor=fleet)
+    assert states(study) == {0: FAIL, 1: COMPLETE}
+    assert "trial 0, rank 1, on device 1" in told(caught.value)
+
+
+def extra_call(trial: Any) -> float:
+    if trial.rank == 1:
+        _ = trial.user_attrs  # rank 0 never asks for them
+    return 0.0
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_asks_more_than_the_others_does_not_hang_the_trial(fleet: Any) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: [Leg((0, 1))]}
+    with pytest.raises(TrialError, match="rank"):
+        study.optimize(extra_call, n_trials=1, executor=fleet)
+    assert states(study) == {0: FAIL}
+
+
+def other_call(trial: Any) -> float:
+    _ = trial.user_attrs if trial.rank == 1 else trial.params
+    return 0.0
+
+
+def test_ranks_that_go_different_ways_are_told(fleet: Any) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: [Leg((0, 1))]}
+    with pytest.raises(TrialError, match="went different ways"):
+        study.optimize(other_call, n_trials=1, executor=fleet)
+
+
+# -- kill -9 -------------------------------------------------------------------------------------
+
+
+def once(path: Path) -> bool:
+    """Whether this is the first call for that path, in any process."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def die_once(trial: Any, *, folder: Path, rank: int = 0) -> float:
+    """Report an epoch, then die in the next one the first time over."""
+    model = trial.prepare(small_model())
+    for epoch in trial.epochs(3):
+        for images, labels in trial.batches("train", batch_size=10):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+        trial.report(epoch, epoch)
+        if epoch == 1 and trial.number == 0 and trial.rank == rank and once(folder / "died"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return trial.sum(1.0)
+
+
+def test_a_killed_trainer_costs_nothing_but_time(fleet: Any, tmp_path: Path) -> None:
+    study = optuna.create_study()
+    study.optimize(functools.partial(die_once, folder=tmp_path), n_trials=4, executor=fleet)
+    assert states(study) == dict.fromkeys(range(4), COMPLETE)
+    assert (tmp_path / "died").exists()
+    assert study.trials[0].intermediate_values == {0: 0.0, 1: 1.0, 2: 2.0}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_killed_rank_of_two_costs_nothing_but_time(
+    fleet: Any, tmp_path: Path, rank: int
+) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: [Leg((0, 1)), Leg((2, 3))]}
+    objective = functools.partial(die_once, folder=tmp_path, rank=rank)
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert states(study) == {0: COMPLETE}
+    assert (tmp_path / "died").exists()
+    assert study.best_value == 2
+
+
+def leader_stays(trial: Any, *, folder: Path) -> float:
+    """Rank 1 is done and its idle trainer dies, while rank 0 still evaluates."""
+    if trial.rank == 1:
+        (folder / "pid").write_text(str(os.getpid()))
+        return 0.0
+    pid_file = folder / "pid"
+    until(lambda: pid_file.exists() and pid_file.read_text() != "")
+    pid = int(pid_file.read_text())
+    until(lambda: trial.study.user_attrs == {} and is_idle(pid))
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    for _ in range(20):  # the driver hears of it meanwhile
+        trial.set_user_attr("a", 1)
+        time.sleep(0.02)
+    return 5.0
+
+
+def is_idle(pid: int) -> bool:
+    """The process sleeps and has stopped using the CPU."""
+
+    def ticks() -> list[str]:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:15]
+
+    before = ticks()
+    time.sleep(0.3)
+    return before == ticks() and before[0] == "S"
+
+
+def test_the_death_of_a_rank_that_was_done_does_not_matter(fleet: Any, tmp_path: Path) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: [Leg((0, 1))]}
+    objective = functools.partial(leader_stays, folder=tmp_path)
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert states(study) == {0: COMPLETE}
+    assert study.best_value == 5
+
+
+def always_die(trial: Any) -> float:
+    if trial.number == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
+def test_a_trial_that_kills_its_trainers_is_given_up(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(always_die, n_trials=3, catch=TrainerLostError, executor=fleet)
+    assert states(study) == {0: FAIL, 1: COMPLETE, 2: COMPLETE}
+    with pytest.raises(TrainerLostError, match=r"Trial 3 .*SIGKILL"):
+        study.optimize(functools.partial(die_as, number=3), n_trials=1, executor=fleet)
+    assert study.trials[3].state is FAIL
+
+
+def die_as(trial: Any, *, number: int) -> float:
+    if trial.number == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
+# -- one fleet that can be broken ----------------------------------------------------------------
+
+
+class Broken(Noise):
+    """Raises on sample 17."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 17:
+            raise OSError(f"sample {index} is unreadable")
+        return super().__getitem__(index)
+
+
+class Deadly(Noise):
+    """Kills its preprocessor at sample 3: once, or always if it has no folder."""
+
+    def __init__(self, size: int, folder: Path | None) -> None:
+        super().__init__(size)
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 3 and (self.folder is None or once(self.folder / "preprocessor died")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scratch")
+
+
+@pytest.fixture(scope="module")
+def breakable(scratch: Path) -> Iterator[Any]:
+    pipeline = SharedPipeline(
+        train=Noise(41, augment=True),
+        val=Noise(20),
+        broken=Broken(30),
+        deadly=Deadly(20, scratch),
+        deadlier=Deadly(20, None),
+    )
+    with fleet_of(devices=2, pipeline=pipeline, max_restarts=0) as executor:
+        yield executor
+
+
+def read_all(trial: Any, *, names: list[str], batch_size: int = 5) -> float:
+    trial.prepare(small_model())
+    name = names[trial.number % len(names)]
+    return float(sum(len(images) for images, _ in trial.batches(name, batch_size=batch_size)))
+
+
+def test_a_sample_that_raises_fails_the_trials_that_read_it(breakable: Any) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(read_all, names=["broken", "val"])
+    study.optimize(objective, n_trials=4, catch=PreprocessingError, executor=breakable)
+    assert states(study) == {0: FAIL, 1: COMPLETE, 2: FAIL, 3: COMPLETE}
+    with pytest.raises(PreprocessingError) as caught:
+        study.optimize(objective, n_trials=1, executor=breakable)
+    text = told(caught.value)
+    for words in ("trial 4", "Sample 17", "'broken'", "sample 17 is unreadable", "in __getitem__"):
+        assert words in text
+
+
+def test_a_killed_preprocessor_is_replaced(breakable: Any, scratch: Path) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(read_all, names=["deadly"])
+    study.optimize(objective, n_trials=2, executor=breakable)
+    assert (scratch / "preprocessor died").exists()
+    assert [trial.value for trial in study.trials] == [20, 20]
+
+
+def test_a_sample_that_kills_its_preprocessors_fails_the_trials_that_read_it(
+    breakable: Any,
+) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(read_all, names=["deadlier", "val"])
+    with pytest.raises(PreprocessingError, match="died over a chunk of data set 'deadlier'"):
+        study.optimize(objective, n_trials=1, executor=breakable)
+    study.optimize(objective, n_trials=1, executor=breakable)
+    assert states(study) == {0: FAIL, 1: COMPLETE}
+
+
+def test_no_restarts_means_none(breakable: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(TrainerLostError, match="Trial 0 lost its devices 1 time"):
+        study.optimize(always_die, n_trials=1, executor=breakable)
+
+
+def kill_agent(trial: Any) -> float:
+    until(lambda: len(trial.study.trials) == 2)
+    if trial.number == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+    return 0.0
+
+
+def test_a_killed_agent_ends_the_call_and_the_next_one_works(breakable: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(FleetError, match="agent"):
+        study.optimize(kill_agent, n_trials=2, executor=breakable)
+    assert states(study) == {0: FAIL, 1: FAIL}
+    study.optimize(train, n_trials=1, executor=breakable)
+    assert study.trials[2].state is COMPLETE
+
+
+# -- what the constructor refuses ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"devices": 0}, "`devices` is 0, but must be >= 1"),
+        ({"devices": -1}, "must be >= 1"),
+        ({"devices": "x"}, "`devices` is 'x'"),
+        ({"devices": True}, "`devices` is True"),
+        ({"device_type": "tpu"}, "`device_type` is 'tpu'"),
+        ({"allocator": "best"}, "`allocator` is 'best'"),
+        ({"paradigm": "galactic"}, "paradigm"),
+        ({"alpha": 1.5}, "alpha"),
+        ({"rate_spread": 0.5}, "rate_spread"),
+        ({"solver_time_limit_s": -1.0}, "solver_time_limit_s"),
+        ({"max_restarts": -1}, "max_restarts"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_an_argument_out_of_range_is_refused(options: dict[str, Any], words: str) -> None:
+    options = {"device_type": "cpu", "devices": 1} | options
+    with pytest.raises(FleetConfigError, match=words):
+        FleetExecutor(**options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for GPUs where there are none")
+@pytest.mark.parametrize("devices", [None, 2])
+def test_gpus_that_are_not_there_are_refused(devices: int | None) -> None:
+    with pytest.raises(FleetConfigError, match="0 are visible here.*device_type='cpu'"):
+        FleetExecutor(device_type="cuda", devices=devices)
+
+
+def test_data_that_is_no_pipeline_is_refused() -> None:
+    with pytest.raises(FleetConfigError, match=r"SharedPipeline\(train=dataset\)"):
+        FleetExecutor(Noise(3))  # type: ignore[arg-type]
