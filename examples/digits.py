@@ -1,6 +1,6 @@
 """A hyperparameter and architecture sweep of CNNs on scikit-learn's handwritten digits.
 
-python examples/digits.py                 # 24 trials on 4 device slots, about two minutes on 2 cores
+python examples/digits.py  # 24 trials on 4 device slots, about two minutes on 2 cores
 python examples/digits.py --trials 60 --devices 8 --picture timeline.png
 """
 
@@ -119,7 +119,8 @@ def main() -> None:
         study.optimize(objective, n_trials=arguments.trials, executor=fleet)
 
     print(
-        f"Best trial: {study.best_trial.number}, accuracy {study.best_value:.4f} with {study.best_params}"
+        f"Best trial: {study.best_trial.number}, accuracy {study.best_value:.4f} with "
+        f"{study.best_params}"
     )
     save_timeline(study, arguments.picture)
     plot_timeline(study).write_html(arguments.picture.rsplit(".", 1)[0] + ".html")

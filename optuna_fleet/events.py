@@ -1,8 +1,8 @@
 """What happened (events, past facts) and what to do about it (instructions, imperatives).
 
-The controller turns the one into the other and does nothing else; the driver, and later the replay, carry
-the instructions out. A *run* is one stay of a trial on a set of devices; its id is never used twice, so
-what an ended run still says can be told apart and dropped.
+The controller turns the one into the other and does nothing else; the driver, and later the
+replay, carry the instructions out. A *run* is one stay of a trial on a set of devices; its id is
+never used twice, so what an ended run still says can be told apart and dropped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ProposalsExhausted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequested:
-    """A run reached its first request for data: its model and whether it can be moved are known."""
+    """A run asked for data for the first time: its model, and whether it can move, are known."""
 
     run_id: int
     structure: str
@@ -150,7 +150,7 @@ class AnswerEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOff:
-    """A rank of the run is gone: its other ranks must end, by force if they do not by themselves."""
+    """A rank of the run is gone: its other ranks must end, by force if they don't themselves."""
 
     run_id: int
     devices: tuple[int, ...]

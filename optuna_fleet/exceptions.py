@@ -1,7 +1,8 @@
 """Errors, named by what happens next.
 
-``FleetConfigError``: nothing was started; change the call. ``TrialError``: one trial fails, the others go
-on. ``RetryableError``: the work is tried again elsewhere. Any other ``FleetError`` ends the sweep.
+``FleetConfigError``: nothing was started; change the call. ``TrialError``: one trial fails, the
+others go on. ``RetryableError``: the work is tried again elsewhere. Any other ``FleetError`` ends
+the sweep.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TrialError(FleetError):
 
 
 class PreprocessingError(TrialError):
-    """A sample could not be preprocessed; carries the data set's name, the index and the traceback."""
+    """A sample could not be preprocessed; carries the data set's name, index and traceback."""
 
 
 class RemoteObjectiveError(TrialError):
@@ -40,4 +41,4 @@ class RemoteObjectiveError(TrialError):
 
 
 class ProtocolError(FleetError):
-    """A message on the control channel breaks the protocol, or its sender is not who it claims to be."""
+    """A message on the control channel breaks the protocol, or its sender is an impostor."""

@@ -1,6 +1,7 @@
 """What travels between driver, agents and trainers on the control channel.
 
-Everything a user's code made (objectives, values, exceptions) travels as cloudpickle inside the message.
+Everything a user's code made (objectives, values, exceptions) travels as cloudpickle inside the
+message.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from optuna_fleet.events import Ending
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.resources import Device
 
-# -- hello -------------------------------------------------------------------------------------------
+# -- hello ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class TrainerReady:
     pid: int
 
 
-# -- driver to agent ---------------------------------------------------------------------------------
+# -- driver to agent ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class Quit:
     """End the process (agent: and all its children)."""
 
 
-# -- agent to driver ---------------------------------------------------------------------------------
+# -- agent to driver ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class PipelineReport:
     resident_bytes: int
 
 
-# -- driver to trainer -------------------------------------------------------------------------------
+# -- driver to trainer ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +126,7 @@ class Reply:
     error: Raised | None = None
 
 
-# -- trainer to driver -------------------------------------------------------------------------------
+# -- trainer to driver ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +175,7 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """An exception on its way to another process: itself if it can be pickled, and its traceback."""
+    """An exception on its way to another process: itself, if picklable, and its traceback."""
 
     exception: BaseException
     traceback: str
@@ -205,7 +206,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSetup:
-    """The shared pipeline as an agent gets it: cloudpickled data sets and how much to spend on them."""
+    """The shared pipeline as an agent gets it: cloudpickled data sets and their budget."""
 
     payload: bytes
     spec: PipelineSpec

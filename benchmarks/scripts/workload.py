@@ -46,8 +46,8 @@ def train(
     trial: Any, *, num_epochs: int, stop_after_s: float = math.inf, data: str = "train"
 ) -> float:
     """Train on one thread for that many epochs, or that long."""
-    torch.set_num_threads(1)
     model, optimizer = prepared(trial)
+    torch.set_num_threads(1)  # after `prepare`, which sets the slot's share of the cores
     deadline = time.monotonic() + stop_after_s
     losses: list[float] = []
     for epoch in trial.epochs(num_epochs):

@@ -38,8 +38,9 @@ class RunCalls:
         if expected == call.name:
             return reply
         error = TrialError(
-            f"The ranks of a trial went different ways: rank 0 called `{expected}` where rank {call.rank} "
-            f"called `{call.name}`. Every rank must make the same calls in the same order."
+            f"The ranks of a trial went different ways: rank 0 called `{expected}` where rank "
+            f"{call.rank} called `{call.name}`. Every rank must make the same calls in the same "
+            "order."
         )
         raised = Raised(exception=error, traceback=str(error))
         return Reply(run_id=call.run_id, index=call.index, error=raised)

@@ -1,7 +1,7 @@
 """The control channel: authenticated, framed messages between driver, agents and trainers.
 
-Both ends prove that they know the sweep's secret (HMAC-SHA256 over fresh nonces of both sides) before
-anything is unpickled; nothing is ever unpickled from a peer that has not.
+Both ends prove that they know the sweep's secret (HMAC-SHA256 over fresh nonces of both sides)
+before anything is unpickled; nothing is ever unpickled from a peer that has not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HELLO = b"optuna-fleet 1"
 
 
 class Channel:
-    """One end of an authenticated connection; messages are the records of `optuna_fleet.messages`."""
+    """One end of an authenticated connection; it carries records of `optuna_fleet.messages`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -108,7 +108,7 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more connections."""
-        # shutdown() wakes the accepting thread; close() alone would leave it, and the port, behind.
+        # shutdown() wakes the accepting thread; close() alone would leave it and the port behind.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 

@@ -1,9 +1,9 @@
 """The controller: what happened goes in, what to do comes out. Pure: no clock, no process, no I/O.
 
-A *round* is one way to decide when to decide again (FLEET 4.3.2): the global paradigm re-allocates all
-trials once fewer than `alpha` of the round's devices are active; the local one (4.3.3) only refills freed
-devices. New proposals are probed on devices as they fall free, so that a probe is also the start of its
-trial's training: batches that measured a rate are never thrown away.
+A *round* is one way to decide when to decide again (FLEET 4.3.2): the global paradigm re-allocates
+all trials once fewer than `alpha` of the round's devices are active; the local one (4.3.3) only
+refills freed devices. New proposals are probed on devices as they fall free, so that a probe is
+also the start of its trial's training: batches that measured a rate are never thrown away.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SHORTFALL = 0.75
 
 
 class Controller:
-    """The state machine of one `optimize` call; profiles outlive it and may be shared between calls."""
+    """The state machine of one `optimize` call; profiles outlive it and may be shared by calls."""
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class Controller:
         instructions = self._take(event)
         return instructions + self._advance()
 
-    # -- events ------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------
 
-    def _take(self, event: Event) -> list[Instruction]:  # noqa: C901 - one arm per event
+    def _take(self, event: Event) -> list[Instruction]:  # one arm per event
         match event:
             case TrialProposed():
                 self._proposing = False
@@ -201,7 +201,7 @@ class Controller:
         trial.status = Status.WAITING if trial.structure else Status.PROPOSED
         return [Requeue(**names)]
 
-    # -- decisions ---------------------------------------------------------------------------------
+    # -- decisions --------------------------------------------------------------------------------
 
     def _advance(self) -> list[Instruction]:
         if self._deciding:  # the devices the plan is made for must still be there when it comes
@@ -217,7 +217,7 @@ class Controller:
         return instructions
 
     def _give_back_unlaunched(self) -> list[Instruction]:
-        """Once nothing more may start, what was proposed but never launched goes back to the study."""
+        """Once nothing more may start, give back to the study what was never launched."""
         unlaunched = [
             trial
             for trial in self._trials.values()
@@ -295,7 +295,7 @@ class Controller:
         return self._awaited
 
     def _is_settled(self, run: Run) -> bool:
-        """Nothing more is about to be learnt of the run: its rate is known, or it will never move."""
+        """Nothing more will be learnt of the run: its rate is known, or it will never move."""
         trial = self._trials[run.number]
         return trial.status is Status.FLYING and (run.measured or not trial.resumable)
 
@@ -308,7 +308,7 @@ class Controller:
         return active < self.policy.alpha * sum(self._round_widths.values())
 
     def _candidates(self) -> list[Trial]:
-        """Trials that may be placed: waiting ones and, but for the local paradigm, those flying."""
+        """Trials that may be placed: waiting ones and, but for the local paradigm, flying ones."""
         movable = self.policy.paradigm == "global" or self.round == 0
         return [
             trial

@@ -1,4 +1,4 @@
-"""When a trial has converged: a pure function of the values it reported (FLEET 4.3.2, "Training")."""
+"""When a trial has converged: a pure function of its reported values (FLEET 4.3.2, "Training")."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Convergence:
             )
 
     def is_reached(self, values: Sequence[float], *, maximize: bool) -> bool:
-        """Whether the last `patience` of `values` all failed to improve on the best before them."""
+        """Whether none of the last `patience` of `values` improved on the best before them."""
         best, stale = -math.inf, 0
         for value in values:
             gain = value if maximize else -value

@@ -1,4 +1,4 @@
-"""The driver of one `optimize` call: waits for events, asks the controller, carries out what it says.
+"""The driver of one `optimize` call: waits for events, asks the controller, does what it says.
 
 The only code that blocks. Everything that touches the study happens here, on the caller's thread.
 """
@@ -108,8 +108,8 @@ class Driver:
         """Run until every trial is done.
 
         Raises:
-            BaseException: The first failure that `catch` does not cover, once the other trials are done;
-                at once for KeyboardInterrupt and for failures of the fleet itself.
+            BaseException: The first failure that `catch` does not cover, once the other trials are
+                done; at once for KeyboardInterrupt and for failures of the fleet itself.
         """
         for device in self._runtime.live:
             self._post(DeviceJoined(device=device))
@@ -124,7 +124,7 @@ class Driver:
         if self._failure is not None:
             raise self._failure
 
-    # -- waiting -----------------------------------------------------------------------------------
+    # -- waiting ----------------------------------------------------------------------------------
 
     def _wait(self) -> None:
         allocator = self._runtime.allocator
@@ -153,7 +153,7 @@ class Driver:
             deadlines.append(deadline)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
-    # -- messages ----------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------
 
     def _receive(self, message: Any) -> None:
         match message:
@@ -238,7 +238,7 @@ class Driver:
     def _send(self, device: int, message: Any) -> None:
         self._runtime.hub.send(self._runtime.hub.trainers.get(device), message)
 
-    # -- instructions ------------------------------------------------------------------------------
+    # -- instructions -----------------------------------------------------------------------------
 
     def _post(self, event: Event) -> None:
         self._events.append(event)
@@ -325,7 +325,7 @@ class Driver:
         )
 
     def _send_unsent(self) -> None:
-        """Send the launches; one on several devices is kept back until its ranks can rendezvous."""
+        """Send the launches; those on several devices wait until their ranks can rendezvous."""
         kept = []
         for device, message in self._unsent:
             if message.world_size > 1 and self._runtime.store is None:
@@ -342,7 +342,7 @@ class Driver:
         level = logging.INFO if instruction.moves or instruction.round == 1 else logging.DEBUG
         compat.fleet_logger.log(level, f"Round {instruction.round}: {plan.reason}")
 
-    # -- endings -----------------------------------------------------------------------------------
+    # -- endings ----------------------------------------------------------------------------------
 
     def _settle(self, instruction: Settle) -> None:
         run = self._finish_run(instruction.run_id)
@@ -353,7 +353,8 @@ class Driver:
         run = self._finish_run(instruction.run_id)
         if run.causes:
             compat.fleet_logger.warning(
-                f"Trial {instruction.number}: {run.cause}. It is run again from its last checkpoint."
+                f"Trial {instruction.number}: {run.cause}. It is run again from its last "
+                "checkpoint."
             )
         else:
             self.tally.rescales += 1
@@ -361,8 +362,8 @@ class Driver:
     def _give_up(self, instruction: GiveUp) -> None:
         run = self._finish_run(instruction.run_id)
         error = TrainerLostError(
-            f"Trial {instruction.number} lost its devices {instruction.restarts} times, the last time "
-            f"because {run.cause}."
+            f"Trial {instruction.number} lost its devices {instruction.restarts} times, the last "
+            f"time because {run.cause}."
         )
         self._tell(instruction.number, None, error)
 
@@ -385,7 +386,7 @@ class Driver:
         self._proposals.stop()
 
     def _abandon(self, error: BaseException) -> None:
-        """End what flies now: fail those trials, give back those that never flew, free the devices."""
+        """End what flies: fail those trials, give back those that never flew, free the devices."""
         busy = {device for run in self._runs.values() for device in run.launch.devices}
         flown = {run.launch.number for run in self._runs.values()} | self._checkpointed
         for number in self._proposals.unfinished():

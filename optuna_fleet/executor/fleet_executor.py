@@ -35,24 +35,30 @@ _objective_ids = itertools.count()
 class FleetExecutor:
     """Runs the trials of Optuna studies on a set of devices.
 
-    One executor serves many calls of `optimize`; its processes start with the first one and stay up in
-    between. Use it as a context manager, or call `close`; it also ends with the interpreter.
+    One executor serves many calls of `optimize`; its processes start with the first one and stay
+    up in between. Use it as a context manager, or call `close`; it also ends with the interpreter.
 
     Args:
         pipeline: The data of all trials; needed for `trial.batches`.
-        devices: Number of device slots; None for all visible GPUs, or one CPU slot per core without any.
+        devices: Number of device slots; None for all visible GPUs, or one CPU slot per core
+            without any.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
         paradigm: "global" re-allocates all trials at each round; "local" only fills freed devices.
         alpha: A round ends when fewer than this share of its devices is active.
-        allocator: "mip" (python-mip, FLEET's greedy algorithm as its fallback), "greedy", or your own.
+        allocator: "mip" (python-mip, FLEET's greedy algorithm as its fallback), "greedy", or your
+            own.
         rate_spread: Fastest over slowest training rate allowed within one flotilla.
         convergence: When a trial has converged and ends before its last epoch; None for never.
-        checkpoint_dir: Where trials are checkpointed; None for a private folder, removed at the end.
+        checkpoint_dir: Where trials are checkpointed; None for a private folder, removed at the
+            end.
         checkpoint_interval_s: Seconds after which a trial is checkpointed at the end of its epoch,
             besides at each move: what a killed process may cost it.
+        cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in
+            the calling process, on the CPU, under your debugger.
         seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
         solver_time_limit_s: Time limit of one allocation, in seconds.
-        max_restarts: How often a trial may lose its devices (killed processes) before it is failed.
+        max_restarts: How often a trial may lose its devices (killed processes) before it is
+            failed.
 
     Raises:
         FleetConfigError: An argument is out of range, or the devices asked for do not exist.
@@ -71,14 +77,15 @@ class FleetExecutor:
         convergence: Convergence | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_interval_s: float = 60.0,
+        cluster: Literal["local", "inline"] = "local",
         seed: int | None = None,
         solver_time_limit_s: float = 1.0,
         max_restarts: int = 3,
     ) -> None:
         if pipeline is not None and not isinstance(pipeline, SharedPipeline):
             raise FleetConfigError(
-                f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a SharedPipeline: "
-                "FleetExecutor(SharedPipeline(train=dataset))."
+                f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a "
+                "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
             )
         self._policy = Policy(
             paradigm=paradigm,
@@ -97,6 +104,9 @@ class FleetExecutor:
             raise FleetConfigError(
                 f"`checkpoint_interval_s` is {checkpoint_interval_s}, but must be >= 0."
             )
+        if cluster not in ("local", "inline"):
+            raise FleetConfigError(f"`cluster` is {cluster!r}, but must be 'local' or 'inline'.")
+        self._cluster = cluster
         self._checkpoint_interval_s = checkpoint_interval_s
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         self.fleet = find_fleet(devices, device_type)
@@ -118,7 +128,8 @@ class FleetExecutor:
     ) -> None:
         """Optimize `func` as `optuna.Study.optimize` does, with the trials on this fleet.
 
-        The arguments are those of `optuna.Study.optimize`. Afterwards `summary` holds the call in numbers.
+        The arguments are those of `optuna.Study.optimize`. Afterwards `summary` holds the call in
+        numbers.
 
         Raises:
             FleetConfigError: The objective can't be sent to the trainers.
@@ -127,7 +138,8 @@ class FleetExecutor:
         """
         if self._busy:
             raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
-        objective = _pickled(func)
+        if not callable(func):
+            raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
         loop = Loop(
             study,
             n_trials=n_trials,
@@ -140,7 +152,10 @@ class FleetExecutor:
         self._busy = True
         try:
             with loop:
-                self._run(loop, objective, func)
+                if self._cluster == "inline":
+                    self._run_inline(loop, func)
+                else:
+                    self._run(loop, _pickled(func), func)
         finally:
             self._busy = False
 
@@ -170,6 +185,13 @@ class FleetExecutor:
                     len(self.fleet), loop.proposals.elapsed_s, report
                 )
                 compat.fleet_logger.info(str(self.summary))
+
+    def _run_inline(self, loop: Loop, func: ObjectiveFunc) -> None:
+        from optuna_fleet.executor.cluster.inline import run_inline
+
+        run_inline(
+            loop, func, pipeline=self._pipeline, seed=self._seed, convergence=self._convergence
+        )
 
     def _new_controller(self, runtime: Runtime) -> Controller:
         return Controller(
@@ -220,15 +242,13 @@ def _chosen(allocator: str | Allocator) -> Allocator:
 
 
 def _pickled(func: Any) -> bytes:
-    if not callable(func):
-        raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
     try:
         return bytes(cloudpickle.dumps(func))
     except Exception as error:
         raise FleetConfigError(
-            f"The objective can't be sent to the trainers: {type(error).__name__}: {error}. It refers to "
-            "something that can't be pickled (an open file, a lock, a connection): create that inside the "
-            "objective instead."
+            f"The objective can't be sent to the trainers: {type(error).__name__}: {error}. It "
+            "refers to something that can't be pickled (an open file, a lock, a connection): "
+            "create that inside the objective instead."
         ) from error
 
 

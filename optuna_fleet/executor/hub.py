@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import secrets
 import selectors
@@ -42,7 +43,7 @@ class Hub:
         self._waker.send(b"\0")
 
     def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
-        """Wait for messages at most `timeout_s` and yield them; stop early if one of `others` is ready.
+        """Yield messages, waiting at most `timeout_s`; stop early if one of `others` is ready.
 
         Raises:
             FleetError: An agent's channel broke.
@@ -101,10 +102,8 @@ class Hub:
         """Send a message; a peer that is gone is found out by its end of stream."""
         if channel is None:
             return
-        try:
+        with contextlib.suppress(OSError):
             channel.send(message)
-        except OSError:
-            pass
 
     def close(self) -> None:
         """Close every channel and stop accepting."""

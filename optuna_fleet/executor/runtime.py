@@ -101,7 +101,7 @@ class Runtime:
             num_preprocessors=number,
         )
 
-    # -- messages ----------------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------------
 
     def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
         """Wait for messages as `Hub.messages` does; what is about processes is noted on the way.
@@ -116,7 +116,7 @@ class Runtime:
             yield message
 
     def device_events(self, message: TrainerReady | TrainerExited) -> list[Event]:
-        """Translate the coming and going of trainers; a successor is only announced after the loss.
+        """Translate trainers' coming and going; a successor is only announced after the loss.
 
         Raises:
             LaunchError: A device's trainers keep dying before they are ready.
@@ -145,8 +145,8 @@ class Runtime:
         number = self._stillborn[message.device] = self._stillborn.get(message.device, 0) + 1
         if number >= _MAX_STILLBORN:
             raise LaunchError(
-                f"The trainer of device {message.device} ended {number} times in a row before it was "
-                f"ready, the last time with {message.cause}; what it printed says why."
+                f"The trainer of device {message.device} ended {number} times in a row before it "
+                f"was ready, the last time with {message.cause}; what it printed says why."
             )
 
     def kill(self, device: int) -> None:
@@ -214,7 +214,7 @@ class Runtime:
 
 
 def _modules_to_preload() -> tuple[str, ...]:
-    """What the agent imports once for all its children: torch, and what the user's script imported of it."""
+    """What the agent imports once for its children: torch, and what the script imported of it."""
     wanted = ("torchvision", "torchvision.transforms.v2", "torchvision.models")
     return (
         "torch",

@@ -19,7 +19,8 @@ class FleetSummary:
         busy_s: Seconds each device had a run.
         waited_s: Seconds of these its run waited for data.
         probing_s: Seconds from the start of each trial's first run to its first request for data.
-        profiling_s: Seconds of training that were timed for a rate; no batch of them is thrown away.
+        profiling_s: Seconds of training that were timed for a rate; no batch of them is thrown
+            away.
         rounds: Number of allocations carried out.
         solver_s: Time of each allocation.
         rescales: How often a trial was moved to other devices.
@@ -55,10 +56,11 @@ class FleetSummary:
         ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
         idle = [self.duration_s - self.busy_s.get(d, 0.0) for d in range(self.num_devices)]
         text = (
-            f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s on "
-            f"{self.num_devices} devices in {self.rounds} rounds; a device was idle for "
-            f"{_mean(idle):.1f} s and waited for data for {_mean(list(self.waited_s.values())):.1f} s on "
-            f"average; probing took {self.probing_share:.1%} of device time"
+            f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s "
+            f"on {self.num_devices} devices in {self.rounds} rounds; a device was idle for "
+            f"{_mean(idle):.1f} s and waited for data for "
+            f"{_mean(list(self.waited_s.values())):.1f} s on average; probing took "
+            f"{self.probing_share:.1%} of device time"
         )
         if self.consumed:
             text += f"; sharing factor {self.sharing_factor:.1f}"

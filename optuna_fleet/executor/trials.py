@@ -16,7 +16,8 @@ class Policy:
 
     Attributes:
         paradigm: "global" re-allocates every trial, "local" only fills free devices.
-        alpha: The global paradigm decides again when fewer than this share of a round's devices is active.
+        alpha: The global paradigm decides again when fewer than this share of a round's devices is
+            active.
         rate_spread: Fastest over slowest training rate allowed within one flotilla.
         solver_time_limit_s: Time limit of one decision.
         max_restarts: How often a trial may lose its devices before it is failed.

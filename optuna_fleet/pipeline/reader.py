@@ -95,21 +95,21 @@ class PipelineClient:
         Raises:
             FleetConfigError: An argument can't work.
         """
-        dataset = self._spec.dataset(name)
-        plan = Plan(
-            name=name,
-            epoch=dataset.canonical_epoch(_at_least(0, epoch=epoch)),
-            num_samples=dataset.num_samples,
-            batch_size=_at_least(1, batch_size=batch_size),
-            rank=_at_least(0, rank=rank),
-            world_size=_at_least(1, world_size=world_size),
-            drop_last=drop_last,
-            dummy=dummy,
-            first_step=_at_least(0, first_step=first_step),
-            continues=continues and dataset.shuffled,
+        return Batches(
+            self,
+            planned(
+                self._spec,
+                name,
+                epoch=epoch,
+                batch_size=batch_size,
+                rank=rank,
+                world_size=world_size,
+                drop_last=drop_last,
+                dummy=dummy,
+                first_step=first_step,
+                continues=continues,
+            ),
         )
-        plan.check()
-        return Batches(self, plan)
 
     # For Batches
 
@@ -218,6 +218,41 @@ class PipelineClient:
                 inbox.chunks[message.chunk] = ChunkView(fd)
             case ChunkFailed():
                 inbox.errors[message.chunk] = message.error
+
+
+def planned(
+    spec: PipelineSpec,
+    name: str,
+    *,
+    epoch: int,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    drop_last: bool = False,
+    dummy: bool = False,
+    first_step: int = 0,
+    continues: bool = False,
+) -> Plan:
+    """Returns the checked arguments of ``PipelineClient.read``.
+
+    Raises:
+        FleetConfigError: An argument can't work.
+    """
+    dataset = spec.dataset(name)
+    plan = Plan(
+        name=name,
+        epoch=dataset.canonical_epoch(_at_least(0, epoch=epoch)),
+        num_samples=dataset.num_samples,
+        batch_size=_at_least(1, batch_size=batch_size),
+        rank=_at_least(0, rank=rank),
+        world_size=_at_least(1, world_size=world_size),
+        drop_last=drop_last,
+        dummy=dummy,
+        first_step=_at_least(0, first_step=first_step),
+        continues=continues and dataset.shuffled,
+    )
+    plan.check()
+    return plan
 
 
 def _agent_gone() -> FleetError:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
+
+if TYPE_CHECKING:
+    from optuna_fleet.pipeline.inline import InlineClient
 
 Collate = Callable[[list[Any]], Any]
 
@@ -76,6 +79,12 @@ class SharedPipeline:
                 for name, length in self._lengths.items()
             ),
         )
+
+    def inline(self) -> InlineClient:
+        """Returns a client that preprocesses in this process (imports torch)."""
+        from optuna_fleet.pipeline.inline import InlineClient
+
+        return InlineClient(self.spec(), self._datasets, self._collates)
 
     def payload(self) -> bytes:
         """Returns the data sets as cloudpickle bytes, for the preprocessors."""

@@ -1,4 +1,4 @@
-"""Every private name of Optuna that we use, in one place; tested against the Optuna versions we support."""
+"""Every private name of Optuna that we use, in one place; tested with all supported versions."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def forget_cached_trials(study: optuna.Study) -> None:
 
 
 def give_back(study: optuna.Study, trial: optuna.Trial) -> None:
-    """Return an asked trial to the study: WAITING, with its parameters; the next `ask` gets it again."""
+    """Return an asked trial to the study: WAITING, with its parameters; the next `ask` gets it."""
     study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
     forget_cached_trials(study)
 
@@ -112,7 +112,7 @@ def tell(
     value: float | Sequence[float] | None,
     state: TrialState | None,
 ) -> tuple[TrialState, list[float] | None, str | None]:
-    """`Study.tell` as `Study.optimize` uses it: bad values fail the trial and are described, not raised."""
+    """`Study.tell` as in `Study.optimize`: bad values fail the trial; described, not raised."""
     state, values, problem = _tell_with_warning(
         study=study, trial=trial, value_or_values=value, state=state, suppress_warning=True
     )

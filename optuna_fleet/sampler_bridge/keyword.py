@@ -13,10 +13,10 @@ _MARK = "_optuna_fleet_original"
 
 
 def install() -> None:
-    """Wrap `optuna.Study.optimize` so that it takes ``executor=``; done by ``import optuna_fleet``.
+    """Make `optuna.Study.optimize` take ``executor=``; done by ``import optuna_fleet``.
 
-    Without the keyword, or with None, Optuna's own method runs, argument for argument. Calling it again
-    changes nothing.
+    Without the keyword, or with None, Optuna's own method runs, argument for argument. Calling it
+    again changes nothing.
     """
     original = optuna.Study.optimize
     if hasattr(original, _MARK):
@@ -51,8 +51,8 @@ def _arguments(
     """Optuna's arguments as keywords, by position too; `n_jobs` must have its default."""
     if n_jobs != 1:
         raise FleetConfigError(
-            f"`n_jobs` is {n_jobs}, but must be 1 together with `executor`: the executor runs as many "
-            "trials at once as it has devices, FleetExecutor(devices=...)."
+            f"`n_jobs` is {n_jobs}, but must be 1 together with `executor`: the executor runs as "
+            "many trials at once as it has devices, FleetExecutor(devices=...)."
         )
     names = ("catch", "callbacks", "gc_after_trial", "show_progress_bar")
     by_position = dict(zip(names, rest, strict=False))

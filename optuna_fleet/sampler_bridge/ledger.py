@@ -99,7 +99,8 @@ class Ledger:
         """Tell the study how the trial ended, as `Study.optimize` does, then run the callbacks.
 
         Raises:
-            BaseException: `error`, unless `catch` covers it; whatever a sampler or callback raises.
+            BaseException: `error`, unless `catch` covers it; whatever a sampler or callback
+                raises.
         """
         trial = self._proposals[number]
         try:
@@ -118,7 +119,7 @@ class Ledger:
         return state
 
     def abandon(self, number: int, error: BaseException) -> None:
-        """Fail a trial that is cut short because the whole call ends with `error`; never raises."""
+        """Fail a trial cut short because the whole call ends with `error`; never raises."""
         trial = self._proposals[number]
         try:
             self._tell(trial, None, error)

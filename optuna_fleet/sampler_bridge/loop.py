@@ -13,7 +13,7 @@ from optuna_fleet.sampler_bridge.proposals import Proposals
 
 
 class Loop:
-    """Context of one call; `proposals` and `ledger` are usable inside it. Arguments as in Optuna."""
+    """Context of one call; `proposals` and `ledger` are usable in it. Arguments as in Optuna."""
 
     def __init__(
         self,

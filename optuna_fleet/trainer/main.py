@@ -66,7 +66,7 @@ class Trainer:
         waited_s = self._waited_s()
         value, error = None, None
         try:
-            _seed(run.seed, run.number)
+            seed_run(run.seed, run.number)
             self._limit_threads()
             objective = self._objective(run)
             if run.world_size > 1:
@@ -110,8 +110,8 @@ class Trainer:
                 self._objectives[run.objective_id] = pickle.loads(run.objective)
             except Exception as error:
                 raise FleetError(
-                    f"The objective can't be loaded in a trainer: {type(error).__name__}: {error}. "
-                    "What it refers to must be importable there as it is in your script."
+                    f"The objective can't be loaded in a trainer: {type(error).__name__}: "
+                    f"{error}. What it refers to must be importable there as it is in your script."
                 ) from error
         return self._objectives[run.objective_id]
 
@@ -154,7 +154,7 @@ def _visible(local: int) -> str:
     return visible.split(",")[local].strip() if visible else str(local)
 
 
-def _seed(seed: int, number: int) -> None:
+def seed_run(seed: int, number: int) -> None:
     """Seed every generator that is loaded, alike on every rank and at every resume (G2)."""
     if "torch" in sys.modules:
         from optuna_fleet.trainer.randomness import seed_everything

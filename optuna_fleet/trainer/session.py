@@ -1,4 +1,4 @@
-"""A trainer's side of one run: calls to the driver in the name of all ranks, and how the run ended."""
+"""A trainer's side of one run: calls to the driver in all ranks' name, and how the run ended."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class DriverGoneError(BaseException):
 class Session:
     """Carries the calls of one rank to the driver.
 
-    Calls are numbered; rank 0's call number i is carried out, the other ranks get its answer for theirs.
-    So every rank sees the same suggestion, the same verdict of the pruner, the same exception.
+    Calls are numbered; rank 0's call number i is carried out, the other ranks get its answer for
+    theirs. So every rank sees the same suggestion, the same verdict of the pruner, the same
+    exception.
     """
 
-    def __init__(self, channel: Channel, run: RunTrial) -> None:
+    def __init__(self, channel: Channel | None, run: RunTrial) -> None:
         self.run = run
         self.began = time.perf_counter()
         self.reported: list[float] = []
@@ -48,11 +49,11 @@ class Session:
         Raises:
             Exception: Whatever the call raised in the driver.
         """
-        return self._exchange(target, name, args, kwargs, is_read=False)
+        return self.exchange(target, name, args, kwargs, is_read=False)
 
     def read(self, target: str, name: str) -> Any:
         """Return attribute `name` of `target`."""
-        return self._exchange(target, name, (), {}, is_read=True)
+        return self.exchange(target, name, (), {}, is_read=True)
 
     def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
         """Like `call` for what returns nothing: only rank 0 says it."""
@@ -65,14 +66,22 @@ class Session:
     def send(self, message: Any) -> None:
         """Send a message that needs no answer."""
         with self._lock:
+            assert self._channel is not None
             try:
                 self._channel.send(message)
             except OSError as error:
                 raise DriverGoneError from error
 
-    def _exchange(
-        self, target: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_read: bool
+    def exchange(
+        self,
+        target: str,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_read: bool,
     ) -> Any:
+        """Send a `Call` and wait for its answer."""
         with self._lock:
             index = self._index
             self._index += 1
@@ -94,6 +103,7 @@ class Session:
         return reply.value
 
     def _await_reply(self, index: int) -> Reply:
+        assert self._channel is not None
         while True:
             try:
                 message = self._channel.receive()
@@ -107,7 +117,7 @@ class Session:
 
 
 def packed(error: BaseException) -> Raised:
-    """Make an exception fit to travel; one that can't be pickled is replaced by its description."""
+    """Make an exception fit to travel; one that can't be pickled becomes its description."""
     text = "".join(traceback.format_exception(error))
     try:
         pickle.loads(cloudpickle.dumps(error))

@@ -25,7 +25,7 @@ class Stopwatch:
         self._started = time.perf_counter()
 
     def stop(self, samples: int, waited_s: float) -> float | None:
-        """A batch of `samples` samples was trained on; return the rate (samples/s) once it is known.
+        """Count a trained batch of `samples` samples; return the rate (samples/s) once known.
 
         `waited_s` of that time went by waiting for data, which says nothing about the model.
         """

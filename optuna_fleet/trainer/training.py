@@ -15,6 +15,7 @@ import torch
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.messages import Checkpointed, Measured, Reached, Usage
+from optuna_fleet.pipeline.inline import InlineClient
 from optuna_fleet.pipeline.reader import PipelineClient
 from optuna_fleet.trainer import checkpoint, reduction
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
@@ -32,7 +33,9 @@ class Training:
     Joins the trial's process group, so every rank of a trial must make one.
     """
 
-    def __init__(self, session: Session, pipeline: PipelineClient | None, kind: str) -> None:
+    def __init__(
+        self, session: Session, pipeline: PipelineClient | InlineClient | None, kind: str
+    ) -> None:
         self._session = session
         self._run = session.run
         self._pipeline = pipeline
@@ -78,7 +81,7 @@ class Training:
         """Samples of the present batch on this rank."""
         return self._weights.local_size
 
-    # -- prepare -----------------------------------------------------------------------------------
+    # -- prepare ----------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
         """See `FleetTrial.prepare`."""
@@ -88,8 +91,8 @@ class Training:
     def _prepare_one(self, thing: Any) -> Any:
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise FleetConfigError(
-                f"trial.prepare() was given a `{type(thing).__name__}`, but takes modules, optimizers, "
-                "schedulers and other objects with `state_dict` and `load_state_dict`."
+                f"trial.prepare() was given a `{type(thing).__name__}`, but takes modules, "
+                "optimizers, schedulers and other objects with `state_dict` and `load_state_dict`."
             )
         if isinstance(thing, torch.nn.Module):
             thing.to(self.device)
@@ -106,8 +109,9 @@ class Training:
         saved = self._checkpoint.objects
         if position >= len(saved):
             raise TrialError(
-                f"trial.prepare() was called with more objects than when trial {self._run.number} was "
-                f"checkpointed ({len(saved)}): an objective must prepare the same objects each time."
+                f"trial.prepare() was called with more objects than when trial {self._run.number} "
+                f"was checkpointed ({len(saved)}): an objective must prepare the same objects "
+                "each time."
             )
         thing.load_state_dict(saved[position])
 
@@ -117,7 +121,7 @@ class Training:
             return module
         return wrap_module(module, self._weights, self.device)
 
-    # -- epochs ------------------------------------------------------------------------------------
+    # -- epochs -----------------------------------------------------------------------------------
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """See `FleetTrial.epochs`."""
@@ -164,18 +168,20 @@ class Training:
             )
             self._session.send(Checkpointed(run_id=self._run.run_id))
 
-    # -- data --------------------------------------------------------------------------------------
+    # -- data -------------------------------------------------------------------------------------
 
     def batches(self, name: str, batch_size: int, *, drop_last: bool) -> Batches:
         """See `FleetTrial.batches`."""
         if self._pipeline is None:
             raise FleetConfigError(
-                "trial.batches() needs data: pass it as FleetExecutor(SharedPipeline(train=..., ...))."
+                "trial.batches() needs data: pass it as FleetExecutor(SharedPipeline(train=..., "
+                "...))."
             )
         if not self._modules:
             raise TrialError(
-                f"Trial {self._run.number} asked for batches before trial.prepare(model, optimizer): "
-                "without it the model would not be trained on the trial's devices nor checkpointed."
+                f"Trial {self._run.number} asked for batches before trial.prepare(model, "
+                "optimizer): without it the model would not be trained on the trial's devices nor "
+                "checkpointed."
             )
         self._reach(name, batch_size)
         return Batches(self, name, batch_size, drop_last)
@@ -195,8 +201,8 @@ class Training:
             self._session.tell(
                 "fleet",
                 "warn",
-                f"batch_size={batch_size} is larger than data set '{name}' with its {samples} samples: "
-                f"each epoch is one batch of {samples}.",
+                f"batch_size={batch_size} is larger than data set '{name}' with its {samples} "
+                f"samples: each epoch is one batch of {samples}.",
             )
 
     def _structure(self, name: str, batch_size: int) -> str:
@@ -254,7 +260,7 @@ class Training:
         if rate is not None and self._run.rank == 0:
             self._session.send(Measured(run_id=self._run.run_id, samples_per_s=rate))
 
-    # -- reductions --------------------------------------------------------------------------------
+    # -- reductions -------------------------------------------------------------------------------
 
     def sum(self, value: Any) -> Any:
         """See `FleetTrial.sum`."""

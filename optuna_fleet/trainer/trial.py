@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class FleetTrial(optuna.Trial):
     """An `optuna.Trial` whose every method is carried out on the real study, in the driver.
 
-    On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`, `epochs`,
-    `batches`, `sum`, `mean` and `state`. An objective that uses none of them is a plain Optuna objective
-    and runs unchanged, on one device.
+    On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`,
+    `epochs`, `batches`, `sum`, `mean` and `state`. An objective that uses none of them is a plain
+    Optuna objective and runs unchanged, on one device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
@@ -33,7 +33,7 @@ class FleetTrial(optuna.Trial):
         self.study: Any = _Remote(session, "study", optuna.Study)
         self.storage: Any = _Remote(session, "storage", optuna.storages.BaseStorage)
 
-    # -- Optuna ------------------------------------------------------------------------------------
+    # -- Optuna -----------------------------------------------------------------------------------
 
     def suggest_float(
         self,
@@ -113,7 +113,7 @@ class FleetTrial(optuna.Trial):
     def _training(self) -> Training:
         return self._open_training()
 
-    # -- the fleet ---------------------------------------------------------------------------------
+    # -- the fleet --------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -127,10 +127,10 @@ class FleetTrial(optuna.Trial):
 
     @property
     def shard_size(self) -> int:
-        """Number of samples of the present batch on this rank: its weight in ``mean(loss, weight=...)``.
+        """Samples of the present batch on this rank: its weight in ``mean(loss, weight=...)``.
 
-        0 where the batch has fewer samples than the trial has ranks: such a rank gets a stand-in sample,
-        which keeps it in step and counts for nothing in the gradient.
+        0 where the batch has fewer samples than the trial has ranks: such a rank gets a stand-in
+        sample, which keeps it in step and counts for nothing in the gradient.
         """
         return self._training.shard_size
 
@@ -150,15 +150,16 @@ class FleetTrial(optuna.Trial):
     def prepare(self, *objects: Any) -> Any:
         """Make modules, optimizers, schedulers and scalers part of the trial.
 
-        Modules move to the trial's device and, on several devices, train data parallel with the exact mean
-        gradient and synchronised BatchNorm. Whatever has a `state_dict` is checkpointed, and restored here
-        when the trial was resumed.
+        Modules move to the trial's device and, on several devices, train data parallel with the
+        exact mean gradient and synchronised BatchNorm. Whatever has a `state_dict` is
+        checkpointed, and restored here when the trial was resumed.
 
         Args:
             objects: Anything with `state_dict` and `load_state_dict`.
 
         Returns:
-            The objects in the same order (one object alone is returned as itself); modules may be wrapped.
+            The objects in the same order (one object alone is returned as itself); modules may be
+            wrapped.
 
         Raises:
             FleetConfigError: An object has no `state_dict`.
@@ -166,18 +167,20 @@ class FleetTrial(optuna.Trial):
         return self._training.prepare(*objects)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Iterate over the epochs that are still to train: from 0, or from where the trial stopped.
+        """Iterate over the epochs still to train: from 0, or from where the trial stopped.
 
-        Between two epochs a trial may be checkpointed and moved to other devices: the objective is then
-        run again there with the same parameters. The loop also ends when the trial has converged.
+        Between two epochs a trial may be checkpointed and moved to other devices: the objective is
+        then run again there with the same parameters. The loop also ends when the trial has
+        converged.
         """
         return self._training.epochs(num_epochs)
 
     def batches(self, name: str, batch_size: int, *, drop_last: bool = False) -> Batches:
         """Return this rank's share of the batches of one epoch from the shared pipeline.
 
-        `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so results do not
-        depend on the number of devices. `len()` of the result is the number of steps.
+        `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so
+        results do not depend on the number of devices. `len()` of the result is the number of
+        steps.
 
         Raises:
             FleetConfigError: No such data set, or a bad batch size.
@@ -187,16 +190,16 @@ class FleetTrial(optuna.Trial):
         return self._training.batches(name, batch_size, drop_last=drop_last)
 
     def sum(self, value: Any) -> Any:
-        """Return the sum of `value` over the trial's ranks (numbers, tensors, or dicts of these)."""
+        """Return the sum of `value` over the trial's ranks (number, tensor, or dict of these)."""
         return self._training.sum(value)
 
     def mean(self, value: Any, weight: float | None = None) -> Any:
-        """Return the mean of `value` over the trial's ranks, weighted by `weight` if it is given."""
+        """Return the mean of `value` over the trial's ranks, weighted by `weight` if given."""
         return self._training.mean(value, weight)
 
 
 class _Remote:
-    """Stands for the driver's study or storage: methods are called and attributes read over there."""
+    """Stands for the driver's study or storage: methods are called, attributes read over there."""
 
     def __init__(self, session: Session, target: str, kind: type) -> None:
         self._session = session

@@ -49,7 +49,7 @@ def fleet_of(num_devices: int) -> Fleet:
 
 
 class World:
-    """Feeds a controller, carries out what it says in its head, and checks what must always hold."""
+    """Feeds a controller, plays out what it says, and checks what must always hold."""
 
     def __init__(self, num_devices: int = 4, trials: int = 4, **policy: Any) -> None:
         self.controller = Controller(fleet_of(num_devices), Policy(**policy))

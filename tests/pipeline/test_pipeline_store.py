@@ -66,7 +66,7 @@ def test_the_next_epoch_pushes_nothing_out() -> None:
     store = ChunkStore(memory_bytes=20, max_chunks=100, window=3)
     store.set_size("train", num_chunks=4, chunk_bytes=10)
     store.open_pass("a", "train", 0, 2, continues=True)
-    for chunk in (2, 3):
+    for _ in (2, 3):
         (produce,) = store.assign()
         store.produced(produce.key, 10)
     assert store.assign() == []

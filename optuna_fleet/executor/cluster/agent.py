@@ -1,8 +1,8 @@
 """The agent of a node: starts and watches its processes, owns its shared pipeline.
 
-It is also the mould its children are cast from: it imports what they need (torch takes seconds) once and
-forks them, so it must never *use* torch or CUDA itself, and must stay single-threaded. It ends, and all its
-children with it, when its driver does.
+It is also the mould its children are cast from: it imports what they need (torch takes seconds)
+once and forks them, so it must never *use* torch or CUDA itself, and must stay single-threaded. It
+ends, and all its children with it, when its driver does.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class Agent:
             case Quit():
                 raise EOFError
 
-    # -- children ----------------------------------------------------------------------------------
+    # -- children ---------------------------------------------------------------------------------
 
     def spawn(self, main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
-        """Fork a child that runs `main` with its end of a socket pair; return its pid and our end."""
+        """Fork a child running `main` on one end of a socket pair; return its pid and our end."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -141,7 +141,7 @@ class Agent:
         for pid in self._children:
             os.waitpid(pid, 0)
 
-    # -- what the children are ---------------------------------------------------------------------
+    # -- what the children are --------------------------------------------------------------------
 
     def _start_trainer(self, device: Device) -> None:
         config = self._config

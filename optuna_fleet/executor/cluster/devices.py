@@ -22,7 +22,8 @@ def find_fleet(devices: int | None, device_type: str | None) -> Fleet:
     """Return the local fleet: `devices` slots of `device_type`.
 
     Args:
-        devices: Number of slots; None for all visible GPUs, or one CPU slot per core if there are none.
+        devices: Number of slots; None for all visible GPUs, or one CPU slot per core if there are
+            none.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
 
     Raises:
@@ -72,8 +73,8 @@ def _gpu_names() -> list[str]:
     )
     if answer.returncode != 0:
         raise FleetConfigError(
-            "This machine has an NVIDIA driver, but torch can't list its GPUs; pass device_type='cpu' to "
-            f"do without them. torch said:\n{answer.stderr.strip()}"
+            "This machine has an NVIDIA driver, but torch can't list its GPUs; pass "
+            f"device_type='cpu' to do without them. torch said:\n{answer.stderr.strip()}"
         )
     names: list[str] = json.loads(answer.stdout.splitlines()[-1])
     return names

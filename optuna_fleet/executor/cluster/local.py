@@ -19,7 +19,7 @@ _AGENT = "optuna_fleet.executor.cluster.agent"
 
 
 class AgentProcess:
-    """The agent as a child of the driver, in a session of its own: Ctrl-C is the driver's to handle."""
+    """The agent as a child of the driver, in its own session: Ctrl-C is the driver's to handle."""
 
     def __init__(self, config: AgentConfig) -> None:
         root = str(Path(optuna_fleet.__file__).parents[1])
@@ -49,8 +49,8 @@ class AgentProcess:
         """
         if not self.is_alive():
             raise LaunchError(
-                f"The fleet's agent process ended with exit code {self._process.returncode}; what it "
-                "printed says why."
+                f"The fleet's agent process ended with exit code {self._process.returncode}; what "
+                "it printed says why."
             )
 
     def is_alive(self) -> bool:

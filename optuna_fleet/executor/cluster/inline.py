@@ -1,0 +1,122 @@
+"""No cluster at all: trials one by one in the caller's process, for debugging with pdb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from optuna_fleet.events import EpochDecision
+from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.messages import Call, RunTrial
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.trainer.main import seed_run
+from optuna_fleet.trainer.session import Session
+from optuna_fleet.trainer.trial import FleetTrial
+
+
+def run_inline(
+    loop: Loop,
+    func: Callable[[Any], Any],
+    *,
+    pipeline: SharedPipeline | None,
+    seed: int,
+    convergence: Convergence | None,
+) -> None:
+    """Run all trials of a call here, on the CPU, one after the other.
+
+    Raises:
+        BaseException: The failure of a trial that `catch` does not cover, as it was raised.
+    """
+    while (number := loop.proposals.ask()) is not None:
+        run = RunTrial(
+            run_id=number,
+            number=number,
+            trial_id=compat.id_of(loop.proposals[number]),
+            rank=0,
+            world_size=1,
+            seed=seed,
+            objective_id=0,
+            objective=None,
+            measure=False,
+            store=None,
+            checkpoint=None,
+            checkpoint_to="",
+            gc_after_trial=loop.gc_after_trial,
+        )
+        session = _InlineSession(loop.ledger, run, convergence, maximize=loop.maximize)
+        value, error = None, None
+        try:
+            value = _run(func, session, pipeline)
+        except (Exception, KeyboardInterrupt) as raised:
+            error = raised
+        loop.ledger.settle(number, value, error)
+
+
+def _run(func: Callable[[Any], Any], session: Session, pipeline: SharedPipeline | None) -> Any:
+    training: Any = None
+
+    def open_training() -> Any:
+        nonlocal training
+        if training is None:
+            from optuna_fleet.trainer.training import Training  # imports torch
+
+            training = Training(session, pipeline.inline() if pipeline else None, "cpu")
+        return training
+
+    seed_run(session.run.seed, session.run.number)
+    try:
+        return func(FleetTrial(session, open_training))
+    finally:
+        if training is not None:
+            training.end()
+
+
+class _InlineSession(Session):
+    """A session whose driver is the same process."""
+
+    def __init__(
+        self, ledger: Ledger, run: RunTrial, convergence: Convergence | None, *, maximize: bool
+    ) -> None:
+        super().__init__(None, run)
+        self._ledger = ledger
+        self._convergence = convergence
+        self._maximize = maximize
+
+    def send(self, message: Any) -> None:
+        """Nobody needs to be told."""
+
+    def exchange(
+        self,
+        target: str,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_read: bool,
+    ) -> Any:
+        """Carry the call out at once."""
+        if (target, name) == ("fleet", "end_epoch"):
+            return self._decision()
+        if (target, name) == ("fleet", "warn"):
+            return compat.fleet_logger.warning(f"Trial {self.run.number}: {args[0]}")
+        call = Call(
+            run_id=self.run.run_id,
+            index=0,
+            rank=0,
+            target=target,
+            name=name,
+            args=args,
+            kwargs=kwargs,
+            is_read=is_read,
+        )
+        return self._ledger.carry_out(self.run.number, call)
+
+    def _decision(self) -> EpochDecision:
+        if self._convergence is None:
+            return EpochDecision.GO
+        values = self._ledger.reported_values(self.run.number)
+        converged = self._convergence.is_reached(values, maximize=self._maximize)
+        return EpochDecision.STOP if converged else EpochDecision.GO

@@ -1,0 +1,78 @@
+"""The pipeline without processes: samples are preprocessed where they are used, for debugging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from optuna_fleet.pipeline.batches import Batch, Plan
+from optuna_fleet.pipeline.chunk_view import ChunkView, cut_batch
+from optuna_fleet.pipeline.columns import without_images
+from optuna_fleet.pipeline.layout import write_chunk
+from optuna_fleet.pipeline.order import permutation, seed_sample
+from optuna_fleet.pipeline.reader import planned
+from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.pipeline.structure import map_leaves
+
+
+class InlineClient:
+    """Stands in for `PipelineClient`: the same batches, made in the calling process.
+
+    Breakpoints in a data set's code are hit, and its exceptions arrive as they were raised.
+    """
+
+    waited_s = 0.0
+
+    def __init__(
+        self, spec: PipelineSpec, datasets: Mapping[str, Any], collates: Mapping[str, Any]
+    ) -> None:
+        self._spec = spec
+        self._datasets = datasets
+        self._collates = collates
+
+    def sample_count(self, name: str) -> int:
+        """Returns the length of a data set."""
+        return self._spec.dataset(name).num_samples
+
+    def read(self, name: str, **arguments: Any) -> InlineBatches:
+        """Returns one epoch; the arguments are those of ``PipelineClient.read``."""
+        return InlineBatches(self, planned(self._spec, name, **arguments))
+
+    def batch(self, plan: Plan, step: int) -> Batch:
+        """Preprocesses the batch of a step."""
+        start, stop = plan.positions(step)
+        samples = self._samples(plan, range(start, stop))
+        collate = self._collates.get(plan.name)
+        # By way of a chunk, so that batches look exactly as they do from processes.
+        view = ChunkView(write_chunk(samples, collated_by_user=collate is not None))
+        data = cut_batch([(view, 0, len(samples))], collate)
+        return Batch(data=data, local_size=plan.local_size(step), global_size=plan.size(step))
+
+    def _samples(self, plan: Plan, positions: Sequence[int]) -> list[Any]:
+        spec = self._spec.dataset(plan.name)
+        order: Sequence[int] = range(spec.num_samples)
+        if spec.shuffled:
+            order = permutation(self._spec.seed, plan.name, plan.epoch, spec.num_samples).tolist()
+        samples = []
+        for position in positions:
+            seed_sample(self._spec.seed, plan.name, plan.epoch, order[position])
+            sample = self._datasets[plan.name][order[position]]
+            samples.append(
+                sample if plan.name in self._collates else map_leaves(sample, without_images)
+            )
+        return samples
+
+
+class InlineBatches:
+    """The batches of one epoch; iterable any number of times."""
+
+    def __init__(self, client: InlineClient, plan: Plan) -> None:
+        self._client = client
+        self._plan = plan
+
+    def __len__(self) -> int:
+        return max(0, self._plan.num_steps - self._plan.first_step)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step in range(self._plan.first_step, self._plan.num_steps):
+            yield self._client.batch(self._plan, step)

@@ -1,0 +1,46 @@
+"""cluster="inline": the same trials in the calling process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet import Convergence, FleetExecutor
+from tests.executor.test_same_results import losses_of
+from tests.fleets import Leg, small_pipeline, train
+
+
+def test_gives_the_same_losses_as_a_trainer(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(train, n_trials=1, executor=FleetExecutor(small_pipeline(), cluster="inline"))
+    assert study.trials[0].user_attrs["losses"] == losses_of(fleet, {0: [Leg((0,))]})[0]
+
+
+def test_exceptions_arrive_as_they_were_raised() -> None:
+    raised = ValueError("here")
+
+    def objective(trial: optuna.Trial) -> float:
+        trial.suggest_float("x", 0, 1)
+        raise raised
+
+    study = optuna.create_study()
+    with pytest.raises(ValueError, match="here") as caught:
+        study.optimize(objective, n_trials=3, executor=FleetExecutor(cluster="inline"))
+    assert caught.value is raised
+    assert [t.state.name for t in study.trials] == ["FAIL"]
+
+
+def test_unpicklable_objectives_and_convergence() -> None:
+    epochs: list[int] = []
+
+    def objective(trial: Any) -> float:
+        for epoch in trial.epochs(10):
+            epochs.append(epoch)
+            trial.report(1.0, epoch)
+        return 1.0
+
+    executor = FleetExecutor(cluster="inline", convergence=Convergence(patience=2))
+    optuna.create_study().optimize(objective, n_trials=1, executor=executor)
+    assert epochs == [0, 1, 2]
