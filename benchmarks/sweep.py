@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     print_table(measure(arguments.trials, arguments.rounds))
 
 

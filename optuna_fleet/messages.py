@@ -7,9 +7,9 @@ message.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from optuna_fleet.events import Ending
+from optuna_fleet.packing import Raised
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.resources import Device
 
@@ -118,11 +118,11 @@ class RunTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """Answer to a `Call`: a value, or an exception to raise in its place."""
+    """Answer to a `Call`: a packed value, or an exception to raise in its place."""
 
     run_id: int
     index: int
-    value: Any = None
+    value: bytes = b""
     error: Raised | None = None
 
 
@@ -136,6 +136,7 @@ class Call:
     Attributes:
         index: Running number of the call within the run; equal on all ranks.
         target: "trial", "study", "storage" or "fleet".
+        arguments: Packed positional arguments and keyword arguments.
         is_read: Get the attribute instead of calling it.
     """
 
@@ -144,8 +145,7 @@ class Call:
     rank: int
     target: str
     name: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    arguments: bytes
     is_read: bool = False
 
 
@@ -174,14 +174,6 @@ class Checkpointed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raised:
-    """An exception on its way to another process: itself, if picklable, and its traceback."""
-
-    exception: BaseException
-    traceback: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Where a rank's time went, in seconds."""
 
@@ -192,14 +184,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """One rank left the objective, at `time_s` (seconds since the epoch)."""
+    """One rank left the objective, at `time_s` (seconds since the epoch); `value` is packed."""
 
     run_id: int
     rank: int
     device: int
     time_s: float
     ending: Ending
-    value: Any = None
+    value: bytes = b""
     error: Raised | None = None
     usage: Usage = field(default_factory=Usage)
 

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import cloudpickle
-
 from optuna_fleet.exceptions import ProtocolError
 
 _NONCE_BYTES = 32
@@ -38,7 +36,7 @@ class Channel:
         Raises:
             OSError: The peer is gone.
         """
-        data = cloudpickle.dumps(message)
+        data = pickle.dumps(message)
         with self._sending:
             self._connection.send_bytes(data)
 
@@ -57,6 +55,11 @@ class Channel:
     def fileno(self) -> int:
         """File descriptor that becomes readable when a message or the end arrives."""
         return self._connection.fileno()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this end was closed."""
+        return self._connection.closed
 
     def close(self) -> None:
         """Close this end."""

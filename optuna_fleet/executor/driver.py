@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import select
 import time
-import traceback
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,13 +49,13 @@ from optuna_fleet.messages import (
     Checkpointed,
     Ended,
     Measured,
-    Raised,
     Reached,
     Reply,
     RunTrial,
     TrainerExited,
     TrainerReady,
 )
+from optuna_fleet.packing import pack, pack_error, unpack
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
@@ -188,13 +187,15 @@ class Driver:
             self._knows_objective.discard(message.device)
             self._deadlines.pop(message.device, None)
             run = self._runs.get(self._where.get(message.device, -1))
-            if run is not None:
+            if run is not None and not run.has_ended(message.device):
                 run.causes.append(f"the trainer of device {message.device} died: {message.cause}")
         for event in self._runtime.device_events(message):
             self._post(event)
 
     def _rank_ended(self, run: Run, message: Ended) -> None:
         run.ended.append(message)
+        if message.rank == 0:
+            self._reply(run, run.calls.close())
         self._deadlines.pop(message.device, None)
         seconds = time.time() - run.start
         self.tally.add_stay(message.device, seconds, message.usage, probe=run.launch.probe)
@@ -211,15 +212,16 @@ class Driver:
 
     def _carried_out(self, run: Run, call: Call) -> Reply:
         number = run.launch.number
-        value, error = None, None
         try:
             if (call.target, call.name) == ("fleet", "warn"):
-                compat.fleet_logger.warning(f"Trial {number}: {call.args[0]}")
+                (text,), _ = unpack(call.arguments)
+                compat.fleet_logger.warning(f"Trial {number}: {text}")
+                value = None
             else:
                 value = self._ledger.carry_out(number, call)
-        except Exception as raised:
-            error = Raised(exception=raised, traceback=traceback.format_exc())
-        return Reply(run_id=call.run_id, index=call.index, value=value, error=error)
+            return Reply(run_id=call.run_id, index=call.index, value=pack(value))
+        except Exception as error:
+            return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
 
     def _has_converged(self, run: Run) -> bool:
         convergence = self._job.convergence
@@ -283,7 +285,7 @@ class Driver:
         is_due = time.time() - run.saved >= self._job.checkpoint_interval_s
         if decision is EpochDecision.GO and is_due:
             decision = EpochDecision.CHECKPOINT
-        self._answer(run, call, Reply(run_id=call.run_id, index=call.index, value=decision))
+        self._answer(run, call, Reply(run_id=call.run_id, index=call.index, value=pack(decision)))
 
     def _propose(self) -> None:
         number = None
@@ -352,6 +354,7 @@ class Driver:
     def _requeue(self, instruction: Requeue) -> None:
         run = self._finish_run(instruction.run_id)
         if run.causes:
+            self._ledger.note_restart(instruction.number)
             compat.fleet_logger.warning(
                 f"Trial {instruction.number}: {run.cause}. It is run again from its last "
                 "checkpoint."

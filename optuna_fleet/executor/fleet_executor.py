@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import cloudpickle
 import optuna
 
 from optuna_fleet.alloc import Allocator, GreedyAllocator, IsolatedAllocator, MipAllocator
@@ -23,6 +22,7 @@ from optuna_fleet.executor.driver import Driver, Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.executor.trials import Policy
+from optuna_fleet.packing import pack
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
@@ -109,6 +109,8 @@ class FleetExecutor:
         self._cluster = cluster
         self._checkpoint_interval_s = checkpoint_interval_s
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
+        if self._seed < 0:
+            raise FleetConfigError(f"`seed` is {self._seed}, but must be >= 0.")
         self.fleet = find_fleet(devices, device_type)
         self.summary: FleetSummary | None = None
         self._runtime: Runtime | None = None
@@ -243,7 +245,7 @@ def _chosen(allocator: str | Allocator) -> Allocator:
 
 def _pickled(func: Any) -> bytes:
     try:
-        return bytes(cloudpickle.dumps(func))
+        return pack(func)
     except Exception as error:
         raise FleetConfigError(
             f"The objective can't be sent to the trainers: {type(error).__name__}: {error}. It "

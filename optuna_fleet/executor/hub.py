@@ -7,6 +7,7 @@ import queue
 import secrets
 import selectors
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -31,6 +32,8 @@ class Hub:
         self.trainers: dict[int, Channel] = {}
         self.agents: dict[int, Channel] = {}
         self._pids: dict[int, int] = {}
+        self._closing = threading.Lock()
+        self._is_closed = False
         self._newcomers: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -39,8 +42,12 @@ class Hub:
         self.host, self.port = self._listener.host, self._listener.port
 
     def _welcome(self, channel: Channel) -> None:  # on the listener's thread
-        self._newcomers.put(channel)
-        self._waker.send(b"\0")
+        with self._closing:
+            if self._is_closed:
+                channel.close()
+                return
+            self._newcomers.put(channel)
+            self._waker.send(b"\0")
 
     def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
         """Yield messages, waiting at most `timeout_s`; stop early if one of `others` is ready.
@@ -58,7 +65,7 @@ class Hub:
         for key, _ in ready:
             if key.fileobj is self._wake:
                 self._admit()
-            elif isinstance(key.data, Channel):
+            elif isinstance(key.data, Channel) and not key.data.is_closed:
                 yield from self._receive(key.data)
 
     def _admit(self) -> None:
@@ -107,7 +114,11 @@ class Hub:
 
     def close(self) -> None:
         """Close every channel and stop accepting."""
+        with self._closing:
+            self._is_closed = True
         self._listener.close()
+        while not self._newcomers.empty():
+            self._newcomers.get().close()
         for channel in [*self.trainers.values(), *self.agents.values()]:
             channel.close()
         self._selector.close()

@@ -9,6 +9,7 @@ from optuna_fleet.events import Ending, Launch
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.messages import Call, Ended
+from optuna_fleet.packing import unpack, unpack_error
 from optuna_fleet.sampler_bridge.ledger import Flight
 
 
@@ -47,7 +48,11 @@ class Run:
         if self.causes:
             return None, TrainerLostError(f"Trial {self.launch.number}: {self.cause}.")
         (leader,) = (ended for ended in self.ended if ended.rank == 0)
-        return leader.value, None
+        return unpack(leader.value), None
+
+    def has_ended(self, device: int) -> bool:
+        """Whether the rank on that device has left the objective."""
+        return any(ended.device == device for ended in self.ended)
 
     @property
     def cause(self) -> str:
@@ -74,6 +79,6 @@ class Run:
         """The exception, with where it was raised and its traceback there as its cause."""
         assert ended.error is not None
         place = f"in trial {self.launch.number}, rank {ended.rank}, on device {ended.device}"
-        error = ended.error.exception
+        error = unpack_error(ended.error)
         error.__cause__ = RemoteTraceback(f"\n{place}:\n{ended.error.traceback}")
         return error

@@ -65,6 +65,7 @@ class Runtime:
         self.killed: set[int] = set()
         self._store_asked = False
         self._newcomers: dict[int, int] = {}
+        self._dead: set[int] = set()
         self._stillborn: dict[int, int] = {}
         self._checkpoint_dir = checkpoint_dir or Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
         self._keeps_checkpoints = checkpoint_dir is not None
@@ -74,9 +75,12 @@ class Runtime:
             self._agent = AgentProcess(self._agent_config(pipeline, preload))
         except BaseException:
             self.hub.close()
+            self._remove_private_folder()
             raise
 
     def _agent_config(self, pipeline: SharedPipeline | None, preload: bool) -> AgentConfig:
+        setup = self._pipeline_setup(pipeline) if pipeline else None
+        cores_left = cpu_count() - (setup.num_preprocessors if setup else 0)
         return AgentConfig(
             node=0,
             host=self.hub.host,
@@ -85,8 +89,8 @@ class Runtime:
             sys_path=tuple(sys.path),
             preload=_modules_to_preload() if preload else (),
             devices=self.fleet.devices,
-            threads_per_slot=max(1, cpu_count() // len(self.fleet)),
-            pipeline=self._pipeline_setup(pipeline) if pipeline else None,
+            threads_per_slot=max(1, cores_left // len(self.fleet)),
+            pipeline=setup,
         )
 
     def _pipeline_setup(self, pipeline: SharedPipeline) -> PipelineSetup:
@@ -123,6 +127,9 @@ class Runtime:
         """
         device, pid = message.device, message.pid
         if isinstance(message, TrainerReady):
+            if pid in self._dead:  # its hello was overtaken by the news of its death
+                self._dead.remove(pid)
+                return []
             self._stillborn[device] = 0
             if device in self.live:
                 self._newcomers[device] = pid
@@ -130,6 +137,7 @@ class Runtime:
             self.live[device] = pid
             return [DeviceJoined(device=device)]
         if self.live.get(device) != pid:
+            self._dead.add(pid)
             self._note_stillborn(message)
             return []
         del self.live[device]
@@ -209,6 +217,9 @@ class Runtime:
         self.allocator.close()
         self.hub.close()
         self._agent.close()
+        self._remove_private_folder()
+
+    def _remove_private_folder(self) -> None:
         if not self._keeps_checkpoints:
             shutil.rmtree(self._checkpoint_dir, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -92,8 +93,9 @@ def give_back(study: optuna.Study, trial: optuna.Trial) -> None:
 
 
 def set_trial_record(study: optuna.Study, trial: optuna.Trial, key: str, value: Any) -> None:
-    """Store a record of ours with the trial."""
-    study._storage.set_trial_system_attr(trial._trial_id, key, value)
+    """Store a record of ours with the trial, unless someone else has told it as finished."""
+    with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+        study._storage.set_trial_system_attr(trial._trial_id, key, value)
 
 
 def set_study_record(study: optuna.Study, key: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.messages import Call
+from optuna_fleet.packing import unpack
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
@@ -59,6 +60,7 @@ class Ledger:
         self._gc_after_trial = gc_after_trial
         self._progress_bar = progress_bar
         self._flights: dict[int, list[Flight]] = {}
+        self._replayed: dict[int, frozenset[int]] = {}
 
     def carry_out(self, number: int, call: Call) -> Any:
         """Make a call of trial `number` on the real trial, study or storage and return its result.
@@ -74,8 +76,20 @@ class Ledger:
         }
         if call.target not in targets:
             raise ProtocolError(f"There is nothing called {call.target!r} to call.")
+        args, kwargs = unpack(call.arguments)
+        if call.name == "report" and self._is_known(number, args):
+            return None
         attribute = getattr(targets[call.target], call.name)
-        return attribute if call.is_read else attribute(*call.args, **call.kwargs)
+        return attribute if call.is_read else attribute(*args, **kwargs)
+
+    def _is_known(self, number: int, args: tuple[Any, ...]) -> bool:
+        """Whether a trial that is run again reports a step it has reported before."""
+        return len(args) > 1 and args[1] in self._replayed.get(number, ())
+
+    def note_restart(self, number: int) -> None:
+        """The trial is run again from an earlier epoch: it will report some steps twice."""
+        values = compat.frozen(self.study, self._proposals[number]).intermediate_values
+        self._replayed[number] = frozenset(values)
 
     def reported_values(self, number: int) -> list[float]:
         """The trial's intermediate values, in order of step."""
@@ -108,6 +122,7 @@ class Ledger:
         finally:
             self._proposals.release(number)
             self._flights.pop(number, None)
+            self._replayed.pop(number, None)
             if self._gc_after_trial:
                 gc.collect()
         if state is TrialState.FAIL and error is not None and not isinstance(error, self._catch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
 import random
 import socket
 import sys
@@ -17,9 +16,10 @@ from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import FleetError, TrialError
 from optuna_fleet.executor.channel import Channel, connect
 from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
+from optuna_fleet.packing import pack, pack_error, unpack
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.resources import Device
-from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded, packed
+from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
 from optuna_fleet.trainer.trial import FleetTrial
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Trainer:
             return training
 
         waited_s = self._waited_s()
-        value, error = None, None
+        value, error = b"", None
         try:
             seed_run(run.seed, run.number)
             self._limit_threads()
@@ -78,7 +78,7 @@ class Trainer:
         except DriverGoneError:
             raise
         except BaseException as raised:
-            ending, error = Ending.RAISED, packed(raised)
+            ending, error = Ending.RAISED, pack_error(raised)
         ended_s = time.time()
         usage = (
             training.end() if training else Usage(probing_s=time.perf_counter() - session.began)
@@ -89,15 +89,17 @@ class Trainer:
             device=self._device.index,
             time_s=ended_s,
             ending=ending,
-            value=value if run.rank == 0 else None,
+            value=value if run.rank == 0 else b"",
             error=error,
             usage=replace(usage, data_wait_s=self._waited_s() - waited_s),
         )
 
     def _training(self, session: Session) -> Training:
+        had_torch = "torch" in sys.modules
         from optuna_fleet.trainer.training import Training  # imports torch
 
-        self._limit_threads()
+        if not had_torch:  # else the objective may have changed the limit by now
+            self._limit_threads()
         return Training(session, self._pipeline, self._device.kind)
 
     def _waited_s(self) -> float:
@@ -105,13 +107,16 @@ class Trainer:
 
     def _objective(self, run: RunTrial) -> Any:
         if run.objective is not None:
-            self._objectives.clear()
+            self._objectives = {run.objective_id: run.objective}
+        packed = self._objectives[run.objective_id]
+        if isinstance(packed, bytes):
             try:
-                self._objectives[run.objective_id] = pickle.loads(run.objective)
+                self._objectives[run.objective_id] = unpack(packed)
             except Exception as error:
                 raise FleetError(
-                    f"The objective can't be loaded in a trainer: {type(error).__name__}: "
-                    f"{error}. What it refers to must be importable there as it is in your script."
+                    "The objective can't be loaded in a trainer: "
+                    f"{type(error).__name__}: {error}. What it refers to must be importable there "
+                    "as it is in your script."
                 ) from error
         return self._objectives[run.objective_id]
 
@@ -168,20 +173,18 @@ def seed_run(seed: int, number: int) -> None:
     np.random.seed(int(words[1]))
 
 
-def _sendable(value: Any) -> Any:
-    """The objective's value, fit to travel; scalar tensors become the numbers they hold.
+def _sendable(value: Any) -> bytes:
+    """The objective's value, packed; scalar tensors become the numbers they hold.
 
     Raises:
         TrialError: It can't be pickled.
     """
     try:
-        value = _plain(value)
-        pickle.dumps(value)
+        return pack(_plain(value))
     except Exception as error:
         raise TrialError(
             f"The value {value!r} that the objective returned can't be sent to the driver: {error}"
         ) from error
-    return value
 
 
 def _plain(value: Any) -> Any:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
-import traceback
 from typing import Any
 
-import cloudpickle
-
-from optuna_fleet.exceptions import RemoteObjectiveError
 from optuna_fleet.executor.channel import Channel
-from optuna_fleet.messages import Call, Raised, Reply, RunTrial
+from optuna_fleet.messages import Call, Reply, RunTrial
+from optuna_fleet.packing import pack, unpack, unpack_error
 
 
 class Yielded(BaseException):
@@ -82,6 +78,7 @@ class Session:
         is_read: bool,
     ) -> Any:
         """Send a `Call` and wait for its answer."""
+        arguments = pack((args, kwargs))
         with self._lock:
             index = self._index
             self._index += 1
@@ -92,15 +89,14 @@ class Session:
                     rank=self.run.rank,
                     target=target,
                     name=name,
-                    args=args,
-                    kwargs=kwargs,
+                    arguments=arguments,
                     is_read=is_read,
                 )
             )
             reply = self._await_reply(index)
         if reply.error is not None:
-            raise reply.error.exception
-        return reply.value
+            raise unpack_error(reply.error)
+        return unpack(reply.value)
 
     def _await_reply(self, index: int) -> Reply:
         assert self._channel is not None
@@ -114,13 +110,3 @@ class Session:
                     return message
             else:
                 raise DriverGoneError  # it said `Quit`
-
-
-def packed(error: BaseException) -> Raised:
-    """Make an exception fit to travel; one that can't be pickled becomes its description."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(cloudpickle.dumps(error))
-    except Exception:
-        error = RemoteObjectiveError(f"{type(error).__qualname__}: {error}")
-    return Raised(exception=error, traceback=text)

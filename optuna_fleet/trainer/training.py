@@ -183,8 +183,10 @@ class Training:
                 "optimizer): without it the model would not be trained on the trial's devices nor "
                 "checkpointed."
             )
+        batches = Batches(self, name, batch_size, drop_last)
+        len(batches)  # checks the arguments
         self._reach(name, batch_size)
-        return Batches(self, name, batch_size, drop_last)
+        return batches
 
     def _reach(self, name: str, batch_size: int) -> None:
         if self._reached_after_s is not None:

@@ -261,7 +261,7 @@ def test_a_successor_is_announced_after_the_loss(runtime: runtimes.Runtime) -> N
 def test_a_trainer_whose_death_was_told_before_its_hello_is_never_announced(
     runtime: runtimes.Runtime,
 ) -> None:
-    """Its hello is still in its socket when the agent tells that it died: it must not count as up."""
+    """Its hello is still in its socket when the agent tells of its death: it is not up."""
     assert runtime.device_events(TrainerExited(device=0, pid=7, cause="signal SIGKILL")) == []
     assert runtime.device_events(TrainerReady(device=0, pid=7)) == []
     assert runtime.device_events(TrainerReady(device=0, pid=8)) == [DeviceJoined(device=0)]

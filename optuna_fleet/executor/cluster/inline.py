@@ -8,6 +8,7 @@ from typing import Any
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.messages import Call, RunTrial
+from optuna_fleet.packing import pack
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
@@ -108,8 +109,7 @@ class _InlineSession(Session):
             rank=0,
             target=target,
             name=name,
-            args=args,
-            kwargs=kwargs,
+            arguments=pack((args, kwargs)),
             is_read=is_read,
         )
         return self._ledger.carry_out(self.run.number, call)

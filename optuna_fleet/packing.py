@@ -1,0 +1,72 @@
+"""Objects of the user's on their way between processes.
+
+They are packed by themselves within a message, so that one which can't be unpacked over there spoils
+its own call or trial and not the channel.
+"""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from optuna_fleet.exceptions import RemoteObjectiveError
+
+
+def pack(value: Any) -> bytes:
+    """Return `value` as bytes; classes of ``__main__`` travel by value.
+
+    Raises:
+        Exception: It can't be pickled.
+    """
+    return bytes(cloudpickle.dumps(value))
+
+
+def unpack(data: bytes) -> Any:
+    """Return what was packed.
+
+    Raises:
+        Exception: It can't be unpickled here.
+    """
+    return pickle.loads(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception on its way to another process.
+
+    Attributes:
+        packed: The exception itself; empty if it can't be pickled.
+        description: Its type and message.
+        traceback: Its traceback where it was raised.
+    """
+
+    packed: bytes
+    description: str
+    traceback: str
+
+
+def pack_error(error: BaseException) -> Raised:
+    """Make an exception fit to travel."""
+    try:
+        packed = pack(error)
+        unpack(packed)
+    except Exception:
+        packed = b""
+    return Raised(
+        packed=packed,
+        description=f"{type(error).__qualname__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def unpack_error(raised: Raised) -> BaseException:
+    """Return the exception, or a description of it where its own type is not to be had."""
+    try:
+        error = unpack(raised.packed)
+    except Exception:
+        return RemoteObjectiveError(raised.description)
+    return error if isinstance(error, BaseException) else RemoteObjectiveError(raised.description)

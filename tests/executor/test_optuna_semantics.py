@@ -1,0 +1,658 @@
+"""G1: a study optimized on a fleet holds what Optuna would have recorded."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import logging
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import optuna
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_fleet import FleetConfigError, FleetExecutor
+from optuna_fleet.sampler_bridge.loop import Loop
+from tests.fleets import small_model
+
+COMPLETE, FAIL, PRUNED = TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED
+RUNNING, WAITING = TrialState.RUNNING, TrialState.WAITING
+ROOT = Path(__file__).parents[2]
+
+
+def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def quadratic(trial: Any) -> float:
+    return float(trial.suggest_float("x", -10, 10)) ** 2
+
+
+def states(study: optuna.Study) -> list[TrialState]:
+    return [trial.state for trial in study.trials]
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What Optuna's loggers print."""
+    handler = logging.StreamHandler(io.StringIO())
+    logging.getLogger("optuna").addHandler(handler)
+    yield handler.stream
+    logging.getLogger("optuna").removeHandler(handler)
+
+
+@pytest.fixture
+def storages(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    rdb = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db")
+    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "journal"))
+    yield {"sqlite": rdb, "journal": optuna.storages.JournalStorage(backend), "memory": None}
+    rdb.engine.dispose()
+
+
+# -- how many, and when to stop ------------------------------------------------------------------
+
+
+def test_n_trials_counts_the_trials_of_the_call(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(quadratic, 3, executor=fleet)
+    study.optimize(quadratic, n_trials=4, executor=fleet)
+    study.optimize(quadratic, n_trials=0, executor=fleet)
+    assert states(study) == 7 * [COMPLETE]
+    assert [trial.number for trial in study.trials] == list(range(7))
+
+
+def test_the_executor_can_be_asked_directly(fleet: Any) -> None:
+    study = optuna.create_study()
+    assert fleet.optimize(study, quadratic, 2) is None
+    assert states(study) == 2 * [COMPLETE]
+    assert fleet.summary.trials == {"complete": 2}
+
+
+def outlast(trial: Any) -> float:
+    began = trial.datetime_start
+    until(lambda: (type(began).now() - began).total_seconds() > 1.5)
+    return 0.0
+
+
+def test_timeout_stops_starts_but_never_a_trial(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(outlast, n_trials=100, timeout=1.0, executor=fleet)
+    assert 1 <= len(study.trials) <= 4  # one wave
+    assert set(states(study)) == {COMPLETE}
+
+
+def test_timeout_alone_ends_the_call(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(quadratic, timeout=0.3, executor=fleet)
+    assert set(states(study)) == {COMPLETE}
+
+
+def stop_at_number(trial: Any, *, number: int) -> float:
+    if trial.number == number:
+        trial.study.stop()
+    return 0.0
+
+
+def test_stop_in_the_objective(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(functools.partial(stop_at_number, number=3), executor=fleet)
+    assert 4 <= len(study.trials) <= 3 + 4  # those in flight finish
+    assert set(states(study)) == {COMPLETE}
+
+
+def test_stop_in_a_callback(fleet: Any) -> None:
+    study = optuna.create_study()
+
+    def stop(study: optuna.Study, trial: FrozenTrial) -> None:
+        study.stop()
+
+    study.optimize(quadratic, callbacks=[stop], executor=fleet)
+    assert 1 <= len(study.trials) <= 4
+    assert set(states(study)) == {COMPLETE}
+
+
+def test_a_callback_that_raises_ends_the_call_when_the_others_are_done(fleet: Any) -> None:
+    study = optuna.create_study()
+
+    def fail(study: optuna.Study, trial: FrozenTrial) -> None:
+        raise ZeroDivisionError(trial.number)
+
+    with pytest.raises(ZeroDivisionError):
+        study.optimize(quadratic, n_trials=20, callbacks=[fail], executor=fleet)
+    assert 1 <= len(study.trials) <= 4
+    assert set(states(study)) == {COMPLETE}
+
+
+def test_callbacks_in_order_with_what_was_stored(fleet: Any) -> None:
+    study = optuna.create_study()
+    calls: list[tuple[str, int, TrialState]] = []
+
+    def note(name: str, study: optuna.Study, trial: FrozenTrial) -> None:
+        calls.append((name, trial.number, trial.state))
+        trial.params.clear()  # a copy
+
+    callbacks = [functools.partial(note, "first"), functools.partial(note, "second")]
+    study.optimize(
+        complete_prune_fail, n_trials=3, catch=ValueError, callbacks=callbacks, executor=fleet
+    )
+    assert sorted(calls[::2]) == [
+        ("first", 0, COMPLETE),
+        ("first", 1, PRUNED),
+        ("first", 2, FAIL),
+    ]
+    assert [(n, s) for _, n, s in calls[::2]] == [(n, s) for _, n, s in calls[1::2]]
+    assert all(trial.params for trial in study.trials)
+
+
+def complete_prune_fail(trial: Any) -> float:
+    x = trial.suggest_float("x", 0, 1)
+    if trial.number == 1:
+        trial.report(x, 3)
+        raise optuna.TrialPruned("too slow")
+    if trial.number == 2:
+        raise ValueError("bad")
+    return float(x)
+
+
+def test_callbacks_may_enqueue(fleet: Any) -> None:
+    study = optuna.create_study()
+
+    def more(study: optuna.Study, trial: FrozenTrial) -> None:
+        if trial.number == 0:
+            study.enqueue_trial({"x": 7.0})
+
+    study.optimize(quadratic, n_trials=12, callbacks=[more], executor=fleet)
+    assert len(study.trials) == 12
+    assert any(trial.params == {"x": 7.0} for trial in study.trials)
+
+
+def nested(trial: Any) -> float:
+    trial.study.optimize(quadratic, n_trials=1)
+    return 0.0
+
+
+def test_nested_optimize_is_refused(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(RuntimeError, match="Nested"):
+        study.optimize(nested, n_trials=1, executor=fleet)
+
+    def callback(study: optuna.Study, trial: FrozenTrial) -> None:
+        study.optimize(quadratic, n_trials=1, executor=fleet)
+
+    with pytest.raises(RuntimeError):
+        study.optimize(quadratic, n_trials=1, callbacks=[callback], executor=fleet)
+    assert states(study) == [FAIL, COMPLETE]
+    study.optimize(quadratic, n_trials=1)  # Optuna's own still works
+
+
+def test_a_study_the_objective_closes_over_is_the_drivers(fleet: Any) -> None:
+    """A pickled in-memory study would be a copy: what is written to it would be lost silently."""
+    study = optuna.create_study()
+
+    def objective(trial: Any) -> float:
+        study.set_user_attr("seen", trial.number)
+        if trial.number == 0:
+            study.stop()
+        return float(len(study.trials))
+
+    study.optimize(objective, n_trials=20, executor=fleet)
+    assert "seen" in study.user_attrs
+    assert len(study.trials) <= 4
+    assert all(trial.value and trial.value >= 1 for trial in study.trials)
+
+
+# -- what a trial says and gets ------------------------------------------------------------------
+
+
+def use_everything(trial: Any) -> float:
+    third = trial.suggest_float("third", 1 / 3, 1 / 3)
+    x = trial.suggest_float("x", 1e-5, 1.0, log=True)
+    n = trial.suggest_int("n", 1, 9, step=2)
+    kind = trial.suggest_categorical("kind", ["a", None, 2.5, True])
+    assert third == 1 / 3
+    assert trial.params == {"third": third, "x": x, "n": n, "kind": kind}
+    assert set(trial.distributions) == set(trial.params)
+    assert isinstance(trial, optuna.Trial)
+    assert trial.datetime_start is not None
+    assert trial.study.study_name == "everything"
+    assert trial.study.directions == [optuna.study.StudyDirection.MINIMIZE]
+    trial.set_user_attr("exact", [x, n])
+    assert trial.user_attrs["exact"] == [x, n]
+    trial.set_constraint("budget", -0.5)
+    assert trial.constraints == {"budget": -0.5}
+    trial.report(0.1 + 0.2, 0)
+    return x + n
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "journal", "memory"])
+def test_what_objectives_say_is_stored_exactly(
+    fleet: Any, storages: dict[str, Any], kind: str
+) -> None:
+    study = optuna.create_study(
+        storage=storages[kind], study_name="everything", sampler=optuna.samplers.RandomSampler(3)
+    )
+    study.optimize(use_everything, n_trials=4, executor=fleet)
+    assert states(study) == 4 * [COMPLETE]
+    for trial in study.trials:
+        x, n = trial.user_attrs["exact"]
+        assert trial.params["x"] == x
+        assert trial.value == x + n
+        assert trial.intermediate_values == {0: 0.1 + 0.2}
+        assert trial.datetime_start <= trial.datetime_complete
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[FleetExecutor]:
+    """One device, no data."""
+    with FleetExecutor(devices=1, device_type="cpu") as executor:
+        yield executor
+
+
+def test_a_fleet_that_starts_slower_than_the_timeout_runs_trials_all_the_same(
+    narrow: FleetExecutor,
+) -> None:
+    """Optuna runs at least one trial at any timeout > 0; starting our processes takes longer."""
+    study = optuna.create_study()
+    study.optimize(quadratic, timeout=0.2, executor=narrow)
+    assert len(study.trials) >= 1
+
+
+def test_one_device_gives_the_same_study_as_optuna(narrow: FleetExecutor) -> None:
+    ours, theirs = (
+        optuna.create_study(sampler=optuna.samplers.TPESampler(seed=1)) for _ in range(2)
+    )
+    ours.optimize(quadratic, n_trials=15, executor=narrow)
+    theirs.optimize(quadratic, n_trials=15)
+    assert [t.params for t in ours.trials] == [t.params for t in theirs.trials]
+    assert [t.values for t in ours.trials] == [t.values for t in theirs.trials]
+
+
+def return_by_number(trial: Any, *, values: list[Any]) -> Any:
+    return values[trial.number]
+
+
+def test_values_that_are_no_values_fail_their_trials_with_a_line(
+    fleet: Any, log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    values = [None, math.nan, "one", [1.0, 2.0], math.inf, -math.inf, [3.0], True]
+    study.optimize(functools.partial(return_by_number, values=values), n_trials=8, executor=fleet)
+    assert states(study) == 4 * [FAIL] + 4 * [COMPLETE]
+    assert [trial.value for trial in study.trials[4:]] == [math.inf, -math.inf, 3.0, 1.0]
+    text = log.getvalue()
+    assert (
+        "Trial 0 failed with parameters: {} because of the following error: The value None" in text
+    )
+    assert "Trial 1 failed with value nan." in text
+    assert "did not match the number of the objectives 1" in text
+
+
+def return_a_function(trial: Any) -> Any:
+    return lambda: 1.0
+
+
+def test_a_value_that_cannot_be_sent_fails_its_trial_with_a_line(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(return_a_function, n_trials=2, executor=fleet)
+    assert states(study) == 2 * [FAIL]
+
+
+def test_tensors_and_arrays_of_one_element_are_values(fleet: Any) -> None:
+    import numpy as np
+    import torch
+
+    study = optuna.create_study()
+    values = [torch.tensor(1.5), torch.tensor([2.5]), np.float32(0.5), np.array(3.0)]
+    study.optimize(functools.partial(return_by_number, values=values), n_trials=4, executor=fleet)
+    assert [trial.value for trial in study.trials] == [1.5, 2.5, 0.5, 3.0]
+
+
+def two_values(trial: Any) -> tuple[float, float]:
+    x = trial.suggest_float("x", 0, 1)
+    if trial.number == 1:
+        with pytest.raises(NotImplementedError):
+            trial.report(x, 0)
+    return x, 1 - x
+
+
+def test_multi_objective(fleet: Any) -> None:
+    study = optuna.create_study(directions=["minimize", "maximize"])
+    study.optimize(two_values, n_trials=4, executor=fleet)
+    assert states(study) == 4 * [COMPLETE]
+    assert all(trial.values[0] + trial.values[1] == pytest.approx(1) for trial in study.trials)
+
+
+def prune_or_not(trial: Any) -> float:
+    trial.report(0.25, 0)
+    trial.report(float("nan") if trial.number == 1 else 0.5, 1)
+    if trial.should_prune() or trial.number < 3:
+        raise optuna.TrialPruned(f"pruned {trial.number}")
+    return 1.0
+
+
+def test_pruned_trials_take_their_last_report(fleet: Any, log: io.StringIO) -> None:
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(upper=0.1))
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    study.optimize(prune_or_not, n_trials=4, executor=fleet)
+    assert states(study) == 4 * [PRUNED]
+    assert [trial.value for trial in study.trials] == [0.5, None, 0.5, 0.5]
+    assert "Trial 2 pruned. pruned 2" in log.getvalue()
+
+
+# -- around the trials ---------------------------------------------------------------------------
+
+
+def test_enqueued_trials_come_first_and_count(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 1.0}, user_attrs={"mine": True})
+    study.enqueue_trial({"x": 2.0})
+    study.optimize(quadratic, n_trials=3, executor=fleet)
+    assert len(study.trials) == 3
+    assert [trial.value for trial in study.trials[:2]] == [1.0, 4.0]
+    assert study.trials[0].user_attrs == {"mine": True}
+
+
+def test_gc_after_trial(fleet: Any) -> None:
+    study = optuna.create_study()
+    with mock.patch("optuna.study._optimize.gc.collect", wraps=gc.collect) as collect:
+        study.optimize(quadratic, n_trials=3, gc_after_trial=True, executor=fleet)
+    assert collect.call_count == 3
+
+
+def test_progress_bar(fleet: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    study = optuna.create_study()
+    study.optimize(quadratic, n_trials=5, show_progress_bar=True, executor=fleet)
+    err = capsys.readouterr().err
+    assert "5/5" in err
+    assert "100%" in err
+    assert "Best trial" in err
+
+
+def test_log_lines(fleet: Any, log: io.StringIO) -> None:
+    study = optuna.create_study()
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    study.optimize(quadratic, n_trials=3, executor=fleet)
+    text = log.getvalue()
+    for number in range(3):
+        assert re.search(
+            rf"Trial {number} finished with value: \S+ and parameters: {{'x': \S+}}\. Best is",
+            text,
+        )
+
+
+def test_without_executor_it_is_optunas_own_method(fleet: Any) -> None:
+    study = optuna.create_study()
+    here: list[int] = []
+    study.optimize(lambda trial: here.append(trial.number) or 0.0, 2, executor=None)
+    study.optimize(func=lambda trial: here.append(trial.number) or 0.0, n_trials=1)
+    assert here == [0, 1, 2]
+    with pytest.raises(TypeError):
+        study.optimize(quadratic, n_trails=1)
+    with pytest.raises(TypeError):
+        study.optimize(quadratic, n_trails=1, executor=fleet)
+
+
+def test_arguments_that_do_not_go_together(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(FleetConfigError, match="`n_jobs` is 2"):
+        study.optimize(quadratic, n_trials=1, n_jobs=2, executor=fleet)
+    with pytest.raises(FleetConfigError, match="`executor` is 4"):
+        study.optimize(quadratic, n_trials=1, executor=4)
+    with pytest.raises(TypeError):  # as Optuna: eight arguments by position, not nine
+        study.optimize(quadratic, 1, None, 1, (), None, False, False, "one more", executor=fleet)
+    study.optimize(quadratic, 1, None, 1, (ValueError,), None, True, False, executor=fleet)
+    assert states(study) == [COMPLETE]
+
+
+def raise_value_error(trial: Any) -> float:
+    raise ValueError("always")
+
+
+def test_a_bad_catch_is_only_noticed_when_a_trial_fails(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(quadratic, n_trials=1, catch=None, executor=fleet)
+    with pytest.raises(TypeError):
+        study.optimize(raise_value_error, n_trials=1, catch=None, executor=fleet)
+    study.optimize(raise_value_error, n_trials=1, catch=[KeyError, ValueError], executor=fleet)
+    assert states(study) == [COMPLETE, FAIL, FAIL]
+
+
+class FussySampler(optuna.samplers.RandomSampler):
+    """Raises after the first trial, as a buggy sampler would."""
+
+    def after_trial(self, study: Any, trial: FrozenTrial, state: Any, values: Any) -> None:
+        if trial.number == 0:
+            raise ZeroDivisionError("after_trial")
+
+
+def test_a_sampler_that_raises_after_a_trial(fleet: Any) -> None:
+    study = optuna.create_study(sampler=FussySampler())
+    with pytest.raises(ZeroDivisionError):
+        study.optimize(quadratic, n_trials=30, executor=fleet)
+    assert set(states(study)) == {COMPLETE}
+
+
+def test_trials_of_others_are_not_touched(fleet: Any, storages: dict[str, Any]) -> None:
+    study = optuna.create_study(storage=storages["sqlite"])
+    other = study.ask()
+    study.optimize(quadratic, n_trials=2, executor=fleet)
+    with pytest.raises(ValueError, match="always"):
+        study.optimize(raise_value_error, n_trials=1, executor=fleet)
+    assert states(study) == [RUNNING, COMPLETE, COMPLETE, FAIL]
+    study.tell(other, 1.0)
+
+
+def outlast_its_grace(trial: Any) -> float:
+    stale = trial.storage._get_stale_trial_ids
+    until(lambda: time.time() - trial.datetime_start.timestamp() > 3.5)
+    return float(len(stale(trial.study._study_id)))
+
+
+def test_heartbeats_are_recorded_while_a_trial_runs(fleet: Any, tmp_path: Path) -> None:
+    kind = optuna.storages.RDBStorage
+    with pytest.warns(optuna.exceptions.ExperimentalWarning):
+        storage = kind(f"sqlite:///{tmp_path}/b.db", heartbeat_interval=1, grace_period=2)
+    study = optuna.create_study(storage=storage)
+    beat = mock.patch.object(
+        kind, "record_heartbeat", autospec=True, side_effect=kind.record_heartbeat
+    )
+    with beat as record:
+        study.optimize(outlast_its_grace, n_trials=1, executor=fleet)
+    assert record.call_count >= 3
+    assert study.best_value == 0  # never stale, although it outlasted the grace period
+    storage.engine.dispose()
+
+
+# -- proposals -----------------------------------------------------------------------------------
+
+
+def loop_of(study: optuna.Study, **options: Any) -> Loop:
+    given: dict[str, Any] = {
+        "n_trials": None,
+        "timeout": None,
+        "catch": (),
+        "callbacks": None,
+        "gc_after_trial": False,
+        "show_progress_bar": False,
+    }
+    return Loop(study, **{**given, **options})
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "journal", "memory"])
+def test_a_proposal_given_back_waits_with_its_parameters(
+    storages: dict[str, Any], kind: str
+) -> None:
+    study = optuna.create_study(storage=storages[kind])
+    with loop_of(study, n_trials=1) as loop:
+        number = loop.proposals.ask()
+        assert number == 0
+        x = loop.proposals[number].suggest_float("x", 0, 1)
+        assert loop.proposals.ask() is None  # the budget is spent
+        loop.proposals.give_back(number)
+        assert states(study) == [WAITING]
+        assert loop.proposals.unfinished() == []
+        assert loop.proposals.ask() == number  # it does not count
+        assert loop.proposals[number].suggest_float("x", 0, 1) == x
+        loop.proposals.give_back(number)
+    study.optimize(quadratic_in_unit, n_trials=1)
+    assert study.trials[0].params == {"x": x}
+
+
+def quadratic_in_unit(trial: Any) -> float:
+    return float(trial.suggest_float("x", 0, 1)) ** 2
+
+
+def test_nothing_is_asked_after_stop_or_timeout() -> None:
+    study = optuna.create_study()
+    with loop_of(study) as loop:
+        study.stop()
+        assert loop.proposals.ask() is None
+    with loop_of(study, timeout=0.0) as loop:
+        assert loop.proposals.ask() is None
+    with loop_of(study) as loop:
+        loop.proposals.stop()
+        assert loop.proposals.ask() is None
+    assert not study.trials
+
+
+# -- one executor, many calls --------------------------------------------------------------------
+
+
+def train_briefly(trial: Any) -> float:
+    """Long enough for its rate to be known, so that an allocation is under way when it ends."""
+    model = trial.prepare(small_model())
+    for _ in trial.epochs(2):
+        for images, _ in trial.batches("train", batch_size=1):
+            model.train()
+            model(images.repeat(2, 1, 1, 1)).sum().backward()
+    return 0.0
+
+
+def test_one_executor_serves_one_call_after_the_other(fleet: Any) -> None:
+    for _ in range(3):
+        study = optuna.create_study()
+        study.optimize(train_briefly, n_trials=1, executor=fleet)
+        assert states(study) == [COMPLETE]
+
+
+def interrupt(study: optuna.Study, trial: FrozenTrial) -> None:
+    raise KeyboardInterrupt
+
+
+def wait_forever(trial: Any) -> float:
+    if trial.number > 0:
+        until(lambda: False, 600)
+    until(lambda: len(trial.study.trials) == 4)
+    return 0.0
+
+
+def test_the_executor_works_after_control_c(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(wait_forever, n_trials=9, callbacks=[interrupt], executor=fleet)
+    assert states(study) == [COMPLETE, FAIL, FAIL, FAIL]
+    study.optimize(train_briefly, n_trials=2, executor=fleet)
+    assert states(study)[4:] == [COMPLETE, COMPLETE]
+
+
+MAIN = """
+import json
+from dataclasses import dataclass
+
+import optuna
+
+from optuna_fleet import FleetExecutor
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+class MyError(Exception):
+    def __init__(self, what, code=0):
+        super().__init__(what)
+        self.code = code
+
+@dataclass
+class Space:
+    high: float
+
+    def sample(self, trial):
+        return trial.suggest_float("x", 0, self.high)
+
+SPACE = Space(2.0)
+
+def helper(x):
+    return x + SPACE.high
+
+def plain(trial):
+    return helper(SPACE.sample(trial))
+
+class Objective:
+    def __init__(self, offset):
+        self.offset = offset
+
+    def __call__(self, trial):
+        if trial.number % 2:
+            raise MyError("odd", 7)
+        return self.offset
+
+def closure(offset):
+    def objective(trial):
+        return offset
+    return objective
+
+if __name__ == "__main__":
+    results = {}
+    with FleetExecutor(devices=2, device_type="cpu") as fleet:
+        study = optuna.create_study()
+        study.optimize(plain, n_trials=2, executor=fleet)
+        results["plain"] = [t.value - t.params["x"] for t in study.trials]
+        study = optuna.create_study()
+        study.optimize(Objective(3.0), n_trials=4, catch=(MyError,), executor=fleet)
+        results["object"] = [t.state.name for t in study.trials]
+        study = optuna.create_study()
+        try:
+            study.optimize(Objective(3.0), n_trials=4, executor=fleet)
+        except MyError as error:
+            results["error"] = [error.args[0], error.code]
+        study = optuna.create_study()
+        study.optimize(closure(4.0), n_trials=2, executor=fleet)
+        study.optimize(lambda trial: 5.0, n_trials=2, executor=fleet)
+        results["closures"] = [t.value for t in study.trials]
+        import sys
+        results["torch here"] = "torch" in sys.modules
+    print(json.dumps(results))
+"""
+
+
+def test_objectives_of_a_script(tmp_path: Path) -> None:
+    import json
+
+    path = tmp_path / "script.py"
+    path.write_text(MAIN)
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "plain": pytest.approx([2.0, 2.0]),
+        "object": ["COMPLETE", "FAIL", "COMPLETE", "FAIL"],
+        "error": ["odd", 7],
+        "closures": [4.0, 4.0, 5.0, 5.0],
+        "torch here": False,
+    }
+    assert done.stderr == ""
