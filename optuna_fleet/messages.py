@@ -208,7 +208,10 @@ class PipelineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
-    """All an agent needs to know to start; travels over its standard input."""
+    """All an agent needs to know to start; travels over its standard input.
+
+    The agent removes `private_folder` in the end: it outlives a driver that is killed.
+    """
 
     node: int
     host: str
@@ -219,3 +222,4 @@ class AgentConfig:
     devices: tuple[Device, ...]
     threads_per_slot: int
     pipeline: PipelineSetup | None
+    private_folder: str | None

@@ -1,13 +1,15 @@
 """Objects of the user's on their way between processes.
 
-They are packed by themselves within a message, so that one which can't be unpacked over there spoils
-its own call or trial and not the channel.
+They are packed by themselves within a message, so that one which can't be unpacked over there
+spoils its own call or trial and not the channel.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,37 @@ def pack(value: Any) -> bytes:
         Exception: It can't be pickled.
     """
     return bytes(cloudpickle.dumps(value))
+
+
+def pack_objective(objective: Any, names: Mapping[int, str]) -> bytes:
+    """Return an objective as bytes; objects whose `id` is in `names` are named, not copied.
+
+    Raises:
+        Exception: It can't be pickled.
+    """
+    buffer = io.BytesIO()
+    _NamingPickler(buffer, names).dump(objective)
+    return buffer.getvalue()
+
+
+def unpack_objective(data: bytes, resolve: Callable[[str], Any]) -> Any:
+    """Return an objective; what was named instead of copied is what `resolve` gives for its name.
+
+    Raises:
+        Exception: It can't be unpickled here.
+    """
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = resolve  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+class _NamingPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.get(id(obj))
 
 
 def unpack(data: bytes) -> Any:

@@ -60,8 +60,8 @@ class RunCalls:
 def _alone(call: Call) -> Reply:
     return _refused(
         call,
-        f"The ranks of a trial went different ways: rank {call.rank} called `{call.name}`, but rank 0 "
-        f"had ended. {_RULE}",
+        f"The ranks of a trial went different ways: rank {call.rank} called `{call.name}`, but "
+        f"rank 0 had ended. {_RULE}",
     )
 
 

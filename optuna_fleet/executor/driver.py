@@ -9,7 +9,7 @@ import logging
 import select
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from typing_extensions import assert_never
@@ -40,8 +40,7 @@ from optuna_fleet.events import (
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.convergence import Convergence
-from optuna_fleet.executor.runs import Run
+from optuna_fleet.executor.runs import Job, Run
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.messages import (
@@ -61,19 +60,6 @@ from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
 _CUT_OFF_GRACE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What to run, for all trials of a call."""
-
-    objective_id: int
-    objective: bytes
-    seed: int
-    gc_after_trial: bool
-    convergence: Convergence | None
-    checkpoint_interval_s: float
-    maximize: bool
 
 
 class Driver:
@@ -390,6 +376,8 @@ class Driver:
 
     def _abandon(self, error: BaseException) -> None:
         """End what flies: fail those trials, give back those that never flew, free the devices."""
+        if self._deciding:
+            self._runtime.allocator.close()
         busy = {device for run in self._runs.values() for device in run.launch.devices}
         flown = {run.launch.number for run in self._runs.values()} | self._checkpointed
         for number in self._proposals.unfinished():

@@ -18,11 +18,12 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.convergence import Convergence
-from optuna_fleet.executor.driver import Driver, Job
+from optuna_fleet.executor.driver import Driver
+from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.executor.trials import Policy
-from optuna_fleet.packing import pack
+from optuna_fleet.packing import pack_objective
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
@@ -157,7 +158,7 @@ class FleetExecutor:
                 if self._cluster == "inline":
                     self._run_inline(loop, func)
                 else:
-                    self._run(loop, _pickled(func), func)
+                    self._run(loop, _packed(func, study), func)
         finally:
             self._busy = False
 
@@ -183,9 +184,7 @@ class FleetExecutor:
         finally:
             if runtime.is_alive():
                 report = runtime.pipeline_report() if self._pipeline else None
-                self.summary = driver.tally.summary(
-                    len(self.fleet), loop.proposals.elapsed_s, report
-                )
+                self.summary = driver.tally.summary(len(self.fleet), report)
                 compat.fleet_logger.info(str(self.summary))
 
     def _run_inline(self, loop: Loop, func: ObjectiveFunc) -> None:
@@ -243,9 +242,9 @@ def _chosen(allocator: str | Allocator) -> Allocator:
     return allocator
 
 
-def _pickled(func: Any) -> bytes:
+def _packed(func: Any, study: optuna.Study) -> bytes:
     try:
-        return pack(func)
+        return pack_objective(func, compat.names_of(study))
     except Exception as error:
         raise FleetConfigError(
             f"The objective can't be sent to the trainers: {type(error).__name__}: {error}. It "

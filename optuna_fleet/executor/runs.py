@@ -1,4 +1,4 @@
-"""A run as the driver keeps it: what was launched, what its ranks said, how it ended."""
+"""What the driver runs and how: the job of a call, and each run with what its ranks said."""
 
 from __future__ import annotations
 
@@ -8,9 +8,23 @@ from typing import Any
 from optuna_fleet.events import Ending, Launch
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.messages import Call, Ended
 from optuna_fleet.packing import unpack, unpack_error
 from optuna_fleet.sampler_bridge.ledger import Flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run, for all trials of a call."""
+
+    objective_id: int
+    objective: bytes
+    seed: int
+    gc_after_trial: bool
+    convergence: Convergence | None
+    checkpoint_interval_s: float
+    maximize: bool
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an exception

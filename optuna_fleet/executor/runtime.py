@@ -91,6 +91,7 @@ class Runtime:
             devices=self.fleet.devices,
             threads_per_slot=max(1, cores_left // len(self.fleet)),
             pipeline=setup,
+            private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
         )
 
     def _pipeline_setup(self, pipeline: SharedPipeline) -> PipelineSetup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -73,6 +74,7 @@ class FleetSummary:
 class Tally:
     """Adds up what a `FleetSummary` says."""
 
+    began: float = field(default_factory=time.monotonic)
     trials: Counter[str] = field(default_factory=Counter)
     busy_s: dict[int, float] = field(default_factory=dict)
     waited_s: dict[int, float] = field(default_factory=dict)
@@ -89,14 +91,12 @@ class Tally:
         self.probing_s += usage.probing_s if probe else 0.0
         self.profiling_s += usage.profiling_s
 
-    def summary(
-        self, num_devices: int, duration_s: float, pipeline: PipelineReport | None
-    ) -> FleetSummary:
-        """The summary of everything added."""
+    def summary(self, num_devices: int, pipeline: PipelineReport | None) -> FleetSummary:
+        """The summary of everything added, up to now."""
         return FleetSummary(
             trials=dict(self.trials),
             num_devices=num_devices,
-            duration_s=duration_s,
+            duration_s=time.monotonic() - self.began,
             busy_s=dict(self.busy_s),
             waited_s=dict(self.waited_s),
             probing_s=self.probing_s,

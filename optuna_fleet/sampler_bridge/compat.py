@@ -55,6 +55,11 @@ def storage_of(study: optuna.Study) -> optuna.storages.BaseStorage:
     return study._storage
 
 
+def names_of(study: optuna.Study) -> dict[int, str]:
+    """What an objective must not take a copy of, by `id`: the study and its storage."""
+    return {id(study): "study", id(study._storage): "storage"}
+
+
 def id_of(trial: optuna.Trial) -> int:
     """The trial's id in its storage (users see its number)."""
     return trial._trial_id

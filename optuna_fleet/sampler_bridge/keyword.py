@@ -46,14 +46,25 @@ def uninstall() -> None:
 
 
 def _arguments(
-    n_trials: Any = None, timeout: Any = None, n_jobs: int = 1, *rest: Any, **kwargs: Any
+    n_trials: Any = None,
+    timeout: Any = None,
+    n_jobs: int = 1,
+    catch: Any = (),
+    callbacks: Any = None,
+    gc_after_trial: bool = False,
+    show_progress_bar: bool = False,
 ) -> dict[str, Any]:
-    """Optuna's arguments as keywords, by position too; `n_jobs` must have its default."""
+    """Optuna's arguments after the objective, less `n_jobs`, which must have its default."""
     if n_jobs != 1:
         raise FleetConfigError(
             f"`n_jobs` is {n_jobs}, but must be 1 together with `executor`: the executor runs as "
             "many trials at once as it has devices, FleetExecutor(devices=...)."
         )
-    names = ("catch", "callbacks", "gc_after_trial", "show_progress_bar")
-    by_position = dict(zip(names, rest, strict=False))
-    return {"n_trials": n_trials, "timeout": timeout, **by_position, **kwargs}
+    return {
+        "n_trials": n_trials,
+        "timeout": timeout,
+        "catch": catch,
+        "callbacks": callbacks,
+        "gc_after_trial": gc_after_trial,
+        "show_progress_bar": show_progress_bar,
+    }

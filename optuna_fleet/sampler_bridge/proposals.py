@@ -22,7 +22,7 @@ class Proposals:
         self._study = study
         self._n_trials = n_trials
         self._timeout = timeout
-        self._began = time.monotonic()
+        self._began: float | None = None
         self._stopped = False
         self._asked = 0
         self._trials: dict[int, optuna.Trial] = {}
@@ -30,8 +30,8 @@ class Proposals:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the call began."""
-        return time.monotonic() - self._began
+        """Seconds since the first trial could start; what `timeout` is compared with."""
+        return time.monotonic() - self._began if self._began is not None else 0.0
 
     def stop(self) -> None:
         """Ask for no further trial."""
@@ -39,6 +39,8 @@ class Proposals:
 
     def ask(self) -> int | None:
         """Return the number of a new trial, or None if no further one may start."""
+        if self._began is None:
+            self._began = time.monotonic()
         if self._stopped or compat.is_stopped(self._study):
             return None
         if self._n_trials is not None and self._asked >= self._n_trials:

@@ -16,11 +16,11 @@ from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import FleetError, TrialError
 from optuna_fleet.executor.channel import Channel, connect
 from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
-from optuna_fleet.packing import pack, pack_error, unpack
+from optuna_fleet.packing import pack, pack_error, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
-from optuna_fleet.trainer.trial import FleetTrial
+from optuna_fleet.trainer.trial import FleetTrial, Remote
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader import PipelineClient
@@ -38,6 +38,7 @@ class Trainer:
         self._pipeline = pipeline
         self._num_threads = num_threads
         self._objectives: dict[int, Any] = {}
+        self._session: Session | None = None
 
     def serve(self) -> None:
         """Run trials until told to quit or cut off."""
@@ -45,7 +46,9 @@ class Trainer:
             message = self._channel.receive()
             match message:
                 case RunTrial():
-                    self._channel.send(self._run(message))
+                    ended = self._run(message)
+                    _flush()
+                    self._channel.send(ended)
                     if message.gc_after_trial:
                         gc.collect()
                 case Quit():
@@ -54,7 +57,7 @@ class Trainer:
                     pass  # a late reply to a run that is over
 
     def _run(self, run: RunTrial) -> Ended:
-        session = Session(self._channel, run)
+        session = self._session = Session(self._channel, run)
         training: Training | None = None
 
         def open_training() -> Training:
@@ -111,7 +114,7 @@ class Trainer:
         packed = self._objectives[run.objective_id]
         if isinstance(packed, bytes):
             try:
-                self._objectives[run.objective_id] = unpack(packed)
+                self._objectives[run.objective_id] = unpack_objective(packed, self._stand_in)
             except Exception as error:
                 raise FleetError(
                     "The objective can't be loaded in a trainer: "
@@ -119,6 +122,15 @@ class Trainer:
                     "as it is in your script."
                 ) from error
         return self._objectives[run.objective_id]
+
+    def _stand_in(self, target: str) -> Remote:
+        """For the study or storage that the objective refers to: always that of the driver."""
+
+        def session() -> Session:
+            assert self._session is not None
+            return self._session
+
+        return Remote(session, target)
 
     def _limit_threads(self) -> None:
         torch = sys.modules.get("torch")
@@ -185,6 +197,13 @@ def _sendable(value: Any) -> bytes:
         raise TrialError(
             f"The value {value!r} that the objective returned can't be sent to the driver: {error}"
         ) from error
+
+
+def _flush() -> None:
+    """Let out what the objective printed: trainers are killed in the end."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _plain(value: Any) -> Any:

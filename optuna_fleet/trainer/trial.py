@@ -30,8 +30,8 @@ class FleetTrial(optuna.Trial):
         self._session = session
         self._open_training = open_training
         self._trial_id = session.run.trial_id
-        self.study: Any = _Remote(session, "study", optuna.Study)
-        self.storage: Any = _Remote(session, "storage", optuna.storages.BaseStorage)
+        self.study: Any = Remote(lambda: session, "study")
+        self.storage: Any = Remote(lambda: session, "storage")
 
     # -- Optuna -----------------------------------------------------------------------------------
 
@@ -198,19 +198,28 @@ class FleetTrial(optuna.Trial):
         return self._training.mean(value, weight)
 
 
-class _Remote:
-    """Stands for the driver's study or storage: methods are called, attributes read over there."""
+class Remote:
+    """Stands for the driver's study or storage: methods and attributes are those over there.
 
-    def __init__(self, session: Session, target: str, kind: type) -> None:
+    Args:
+        session: Returns the session to ask through: that of the run under way.
+        target: "study" or "storage".
+    """
+
+    def __init__(self, session: Callable[[], Session], target: str) -> None:
         self._session = session
         self._target = target
-        self._kind = kind
 
     def __getattr__(self, name: str) -> Any:
         if self._target == "study" and name == "_storage":
-            return _Remote(self._session, "storage", optuna.storages.BaseStorage)
-        if callable(getattr(self._kind, name, None)):
-            return lambda *args, **kwargs: self._session.call(self._target, name, *args, **kwargs)
+            return Remote(self._session, "storage")
+        if callable(getattr(_KINDS[self._target], name, None)):
+            return lambda *args, **kwargs: self._session().call(
+                self._target, name, *args, **kwargs
+            )
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._session.read(self._target, name)
+        return self._session().read(self._target, name)
+
+
+_KINDS = {"study": optuna.Study, "storage": optuna.storages.BaseStorage}

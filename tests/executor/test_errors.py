@@ -31,6 +31,19 @@ from optuna_fleet import (
     TrainerLostError,
     TrialError,
 )
+from optuna_fleet.alloc.problem import Assignment, Flotilla, Plan
+from optuna_fleet.events import (
+    DataRequested,
+    DeviceJoined,
+    DeviceLost,
+    GiveUp,
+    PlanDecided,
+    ProposalsExhausted,
+    RateMeasured,
+    TrialProposed,
+)
+from optuna_fleet.executor.controller import Controller, Policy
+from optuna_fleet.resources import Device, Fleet
 from tests.fleets import Leg, Noise, fleet_of, small_model, train
 
 COMPLETE, FAIL, RUNNING = TrialState.COMPLETE, TrialState.FAIL, TrialState.RUNNING
@@ -488,6 +501,24 @@ def die_as(trial: Any, *, number: int) -> float:
     if trial.number == number:
         os.kill(os.getpid(), signal.SIGKILL)
     return 0.0
+
+
+def test_giving_up_a_trial_forgets_where_it_was_to_move() -> None:
+    devices = tuple(Device(index=i, node=0, kind="cpu", local=i) for i in range(2))
+    controller = Controller(Fleet(devices=devices), Policy(max_restarts=0))
+    controller.handle(DeviceJoined(device=0))
+    (launch,) = controller.handle(TrialProposed(number=0))
+    controller.handle(ProposalsExhausted())
+    controller.handle(DataRequested(run_id=launch.run_id, structure="s", resumable=True))
+    controller.handle(DeviceJoined(device=1))
+    controller.handle(RateMeasured(run_id=launch.run_id, samples_per_s=1.0))
+    move = Assignment(number=0, devices=(1,), rate=1.0)
+    flotilla = Flotilla(assignments=(move,))
+    plan = Plan(flotillas=(flotilla,), allocator="test", reason="test", status="optimal")
+    controller.handle(PlanDecided(plan=plan))
+    (given_up,) = controller.handle(DeviceLost(device=0))
+    assert isinstance(given_up, GiveUp)
+    assert controller.finished
 
 
 # -- one fleet that can be broken ----------------------------------------------------------------

@@ -14,6 +14,7 @@ import importlib
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -66,6 +67,8 @@ class Agent:
             pass
         finally:
             self._end_children()
+            if self._config.private_folder is not None:
+                shutil.rmtree(self._config.private_folder, ignore_errors=True)
 
     def _from_driver(self, mask: int) -> None:
         message = self._channel.receive()
