@@ -150,10 +150,11 @@ class AnswerEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutOff:
-    """A rank of the run is gone: its other ranks must end, by force if they don't themselves."""
+    """A rank of the run failed or is `lost`: the others must end, if need be by force."""
 
     run_id: int
     devices: tuple[int, ...]
+    lost: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,9 +37,9 @@ class TrainerReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillTrainer:
-    """Kill the trainer of a device and start a new one in its place."""
+    """Kill a trainer if it still lives; the agent starts a new one in its place."""
 
-    device: int
+    pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,13 @@ class StoreReady:
 
     host: str
     port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLost:
+    """The store's process ended; `cause` is its exit code or signal in words."""
+
+    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from optuna_fleet.exceptions import ProtocolError
 
 _NONCE_BYTES = 32
 _HANDSHAKE_LIMIT_S = 10.0
+_RETRY_S = 0.1
 _HELLO = b"optuna-fleet 1"
 
 
@@ -89,6 +90,7 @@ class Listener:
     def __init__(self, host: str, secret: bytes, on_connect: Callable[[Channel], None]) -> None:
         self._secret = secret
         self._on_connect = on_connect
+        self._closed = threading.Event()
         self._socket = socket.create_server((host, 0), backlog=128)
         self.host, self.port = self._socket.getsockname()[:2]
         threading.Thread(target=self._accept, name="optuna-fleet-accept", daemon=True).start()
@@ -97,10 +99,12 @@ class Listener:
         while True:
             try:
                 sock, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            # A thread each: a peer that stalls its handshake must not keep the others out.
-            threading.Thread(target=self._welcome, args=(sock,), daemon=True).start()
+                # A thread each: a peer that stalls its handshake must not keep the others out.
+                threading.Thread(target=self._welcome, args=(sock,), daemon=True).start()
+            except (OSError, RuntimeError):
+                # Closed, or out of file descriptors or threads, which may pass.
+                if self._closed.wait(_RETRY_S):
+                    return
 
     def _welcome(self, sock: socket.socket) -> None:
         try:
@@ -111,6 +115,7 @@ class Listener:
 
     def close(self) -> None:
         """Accept no more connections."""
+        self._closed.set()
         # shutdown() wakes the accepting thread; close() alone would leave it and the port behind.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

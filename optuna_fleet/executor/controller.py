@@ -68,6 +68,7 @@ class Controller:
         self._idle: set[int] = set()
         self._pending: dict[int, Assignment] = {}
         self._round_widths: dict[int, int] = {}
+        self._posed: frozenset[int] = frozenset()
         self._exhausted = False
         self._awaited: set[int] | None = None
         self._proposing = False
@@ -77,8 +78,8 @@ class Controller:
 
     @property
     def finished(self) -> bool:
-        """No trial is left and none may be started."""
-        return self._exhausted and not self._trials
+        """No trial is left, none may be started, and no plan is awaited."""
+        return self._exhausted and not self._trials and not self._deciding
 
     def statuses(self) -> dict[int, Status]:
         """Where each unfinished trial is."""
@@ -169,7 +170,7 @@ class Controller:
             return self._run_ended(run)
         if ending in (Ending.RAISED, Ending.LOST) and not run.cut:
             run.cut = True
-            return [CutOff(run_id=run_id, devices=remaining)]
+            return [CutOff(run_id=run_id, devices=remaining, lost=ending is Ending.LOST)]
         return []
 
     def _device_lost(self, event: DeviceLost) -> list[Instruction]:
@@ -193,6 +194,7 @@ class Controller:
             trial.restarts += 1
             if trial.restarts > self.policy.max_restarts:
                 del self._trials[run.number]
+                self._pending.pop(run.number, None)
                 return [GiveUp(**names, restarts=trial.restarts)]
         elif endings != {Ending.YIELDED}:
             del self._trials[run.number]
@@ -321,6 +323,7 @@ class Controller:
         self._deciding, self._changed, self._is_disappointed = True, False, False
         self._awaited = None
         candidates = self._candidates()
+        self._posed = frozenset(trial.number for trial in candidates)
         usable = self._usable(candidates)
         problem = AllocationProblem(
             candidates=tuple(self._candidate(trial, len(usable)) for trial in candidates),
@@ -358,7 +361,8 @@ class Controller:
         self._deciding = False
         self.round += 1
         assignments = plan.assignments
-        candidates = self._candidates()
+        # Only what the plan was asked about: others became candidates while it was made.
+        candidates = [trial for trial in self._candidates() if trial.number in self._posed]
         self._round_widths = {
             trial.number: len(trial.run.devices) for trial in self._trials.values() if trial.run
         }

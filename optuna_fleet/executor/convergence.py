@@ -34,8 +34,8 @@ class Convergence:
         best, stale = -math.inf, 0
         for value in values:
             gain = value if maximize else -value
-            if gain > best + self.min_improvement or best == -math.inf:
-                best, stale = max(gain, best), 0
+            if gain > best + self.min_improvement:  # never true of NaN
+                best, stale = gain, 0
             else:
                 stale += 1
         return stale >= self.patience

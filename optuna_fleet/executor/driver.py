@@ -86,15 +86,15 @@ class Driver:
         self._unsent: list[tuple[int, RunTrial]] = []
         self._knows_objective: set[int] = set()
         self._checkpointed: set[int] = set()
+        self._launched: set[int] = set()
         self._deciding = False
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
 
     def run(self) -> None:
-        """Run until every trial is done.
+        """Run until every trial is done; then `failure` is the first that `catch` did not cover.
 
         Raises:
-            BaseException: The first failure that `catch` does not cover, once the other trials are
-                done; at once for KeyboardInterrupt and for failures of the fleet itself.
+            BaseException: KeyboardInterrupt, or a failure of the fleet itself; at once.
         """
         for device in self._runtime.live:
             self._post(DeviceJoined(device=device))
@@ -106,8 +106,6 @@ class Driver:
         except BaseException as error:
             self._abandon(error)
             raise
-        if self._failure is not None:
-            raise self._failure
 
     # -- waiting ----------------------------------------------------------------------------------
 
@@ -224,7 +222,7 @@ class Driver:
             self._send(run.launch.devices[rank], reply)
 
     def _send(self, device: int, message: Any) -> None:
-        self._runtime.hub.send(self._runtime.hub.trainers.get(device), message)
+        self._runtime.send(device, message)
 
     # -- instructions -----------------------------------------------------------------------------
 
@@ -249,7 +247,8 @@ class Driver:
                 run = self._runs[instruction.run_id]
                 self._answer_epoch(run, instruction.decision)
             case CutOff():
-                deadline = time.monotonic() + _CUT_OFF_GRACE_S
+                grace_s = 0.0 if instruction.lost else _CUT_OFF_GRACE_S
+                deadline = time.monotonic() + grace_s
                 self._deadlines.update(dict.fromkeys(instruction.devices, deadline))
             case Settle():
                 self._settle(instruction)
@@ -286,6 +285,7 @@ class Driver:
         calls = RunCalls(world_size=size)
         now = time.time()
         self._runs[launch.run_id] = Run(launch=launch, start=now, saved=now, calls=calls)
+        self._launched.add(launch.number)
         for rank, device in enumerate(launch.devices):
             self._where[device] = launch.run_id
             self._unsent.append((device, self._run_trial(launch, rank, device)))
@@ -295,7 +295,7 @@ class Driver:
         job = self._job
         objective = None if device in self._knows_objective else job.objective
         self._knows_objective.add(device)
-        path = str(self._runtime.checkpoint_of(launch.number))
+        path = str(self._runtime.checkpoint_of(job.study_name, launch.number))
         return RunTrial(
             run_id=launch.run_id,
             number=launch.number,
@@ -334,7 +334,7 @@ class Driver:
 
     def _settle(self, instruction: Settle) -> None:
         run = self._finish_run(instruction.run_id)
-        self._runtime.drop_checkpoint(instruction.number)
+        self._runtime.drop_checkpoint(self._job.study_name, instruction.number)
         self._tell(instruction.number, *run.outcome())
 
     def _requeue(self, instruction: Requeue) -> None:
@@ -371,7 +371,7 @@ class Driver:
 
     def _fail(self, error: BaseException) -> None:
         """Start nothing more; the first failure is raised once the trials that fly are done."""
-        self._failure = self._failure or error
+        self.failure = self.failure or error
         self._proposals.stop()
 
     def _abandon(self, error: BaseException) -> None:
@@ -379,10 +379,11 @@ class Driver:
         if self._deciding:
             self._runtime.allocator.close()
         busy = {device for run in self._runs.values() for device in run.launch.devices}
-        flown = {run.launch.number for run in self._runs.values()} | self._checkpointed
-        for number in self._proposals.unfinished():
-            if number in flown:
-                self._ledger.abandon(number, error)
-            else:
-                self._proposals.give_back(number)
-        self._runtime.reset(busy)
+        try:
+            for number in self._proposals.unfinished():
+                if number in self._launched:
+                    self._ledger.abandon(number, error)
+                else:
+                    self._proposals.give_back(number)
+        finally:
+            self._runtime.reset(busy)

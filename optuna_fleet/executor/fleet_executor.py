@@ -98,7 +98,9 @@ class FleetExecutor:
         self._pipeline = pipeline
         self._allocator = _chosen(allocator)
         self._convergence = convergence
-        self._checkpoint_dir = Path(checkpoint_dir) if checkpoint_dir is not None else None
+        self._checkpoint_dir = (
+            Path(checkpoint_dir).resolve() if checkpoint_dir is not None else None
+        )
         if self._checkpoint_dir is not None:
             self._checkpoint_dir.mkdir(parents=True, exist_ok=True)
         if not checkpoint_interval_s >= 0:
@@ -168,6 +170,7 @@ class FleetExecutor:
         job = Job(
             objective_id=next(_objective_ids),
             objective=objective,
+            study_name=loop.study.study_name,
             seed=self._seed,
             gc_after_trial=loop.gc_after_trial,
             convergence=self._convergence,
@@ -177,15 +180,14 @@ class FleetExecutor:
         driver = Driver(runtime, controller, loop.ledger, loop.proposals, job)
         try:
             driver.run()
-        except BaseException:
+            report = runtime.pipeline_report() if self._pipeline else None
+            self.summary = driver.tally.summary(len(self.fleet), report)
+            compat.fleet_logger.info(str(self.summary))
+        finally:
             if not runtime.is_alive():
                 self.close()
-            raise
-        finally:
-            if runtime.is_alive():
-                report = runtime.pipeline_report() if self._pipeline else None
-                self.summary = driver.tally.summary(len(self.fleet), report)
-                compat.fleet_logger.info(str(self.summary))
+        if driver.failure is not None:
+            raise driver.failure
 
     def _run_inline(self, loop: Loop, func: ObjectiveFunc) -> None:
         from optuna_fleet.executor.cluster.inline import run_inline

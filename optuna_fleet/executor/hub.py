@@ -25,13 +25,18 @@ class Readable(Protocol):
 
 
 class Hub:
-    """Accepts the agents and trainers of one executor and hands over their messages in order."""
+    """Accepts the agents and trainers of one executor and hands over their messages in order.
+
+    Attributes:
+        secret: What agents and trainers must know.
+        agents: Channels by node.
+        trainers: Channels by process id: a device's next trainer is another one.
+    """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.secret = secrets.token_bytes(32)
         self.trainers: dict[int, Channel] = {}
         self.agents: dict[int, Channel] = {}
-        self._pids: dict[int, int] = {}
         self._closing = threading.Lock()
         self._is_closed = False
         self._newcomers: queue.SimpleQueue[Channel] = queue.SimpleQueue()
@@ -83,22 +88,20 @@ class Hub:
             case AgentReady():
                 self.agents[message.node] = channel
             case TrainerReady():
-                self.trainers[message.device] = channel
-                self._pids[message.device] = message.pid
-            case TrainerExited() if self._pids.get(message.device) == message.pid:
+                self.trainers[message.pid] = channel
+            case TrainerExited() if message.pid in self.trainers:
                 # What it still said before it died comes first.
-                yield from self._drain(message.device)
+                yield from self._drain(self.trainers[message.pid])
         yield message
 
-    def _drain(self, device: int) -> Iterator[Any]:
-        channel = self.trainers.get(device)
-        while channel and self.trainers.get(device) is channel and channel.has_message():
+    def _drain(self, channel: Channel) -> Iterator[Any]:
+        while not channel.is_closed and channel.has_message():
             yield from self._receive(channel)
 
     def _drop(self, channel: Channel) -> None:
         self._selector.unregister(channel)
         channel.close()
-        self.trainers = {d: c for d, c in self.trainers.items() if c is not channel}
+        self.trainers = {pid: c for pid, c in self.trainers.items() if c is not channel}
         for node, agent in self.agents.items():
             if agent is channel:
                 raise FleetError(

@@ -20,6 +20,7 @@ class Job:
 
     objective_id: int
     objective: bytes
+    study_name: str
     seed: int
     gc_after_trial: bool
     convergence: Convergence | None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
@@ -25,6 +26,7 @@ from optuna_fleet.messages import (
     PipelineReport,
     PipelineSetup,
     ReportPipeline,
+    StoreLost,
     StoreReady,
     TrainerExited,
     TrainerReady,
@@ -62,8 +64,9 @@ class Runtime:
         self.run_ids = itertools.count()
         self.live: dict[int, int] = {}
         self.store: StoreReady | None = None
-        self.killed: set[int] = set()
+        self._killed: set[int] = set()
         self._store_asked = False
+        self._stores_lost = 0
         self._newcomers: dict[int, int] = {}
         self._dead: set[int] = set()
         self._stillborn: dict[int, int] = {}
@@ -116,9 +119,25 @@ class Runtime:
         """
         self._agent.check()
         for message in self.hub.messages(timeout_s, self._agent, *others):
-            if isinstance(message, StoreReady):
-                self.store = message
+            match message:
+                case StoreReady():
+                    self.store = message
+                case StoreLost():
+                    self._store_lost(message)
             yield message
+
+    def send(self, device: int, message: Any) -> None:
+        """Send to the trainer that the controller knows; the end of a dead one is told anyway."""
+        self.hub.send(self.hub.trainers.get(self.live.get(device, 0)), message)
+
+    def _store_lost(self, message: StoreLost) -> None:
+        self._stores_lost += 1
+        if self._stores_lost >= _MAX_STILLBORN:
+            raise LaunchError(
+                "The store where the ranks of a trial find each other ended "
+                f"{self._stores_lost} times, the last time with {message.cause}."
+            )
+        self.store, self._store_asked = None, False
 
     def device_events(self, message: TrainerReady | TrainerExited) -> list[Event]:
         """Translate trainers' coming and going; a successor is only announced after the loss.
@@ -138,12 +157,15 @@ class Runtime:
             self.live[device] = pid
             return [DeviceJoined(device=device)]
         if self.live.get(device) != pid:
-            self._dead.add(pid)
+            if self._newcomers.get(device) == pid:
+                del self._newcomers[device]
+            else:
+                self._dead.add(pid)
             self._note_stillborn(message)
             return []
         del self.live[device]
-        by_order = device in self.killed
-        self.killed.discard(device)
+        by_order = pid in self._killed
+        self._killed.discard(pid)
         events: list[Event] = [DeviceLost(device=device, by_order=by_order)]
         if device in self._newcomers:
             self.live[device] = self._newcomers.pop(device)
@@ -160,9 +182,11 @@ class Runtime:
 
     def kill(self, device: int) -> None:
         """Kill the trainer of a device; its successor announces itself."""
-        self.killed.add(device)
-        node = self.fleet.devices[device].node
-        self.hub.send(self.hub.agents.get(node), KillTrainer(device=device))
+        pid = self.live.get(device)
+        if pid is not None:
+            self._killed.add(pid)
+            node = self.fleet.devices[device].node
+            self.hub.send(self.hub.agents.get(node), KillTrainer(pid=pid))
 
     def open_store(self) -> None:
         """Have the store started where the ranks of a trial find each other, once."""
@@ -170,14 +194,16 @@ class Runtime:
             self._store_asked = True
             self.hub.send(self.hub.agents.get(0), OpenStore())
 
-    def checkpoint_of(self, number: int) -> Path:
+    def checkpoint_of(self, study_name: str, number: int) -> Path:
         """Where the checkpoint of a trial is kept."""
-        return self._checkpoint_dir / f"trial-{number}.pt"
+        folder = self._checkpoint_dir / quote(study_name, safe="")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"trial-{number}.pt"
 
-    def drop_checkpoint(self, number: int) -> None:
+    def drop_checkpoint(self, study_name: str, number: int) -> None:
         """The trial is done: remove its checkpoint, unless the user keeps them."""
         if not self._keeps_checkpoints:
-            self.checkpoint_of(number).unlink(missing_ok=True)
+            self.checkpoint_of(study_name, number).unlink(missing_ok=True)
 
     def reset(self, devices: set[int]) -> None:
         """Replace the trainers of these devices and wait until their successors are ready."""

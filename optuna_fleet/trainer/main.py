@@ -151,9 +151,9 @@ def trainer_main(
     """Body of a trainer process, forked from its node's agent."""
     if device.kind != "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = _visible(device.local)
+    pipeline = _client(data, spec) if spec is not None else None
     channel = connect(host, port, secret)
     channel.send(TrainerReady(device=device.index, pid=os.getpid()))
-    pipeline = _client(data, spec) if spec is not None else None
     # The end of the channel is the end of the sweep: the agent ends this process too.
     with contextlib.suppress(EOFError, OSError, DriverGoneError):
         Trainer(device, channel, pipeline, num_threads).serve()
@@ -209,4 +209,9 @@ def _flush() -> None:
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    is_scalar = getattr(value, "ndim", None) == 0 or (_is_tensor(value) and value.numel() == 1)
+    return value.item() if is_scalar else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)

@@ -250,7 +250,7 @@ def test_a_lost_trainer_requeues_its_trial_and_cuts_off_its_peers() -> None:
     world.end(0, Ending.YIELDED)
     (run_id,) = world.runs
     world.busy.pop(0)
-    assert world.tell(DeviceLost(device=0)) == [CutOff(run_id=run_id, devices=(1,))]
+    assert world.tell(DeviceLost(device=0)) == [CutOff(run_id=run_id, devices=(1,), lost=True)]
     world.busy.clear()
     instructions = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
     assert Requeue(number=0, run_id=run_id) in instructions
@@ -275,7 +275,7 @@ def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_ki
     world.end(0, Ending.YIELDED)
     (run_id,) = world.runs
     (cut,) = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
-    assert cut == CutOff(run_id=run_id, devices=(0,))
+    assert cut == CutOff(run_id=run_id, devices=(0,), lost=False)
     assert Settle(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
 
 

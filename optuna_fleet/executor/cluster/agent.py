@@ -31,6 +31,7 @@ from optuna_fleet.messages import (
     PipelineReport,
     Quit,
     ReportPipeline,
+    StoreLost,
     StoreReady,
     TrainerExited,
 )
@@ -50,6 +51,7 @@ class Agent:
         self._trainers: dict[int, Device] = {}
         self._children: dict[int, int] = {}
         self._pipeline: PipelineServer | None = None
+        self._store_pid: int | None = None
 
     def serve(self) -> None:
         """Start everything, then act on events until told to quit or the driver is gone."""
@@ -74,9 +76,8 @@ class Agent:
         message = self._channel.receive()
         match message:
             case KillTrainer():
-                for pid, device in self._trainers.items():
-                    if device.index == message.device:
-                        os.kill(pid, signal.SIGKILL)
+                if message.pid in self._trainers:
+                    os.kill(message.pid, signal.SIGKILL)
             case OpenStore():
                 self._start_store()
             case ReportPipeline():
@@ -94,6 +95,7 @@ class Agent:
         agent_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
+            ours.close()
             self._become_child(agent_pid, main, theirs)
         theirs.close()
         self._children[pid] = pidfd = os.pidfd_open(pid)
@@ -135,6 +137,8 @@ class Agent:
             if self._pipeline is not None:
                 self._pipeline.remove_reader(device.index)
             self._start_trainer(device)
+        elif pid == self._store_pid:
+            self._channel.send(StoreLost(cause=_cause(status)))
         elif self._pipeline is not None:
             self._pipeline.child_died(pid)
 
@@ -200,7 +204,7 @@ class Agent:
             self._close_inherited()
             _keep_store(sock)
 
-        _, sock = self.spawn(main)
+        self._store_pid, sock = self.spawn(main)
 
         def opened(mask: int) -> None:
             self._selector.unregister(sock)
@@ -252,4 +256,6 @@ def main() -> None:
     Agent(config).serve()
     # Its modules were imported to be forked, not to be taken down in order.
     sys.stderr.flush()
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # and with it what trainers have started
     os._exit(0)
