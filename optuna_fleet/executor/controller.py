@@ -151,6 +151,8 @@ class Controller:
         run = self._runs.get(event.run_id)
         if run is None:
             return []
+        # Even if its first data was for something else: from now on it can yield.
+        self._trials[run.number].resumable = True
         decision = EpochDecision.GO
         if event.converged:
             decision = EpochDecision.STOP

@@ -228,6 +228,15 @@ def test_what_can_not_be_moved_is_no_candidate() -> None:
     assert allocate.problem.devices == (1,)
 
 
+def test_a_trial_in_its_epochs_can_be_moved_whatever_it_read_before() -> None:
+    world = World(num_devices=2, trials=1)
+    world.tell(DataRequested(run_id=0, structure="a", resumable=False))
+    assert not world.unanswered
+    world.tell(EpochEnded(run_id=0, converged=False))
+    (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
+    assert [c.number for c in allocate.problem.candidates] == [0]
+
+
 def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
     world = World(num_devices=2, trials=1)
     world.settle_all()

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import functools
+import os
+import signal
+from pathlib import Path
+
 import optuna
 import pytest
 
-from tests.fleets import Leg, train
+from tests.fleets import Leg, fleet_of, train
 
 
 def losses_of(fleet: Any, script: dict[int, Sequence[Leg]]) -> dict[int, list[float]]:
@@ -57,3 +62,31 @@ def test_resumed_on_three_devices_continues_bit_for_bit(fleet: Any) -> None:
 def test_moved_between_one_two_and_three_devices(fleet: Any, alone: list[float]) -> None:
     legs = [Leg((0,), 1), Leg((1, 2), 2), Leg((1, 2, 3), 4), Leg((0,))]
     assert losses_of(fleet, {0: legs})[0] == pytest.approx(alone, rel=1e-10)
+
+
+def train_and_die(trial: Any, *, flag: Path) -> float:
+    """Train, but the first time over the process is killed in the fourth epoch."""
+    epochs = trial.epochs
+
+    def watched(num_epochs: int) -> Any:
+        for epoch in epochs(num_epochs):
+            if epoch == 3 and not flag.exists():
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield epoch
+
+    trial.epochs = watched
+    return train(trial)
+
+
+def test_a_killed_trial_resumes_from_its_checkpoint_bit_for_bit(
+    alone: list[float], tmp_path: Path
+) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(train_and_die, flag=tmp_path / "died")
+    with fleet_of(devices=1, checkpoint_interval_s=0.0) as fleet:
+        study.optimize(objective, n_trials=1, executor=fleet)
+    assert (tmp_path / "died").exists()
+    assert study.trials[0].user_attrs["losses"] == alone
+    flights = study.trials[0].system_attrs["optuna_fleet:flights"]
+    assert [flight["ending"] for flight in flights] == ["lost", "returned"]
