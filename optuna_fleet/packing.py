@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,21 @@ def pack(value: Any) -> bytes:
         Exception: It can't be pickled.
     """
     return bytes(cloudpickle.dumps(value))
+
+
+def plain(value: Any) -> Any:
+    """Return the number that a scalar tensor or array holds; lists and tuples item by item.
+
+    So that the driver need not import torch to read a value.
+    """
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    is_scalar = getattr(value, "ndim", None) == 0 or (_is_tensor(value) and value.numel() == 1)
+    return value.item() if is_scalar else value
+
+
+def _is_tensor(value: Any) -> bool:
+    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
 def pack_objective(objective: Any, names: Mapping[int, str]) -> bytes:

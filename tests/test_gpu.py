@@ -25,7 +25,10 @@ def losses_on(fleet: Any, devices: tuple[int, ...]) -> list[float]:
 
 
 def test_a_trial_trains_on_a_gpu_as_on_the_cpu() -> None:
-    with fleet_of(devices=1, device_type="cuda") as gpus, fleet_of(devices=1, device_type="cpu") as cpus:
+    with (
+        fleet_of(devices=1, device_type="cuda") as gpus,
+        fleet_of(devices=1, device_type="cpu") as cpus,
+    ):
         assert losses_on(gpus, (0,)) == pytest.approx(losses_on(cpus, (0,)), rel=1e-6)
 
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from optuna_fleet.channel import Channel, Listener
 from optuna_fleet.exceptions import FleetError
-from optuna_fleet.executor.channel import Channel, Listener
 from optuna_fleet.messages import AgentReady, TrainerExited, TrainerReady
 
 

@@ -12,11 +12,11 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from optuna_fleet.channel import Channel, connect
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import FleetError, TrialError
-from optuna_fleet.executor.channel import Channel, connect
 from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
-from optuna_fleet.packing import pack, pack_error, unpack_objective
+from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
@@ -192,7 +192,7 @@ def _sendable(value: Any) -> bytes:
         TrialError: It can't be pickled.
     """
     try:
-        return pack(_plain(value))
+        return pack(plain(value))
     except Exception as error:
         raise TrialError(
             f"The value {value!r} that the objective returned can't be sent to the driver: {error}"
@@ -204,14 +204,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    is_scalar = getattr(value, "ndim", None) == 0 or (_is_tensor(value) and value.numel() == 1)
-    return value.item() if is_scalar else value
-
-
-def _is_tensor(value: Any) -> bool:
-    return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)

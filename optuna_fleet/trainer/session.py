@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from optuna_fleet.executor.channel import Channel
+from optuna_fleet.channel import Channel
 from optuna_fleet.messages import Call, Reply, RunTrial
 from optuna_fleet.packing import pack, unpack, unpack_error
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.distributions import BaseDistribution
 
+from optuna_fleet.packing import plain
 from optuna_fleet.trainer.session import Session
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class FleetTrial(optuna.Trial):
 
     def report(self, value: float, step: int) -> None:
         """See `optuna.Trial.report`; rank 0's value counts."""
+        value = plain(value)
         self._session.tell("trial", "report", value, step)
         self._session.reported.append(float(value))
 

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from optuna_fleet.executor.channel import connect
+from optuna_fleet.channel import connect
 from optuna_fleet.messages import (
     AgentConfig,
     AgentReady,

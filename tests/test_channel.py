@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from optuna_fleet import channel as channels
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
+from optuna_fleet.channel import Channel, Listener, connect
 from optuna_fleet.events import DeviceJoined
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.executor import channel as channels
 from optuna_fleet.executor import runtime as runtimes
-from optuna_fleet.executor.channel import Channel, Listener, connect
 from optuna_fleet.executor.hub import Hub
 from optuna_fleet.messages import AgentReady, TrainerExited, TrainerReady
 from optuna_fleet.resources import Device, Fleet
