@@ -56,7 +56,7 @@ from optuna_fleet.messages import (
 )
 from optuna_fleet.packing import pack, pack_error, unpack
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.ledger import Decision, Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
 _CUT_OFF_GRACE_S = 10.0
@@ -325,8 +325,18 @@ class Driver:
 
     def _start_round(self, instruction: StartRound) -> None:
         plan = instruction.plan
-        self.tally.rounds += 1
-        self.tally.solver_s.append(plan.solve_time_s)
+        decision = Decision(
+            time=time.time(),
+            round=instruction.round,
+            moves=instruction.moves,
+            allocator=plan.allocator,
+            reason=plan.reason,
+            status=plan.status,
+            gap=plan.gap,
+            solve_time_s=plan.solve_time_s,
+        )
+        self.tally.decisions.append(decision)
+        self._ledger.record_decision(decision)
         level = logging.INFO if instruction.moves or instruction.round == 1 else logging.DEBUG
         compat.fleet_logger.log(level, f"Round {instruction.round}: {plan.reason}")
 

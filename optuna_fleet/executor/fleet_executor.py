@@ -109,6 +109,11 @@ class FleetExecutor:
             )
         if cluster not in ("local", "inline"):
             raise FleetConfigError(f"`cluster` is {cluster!r}, but must be 'local' or 'inline'.")
+        if cluster == "local" and sys.platform != "linux":
+            raise FleetConfigError(
+                f"cluster='local' needs Linux, but this is {sys.platform!r}; cluster='inline' runs "
+                "everywhere."
+            )
         self._cluster = cluster
         self._checkpoint_interval_s = checkpoint_interval_s
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)

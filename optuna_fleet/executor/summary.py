@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from optuna_fleet.messages import PipelineReport, Usage
+from optuna_fleet.sampler_bridge.ledger import Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +23,7 @@ class FleetSummary:
         probing_s: Seconds from the start of each trial's first run to its first request for data.
         profiling_s: Seconds of training that were timed for a rate; no batch of them is thrown
             away.
-        rounds: Number of allocations carried out.
-        solver_s: Time of each allocation.
+        decisions: Every allocation, with its reason, solver status, gap and time.
         rescales: How often a trial was moved to other devices.
         preprocessed: Samples preprocessed since the executor started.
         consumed: Samples delivered to trials since the executor started.
@@ -36,8 +36,7 @@ class FleetSummary:
     waited_s: dict[int, float]
     probing_s: float
     profiling_s: float
-    rounds: int
-    solver_s: tuple[float, ...]
+    decisions: tuple[Decision, ...]
     rescales: int
     preprocessed: int
     consumed: int
@@ -58,15 +57,16 @@ class FleetSummary:
         idle = [self.duration_s - self.busy_s.get(d, 0.0) for d in range(self.num_devices)]
         text = (
             f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s "
-            f"on {self.num_devices} devices in {self.rounds} rounds; a device was idle for "
+            f"on {self.num_devices} devices in {len(self.decisions)} rounds; a device was idle for "
             f"{_mean(idle):.1f} s and waited for data for "
             f"{_mean(list(self.waited_s.values())):.1f} s on average; probing took "
             f"{self.probing_share:.1%} of device time"
         )
         if self.consumed:
             text += f"; sharing factor {self.sharing_factor:.1f}"
-        if self.solver_s:
-            text += f"; solver {sum(self.solver_s):.2f} s"
+        if self.decisions:
+            solver_s = sum(decision.solve_time_s for decision in self.decisions)
+            text += f"; solver {solver_s:.2f} s"
         return text + "."
 
 
@@ -80,8 +80,7 @@ class Tally:
     waited_s: dict[int, float] = field(default_factory=dict)
     probing_s: float = 0.0
     profiling_s: float = 0.0
-    rounds: int = 0
-    solver_s: list[float] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     rescales: int = 0
 
     def add_stay(self, device: int, seconds: float, usage: Usage, *, probe: bool) -> None:
@@ -101,8 +100,7 @@ class Tally:
             waited_s=dict(self.waited_s),
             probing_s=self.probing_s,
             profiling_s=self.profiling_s,
-            rounds=self.rounds,
-            solver_s=tuple(self.solver_s),
+            decisions=tuple(self.decisions),
             rescales=self.rescales,
             preprocessed=pipeline.preprocessed if pipeline else 0,
             consumed=pipeline.consumed if pipeline else 0,

@@ -108,11 +108,6 @@ def set_study_record(study: optuna.Study, key: str, value: Any) -> None:
     study._storage.set_study_system_attr(study._study_id, key, value)
 
 
-def study_records(study: optuna.Study) -> dict[str, Any]:
-    """All records of the study."""
-    return study._storage.get_study_system_attrs(study._study_id)
-
-
 def tell(
     study: optuna.Study,
     trial: optuna.Trial,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
@@ -20,7 +21,7 @@ from optuna_fleet.sampler_bridge.proposals import Proposals
 Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
 
 FLIGHTS_KEY = "optuna_fleet:flights"
-ROUNDS_KEY = "optuna_fleet:rounds"
+DECISION_KEY = "optuna_fleet:decision:{began:.3f}:{round}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,31 @@ class Flight:
     probing_s: float
     profiling_s: float
     data_wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One allocation, as recorded with the study and in the summary.
+
+    Attributes:
+        time: When it was made, seconds since the epoch.
+        round: Its number within the call, from 1.
+        moves: Number of trials that it moved.
+        allocator: Who made it.
+        reason: Why, in words.
+        status: The solver's status.
+        gap: The solver's relative gap; None if it gave none.
+        solve_time_s: What it took.
+    """
+
+    time: float
+    round: int
+    moves: int
+    allocator: str
+    reason: str
+    status: str
+    gap: float | None
+    solve_time_s: float
 
 
 class Ledger:
@@ -59,6 +85,7 @@ class Ledger:
         self._callbacks = list(callbacks or ())
         self._gc_after_trial = gc_after_trial
         self._progress_bar = progress_bar
+        self._began = time.time()
         self._flights: dict[int, list[Flight]] = {}
         self._replayed: dict[int, frozenset[int]] = {}
 
@@ -103,6 +130,11 @@ class Ledger:
         compat.set_trial_record(
             self.study, self._proposals[number], FLIGHTS_KEY, [asdict(f) for f in flights]
         )
+
+    def record_decision(self, decision: Decision) -> None:
+        """Store an allocation with the study; a record each, so that long sweeps stay cheap."""
+        key = DECISION_KEY.format(began=self._began, round=decision.round)
+        compat.set_study_record(self.study, key, asdict(decision))
 
     def settle(
         self,

@@ -1,0 +1,41 @@
+"""What a sweep leaves in the study and in the summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+
+from tests.fleets import train
+
+
+def test_flights_and_decisions_are_recorded(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(train, n_trials=5, executor=fleet)
+    for trial in study.trials:
+        flights = trial.system_attrs["optuna_fleet:flights"]
+        assert flights[-1]["ending"] == "returned"
+        assert all(f["devices"] and f["start"] <= f["end"] for f in flights)
+    recorded = [v for k, v in study.system_attrs.items() if k.startswith("optuna_fleet:decision")]
+    decisions = fleet.summary.decisions
+    assert [r["reason"] for r in recorded] == [d.reason for d in decisions]
+    assert decisions[0].round == 1
+    assert all(d.status and d.allocator and d.solve_time_s >= 0 for d in decisions)
+
+
+def test_the_summary_counts(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(end_variously, n_trials=6, catch=ValueError, executor=fleet)
+    summary = fleet.summary
+    assert summary.trials == {"complete": 2, "pruned": 2, "fail": 2}
+    assert summary.num_devices == 4
+    assert set(summary.busy_s) <= {0, 1, 2, 3}
+    assert "6 trials (2 complete, 2 fail, 2 pruned)" in str(summary)
+
+
+def end_variously(trial: Any) -> float:
+    if trial.number % 3 == 0:
+        raise optuna.TrialPruned
+    if trial.number % 3 == 1:
+        raise ValueError("no")
+    return 1.0
