@@ -111,8 +111,8 @@ class FleetExecutor:
             raise FleetConfigError(f"`cluster` is {cluster!r}, but must be 'local' or 'inline'.")
         if cluster == "local" and sys.platform != "linux":
             raise FleetConfigError(
-                f"cluster='local' needs Linux, but this is {sys.platform!r}; cluster='inline' runs "
-                "everywhere."
+                f"cluster='local' needs Linux, but this is {sys.platform!r}; cluster='inline' "
+                "runs everywhere."
             )
         self._cluster = cluster
         self._checkpoint_interval_s = checkpoint_interval_s

@@ -57,8 +57,8 @@ class FleetSummary:
         idle = [self.duration_s - self.busy_s.get(d, 0.0) for d in range(self.num_devices)]
         text = (
             f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s "
-            f"on {self.num_devices} devices in {len(self.decisions)} rounds; a device was idle for "
-            f"{_mean(idle):.1f} s and waited for data for "
+            f"on {self.num_devices} devices in {len(self.decisions)} rounds; a device was idle "
+            f"for {_mean(idle):.1f} s and waited for data for "
             f"{_mean(list(self.waited_s.values())):.1f} s on average; probing took "
             f"{self.probing_share:.1%} of device time"
         )

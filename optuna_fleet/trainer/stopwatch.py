@@ -7,7 +7,7 @@ import time
 from optuna_fleet.alloc.rates import PROFILE_BATCHES, rate_of
 
 # FLEET's 48 batches are an upper limit; slow models stop as soon as enough were timed.
-_ENOUGH = ((24, 0.5), (12, 2.0), (6, 10.0))
+_ENOUGH = ((24, 0.25), (12, 1.0), (6, 5.0))
 
 
 class Stopwatch:
