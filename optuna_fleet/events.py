@@ -24,11 +24,12 @@ class EpochDecision(Enum):
 
 
 class Ending(Enum):
-    """How one rank of a run ended."""
+    """How one rank of a run ended: by itself, cut off from its peers, or with its process."""
 
     RETURNED = "returned"
     RAISED = "raised"
     YIELDED = "yielded"
+    CUT_OFF = "cut off"
     LOST = "lost"
 
 
@@ -51,6 +52,7 @@ class DataRequested:
     run_id: int
     structure: str
     resumable: bool
+    batch_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

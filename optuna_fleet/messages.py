@@ -6,7 +6,7 @@ message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from optuna_fleet.events import Ending
 from optuna_fleet.packing import Raised
@@ -86,11 +86,19 @@ class StoreLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineReport:
-    """Counters of the node's shared pipeline."""
+    """Counters of the node's shared pipeline since its start."""
 
     preprocessed: int
     consumed: int
     resident_bytes: int
+
+    def since(self, last: PipelineReport) -> PipelineReport:
+        """What was counted after `last`."""
+        return replace(
+            self,
+            preprocessed=self.preprocessed - last.preprocessed,
+            consumed=self.consumed - last.consumed,
+        )
 
 
 # -- driver to trainer ----------------------------------------------------------------------------
@@ -103,6 +111,7 @@ class RunTrial:
     Attributes:
         objective: cloudpickle of the objective; None if this trainer already has `objective_id`.
         measure: Measure the training rate over the first batches.
+        group: Name of the run's process group in the store; nobody else can guess it.
         store: Where the ranks find each other; needed for more than one.
         checkpoint: Path of the checkpoint to resume from, or None.
         checkpoint_to: Path to write the checkpoint to when told to yield.
@@ -117,6 +126,7 @@ class RunTrial:
     objective_id: int
     objective: bytes | None
     measure: bool
+    group: str
     store: StoreReady | None
     checkpoint: str | None
     checkpoint_to: str
@@ -163,6 +173,7 @@ class Reached:
     run_id: int
     structure: str
     resumable: bool
+    batch_size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

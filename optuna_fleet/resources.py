@@ -13,13 +13,13 @@ class Device:
         index: Number of the slot in the whole fleet, from 0.
         node: Number of the node it is on, from 0.
         kind: Device type; rates are only comparable within one kind ("cpu", or a GPU's name).
-        local: Number of the physical device on its node (the CUDA ordinal for GPUs).
+        visible: What ``CUDA_VISIBLE_DEVICES`` must say for a process to see just this GPU.
     """
 
     index: int
     node: int
     kind: str
-    local: int
+    visible: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -243,7 +243,7 @@ class FakeAgent:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[runtimes.Runtime]:
     monkeypatch.setattr(runtimes, "AgentProcess", FakeAgent)
-    device = Device(index=0, node=0, kind="cpu", local=0)
+    device = Device(index=0, node=0, kind="cpu")
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
     made = runtimes.Runtime(Fleet(devices=(device,)), None, allocator, tmp_path, preload=False)
     yield made
@@ -275,7 +275,7 @@ def test_no_temporary_folder_stays_if_the_agent_cannot_start(
 
     monkeypatch.setattr(runtimes, "AgentProcess", refuse)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    device = Device(index=0, node=0, kind="cpu", local=0)
+    device = Device(index=0, node=0, kind="cpu")
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
     with pytest.raises(OSError, match="no more processes"):
         runtimes.Runtime(Fleet(devices=(device,)), None, allocator, None, preload=False)

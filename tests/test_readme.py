@@ -23,16 +23,20 @@ def build_model(depth: int, width: int) -> nn.Module:
     ).double()
 
 
-def count_correct(model: nn.Module, batches: Any) -> int:
+def count_correct(model: nn.Module, batches: Any) -> tuple[int, int]:
+    correct = total = 0
     with torch.no_grad():
-        return sum(int((model(x).argmax(1) == y).sum()) for x, y in batches)
+        for x, y in batches:
+            correct += int((model(x).argmax(1) == y).sum())
+            total += len(y)
+    return correct, total
 
 
 def test_the_readmes_objective_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (source,) = [block for block in blocks if "def objective" in block]
     train_set, val_set = Noise(41, augment=True), Noise(20)
-    names = {"build_model": build_model, "count_correct": count_correct, "val_set": val_set}
+    names = {"build_model": build_model, "count_correct": count_correct}
     exec(source, names)
     pipeline = names["SharedPipeline"](train=train_set, val=val_set)  # type: ignore[operator]
     study = optuna.create_study(direction="maximize")

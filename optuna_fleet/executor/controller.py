@@ -124,6 +124,7 @@ class Controller:
             return
         trial = self._trials[run.number]
         trial.structure, trial.resumable = event.structure, event.resumable
+        trial.batch_size = event.batch_size
         trial.status = Status.FLYING
         known = self.profiles.get(event.structure)
         run.measured = known is not None and len(run.devices) in known.measured
@@ -165,14 +166,15 @@ class Controller:
         if run is None or device in run.endings:
             return []
         run.endings[device] = ending
+        run.lost = run.lost or ending is Ending.CUT_OFF
         if ending is not Ending.LOST:
             self._idle.add(device)
         remaining = tuple(d for d in run.devices if d not in run.endings)
         if not remaining:
             return self._run_ended(run)
-        if ending in (Ending.RAISED, Ending.LOST) and not run.cut:
+        if ending in (Ending.RAISED, Ending.CUT_OFF, Ending.LOST) and not run.cut:
             run.cut = True
-            return [CutOff(run_id=run_id, devices=remaining, lost=ending is Ending.LOST)]
+            return [CutOff(run_id=run_id, devices=remaining, lost=run.lost)]
         return []
 
     def _device_lost(self, event: DeviceLost) -> list[Instruction]:
@@ -181,7 +183,8 @@ class Controller:
         self._changed = True
         for run in self._runs.values():
             if event.device in run.devices and event.device not in run.endings:
-                run.lost = run.lost or not event.by_order
+                # By order, but meant for the run before this one: lost all the same.
+                run.lost = run.lost or not (event.by_order and run.cut)
                 return self._rank_ended(run.run_id, event.device, Ending.LOST)
         return []
 
@@ -347,6 +350,7 @@ class Controller:
         return Candidate(
             number=trial.number,
             rates=self._rates(profile, num_devices),
+            max_devices=trial.batch_size,  # a rank more would have no sample
             devices=trial.run.devices if trial.run else (),
             waited_rounds=trial.waited_rounds,
         )

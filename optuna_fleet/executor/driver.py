@@ -20,6 +20,7 @@ from optuna_fleet.events import (
     CutOff,
     DataRequested,
     DeviceJoined,
+    Ending,
     EpochDecision,
     EpochEnded,
     Event,
@@ -40,7 +41,7 @@ from optuna_fleet.events import (
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.runs import Job, Run
+from optuna_fleet.executor.runs import Job, Run, decision_of
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.messages import (
@@ -56,7 +57,7 @@ from optuna_fleet.messages import (
 )
 from optuna_fleet.packing import pack, pack_error, unpack
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import Decision, Ledger
+from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
 _CUT_OFF_GRACE_S = 10.0
@@ -151,6 +152,7 @@ class Driver:
                         run_id=message.run_id,
                         structure=message.structure,
                         resumable=message.resumable,
+                        batch_size=message.batch_size,
                     )
                 )
             case Measured():
@@ -180,6 +182,8 @@ class Driver:
         run.ended.append(message)
         if message.rank == 0:
             self._reply(run, run.calls.close())
+        if message.ending is Ending.CUT_OFF and message.error is not None:
+            run.causes.append(f"device {message.device} was cut off: {message.error.description}")
         self._deadlines.pop(message.device, None)
         seconds = time.time() - run.start
         self.tally.add_stay(message.device, seconds, message.usage, probe=run.launch.probe)
@@ -306,6 +310,7 @@ class Driver:
             objective_id=job.objective_id,
             objective=objective,
             measure=launch.measure,
+            group=self._runtime.group_name(launch.run_id),
             store=None,
             checkpoint=path if launch.number in self._checkpointed else None,
             checkpoint_to=path,
@@ -324,21 +329,11 @@ class Driver:
         self._unsent = kept
 
     def _start_round(self, instruction: StartRound) -> None:
-        plan = instruction.plan
-        decision = Decision(
-            time=time.time(),
-            round=instruction.round,
-            moves=instruction.moves,
-            allocator=plan.allocator,
-            reason=plan.reason,
-            status=plan.status,
-            gap=plan.gap,
-            solve_time_s=plan.solve_time_s,
-        )
+        decision = decision_of(instruction)
         self.tally.decisions.append(decision)
         self._ledger.record_decision(decision)
         level = logging.INFO if instruction.moves or instruction.round == 1 else logging.DEBUG
-        compat.fleet_logger.log(level, f"Round {instruction.round}: {plan.reason}")
+        compat.fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
 
     # -- endings ----------------------------------------------------------------------------------
 
@@ -360,6 +355,7 @@ class Driver:
 
     def _give_up(self, instruction: GiveUp) -> None:
         run = self._finish_run(instruction.run_id)
+        self._runtime.drop_checkpoint(self._job.study_name, instruction.number)
         error = TrainerLostError(
             f"Trial {instruction.number} lost its devices {instruction.restarts} times, the last "
             f"time because {run.cause}."

@@ -109,10 +109,10 @@ class FleetExecutor:
             )
         if cluster not in ("local", "inline"):
             raise FleetConfigError(f"`cluster` is {cluster!r}, but must be 'local' or 'inline'.")
-        if cluster == "local" and sys.platform != "linux":
+        if cluster == "local" and not hasattr(os, "pidfd_open"):
             raise FleetConfigError(
-                f"cluster='local' needs Linux, but this is {sys.platform!r}; cluster='inline' "
-                "runs everywhere."
+                f"cluster='local' needs Linux 5.3 or later, but this is {sys.platform!r}; "
+                "cluster='inline' runs everywhere."
             )
         self._cluster = cluster
         self._checkpoint_interval_s = checkpoint_interval_s
@@ -159,7 +159,7 @@ class FleetExecutor:
             gc_after_trial=gc_after_trial,
             show_progress_bar=show_progress_bar,
         )
-        self._busy = True
+        self._busy, self.summary = True, None
         try:
             with loop:
                 if self._cluster == "inline":

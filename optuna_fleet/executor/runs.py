@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_fleet.events import Ending, Launch
+from optuna_fleet.events import Ending, Launch, StartRound
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.messages import Call, Ended
 from optuna_fleet.packing import unpack, unpack_error
-from optuna_fleet.sampler_bridge.ledger import Flight
+from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +98,18 @@ class Run:
         error = unpack_error(ended.error)
         error.__cause__ = RemoteTraceback(f"\n{place}:\n{ended.error.traceback}")
         return error
+
+
+def decision_of(instruction: StartRound) -> Decision:
+    """The record of a round that starts now."""
+    plan = instruction.plan
+    return Decision(
+        time=time.time(),
+        round=instruction.round,
+        moves=instruction.moves,
+        allocator=plan.allocator,
+        reason=plan.reason,
+        status=plan.status,
+        gap=plan.gap,
+        solve_time_s=plan.solve_time_s,
+    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import itertools
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -11,7 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
@@ -67,6 +69,7 @@ class Runtime:
         self._killed: set[int] = set()
         self._store_asked = False
         self._stores_lost = 0
+        self._last_report = PipelineReport(preprocessed=0, consumed=0, resident_bytes=0)
         self._newcomers: dict[int, int] = {}
         self._dead: set[int] = set()
         self._stillborn: dict[int, int] = {}
@@ -194,16 +197,21 @@ class Runtime:
             self._store_asked = True
             self.hub.send(self.hub.agents.get(0), OpenStore())
 
+    def group_name(self, run_id: int) -> str:
+        """Name of a run's process group, which other users of this machine can't guess."""
+        return hmac.digest(self.hub.secret, f"group {run_id}".encode(), "sha256").hex()
+
     def checkpoint_of(self, study_name: str, number: int) -> Path:
-        """Where the checkpoint of a trial is kept."""
-        folder = self._checkpoint_dir / quote(study_name, safe="")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"trial-{number}.pt"
+        """Where the checkpoint of a trial is kept; a digest tells apart names cut short."""
+        digest = hashlib.sha256(study_name.encode()).hexdigest()[:12]
+        readable = re.sub(r"[^A-Za-z0-9_-]", "_", study_name)[:60]
+        return self._checkpoint_dir / f"{readable}-{digest}" / f"trial-{number}.pt"
 
     def drop_checkpoint(self, study_name: str, number: int) -> None:
-        """The trial is done: remove its checkpoint, unless the user keeps them."""
-        if not self._keeps_checkpoints:
-            self.checkpoint_of(study_name, number).unlink(missing_ok=True)
+        """The trial is done: remove its checkpoint and the one before it."""
+        path = self.checkpoint_of(study_name, number)
+        for old in path.parent.glob(f"{path.name}*"):
+            old.unlink(missing_ok=True)
 
     def reset(self, devices: set[int]) -> None:
         """Replace the trainers of these devices and wait until their successors are ready."""
@@ -219,13 +227,14 @@ class Runtime:
                     self.device_events(message)
 
     def pipeline_report(self) -> PipelineReport | None:
-        """Ask the pipeline for its counters."""
+        """Ask the pipeline for its counters since the last report."""
         self.hub.send(self.hub.agents.get(0), ReportPipeline())
         deadline = time.monotonic() + _REPORT_LIMIT_S
         while (left_s := deadline - time.monotonic()) > 0:
             for message in self.messages(left_s):
                 if isinstance(message, PipelineReport):
-                    return message
+                    last, self._last_report = self._last_report, message
+                    return message.since(last)
                 if isinstance(message, TrainerReady | TrainerExited):
                     self.device_events(message)
         return None

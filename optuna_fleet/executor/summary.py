@@ -20,13 +20,14 @@ class FleetSummary:
         duration_s: Wall time of the call.
         busy_s: Seconds each device had a run.
         waited_s: Seconds of these its run waited for data.
-        probing_s: Seconds from the start of each trial's first run to its first request for data.
+        probing_s: Seconds from the start of each trial's first run to its first request for data;
+            0 for plain objectives.
         profiling_s: Seconds of training that were timed for a rate; no batch of them is thrown
             away.
         decisions: Every allocation, with its reason, solver status, gap and time.
         rescales: How often a trial was moved to other devices.
-        preprocessed: Samples preprocessed since the executor started.
-        consumed: Samples delivered to trials since the executor started.
+        preprocessed: Samples preprocessed for this call; epochs of earlier calls may serve it too.
+        consumed: Samples delivered to its trials.
     """
 
     trials: dict[str, int]

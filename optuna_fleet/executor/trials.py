@@ -77,6 +77,7 @@ class Trial:
     status: Status = Status.PROPOSED
     structure: str | None = None
     resumable: bool = False
+    batch_size: int | None = None
     restarts: int = 0
     waited_rounds: int = 0
     run: Run | None = None

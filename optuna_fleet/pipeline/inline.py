@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from optuna_fleet.pipeline.batches import Batch, Plan
@@ -29,6 +30,7 @@ class InlineClient:
         self._spec = spec
         self._datasets = datasets
         self._collates = collates
+        self._order = lru_cache(maxsize=4)(permutation)
 
     def sample_count(self, name: str) -> int:
         """Returns the length of a data set."""
@@ -52,7 +54,7 @@ class InlineClient:
         spec = self._spec.dataset(plan.name)
         order: Sequence[int] = range(spec.num_samples)
         if spec.shuffled:
-            order = permutation(self._spec.seed, plan.name, plan.epoch, spec.num_samples).tolist()
+            order = self._order(self._spec.seed, plan.name, plan.epoch, spec.num_samples).tolist()
         samples = []
         for position in positions:
             seed_sample(self._spec.seed, plan.name, plan.epoch, order[position])

@@ -49,7 +49,8 @@ class Checkpoint:
     """All that a trial needs to go on elsewhere.
 
     Attributes:
-        epoch: The epoch to go on with.
+        loop: Which of the objective's ``trial.epochs`` loops it was made in, from 1.
+        epoch: The epoch of that loop to go on with.
         objects: ``state_dict`` of each prepared object, in the order of ``trial.prepare``.
         state: ``trial.state``, the objective's own variables.
         rng: ``rng_state`` of each rank.
@@ -57,6 +58,7 @@ class Checkpoint:
         version: Format of the file.
     """
 
+    loop: int
     epoch: int
     objects: list[dict[str, Any]]
     state: dict[str, Any]
@@ -69,7 +71,7 @@ def save(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     """Write `checkpoint` to `path` (mode 0600), or leave what was there; never half of it.
 
     Args:
-        path: The file; its folder must exist.
+        path: The file; its folder is made. The checkpoint before it is kept beside it.
         checkpoint: Tensors on any device; they are saved as CPU tensors.
 
     Raises:
@@ -80,10 +82,13 @@ def save(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
     target = Path(path)
     content = _content(checkpoint)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 _write(file, content, checkpoint.version)
+            with suppress(FileNotFoundError):
+                os.replace(target, previous(target))
             os.replace(temporary, target)
         except BaseException:
             with suppress(OSError):
@@ -95,6 +100,26 @@ def save(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
             f"The checkpoint {target} can't be written ({error}): check that its folder exists "
             f"and has space."
         ) from error
+
+
+def previous(path: str | os.PathLike[str]) -> Path:
+    """Where the checkpoint before the one at `path` is kept."""
+    return Path(f"{os.fspath(path)}.previous")
+
+
+def load_newest(path: str | os.PathLike[str]) -> tuple[Checkpoint | None, list[str]]:
+    """Read the newest good checkpoint: that at `path`, else the one before it.
+
+    Returns:
+        The checkpoint, or None if neither is good; and what was wrong with those passed over.
+    """
+    problems: list[str] = []
+    for candidate in (path, previous(path)):
+        try:
+            return load(candidate), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    return None, problems
 
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
@@ -182,7 +207,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _verified(path: str | os.PathLike[str], data: bytes) -> memoryview:
-    advice = "delete it; the trial then goes on from an earlier checkpoint or its first epoch"
+    advice = "the trial goes on from its checkpoint before, or from its first epoch"
     if len(data) < _HEADER.size:
         raise CheckpointError(f"The checkpoint {path} is truncated: {advice}.")
     magic, version, num_bytes, digest = _HEADER.unpack_from(data)

@@ -147,12 +147,18 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
         sys.excepthook = excepthook
 
 
-def leave_group() -> None:
+def leave_group(*, abort: bool = False) -> None:
     """Destroy the default group, if any; afterwards this process can join another one.
 
     Safe to call when there is none and when peers of the group are dead.
+
+    Args:
+        abort: Do not wait for operations under way, which NCCL's orderly end does.
     """
     if not dist.is_initialized():
+        return
+    if abort:
+        _forget_group()
         return
     try:
         dist.destroy_process_group()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import socket
 import sys
 import time
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.channel import Channel, connect
 from optuna_fleet.events import Ending
-from optuna_fleet.exceptions import FleetError, TrialError
+from optuna_fleet.exceptions import FleetError, RetryableError, TrialError
 from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
 from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.resources import Device
+from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
 from optuna_fleet.trainer.trial import FleetTrial, Remote
 
@@ -48,9 +48,10 @@ class Trainer:
                 case RunTrial():
                     ended = self._run(message)
                     _flush()
+                    usable = self._clean_up(collect=message.gc_after_trial)
                     self._channel.send(ended)
-                    if message.gc_after_trial:
-                        gc.collect()
+                    if not usable:
+                        return
                 case Quit():
                     return
                 case _:
@@ -69,9 +70,10 @@ class Trainer:
         waited_s = self._waited_s()
         value, error = b"", None
         try:
+            # First, because importing what it refers to may run code that draws or seeds.
+            objective = self._objective(run)
             seed_run(run.seed, run.number)
             self._limit_threads()
-            objective = self._objective(run)
             if run.world_size > 1:
                 open_training()
             value = _sendable(objective(FleetTrial(session, open_training)))
@@ -80,12 +82,12 @@ class Trainer:
             ending = Ending.YIELDED
         except DriverGoneError:
             raise
+        except RetryableError as trouble:
+            ending, error = Ending.CUT_OFF, pack_error(trouble)
         except BaseException as raised:
             ending, error = Ending.RAISED, pack_error(raised)
         ended_s = time.time()
-        usage = (
-            training.end() if training else Usage(probing_s=time.perf_counter() - session.began)
-        )
+        usage = training.end(failed=error is not None) if training else Usage()
         return Ended(
             run_id=run.run_id,
             rank=run.rank,
@@ -101,12 +103,31 @@ class Trainer:
         had_torch = "torch" in sys.modules
         from optuna_fleet.trainer.training import Training  # imports torch
 
-        if not had_torch:  # else the objective may have changed the limit by now
+        if not had_torch:  # else the objective may have changed both by now
             self._limit_threads()
+            seed_torch(session.run.seed, session.run.number)
         return Training(session, self._pipeline, self._device.kind)
 
     def _waited_s(self) -> float:
         return self._pipeline.waited_s if self._pipeline else 0.0
+
+    def _clean_up(self, *, collect: bool) -> bool:
+        """Free what the run held; return whether the process can serve another one.
+
+        An error on a GPU (an illegal access, a failed assertion) spoils its context for good.
+        """
+        torch: Any = sys.modules.get("torch")
+        has_gpu = self._device.kind != "cpu" and torch is not None and torch.cuda.is_initialized()
+        if collect or has_gpu:
+            gc.collect()
+        if not has_gpu:
+            return True
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+        return True
 
     def _objective(self, run: RunTrial) -> Any:
         if run.objective is not None:
@@ -150,7 +171,7 @@ def trainer_main(
 ) -> None:
     """Body of a trainer process, forked from its node's agent."""
     if device.kind != "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = _visible(device.local)
+        os.environ["CUDA_VISIBLE_DEVICES"] = device.visible
     pipeline = _client(data, spec) if spec is not None else None
     channel = connect(host, port, secret)
     channel.send(TrainerReady(device=device.index, pid=os.getpid()))
@@ -163,26 +184,6 @@ def _client(data: socket.socket, spec: PipelineSpec) -> PipelineClient:
     from optuna_fleet.pipeline.reader import PipelineClient  # imports torch
 
     return PipelineClient(data, spec)
-
-
-def _visible(local: int) -> str:
-    """The physical device behind CUDA ordinal `local`, if the user had restricted them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[local].strip() if visible else str(local)
-
-
-def seed_run(seed: int, number: int) -> None:
-    """Seed every generator that is loaded, alike on every rank and at every resume (G2)."""
-    if "torch" in sys.modules:
-        from optuna_fleet.trainer.randomness import seed_everything
-
-        seed_everything(seed, number)
-        return
-    import numpy as np
-
-    words = np.random.SeedSequence([seed, number]).generate_state(2)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]))
 
 
 def _sendable(value: Any) -> bytes:

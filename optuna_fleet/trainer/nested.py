@@ -12,6 +12,8 @@ def to_device(data: Any, device: torch.device) -> Any:
     """Copy of the nested `data` (dicts, lists, tuples) with every tensor on `device`."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=True)
+    if hasattr(data, "to") and not isinstance(data, (dict, list, tuple)):
+        return data.to(device)  # a batch class of the user's collate_fn
     return map_children(data, lambda child: to_device(child, device))
 
 

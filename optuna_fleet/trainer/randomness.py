@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.seeding import seed_run
 
 
 def seed_everything(seed: int, trial_number: int) -> None:
@@ -26,11 +27,7 @@ def seed_everything(seed: int, trial_number: int) -> None:
             f"The values of `seed` and `trial_number` are {seed} and {trial_number}, "
             f"but must be >= 0."
         )
-    # One independent word each, so that the three generators don't run in parallel.
-    words = np.random.SeedSequence([seed, trial_number]).generate_state(3, np.uint64)
-    random.seed(int(words[0]))
-    np.random.seed(words[1:2].view(np.uint32))
-    torch.manual_seed(int(words[2]))
+    seed_run(seed, trial_number)
 
 
 def rng_state() -> dict[str, Any]:

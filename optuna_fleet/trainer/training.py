@@ -46,6 +46,7 @@ class Training:
         self._weights = ShardWeights()
         self._epoch = 0
         self._num_epochs = 1
+        self._num_loops = 0
         self._in_epochs = False
         self._reached_after_s: float | None = None
         self._stopwatch = Stopwatch(session.run.measure)
@@ -53,28 +54,34 @@ class Training:
         self._checkpoint: checkpoint.Checkpoint | None = None
         self._join()
         if self._run.checkpoint is not None:
-            self._checkpoint = checkpoint.load(self._run.checkpoint)
-            self.state.update(self._checkpoint.state)
-            session.reported[:0] = self._checkpoint.history
+            self._resume(self._run.checkpoint)
 
     def _join(self) -> None:
         store = self._run.store
         spec = GroupSpec(
             rank=self._run.rank,
             world_size=self._run.world_size,
-            prefix=f"run{self._run.run_id}",
+            prefix=self._run.group,
             store_host=store.host if store else "",
             store_port=store.port if store else None,
         )
         join_group(spec, "gloo" if self._kind == "cpu" else "nccl", _GROUP_TIMEOUT_S)
 
-    def end(self) -> Usage:
-        """Leave the group; return where the time went."""
-        leave_group()
-        probing_s = self._reached_after_s
-        if probing_s is None:
-            probing_s = time.perf_counter() - self._session.began
-        return Usage(probing_s=probing_s, profiling_s=self._stopwatch.total_s)
+    def _resume(self, path: str) -> None:
+        self._checkpoint, problems = checkpoint.load_newest(path)
+        for problem in problems:
+            self._session.tell("fleet", "warn", problem)
+        if self._checkpoint is not None:
+            self.state.update(self._checkpoint.state)
+            self._session.reported[:0] = self._checkpoint.history
+
+    def end(self, *, failed: bool) -> Usage:
+        """Leave the group; return where the time went.
+
+        A rank that `failed` does not wait for its peers, which may be in a collective for ever.
+        """
+        leave_group(abort=failed and self._kind != "cpu")
+        return Usage(probing_s=self._reached_after_s or 0.0, profiling_s=self._stopwatch.total_s)
 
     @property
     def shard_size(self) -> int:
@@ -85,6 +92,9 @@ class Training:
 
     def prepare(self, *objects: Any) -> Any:
         """See `FleetTrial.prepare`."""
+        for thing in objects:  # before any optimizer's state is made to follow them
+            if isinstance(thing, torch.nn.Module):
+                thing.to(self.device)
         prepared = tuple(self._prepare_one(thing) for thing in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -94,12 +104,12 @@ class Training:
                 f"trial.prepare() was given a `{type(thing).__name__}`, but takes modules, "
                 "optimizers, schedulers and other objects with `state_dict` and `load_state_dict`."
             )
-        if isinstance(thing, torch.nn.Module):
-            thing.to(self.device)
         position = len(self._objects)
         self._objects.append(thing)
         if self._checkpoint is not None:
             self._restore(thing, position)
+        elif isinstance(thing, torch.optim.Optimizer) and thing.state:
+            thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are now
         if isinstance(thing, torch.nn.Module):
             return self._parallel(thing)
         return thing
@@ -107,6 +117,8 @@ class Training:
     def _restore(self, thing: Any, position: int) -> None:
         assert self._checkpoint is not None
         saved = self._checkpoint.objects
+        if position >= len(saved) and self._num_loops >= self._checkpoint.loop:
+            return  # made after the loop that was checkpointed
         if position >= len(saved):
             raise TrialError(
                 f"trial.prepare() was called with more objects than when trial {self._run.number} "
@@ -132,10 +144,14 @@ class Training:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
+        self._num_loops += 1
         first = 0
         if self._checkpoint is not None:
-            first = self._checkpoint.epoch
-            checkpoint.restore_rng(self._checkpoint.rng)
+            if self._num_loops < self._checkpoint.loop:
+                return  # this loop was done before the checkpoint
+            if self._num_loops == self._checkpoint.loop:
+                first = self._checkpoint.epoch
+                checkpoint.restore_rng(self._checkpoint.rng)
         self._in_epochs = True
         self._num_epochs = num_epochs
         for epoch in range(first, num_epochs):
@@ -159,6 +175,7 @@ class Training:
             checkpoint.save(
                 self._run.checkpoint_to,
                 checkpoint.Checkpoint(
+                    loop=self._num_loops,
                     epoch=next_epoch,
                     objects=[thing.state_dict() for thing in self._objects],
                     state=self.state,
@@ -195,7 +212,12 @@ class Training:
         if self._run.rank == 0:
             structure = self._structure(name, batch_size)
             self._session.send(
-                Reached(run_id=self._run.run_id, structure=structure, resumable=self._in_epochs)
+                Reached(
+                    run_id=self._run.run_id,
+                    structure=structure,
+                    resumable=self._in_epochs,
+                    batch_size=batch_size,
+                )
             )
         assert self._pipeline is not None
         samples = self._pipeline.sample_count(name)

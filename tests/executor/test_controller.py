@@ -42,9 +42,7 @@ from optuna_fleet.resources import Device, Fleet
 
 def fleet_of(num_devices: int) -> Fleet:
     return Fleet(
-        devices=tuple(
-            Device(index=i, node=i // 4, kind="cpu", local=i % 4) for i in range(num_devices)
-        )
+        devices=tuple(Device(index=i, node=i // 4, kind="cpu") for i in range(num_devices))
     )
 
 
@@ -103,7 +101,9 @@ class World:
     def settle_all(self) -> None:
         """Let every flying trial be measured and every decision be made."""
         for run_id in list(self.runs):
-            self.tell(DataRequested(run_id=run_id, structure=f"s{run_id}", resumable=True))
+            self.tell(
+                DataRequested(run_id=run_id, structure=f"s{run_id}", resumable=True, batch_size=32)
+            )
             self.tell(RateMeasured(run_id=run_id, samples_per_s=100.0))
         while self.unanswered:
             self.decide()
@@ -152,7 +152,9 @@ def test_a_plain_objective_is_settled_and_its_device_probes_the_next() -> None:
 def test_the_first_round_waits_for_all_rates() -> None:
     world = World(num_devices=2, trials=2)
     for run_id in (0, 1):
-        world.tell(DataRequested(run_id=run_id, structure=f"s{run_id}", resumable=True))
+        world.tell(
+            DataRequested(run_id=run_id, structure=f"s{run_id}", resumable=True, batch_size=32)
+        )
     assert world.tell(RateMeasured(run_id=0, samples_per_s=10.0)) == []
     (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
     assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 20.0]
@@ -161,9 +163,11 @@ def test_the_first_round_waits_for_all_rates() -> None:
 
 def test_equal_structures_share_one_profile() -> None:
     world = World(num_devices=2, trials=2)
-    world.tell(DataRequested(run_id=0, structure="same", resumable=True))
+    world.tell(DataRequested(run_id=0, structure="same", resumable=True, batch_size=32))
     world.tell(RateMeasured(run_id=0, samples_per_s=10.0))
-    (allocate,) = world.tell(DataRequested(run_id=1, structure="same", resumable=True))
+    (allocate,) = world.tell(
+        DataRequested(run_id=1, structure="same", resumable=True, batch_size=32)
+    )
     assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 10.0]
 
 
@@ -221,8 +225,8 @@ def test_the_local_paradigm_refills_but_never_moves() -> None:
 
 def test_what_can_not_be_moved_is_no_candidate() -> None:
     world = World(num_devices=2, trials=2)
-    world.tell(DataRequested(run_id=0, structure="a", resumable=False))
-    world.tell(DataRequested(run_id=1, structure="b", resumable=True))
+    world.tell(DataRequested(run_id=0, structure="a", resumable=False, batch_size=32))
+    world.tell(DataRequested(run_id=1, structure="b", resumable=True, batch_size=32))
     (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
     assert [c.number for c in allocate.problem.candidates] == [1]
     assert allocate.problem.devices == (1,)
@@ -230,7 +234,7 @@ def test_what_can_not_be_moved_is_no_candidate() -> None:
 
 def test_a_trial_in_its_epochs_can_be_moved_whatever_it_read_before() -> None:
     world = World(num_devices=2, trials=1)
-    world.tell(DataRequested(run_id=0, structure="a", resumable=False))
+    world.tell(DataRequested(run_id=0, structure="a", resumable=False, batch_size=32))
     assert not world.unanswered
     world.tell(EpochEnded(run_id=0, converged=False))
     (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
@@ -244,7 +248,7 @@ def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
     world.end(0, Ending.YIELDED)
     (run_id,) = world.runs
     assert world.runs[run_id].devices == (0, 1)
-    world.tell(DataRequested(run_id=run_id, structure="s0", resumable=True))
+    world.tell(DataRequested(run_id=run_id, structure="s0", resumable=True, batch_size=32))
     (allocate,) = world.tell(RateMeasured(run_id=run_id, samples_per_s=60.0))
     assert allocate.problem.candidates[0].rates == (100.0, 60.0)
     world.decide()
@@ -291,7 +295,7 @@ def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_ki
 def test_news_of_ended_runs_are_dropped() -> None:
     world = World(num_devices=1, trials=1)
     world.end(0)
-    assert world.tell(DataRequested(run_id=0, structure="s", resumable=True)) == []
+    assert world.tell(DataRequested(run_id=0, structure="s", resumable=True, batch_size=32)) == []
     assert world.tell(RateMeasured(run_id=0, samples_per_s=1.0)) == []
     assert world.tell(EpochEnded(run_id=0, converged=False)) == []
     assert world.tell(RankEnded(run_id=0, device=0, ending=Ending.RETURNED)) == []
@@ -302,7 +306,9 @@ def test_known_profiles_spare_the_measurement() -> None:
     controller = Controller(fleet_of(1), Policy(), profiles=profiles)
     controller.handle(DeviceJoined(device=0))
     controller.handle(TrialProposed(number=0))
-    instructions = controller.handle(DataRequested(run_id=0, structure="s", resumable=True))
+    instructions = controller.handle(
+        DataRequested(run_id=0, structure="s", resumable=True, batch_size=32)
+    )
     assert [type(i) for i in instructions] == [Allocate]
 
 
@@ -333,7 +339,9 @@ def test_any_order_of_events_ends_every_trial_once(
             case "reach":
                 resumable = rng.random() < 0.8
                 world.tell(
-                    DataRequested(run_id=run_id, structure=f"{run_id}", resumable=resumable)
+                    DataRequested(
+                        run_id=run_id, structure=f"{run_id}", resumable=resumable, batch_size=32
+                    )
                 )
                 world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
             case "epoch":

@@ -504,12 +504,14 @@ def die_as(trial: Any, *, number: int) -> float:
 
 
 def test_giving_up_a_trial_forgets_where_it_was_to_move() -> None:
-    devices = tuple(Device(index=i, node=0, kind="cpu", local=i) for i in range(2))
+    devices = tuple(Device(index=i, node=0, kind="cpu") for i in range(2))
     controller = Controller(Fleet(devices=devices), Policy(max_restarts=0))
     controller.handle(DeviceJoined(device=0))
     (launch,) = controller.handle(TrialProposed(number=0))
     controller.handle(ProposalsExhausted())
-    controller.handle(DataRequested(run_id=launch.run_id, structure="s", resumable=True))
+    controller.handle(
+        DataRequested(run_id=launch.run_id, structure="s", resumable=True, batch_size=32)
+    )
     controller.handle(DeviceJoined(device=1))
     controller.handle(RateMeasured(run_id=launch.run_id, samples_per_s=1.0))
     move = Assignment(number=0, devices=(1,), rate=1.0)

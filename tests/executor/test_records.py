@@ -16,7 +16,8 @@ def test_flights_and_decisions_are_recorded(fleet: Any) -> None:
         flights = trial.system_attrs["optuna_fleet:flights"]
         assert flights[-1]["ending"] == "returned"
         assert all(f["devices"] and f["start"] <= f["end"] for f in flights)
-    recorded = [v for k, v in study.system_attrs.items() if k.startswith("optuna_fleet:decision")]
+    attributes = study._storage.get_study_system_attrs(study._study_id)
+    recorded = [v for k, v in attributes.items() if k.startswith("optuna_fleet:decision")]
     decisions = fleet.summary.decisions
     assert [r["reason"] for r in recorded] == [d.reason for d in decisions]
     assert decisions[0].round == 1

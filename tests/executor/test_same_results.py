@@ -11,8 +11,10 @@ from typing import Any
 
 import optuna
 import pytest
+import torch
+import torch.nn.functional as F
 
-from tests.fleets import Leg, fleet_of, train
+from tests.fleets import Leg, fleet_of, small_model, train
 
 
 def losses_of(fleet: Any, script: dict[int, Sequence[Leg]]) -> dict[int, list[float]]:
@@ -89,3 +91,34 @@ def test_a_killed_trial_resumes_from_its_checkpoint_bit_for_bit(
     assert study.trials[0].user_attrs["losses"] == alone
     flights = study.trials[0].system_attrs["optuna_fleet:flights"]
     assert [flight["ending"] for flight in flights] == ["lost", "returned"]
+
+
+def two_loops(trial: Any) -> float:
+    """Two models, one after the other, each with a loop of its own."""
+    values = []
+    for part in range(2):
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = trial.prepare(model, optimizer)
+        losses = trial.state.setdefault(f"losses {part}", [])
+        for _ in trial.epochs(3):
+            for images, labels in trial.batches("train", batch_size=10):
+                loss = F.cross_entropy(model(images), labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        values.append(losses)
+    trial.set_user_attr("losses", values)
+    return 0.0
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_a_trial_with_two_loops_resumes_in_the_one_it_was_in(fleet: Any, stop: int) -> None:
+    def run(legs: Sequence[Leg]) -> Any:
+        study = optuna.create_study()
+        fleet.script = {0: legs}
+        study.optimize(two_loops, n_trials=1, executor=fleet)
+        return study.trials[0].user_attrs["losses"]
+
+    assert run([Leg((0,), stop), Leg((1,))]) == run([Leg((0,))])

@@ -19,6 +19,7 @@ from optuna_fleet.trainer.randomness import rng_state, seed_everything, set_rng_
 
 def make(**changes: Any) -> Checkpoint:
     parts: dict[str, Any] = {
+        "loop": 1,
         "epoch": 3,
         "objects": [OrderedDict(weight=torch.arange(4.0))],
         "state": {"best": 0.5},
@@ -126,9 +127,26 @@ def test_truncation_is_noticed(tmp_path: Path, length: int) -> None:
         checkpoint.load(path)
 
 
+def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "c"
+    checkpoint.save(path, make(epoch=3))
+    checkpoint.save(path, make(epoch=4))
+    newest, problems = checkpoint.load_newest(path)
+    assert newest is not None
+    assert (newest.epoch, problems) == (4, [])
+    path.write_bytes(path.read_bytes()[:-1])
+    before, problems = checkpoint.load_newest(path)
+    assert before is not None
+    assert before.epoch == 3
+    assert "torn" in problems[0]
+    checkpoint.previous(path).unlink()
+    assert checkpoint.load_newest(path)[0] is None
+
+
 def test_other_failures_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="can't be read"):
         checkpoint.load(tmp_path / "missing")
+    (tmp_path / "no folder").touch()
     with pytest.raises(CheckpointError, match="can't be written"):
         checkpoint.save(tmp_path / "no folder" / "c", make())
     checkpoint.save(tmp_path / "new", make(version=99))

@@ -39,6 +39,12 @@ from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.resources import Device
 
 _PR_SET_PDEATHSIG = 1
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (killed by someone, or the machine ran out of memory)",
+    signal.SIGSEGV: " (segmentation fault in native code)",
+    signal.SIGABRT: " (native code aborted)",
+    signal.SIGBUS: " (bus error: shared memory or a mapped file went away)",
+}
 
 
 class Agent:
@@ -234,13 +240,11 @@ def _die_with(parent: int) -> None:
 def _cause(status: int) -> str:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        hint = {
-            signal.SIGKILL: " (killed by someone, or the machine ran out of memory)",
-            signal.SIGSEGV: " (segmentation fault in native code)",
-            signal.SIGABRT: " (native code aborted)",
-            signal.SIGBUS: " (bus error: shared memory or a mapped file went away)",
-        }.get(signal.Signals(number), "")
-        return f"signal {signal.Signals(number).name}{hint}"
+        try:
+            name = signal.Signals(number).name
+        except ValueError:  # a real-time signal
+            name = str(number)
+        return f"signal {name}{_HINTS.get(number, '')}"
     return f"exit code {os.WEXITSTATUS(status)}"
 
 

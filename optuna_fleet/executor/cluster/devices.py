@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -41,12 +42,17 @@ def find_fleet(devices: int | None, device_type: str | None) -> Fleet:
     if device_type == "cuda" or gpus:
         return _gpu_fleet(gpus, devices)
     number = devices if devices is not None else cpu_count()
-    return Fleet(devices=tuple(_device(index, "cpu") for index in range(number)))
+    return Fleet(devices=tuple(Device(index=i, node=0, kind="cpu") for i in range(number)))
 
 
 def cpu_count() -> int:
-    """Number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Number of CPU cores this process may use, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(cores, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return cores
 
 
 def _gpu_fleet(names: list[str], devices: int | None) -> Fleet:
@@ -57,11 +63,14 @@ def _gpu_fleet(names: list[str], devices: int | None) -> Fleet:
             + (f" ({', '.join(names)})" if names else "")
             + ". Ask for fewer, or pass device_type='cpu' for CPU slots."
         )
-    return Fleet(devices=tuple(_device(index, names[index]) for index in range(number)))
-
-
-def _device(index: int, kind: str) -> Device:
-    return Device(index=index, node=0, kind=kind, local=index)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    ordinals = visible.split(",") if visible else [str(index) for index in range(len(names))]
+    return Fleet(
+        devices=tuple(
+            Device(index=index, node=0, kind=names[index], visible=ordinals[index])
+            for index in range(number)
+        )
+    )
 
 
 def _gpu_names() -> list[str]:

@@ -13,7 +13,7 @@ from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.loop import Loop
-from optuna_fleet.trainer.main import seed_run
+from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.trial import FleetTrial
 
@@ -42,6 +42,7 @@ def run_inline(
             objective_id=0,
             objective=None,
             measure=False,
+            group="",
             store=None,
             checkpoint=None,
             checkpoint_to="",
@@ -72,7 +73,7 @@ def _run(func: Callable[[Any], Any], session: Session, pipeline: SharedPipeline 
         return func(FleetTrial(session, open_training))
     finally:
         if training is not None:
-            training.end()
+            training.end(failed=False)
 
 
 class _InlineSession(Session):

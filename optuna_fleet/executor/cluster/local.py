@@ -25,7 +25,11 @@ class AgentProcess:
         root = str(Path(optuna_fleet.__file__).parents[1])
         # gloo would look up the machine's name, which need not resolve; one node needs no network.
         # Threads that spin at barriers starve the other slots; where all fit, they lose little.
-        defaults = {"GLOO_SOCKET_IFNAME": "lo", "OMP_WAIT_POLICY": "PASSIVE"}
+        defaults = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
         environment = {**defaults, **os.environ}
         environment["OMP_NUM_THREADS"] = str(config.threads_per_slot)
         self._process = subprocess.Popen(
