@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import optuna
@@ -11,7 +12,8 @@ from tests.fleets import train
 
 def test_flights_and_decisions_are_recorded(fleet: Any) -> None:
     study = optuna.create_study()
-    study.optimize(train, n_trials=5, executor=fleet)
+    # More than the 48 batches that are timed at most, so that there is something to decide on.
+    study.optimize(functools.partial(train, epochs=12), n_trials=5, executor=fleet)
     for trial in study.trials:
         flights = trial.system_attrs["optuna_fleet:flights"]
         assert flights[-1]["ending"] == "returned"
