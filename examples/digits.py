@@ -1,6 +1,6 @@
 """A hyperparameter and architecture sweep of CNNs on scikit-learn's handwritten digits.
 
-python examples/digits.py  # 24 trials on 4 device slots, about two minutes on 2 cores
+python examples/digits.py  # 24 trials on 4 device slots, about a minute on 2 cores
 python examples/digits.py --trials 60 --devices 8 --picture timeline.png
 """
 

@@ -50,8 +50,8 @@ class FleetExecutor:
             own.
         rate_spread: Fastest over slowest training rate allowed within one flotilla.
         convergence: When a trial has converged and ends before its last epoch; None for never.
-        checkpoint_dir: Where trials are checkpointed; None for a private folder, removed at the
-            end.
+        checkpoint_dir: Where trials are checkpointed while they run; None for a private folder.
+            Checkpoints of trials that are done are removed.
         checkpoint_interval_s: Seconds after which a trial is checkpointed at the end of its epoch,
             besides at each move: what a killed process may cost it.
         cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in
