@@ -41,7 +41,7 @@ from optuna_fleet.events import (
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.runs import Job, Run, decision_of
+from optuna_fleet.executor.runs import Job, RunRecord, decision_of
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.messages import (
@@ -81,7 +81,7 @@ class Driver:
         self._proposals = proposals
         self._job = job
         self._events: deque[Event] = deque()
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, RunRecord] = {}
         self._where: dict[int, int] = {}
         self._deadlines: dict[int, float] = {}
         self._unsent: list[tuple[int, RunTrial]] = []
@@ -178,7 +178,7 @@ class Driver:
         for event in self._runtime.device_events(message):
             self._post(event)
 
-    def _rank_ended(self, run: Run, message: Ended) -> None:
+    def _rank_ended(self, run: RunRecord, message: Ended) -> None:
         run.ended.append(message)
         if message.rank == 0:
             self._reply(run, run.calls.close())
@@ -189,7 +189,7 @@ class Driver:
         self.tally.add_stay(message.device, seconds, message.usage, probe=run.launch.probe)
         self._post(RankEnded(run_id=message.run_id, device=message.device, ending=message.ending))
 
-    def _called(self, run: Run, call: Call) -> None:
+    def _called(self, run: RunRecord, call: Call) -> None:
         if call.rank > 0:
             self._reply(run, run.calls.follow(call))
         elif (call.target, call.name) == ("fleet", "end_epoch"):
@@ -198,7 +198,7 @@ class Driver:
         else:
             self._answer(run, call, self._carried_out(run, call))
 
-    def _carried_out(self, run: Run, call: Call) -> Reply:
+    def _carried_out(self, run: RunRecord, call: Call) -> Reply:
         number = run.launch.number
         try:
             if (call.target, call.name) == ("fleet", "warn"):
@@ -211,17 +211,17 @@ class Driver:
         except Exception as error:
             return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
 
-    def _has_converged(self, run: Run) -> bool:
+    def _has_converged(self, run: RunRecord) -> bool:
         convergence = self._job.convergence
         if convergence is None:
             return False
         values = self._ledger.reported_values(run.launch.number)
         return convergence.is_reached(values, maximize=self._job.maximize)
 
-    def _answer(self, run: Run, call: Call, reply: Reply) -> None:
+    def _answer(self, run: RunRecord, call: Call, reply: Reply) -> None:
         self._reply(run, run.calls.answer(reply, call.name))
 
-    def _reply(self, run: Run, replies: list[tuple[int, Reply]]) -> None:
+    def _reply(self, run: RunRecord, replies: list[tuple[int, Reply]]) -> None:
         for rank, reply in replies:
             self._send(run.launch.devices[rank], reply)
 
@@ -268,7 +268,7 @@ class Driver:
             case _:
                 assert_never(instruction)
 
-    def _answer_epoch(self, run: Run, decision: EpochDecision) -> None:
+    def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
         call, run.pending_epoch = run.pending_epoch, None
         assert call is not None
         is_due = time.time() - run.saved >= self._job.checkpoint_interval_s
@@ -288,7 +288,7 @@ class Driver:
         size = len(launch.devices)
         calls = RunCalls(world_size=size)
         now = time.time()
-        self._runs[launch.run_id] = Run(launch=launch, start=now, saved=now, calls=calls)
+        self._runs[launch.run_id] = RunRecord(launch=launch, start=now, saved=now, calls=calls)
         self._launched.add(launch.number)
         for rank, device in enumerate(launch.devices):
             self._where[device] = launch.run_id
@@ -362,7 +362,7 @@ class Driver:
         )
         self._tell(instruction.number, None, error)
 
-    def _finish_run(self, run_id: int) -> Run:
+    def _finish_run(self, run_id: int) -> RunRecord:
         run = self._runs.pop(run_id)
         self._ledger.record(run.launch.number, run.flight(end=time.time()))
         return run

@@ -34,7 +34,7 @@ class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an excep
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class RunRecord:
     """One stay of a trial on its devices.
 
     Attributes:

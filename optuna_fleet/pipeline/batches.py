@@ -41,7 +41,7 @@ def shard(size: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ReadPlan:
     """The arguments of ``PipelineClient.read``, and what follows from them."""
 
     name: str
@@ -98,7 +98,7 @@ class Batches:
     ``len()`` is the number of steps. Leaving the loop early gives back everything.
     """
 
-    def __init__(self, client: PipelineClient, plan: Plan) -> None:
+    def __init__(self, client: PipelineClient, plan: ReadPlan) -> None:
         self._client = client
         self._plan = plan
 
@@ -127,7 +127,7 @@ class Batches:
 class _Pass:
     """Keeps the chunks of the current step, asks for those of the next, gives back the rest."""
 
-    def __init__(self, client: PipelineClient, plan: Plan) -> None:
+    def __init__(self, client: PipelineClient, plan: ReadPlan) -> None:
         self._client = client
         self._plan = plan
         self._waited_s = client.waited_s

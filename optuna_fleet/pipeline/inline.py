@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from optuna_fleet.pipeline.batches import Batch, Plan
+from optuna_fleet.pipeline.batches import Batch, ReadPlan
 from optuna_fleet.pipeline.chunk_view import ChunkView, cut_batch
 from optuna_fleet.pipeline.columns import without_images
 from optuna_fleet.pipeline.layout import write_chunk
@@ -40,7 +40,7 @@ class InlineClient:
         """Returns one epoch; the arguments are those of ``PipelineClient.read``."""
         return InlineBatches(self, planned(self._spec, name, **arguments))
 
-    def batch(self, plan: Plan, step: int) -> Batch:
+    def batch(self, plan: ReadPlan, step: int) -> Batch:
         """Preprocesses the batch of a step."""
         start, stop = plan.positions(step)
         samples = self._samples(plan, range(start, stop))
@@ -50,7 +50,7 @@ class InlineClient:
         data = cut_batch([(view, 0, len(samples))], collate)
         return Batch(data=data, local_size=plan.local_size(step), global_size=plan.size(step))
 
-    def _samples(self, plan: Plan, positions: Sequence[int]) -> list[Any]:
+    def _samples(self, plan: ReadPlan, positions: Sequence[int]) -> list[Any]:
         spec = self._spec.dataset(plan.name)
         order: Sequence[int] = range(spec.num_samples)
         if spec.shuffled:
@@ -68,7 +68,7 @@ class InlineClient:
 class InlineBatches:
     """The batches of one epoch; iterable any number of times."""
 
-    def __init__(self, client: InlineClient, plan: Plan) -> None:
+    def __init__(self, client: InlineClient, plan: ReadPlan) -> None:
         self._client = client
         self._plan = plan
 

@@ -13,7 +13,7 @@ import cloudpickle
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PreprocessingError
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.batches import Batches, Plan
+from optuna_fleet.pipeline.batches import Batches, ReadPlan
 from optuna_fleet.pipeline.chunk_view import ChunkView
 from optuna_fleet.pipeline.messages import (
     Advance,
@@ -232,14 +232,14 @@ def planned(
     dummy: bool = False,
     first_step: int = 0,
     continues: bool = False,
-) -> Plan:
+) -> ReadPlan:
     """Returns the checked arguments of ``PipelineClient.read``.
 
     Raises:
         FleetConfigError: An argument can't work.
     """
     dataset = spec.dataset(name)
-    plan = Plan(
+    plan = ReadPlan(
         name=name,
         epoch=dataset.canonical_epoch(_at_least(0, epoch=epoch)),
         num_samples=dataset.num_samples,

@@ -27,7 +27,7 @@ from optuna_fleet.pipeline.messages import (
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size, count_chunks
 from optuna_fleet.pipeline.stats import Counts, PipelineStats
 from optuna_fleet.pipeline.store import ChunkStore
-from optuna_fleet.pipeline.wire import Channel
+from optuna_fleet.pipeline.wire import Port
 from optuna_fleet.pipeline.workers import PreprocessorPool, Spawn
 
 PassId = tuple[Hashable, int]
@@ -35,7 +35,7 @@ PassId = tuple[Hashable, int]
 
 @dataclass(slots=True)
 class _Reader:
-    channel: Channel
+    channel: Port
     passes: set[int] = field(default_factory=set)
 
 
@@ -98,7 +98,7 @@ class PipelineServer:
 
     def add_reader(self, reader_id: Hashable, sock: socket.socket) -> None:
         """Serves the trainer at the other end of ``sock``, which is the server's from now on."""
-        channel = Channel(
+        channel = Port(
             sock,
             self._selector,
             on_message=lambda message, fd: self._from_reader(reader_id, message),

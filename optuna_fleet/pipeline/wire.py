@@ -63,14 +63,14 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[object, int | None]:
     return pickle.loads(packet), (fds[0] if fds else None)
 
 
-class Channel:
+class Port:
     """The agent's end of one socket: delivers messages, queues those the peer is too slow for.
 
-    It registers itself with the selector; the registered ``data`` is the channel, to be called
+    It registers itself with the selector; the registered ``data`` is the port, to be called
     with the event mask. A stopped peer costs a queue, not the agent's time.
 
     Args:
-        sock: Our end of a ``socket_pair``; the channel owns it from now on.
+        sock: Our end of a ``socket_pair``; the port owns it from now on.
         selector: The agent's selector.
         on_message: Called with (message, descriptor or None); owns the descriptor.
         on_close: Called once when the peer is gone; not called by ``close``.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from optuna_fleet.pipeline.messages import ProduceChunk
 from optuna_fleet.pipeline.spec import ChunkKey
-from optuna_fleet.pipeline.wire import Channel
+from optuna_fleet.pipeline.wire import Port
 
 Spawn = Callable[[Callable[[socket.socket], None]], tuple[int, socket.socket]]
 """Forks a child that runs the given main on its end of a ``wire.socket_pair()``, then exits.
@@ -20,7 +20,7 @@ end: either side learns of the other's death by the end of the stream."""
 @dataclass(slots=True, eq=False)
 class _Worker:
     pid: int
-    channel: Channel
+    channel: Port
     key: ChunkKey | None = None
 
 
@@ -62,7 +62,7 @@ class PreprocessorPool:
         return tuple(worker.pid for worker in self._workers)
 
     @property
-    def channels(self) -> tuple[Channel, ...]:
+    def channels(self) -> tuple[Port, ...]:
         """Their channels."""
         return tuple(worker.channel for worker in self._workers)
 
@@ -95,7 +95,7 @@ class PreprocessorPool:
 
     def _start(self) -> _Worker:
         pid, sock = self._spawn(self._main)
-        channel = Channel(
+        channel = Port(
             sock,
             self._selector,
             on_message=lambda message, fd: self._received(worker, message, fd),

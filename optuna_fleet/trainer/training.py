@@ -187,7 +187,7 @@ class Training:
 
     # -- data -------------------------------------------------------------------------------------
 
-    def batches(self, name: str, batch_size: int, *, drop_last: bool) -> Batches:
+    def batches(self, name: str, batch_size: int, *, drop_last: bool) -> Shards:
         """See `FleetTrial.batches`."""
         if self._pipeline is None:
             raise FleetConfigError(
@@ -200,7 +200,7 @@ class Training:
                 "optimizer): without it the model would not be trained on the trial's devices nor "
                 "checkpointed."
             )
-        batches = Batches(self, name, batch_size, drop_last)
+        batches = Shards(self, name, batch_size, drop_last)
         len(batches)  # checks the arguments
         self._reach(name, batch_size)
         return batches
@@ -245,13 +245,16 @@ class Training:
         watch.start()
         waited_s = self._pipeline.waited_s
         for batch in self._read(name, batch_size, drop_last):
-            trains = self._trains()
-            if batch.local_size == 0 and not trains:
+            # Every rank takes part in a step that trains, if need be with a stand-in sample.
+            in_step = any(module.training for module in self._modules)
+            if batch.local_size == 0 and not in_step:
                 continue
             self._weights.local_size = batch.local_size
             self._weights.global_size = batch.global_size
+            self._weights.lockstep = in_step
+            timed = watch.active and in_step and torch.is_grad_enabled()
             yield batch.data if self._kind == "cpu" else to_device(batch.data, self.device)
-            if watch.active and trains:
+            if timed:
                 self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
                 waited_s = self._pipeline.waited_s
                 watch.start()
@@ -273,10 +276,6 @@ class Training:
         """Number of global batches in an epoch."""
         return len(self._read(name, batch_size, drop_last))
 
-    def _trains(self) -> bool:
-        """Whether the next batch is trained on (not just evaluated)."""
-        return torch.is_grad_enabled() and any(module.training for module in self._modules)
-
     def _measure(self, samples: int, waited_s: float) -> None:
         if self._kind != "cpu":
             torch.cuda.synchronize()
@@ -295,7 +294,7 @@ class Training:
         return reduction.mean(value, weight)
 
 
-class Batches:
+class Shards:
     """One epoch's batches of a data set, this rank's share of each."""
 
     def __init__(self, training: Training, name: str, batch_size: int, drop_last: bool) -> None:

@@ -15,7 +15,7 @@ from optuna_fleet.trainer.session import Session
 if TYPE_CHECKING:
     import torch
 
-    from optuna_fleet.trainer.training import Batches, Training
+    from optuna_fleet.trainer.training import Shards, Training
 
 
 class FleetTrial(optuna.Trial):
@@ -177,7 +177,7 @@ class FleetTrial(optuna.Trial):
         """
         return self._training.epochs(num_epochs)
 
-    def batches(self, name: str, batch_size: int, *, drop_last: bool = False) -> Batches:
+    def batches(self, name: str, batch_size: int, *, drop_last: bool = False) -> Shards:
         """Return this rank's share of the batches of one epoch from the shared pipeline.
 
         `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so

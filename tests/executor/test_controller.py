@@ -292,6 +292,28 @@ def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_ki
     assert Settle(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
 
 
+def test_a_rank_that_could_not_reach_its_peers_is_tried_again_on_the_same_device() -> None:
+    world = World(num_devices=1, trials=1)
+    instructions = world.end(0, Ending.CUT_OFF)
+    assert [type(i) for i in instructions] == [Requeue, Launch]
+
+
+def test_a_kill_that_came_late_does_not_fail_the_next_trial_there() -> None:
+    world = World(num_devices=1, trials=2)
+    world.end(0)
+    (run_id,) = world.runs
+    world.runs.clear()
+    world.busy.clear()
+    assert Requeue(number=1, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
+
+
+def test_no_trial_gets_more_devices_than_its_batch_has_samples() -> None:
+    world = World(num_devices=4, trials=1)
+    world.tell(DataRequested(run_id=0, structure="a", resumable=True, batch_size=2))
+    (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
+    assert [c.max_devices for c in allocate.problem.candidates] == [2]
+
+
 def test_news_of_ended_runs_are_dropped() -> None:
     world = World(num_devices=1, trials=1)
     world.end(0)
