@@ -21,7 +21,8 @@ def losses_of(fleet: Any, script: dict[int, Sequence[Leg]]) -> dict[int, list[fl
     study = optuna.create_study()
     fleet.script = script
     study.optimize(train, n_trials=len(script), executor=fleet)
-    return {t.number: t.user_attrs["losses"] for t in study.trials}
+    # The numbers that torch draws at the end tell whether its generator was restored too.
+    return {t.number: t.user_attrs["losses"] + t.user_attrs["noise"] for t in study.trials}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_a_killed_trial_resumes_from_its_checkpoint_bit_for_bit(
     with fleet_of(devices=1, checkpoint_interval_s=0.0) as fleet:
         study.optimize(objective, n_trials=1, executor=fleet)
     assert (tmp_path / "died").exists()
-    assert study.trials[0].user_attrs["losses"] == alone
+    assert study.trials[0].user_attrs["losses"] + study.trials[0].user_attrs["noise"] == alone
     flights = study.trials[0].system_attrs["optuna_fleet:flights"]
     assert [flight["ending"] for flight in flights] == ["lost", "returned"]
 
