@@ -78,6 +78,7 @@ def train(trial: Any, *, epochs: int = 6, batch_size: int = 10) -> float:
             optimizer.step()
             losses.append(trial.mean(loss.item(), weight=trial.shard_size))
         scheduler.step()
+        torch.rand(())  # moves the generator on, alike on every rank
         model.eval()
         with torch.no_grad():
             wrong = sum(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
+import torch
 
 from optuna_fleet.pipeline.batches import Batch, ReadPlan
 from optuna_fleet.pipeline.chunk_view import ChunkView, cut_batch
@@ -43,7 +48,8 @@ class InlineClient:
     def batch(self, plan: ReadPlan, step: int) -> Batch:
         """Preprocesses the batch of a step."""
         start, stop = plan.positions(step)
-        samples = self._samples(plan, range(start, stop))
+        with _own_randomness():
+            samples = self._samples(plan, range(start, stop))
         collate = self._collates.get(plan.name)
         # By way of a chunk, so that batches look exactly as they do from processes.
         view = ChunkView(write_chunk(samples, collated_by_user=collate is not None))
@@ -63,6 +69,16 @@ class InlineClient:
                 sample if plan.name in self._collates else map_leaves(sample, without_images)
             )
         return samples
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Keep the seeding of samples from the generators that the trial itself draws from."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy)
 
 
 class InlineBatches:
