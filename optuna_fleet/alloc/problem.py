@@ -32,6 +32,10 @@ class Candidate:
         min_devices: Fewest devices it can fly on.
         max_devices: Most devices it can fly on; None for no limit but ``len(rates)``.
         waited_rounds: Decisions in which it has been passed over.
+        epochs_done: Epochs it has finished; it is in the *phase* of this number.
+        movable: Whether its devices can change now; if not, it stays where it flies.
+        rescale_up_s: Seconds of training lost when it gets more devices, or its first.
+        rescale_down_s: Seconds of training lost when it gets fewer devices.
 
     Raises:
         ValueError: A rate is not finite and positive, or the bounds leave no width.
@@ -43,6 +47,10 @@ class Candidate:
     min_devices: int = 1
     max_devices: int | None = None
     waited_rounds: int = 0
+    epochs_done: int = 0
+    movable: bool = True
+    rescale_up_s: float = 0.0
+    rescale_down_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.rates or not all(math.isfinite(r) and r > 0 for r in self.rates):
@@ -87,6 +95,10 @@ class AllocationProblem:
         nodes: Indices of the devices that may be used now, per node; nodes may be uneven.
         rate_spread: Within one flotilla the fastest rate is at most this times the slowest one.
         time_limit_s: Seconds a solver may take.
+        preprocess_samples_per_s: What the preprocessors deliver to all streams together; None if
+            that never limits.
+        finished_epochs: Epochs of each trial that ended by itself: all that is known of how long
+            the candidates will go on.
 
     Raises:
         ValueError: A trial or a device is listed twice, or ``rate_spread`` is below 1.
@@ -96,6 +108,8 @@ class AllocationProblem:
     nodes: tuple[tuple[int, ...], ...]
     rate_spread: float = 2.0
     time_limit_s: float = 1.0
+    preprocess_samples_per_s: float | None = None
+    finished_epochs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if twice := _repeated(c.number for c in self.candidates):
@@ -225,6 +239,9 @@ def _breaches(problem: AllocationProblem, plan: Plan) -> Iterator[str]:
     by_number = problem.by_number
     for assignment in everything:
         yield from _assignment_breaches(by_number.get(assignment.number), assignment)
+    assigned = {a.number for a in everything}
+    if stuck := [t for t, c in by_number.items() if not c.movable and t not in assigned]:
+        yield f"trials {stuck} can't leave their devices now, but would"
     for flotilla in plan.flotillas:
         yield from _flotilla_breaches(flotilla, problem.rate_spread)
 
@@ -238,6 +255,8 @@ def _assignment_breaches(candidate: Candidate | None, assignment: Assignment) ->
             f"trial {assignment.number} has {m} devices, not {candidate.min_devices}.."
             f"{candidate.widest}"
         )
+    elif not candidate.movable and set(assignment.devices) != set(candidate.devices):
+        yield f"trial {assignment.number} can't move now, but would"
     elif not math.isclose(assignment.rate, candidate.rate(m), rel_tol=_TOLERANCE):
         yield f"trial {assignment.number} has rate {assignment.rate}, not {candidate.rate(m)}"
 
