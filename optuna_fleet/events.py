@@ -34,10 +34,37 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What decides how a trial can fly.
+
+    Attributes:
+        structure: Name of its rate profile: trials of equal structure train at equal rates.
+        resumable: It can leave its devices and go on elsewhere.
+        min_devices: Fewest devices it fits on.
+        max_devices: Most devices it can use: its global batch, or one would have no sample.
+        rescale_up_s: Seconds of training a move to more devices costs.
+        rescale_down_s: Seconds of training a move to fewer devices costs.
+    """
+
+    structure: str
+    resumable: bool
+    min_devices: int = 1
+    max_devices: int
+    rescale_up_s: float = 0.0
+    rescale_down_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrialProposed:
-    """The study gave a trial to run."""
+    """The study gave a trial to run; with its model if that is known without a probe."""
 
     number: int
+    model: Model | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposalDelayed:
+    """There is no trial yet; a `TrialProposed` or `ProposalsExhausted` will come unasked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +77,7 @@ class DataRequested:
     """A run asked for data for the first time: its model, and whether it can move, are known."""
 
     run_id: int
-    structure: str
-    resumable: bool
-    batch_size: int
+    model: Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +90,13 @@ class RateMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEnded:
-    """A run finished an epoch and asks what to do; `converged` by the user's criterion."""
+    """A run finished an epoch and asks what to do; `converged` by the user's criterion.
+
+    `epochs_done` counts from the trial's beginning. After its last epoch a run just ends.
+    """
 
     run_id: int
+    epochs_done: int
     converged: bool
 
 
@@ -107,6 +136,7 @@ class PlanDecided:
 
 Event: TypeAlias = (
     TrialProposed
+    | ProposalDelayed
     | ProposalsExhausted
     | DataRequested
     | RateMeasured
@@ -120,7 +150,10 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Propose:
-    """Ask the study for one trial; answer with `TrialProposed` or `ProposalsExhausted`."""
+    """Ask the study for one trial.
+
+    The answer is `TrialProposed`, `ProposalDelayed` or `ProposalsExhausted`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +181,13 @@ class AnswerEpoch:
 
     run_id: int
     decision: EpochDecision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interrupt:
+    """The run must yield its devices between two batches (`Policy.moves_within_epochs`)."""
+
+    run_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +245,7 @@ Instruction: TypeAlias = (
     | Launch
     | Allocate
     | AnswerEpoch
+    | Interrupt
     | CutOff
     | Settle
     | Requeue

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from optuna_fleet.exceptions import FleetError
-
-_TOLERANCE = 1e-9
 
 
 class AllocationFailed(FleetError):  # noqa: N818 - names what happened; the fallback takes over
@@ -38,7 +36,8 @@ class Candidate:
         rescale_down_s: Seconds of training lost when it gets fewer devices.
 
     Raises:
-        ValueError: A rate is not finite and positive, or the bounds leave no width.
+        ValueError: A rate is not finite and positive, the bounds leave no width, or it can't move
+            but flies nowhere, or on more devices than it has rates for.
     """
 
     number: int
@@ -62,6 +61,12 @@ class Candidate:
             raise ValueError(
                 f"The value of `min_devices` of trial {self.number} is {self.min_devices}, but "
                 f"must be within 1 and {self.widest}, the widest it can fly."
+            )
+
+        if not self.movable and not 1 <= len(self.devices) <= len(self.rates):
+            raise ValueError(
+                f"The value of `movable` of trial {self.number} is False, but it flies on "
+                f"{len(self.devices)} devices, and must be within 1 and {len(self.rates)}."
             )
 
     @property
@@ -93,15 +98,20 @@ class AllocationProblem:
     Attributes:
         candidates: Trials, flying or waiting, in any order.
         nodes: Indices of the devices that may be used now, per node; nodes may be uneven.
-        rate_spread: Within one flotilla the fastest rate is at most this times the slowest one.
+        rate_spread: Within one flotilla the fastest rate is at most this times the slowest one;
+            ``math.inf`` for no bound.
         time_limit_s: Seconds a solver may take.
         preprocess_samples_per_s: What the preprocessors deliver to all streams together; None if
-            that never limits.
+            that never limits. A stream runs as fast as its fastest trial. See
+            :func:`optuna_fleet.alloc.streams.stream_limit` for a capacity nobody can keep to.
+        phases: Whether all trials of one flotilla must be in the same phase (``epochs_done``).
         finished_epochs: Epochs of each trial that ended by itself: all that is known of how long
             the candidates will go on.
+        joined: Device -> when it joined the fleet, as an ordinal; those it lacks are the eldest.
 
     Raises:
-        ValueError: A trial or a device is listed twice, or ``rate_spread`` is below 1.
+        ValueError: A trial or a device is listed twice, two trials that can't move share a device,
+            ``rate_spread`` is below 1, or ``preprocess_samples_per_s`` is not positive.
     """
 
     candidates: tuple[Candidate, ...]
@@ -109,16 +119,29 @@ class AllocationProblem:
     rate_spread: float = 2.0
     time_limit_s: float = 1.0
     preprocess_samples_per_s: float | None = None
+    phases: bool = False
     finished_epochs: tuple[int, ...] = ()
+    joined: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if twice := _repeated(c.number for c in self.candidates):
+        if twice := repeated(c.number for c in self.candidates):
             raise ValueError(f"The value of `candidates` lists trials {twice} more than once.")
-        if twice := _repeated(self.devices):
+        if twice := repeated(self.devices):
             raise ValueError(f"The value of `nodes` lists devices {twice} more than once.")
         if not self.rate_spread >= 1:
             raise ValueError(
                 f"The value of `rate_spread` is {self.rate_spread}, but must be >= 1."
+            )
+
+        capacity = self.preprocess_samples_per_s
+        if capacity is not None and not capacity > 0:
+            raise ValueError(
+                f"The value of `preprocess_samples_per_s` is {capacity}, but must be > 0."
+            )
+        if twice := repeated(d for c in self.candidates if not c.movable for d in c.devices):
+            raise ValueError(
+                f"The value of `candidates` has devices {twice} in use by more than one trial "
+                "that can't move."
             )
 
     @property
@@ -140,6 +163,15 @@ class AllocationProblem:
         """Width at which it can go on where it is; None if it waits or a device is gone."""
         stays = candidate.devices and set(candidate.devices) <= set(self.devices)
         return len(candidate.devices) if stays else None
+
+    @property
+    def pinned(self) -> dict[int, int]:
+        """Trial number -> devices of each trial that must stay exactly where it is.
+
+        One that lost a device can't stay; it is treated as if it could move.
+        """
+        widths = {t: self.kept_width(c) for t, c in self.by_number.items() if not c.movable}
+        return {t: m for t, m in widths.items() if m is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +232,7 @@ class Allocator(Protocol):
 
     ``allocate`` must be a pure function of the problem: equal problems, in any order of their
     candidates, give equal plans, and nothing is kept from call to call. A plan passes
-    :func:`validate`.
+    :func:`optuna_fleet.alloc.validate`.
     """
 
     @property
@@ -215,59 +247,6 @@ class Allocator(Protocol):
         """
 
 
-def validate(problem: AllocationProblem, plan: Plan) -> None:
-    """Checks a plan against its problem.
-
-    Raises:
-        ValueError: Lists every rule the plan breaks: unknown or repeated trials, devices that
-            can't be used or are used twice, widths out of bounds, wrong rates, a spread of rates
-            too large.
-    """
-    if broken := list(_breaches(problem, plan)):
-        raise ValueError(f"The plan of {plan.allocator} can't be flown: {'; '.join(broken)}.")
-
-
-def _breaches(problem: AllocationProblem, plan: Plan) -> Iterator[str]:
-    everything = [a for f in plan.flotillas for a in f.assignments]
-    used = [device for a in everything for device in a.devices]
-    if twice := _repeated(a.number for a in everything):
-        yield f"trials {twice} are assigned more than once"
-    if twice := _repeated(used):
-        yield f"devices {twice} are used more than once"
-    if absent := sorted(set(used) - set(problem.devices)):
-        yield f"devices {absent} are not available"
-    by_number = problem.by_number
-    for assignment in everything:
-        yield from _assignment_breaches(by_number.get(assignment.number), assignment)
-    assigned = {a.number for a in everything}
-    if stuck := [t for t, c in by_number.items() if not c.movable and t not in assigned]:
-        yield f"trials {stuck} can't leave their devices now, but would"
-    for flotilla in plan.flotillas:
-        yield from _flotilla_breaches(flotilla, problem.rate_spread)
-
-
-def _assignment_breaches(candidate: Candidate | None, assignment: Assignment) -> Iterator[str]:
-    m = len(assignment.devices)
-    if candidate is None:
-        yield f"trial {assignment.number} is no candidate"
-    elif not candidate.min_devices <= m <= candidate.widest:
-        yield (
-            f"trial {assignment.number} has {m} devices, not {candidate.min_devices}.."
-            f"{candidate.widest}"
-        )
-    elif not candidate.movable and set(assignment.devices) != set(candidate.devices):
-        yield f"trial {assignment.number} can't move now, but would"
-    elif not math.isclose(assignment.rate, candidate.rate(m), rel_tol=_TOLERANCE):
-        yield f"trial {assignment.number} has rate {assignment.rate}, not {candidate.rate(m)}"
-
-
-def _flotilla_breaches(flotilla: Flotilla, rate_spread: float) -> Iterator[str]:
-    rates = [a.rate for a in flotilla.assignments]
-    if not rates:
-        yield "a flotilla is empty"
-    elif max(rates) > min(rates) * rate_spread * (1 + _TOLERANCE):
-        yield f"rates {min(rates):g}..{max(rates):g} samples/s spread by more than {rate_spread:g}"
-
-
-def _repeated(items: Iterable[int]) -> list[int]:
+def repeated(items: Iterable[int]) -> list[int]:
+    """Items that occur more than once, in ascending order."""
     return sorted(item for item, times in Counter(items).items() if times > 1)

@@ -1,20 +1,23 @@
 """The controller: what happened goes in, what to do comes out. Pure: no clock, no process, no I/O.
 
-A *round* is one way to decide when to decide again (FLEET 4.3.2): the global paradigm re-allocates
-all trials once fewer than `alpha` of the round's devices are active; the local one (4.3.3) only
-refills freed devices. New proposals are probed on devices as they fall free, so that a probe is
-also the start of its trial's training: batches that measured a rate are never thrown away.
+When it decides is the paradigm: "global" re-allocates all trials in rounds, each of which ends
+when fewer than `alpha` of its devices are active (FLEET 4.3.2); "local" only refills freed devices
+(FLEET 4.3.3); "elastic" decides at every event about all trials and carries it out for those that
+can move at that moment (BFTrainer, section 3). New proposals are probed on devices as they fall
+free, so that a probe is also the start of its trial's training: batches that measured a rate are
+never thrown away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 from typing_extensions import assert_never
 
-from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Candidate, Plan
-from optuna_fleet.alloc.rates import RateProfile, pooled_scaling
+from optuna_fleet.alloc.problem import Plan
+from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.events import (
     Allocate,
     AnswerEpoch,
@@ -29,8 +32,10 @@ from optuna_fleet.events import (
     GiveBack,
     GiveUp,
     Instruction,
+    Interrupt,
     Launch,
     PlanDecided,
+    ProposalDelayed,
     ProposalsExhausted,
     Propose,
     RankEnded,
@@ -40,11 +45,11 @@ from optuna_fleet.events import (
     StartRound,
     TrialProposed,
 )
+from optuna_fleet.executor.posing import Poser
+from optuna_fleet.executor.profiles import Profiles
+from optuna_fleet.executor.roster import Roster
 from optuna_fleet.executor.trials import Policy, Run, Status, Trial
 from optuna_fleet.resources import Fleet
-
-# A rate this far below what its plan was made for is a reason to decide again at once.
-_SHORTFALL = 0.75
 
 
 class Controller:
@@ -60,18 +65,19 @@ class Controller:
     ) -> None:
         self.fleet = fleet
         self.policy = policy
-        self.profiles = {} if profiles is None else profiles
         self.round = 0
-        self._run_ids = count() if run_ids is None else run_ids
-        self._trials: dict[int, Trial] = {}
-        self._runs: dict[int, Run] = {}
-        self._idle: set[int] = set()
-        self._pending: dict[int, Assignment] = {}
+        self._profiles = Profiles({} if profiles is None else profiles, len(fleet))
+        self._poser = Poser(fleet, policy, self._profiles)
+        self._roster = Roster(count() if run_ids is None else run_ids)
+        self._joined: dict[int, int] = {}
+        self._joins = count()
+        self._finished_epochs: list[int] = []
         self._round_widths: dict[int, int] = {}
         self._posed: frozenset[int] = frozenset()
-        self._exhausted = False
         self._awaited: set[int] | None = None
+        self._exhausted = False
         self._proposing = False
+        self._proposal_delayed = False
         self._deciding = False
         self._changed = False
         self._is_disappointed = False
@@ -79,24 +85,25 @@ class Controller:
     @property
     def finished(self) -> bool:
         """No trial is left, none may be started, and no plan is awaited."""
-        return self._exhausted and not self._trials and not self._deciding
+        return self._exhausted and not self._roster.trials and not self._deciding
 
     def statuses(self) -> dict[int, Status]:
         """Where each unfinished trial is."""
-        return {number: trial.status for number, trial in self._trials.items()}
+        return {number: trial.status for number, trial in self._roster.trials.items()}
 
-    def handle(self, event: Event) -> list[Instruction]:
-        """Take one event; return what to do now, in order."""
-        instructions = self._take(event)
+    def handle(self, *events: Event) -> list[Instruction]:
+        """Take events that happened at once; return what to do now, in order."""
+        instructions = [i for event in events for i in self._take(event)]
         return instructions + self._advance()
 
     # -- events -----------------------------------------------------------------------------------
 
-    def _take(self, event: Event) -> list[Instruction]:  # one arm per event
+    def _take(self, event: Event) -> list[Instruction]:  # noqa: C901 - one arm per event
         match event:
             case TrialProposed():
-                self._proposing = False
-                self._trials[event.number] = Trial(number=event.number)
+                self._trial_proposed(event)
+            case ProposalDelayed():
+                self._proposing, self._proposal_delayed = False, True
             case ProposalsExhausted():
                 self._proposing, self._exhausted = False, True
             case DataRequested():
@@ -110,7 +117,8 @@ class Controller:
             case DeviceLost():
                 return self._device_lost(event)
             case DeviceJoined():
-                self._idle.add(event.device)
+                self._roster.idle.add(event.device)
+                self._joined[event.device] = next(self._joins)
                 self._changed = True
             case PlanDecided():
                 return self._plan_decided(event.plan)
@@ -118,58 +126,57 @@ class Controller:
                 assert_never(event)
         return []
 
+    def _trial_proposed(self, event: TrialProposed) -> None:
+        self._proposing = self._proposal_delayed = False
+        trial = Trial(number=event.number, model=event.model)
+        if trial.model is not None:
+            trial.status, self._changed = Status.WAITING, True
+        self._roster.trials[event.number] = trial
+
     def _data_requested(self, event: DataRequested) -> None:
-        run = self._runs.get(event.run_id)
+        run = self._roster.runs.get(event.run_id)
         if run is None:
             return
-        trial = self._trials[run.number]
-        trial.structure, trial.resumable = event.structure, event.resumable
-        trial.batch_size = event.batch_size
+        trial = self._roster.trials[run.number]
+        trial.model = event.model
         trial.status = Status.FLYING
-        known = self.profiles.get(event.structure)
-        run.measured = known is not None and len(run.devices) in known.measured
+        run.measured = self._profiles.is_measured(event.model.structure, len(run.devices))
         self._changed = True
 
     def _rate_measured(self, event: RateMeasured) -> None:
-        run = self._runs.get(event.run_id)
+        run = self._roster.runs.get(event.run_id)
         if run is None:
             return
-        structure = self._trials[run.number].structure
-        assert structure is not None
-        width, rate = len(run.devices), event.samples_per_s
-        known = self.profiles.get(structure)
-        if known is not None and rate < _SHORTFALL * self._rates(known, width)[-1]:
+        model = self._roster.trials[run.number].model
+        assert model is not None
+        if self._profiles.measure(model.structure, len(run.devices), event.samples_per_s):
             self._is_disappointed = True
-        self.profiles[structure] = (
-            known.with_measurement(width, rate)
-            if known
-            else RateProfile(structure=structure, measured={width: rate})
-        )
         run.measured = True
         self._changed = True
 
     def _epoch_ended(self, event: EpochEnded) -> list[Instruction]:
-        run = self._runs.get(event.run_id)
+        run = self._roster.runs.get(event.run_id)
         if run is None:
             return []
-        # Even if its first data was for something else: from now on it can yield.
-        self._trials[run.number].resumable = True
+        trial = self._roster.trials[run.number]
+        trial.epochs_done = event.epochs_done
+        if trial.model is not None:  # even if its first data was for something else
+            trial.model = replace(trial.model, resumable=True)
         decision = EpochDecision.GO
         if event.converged:
             decision = EpochDecision.STOP
         elif run.leaving:
             decision = EpochDecision.YIELD
+        elif self.policy.paradigm == "elastic" and self._poser.is_settled(trial, run):
+            run.at_rest = self._changed = True
+            return []
         return [AnswerEpoch(run_id=event.run_id, decision=decision)]
 
     def _rank_ended(self, run_id: int, device: int, ending: Ending) -> list[Instruction]:
-        run = self._runs.get(run_id)
+        run = self._roster.runs.get(run_id)
         if run is None or device in run.endings:
             return []
-        run.endings[device] = ending
-        run.lost = run.lost or ending is Ending.CUT_OFF
-        if ending is not Ending.LOST:
-            self._idle.add(device)
-        remaining = tuple(d for d in run.devices if d not in run.endings)
+        remaining = self._roster.end_rank(run, device, ending)
         if not remaining:
             return self._run_ended(run)
         if ending in (Ending.RAISED, Ending.CUT_OFF, Ending.LOST) and not run.cut:
@@ -178,34 +185,29 @@ class Controller:
         return []
 
     def _device_lost(self, event: DeviceLost) -> list[Instruction]:
-        self._idle.discard(event.device)
-        self._pending = {n: a for n, a in self._pending.items() if event.device not in a.devices}
+        self._roster.lose(event.device)
+        self._joined.pop(event.device, None)
         self._changed = True
-        for run in self._runs.values():
-            if event.device in run.devices and event.device not in run.endings:
-                # By order, but meant for the run before this one: lost all the same.
-                run.lost = run.lost or not (event.by_order and run.cut)
-                return self._rank_ended(run.run_id, event.device, Ending.LOST)
-        return []
+        run = self._roster.run_on(event.device)
+        if run is None:
+            return []
+        # By order, but meant for the run before this one: lost all the same.
+        run.lost = run.lost or not (event.by_order and run.cut)
+        return self._rank_ended(run.run_id, event.device, Ending.LOST)
 
     def _run_ended(self, run: Run) -> list[Instruction]:
-        del self._runs[run.run_id]
+        trial = self._roster.land(run)
         self._changed = True
-        trial = self._trials[run.number]
-        trial.run = None
         names = {"number": run.number, "run_id": run.run_id}
-        endings = set(run.endings.values())
         if run.lost:
             trial.restarts += 1
             if trial.restarts > self.policy.max_restarts:
-                del self._trials[run.number]
-                self._pending.pop(run.number, None)
+                self._roster.remove(run.number)
                 return [GiveUp(**names, restarts=trial.restarts)]
-        elif endings != {Ending.YIELDED}:
-            del self._trials[run.number]
-            self._pending.pop(run.number, None)
+        elif set(run.endings.values()) != {Ending.YIELDED}:
+            self._roster.remove(run.number)
+            self._finished_epochs.append(trial.epochs_done + 1)  # it ended within the next one
             return [Settle(**names)]
-        trial.status = Status.WAITING if trial.structure else Status.PROPOSED
         return [Requeue(**names)]
 
     # -- decisions --------------------------------------------------------------------------------
@@ -213,180 +215,145 @@ class Controller:
     def _advance(self) -> list[Instruction]:
         if self._deciding:  # the devices the plan is made for must still be there when it comes
             return []
-        instructions = [*self._launch_pending(), *self._probe_proposed()]
+        instructions = [self._launch(*ready) for ready in self._roster.ready()]
+        instructions += self._probe_proposed()
         if self._exhausted:
             instructions += self._give_back_unlaunched()
-        elif not self._proposing and not self._waiting() and self._free():
+        elif self._may_propose():
             self._proposing = True
             instructions.append(Propose())
         if self._should_decide():
             instructions += self._decide()
         return instructions
 
+    def _may_propose(self) -> bool:
+        if self._proposing or self._proposal_delayed:
+            return False
+        most = self.policy.max_trials
+        if most is not None and len(self._roster.trials) >= most:
+            return False
+        if self._roster.landed() < self.policy.lookahead:
+            return True
+        return not self._roster.with_status(Status.WAITING) and self._roster.has_free()
+
     def _give_back_unlaunched(self) -> list[Instruction]:
         """Once nothing more may start, give back to the study what was never launched."""
         unlaunched = [
-            trial
-            for trial in self._trials.values()
-            if trial.status is Status.PROPOSED and trial.run is None and trial.restarts == 0
+            trial.number
+            for trial in self._roster.with_status(Status.PROPOSED)
+            if trial.run is None and trial.restarts == 0
         ]
-        for trial in unlaunched:
-            del self._trials[trial.number]
-        return [GiveBack(number=trial.number) for trial in unlaunched]
-
-    def _free(self) -> list[int]:
-        """Idle devices that no pending launch waits for."""
-        reserved = {
-            device for assignment in self._pending.values() for device in assignment.devices
-        }
-        return sorted(self._idle - reserved)
-
-    def _waiting(self) -> list[Trial]:
-        return [t for t in self._trials.values() if t.status is Status.WAITING]
-
-    def _launch_pending(self) -> list[Instruction]:
-        launches: list[Instruction] = []
-        for number, assignment in list(self._pending.items()):
-            trial = self._trials[number]
-            if trial.run is None and self._idle.issuperset(assignment.devices):
-                del self._pending[number]
-                launches.append(self._launch(trial, assignment.devices))
-        return launches
+        for number in unlaunched:
+            self._roster.remove(number)
+        return [GiveBack(number=number) for number in unlaunched]
 
     def _probe_proposed(self) -> list[Instruction]:
-        proposed = [t for t in self._trials.values() if t.status is Status.PROPOSED]
+        proposed = self._roster.with_status(Status.PROPOSED)
+        free = self._roster.free() if proposed else []
         return [
-            self._launch(trial, (device,))
-            for trial, device in zip(proposed, self._free(), strict=False)
+            self._launch(trial, (device,)) for trial, device in zip(proposed, free, strict=False)
         ]
 
-    def _launch(self, trial: Trial, devices: tuple[int, ...]) -> Launch:
-        self._idle.difference_update(devices)
-        probe = trial.status is Status.PROPOSED
-        profile = self.profiles.get(trial.structure) if trial.structure else None
-        measured = profile is not None and len(devices) in profile.measured
-        run = Run(
-            run_id=next(self._run_ids), number=trial.number, devices=devices, measured=measured
-        )
-        trial.run = self._runs[run.run_id] = run
-        trial.status = Status.PROBING if probe else Status.FLYING
-        trial.waited_rounds = 0
+    def _launch(self, trial: Trial, devices: tuple[int, ...]) -> Instruction:
+        model = trial.model
+        measured = model is not None and self._profiles.is_measured(model.structure, len(devices))
+        run = self._roster.take_off(trial, devices, measured=measured)
         return Launch(
             run_id=run.run_id,
             number=trial.number,
             devices=devices,
-            probe=probe,
+            probe=trial.status is Status.PROBING,
             measure=not measured,
             round=self.round,
         )
 
     def _should_decide(self) -> bool:
-        if self._proposing or self._pending or not self._changed:
+        roster = self._roster
+        if self._proposing or roster.pending or not self._changed:
             return False
-        if any(run.leaving for run in self._runs.values()):
-            return False
+        if any(run.leaving or run.lost for run in roster.runs.values()):
+            return False  # their devices fall free in a moment
         candidates = self._candidates()
-        if not candidates or not self._usable(candidates):
+        if not candidates or not self._poser.usable(roster, candidates):
             return False
-        if self._waiting() and self._free() and self.round > 0:
+        if self.policy.paradigm == "elastic":
+            return any(self._poser.is_movable(trial) for trial in candidates)
+        if roster.with_status(Status.WAITING) and roster.has_free() and self.round > 0:
             return True
         return self._is_disappointed or (self._round_is_over() and not self._unsettled_newcomers())
+
+    def _candidates(self) -> list[Trial]:
+        return self._poser.candidates(self._roster, is_first=self.round == 0)
 
     def _unsettled_newcomers(self) -> set[int]:
         """Probes under way when the round ended, whose rates the next round should know.
 
         Only those: where trials are short, there is always some probe under way.
         """
-        unsettled = {run.run_id for run in self._runs.values() if not self._is_settled(run)}
+        trials = self._roster.trials
+        unsettled = {
+            run.run_id
+            for run in self._roster.runs.values()
+            if not self._poser.is_settled(trials[run.number], run)
+        }
         self._awaited = unsettled if self._awaited is None else self._awaited & unsettled
         return self._awaited
-
-    def _is_settled(self, run: Run) -> bool:
-        """Nothing more will be learnt of the run: its rate is known, or it will never move."""
-        trial = self._trials[run.number]
-        return trial.status is Status.FLYING and (run.measured or not trial.resumable)
 
     def _round_is_over(self) -> bool:
         if self.round == 0:
             return True
         if self.policy.paradigm == "local":
             return False
-        active = sum(m for number, m in self._round_widths.items() if number in self._trials)
+        active = sum(m for n, m in self._round_widths.items() if n in self._roster.trials)
         return active < self.policy.alpha * sum(self._round_widths.values())
-
-    def _candidates(self) -> list[Trial]:
-        """Trials that may be placed: waiting ones and, but for the local paradigm, flying ones."""
-        movable = self.policy.paradigm == "global" or self.round == 0
-        return [
-            trial
-            for trial in self._trials.values()
-            if trial.status is Status.WAITING
-            or (movable and trial.run and trial.resumable and self._is_settled(trial.run))
-        ]
 
     def _decide(self) -> list[Instruction]:
         self._deciding, self._changed, self._is_disappointed = True, False, False
         self._awaited = None
         candidates = self._candidates()
-        self._posed = frozenset(trial.number for trial in candidates)
-        usable = self._usable(candidates)
-        problem = AllocationProblem(
-            candidates=tuple(self._candidate(trial, len(usable)) for trial in candidates),
-            nodes=self._nodes(usable),
-            rate_spread=self.policy.rate_spread,
-            time_limit_s=self.policy.solver_time_limit_s,
-        )
+        self._posed = frozenset(t.number for t in candidates if self._poser.is_movable(t))
+        usable = self._poser.usable(self._roster, candidates)
+        problem = self._poser.pose(candidates, usable, self._joined, tuple(self._finished_epochs))
         return [Allocate(problem=problem)]
-
-    def _usable(self, candidates: Iterable[Trial]) -> set[int]:
-        """Devices that may be given to the candidates: idle ones and their own."""
-        return self._idle | {d for trial in candidates if trial.run for d in trial.run.devices}
-
-    def _candidate(self, trial: Trial, num_devices: int) -> Candidate:
-        assert trial.structure is not None
-        profile = self.profiles.get(trial.structure)
-        if profile is None:  # lost before it was measured: as good as any
-            profile = RateProfile(structure=trial.structure, measured={1: 1.0})
-        return Candidate(
-            number=trial.number,
-            rates=self._rates(profile, num_devices),
-            max_devices=trial.batch_size,  # a rank more would have no sample
-            devices=trial.run.devices if trial.run else (),
-            waited_rounds=trial.waited_rounds,
-        )
-
-    def _rates(self, profile: RateProfile, num_devices: int) -> tuple[float, ...]:
-        return profile.rates(num_devices, pooled_scaling(self.profiles.values()))
-
-    def _nodes(self, usable: Iterable[int]) -> tuple[tuple[int, ...], ...]:
-        usable = set(usable)
-        nodes = (tuple(d for d in node if d in usable) for node in self.fleet.nodes)
-        return tuple(node for node in nodes if node)
 
     def _plan_decided(self, plan: Plan) -> list[Instruction]:
         self._deciding = False
-        self.round += 1
         assignments = plan.assignments
+        answers: list[Instruction] = []
+        moves = 0
         # Only what the plan was asked about: others became candidates while it was made.
-        candidates = [trial for trial in self._candidates() if trial.number in self._posed]
-        self._round_widths = {
-            trial.number: len(trial.run.devices) for trial in self._trials.values() if trial.run
-        }
-        self._round_widths.update({n: len(a.devices) for n, a in assignments.items()})
-        for trial in candidates:
+        for trial in [t for t in self._candidates() if t.number in self._posed]:
             assignment = assignments.get(trial.number)
             if trial.run is None:
                 trial.waited_rounds += assignment is None
             elif assignment is None or set(assignment.devices) != set(trial.run.devices):
-                trial.run.leaving = True
+                answers += self._leave(trial.run)
+                moves += 1
             else:
+                answers += self._stay(trial.run)
                 continue
-            if assignment is not None and self._can_serve(assignment):
-                self._pending[trial.number] = assignment
-        moves = len(self._pending) + sum(run.leaving for run in self._runs.values())
-        return [StartRound(round=self.round, plan=plan, moves=moves)]
+            if assignment is not None and self._roster.can_serve(assignment):
+                self._roster.pending[trial.number] = assignment
+        moves += len(self._roster.pending)
+        if self.policy.paradigm == "elastic" and not moves:
+            return answers
+        self._begin_round(plan)
+        return [StartRound(round=self.round, plan=plan, moves=moves), *answers]
 
-    def _can_serve(self, assignment: Assignment) -> bool:
-        """All its devices are still there (one may have been lost while the solver worked)."""
-        busy = {device for run in self._runs.values() for device in run.devices}
-        return (self._idle | busy).issuperset(assignment.devices)
+    def _leave(self, run: Run) -> list[Instruction]:
+        run.leaving = True
+        if run.at_rest:
+            run.at_rest = False
+            return [AnswerEpoch(run_id=run.run_id, decision=EpochDecision.YIELD)]
+        return [Interrupt(run_id=run.run_id)] if self.policy.moves_within_epochs else []
+
+    def _stay(self, run: Run) -> list[Instruction]:
+        if not run.at_rest:
+            return []
+        run.at_rest = False
+        return [AnswerEpoch(run_id=run.run_id, decision=EpochDecision.GO)]
+
+    def _begin_round(self, plan: Plan) -> None:
+        self.round += 1
+        self._round_widths = {run.number: len(run.devices) for run in self._roster.runs.values()}
+        self._round_widths.update({n: len(a.devices) for n, a in plan.assignments.items()})

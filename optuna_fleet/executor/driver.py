@@ -27,6 +27,7 @@ from optuna_fleet.events import (
     GiveBack,
     GiveUp,
     Instruction,
+    Interrupt,
     Launch,
     PlanDecided,
     ProposalsExhausted,
@@ -41,7 +42,7 @@ from optuna_fleet.events import (
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.runs import Job, RunRecord, decision_of
+from optuna_fleet.executor.runs import Job, RunRecord, decision_of, model_of
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.messages import (
@@ -147,14 +148,7 @@ class Driver:
                 self._called(self._runs[message.run_id], message)
             case Reached():
                 self._runtime.open_store()
-                self._post(
-                    DataRequested(
-                        run_id=message.run_id,
-                        structure=message.structure,
-                        resumable=message.resumable,
-                        batch_size=message.batch_size,
-                    )
-                )
+                self._post(DataRequested(run_id=message.run_id, model=model_of(message)))
             case Measured():
                 self._post(
                     RateMeasured(run_id=message.run_id, samples_per_s=message.samples_per_s)
@@ -193,8 +187,7 @@ class Driver:
         if call.rank > 0:
             self._reply(run, run.calls.follow(call))
         elif (call.target, call.name) == ("fleet", "end_epoch"):
-            run.pending_epoch = call
-            self._post(EpochEnded(run_id=call.run_id, converged=self._has_converged(run)))
+            self._epoch_ended(run, call)
         else:
             self._answer(run, call, self._carried_out(run, call))
 
@@ -210,6 +203,12 @@ class Driver:
             return Reply(run_id=call.run_id, index=call.index, value=pack(value))
         except Exception as error:
             return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
+
+    def _epoch_ended(self, run: RunRecord, call: Call) -> None:
+        run.pending_epoch = call
+        (epoch,), _ = unpack(call.arguments)
+        converged = self._has_converged(run)
+        self._post(EpochEnded(run_id=call.run_id, epochs_done=epoch + 1, converged=converged))
 
     def _has_converged(self, run: RunRecord) -> bool:
         convergence = self._job.convergence
@@ -250,6 +249,8 @@ class Driver:
             case AnswerEpoch():
                 run = self._runs[instruction.run_id]
                 self._answer_epoch(run, instruction.decision)
+            case Interrupt():
+                raise AssertionError("trainers yield at the end of an epoch only")
             case CutOff():
                 grace_s = 0.0 if instruction.lost else _CUT_OFF_GRACE_S
                 deadline = time.monotonic() + grace_s

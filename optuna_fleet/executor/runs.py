@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_fleet.events import Ending, Launch, StartRound
+from optuna_fleet.events import Ending, Launch, Model, StartRound
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.convergence import Convergence
-from optuna_fleet.messages import Call, Ended
+from optuna_fleet.messages import Call, Ended, Reached
 from optuna_fleet.packing import unpack, unpack_error
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 
@@ -112,4 +112,13 @@ def decision_of(instruction: StartRound) -> Decision:
         status=plan.status,
         gap=plan.gap,
         solve_time_s=plan.solve_time_s,
+    )
+
+
+def model_of(message: Reached) -> Model:
+    """What a run has shown of its trial's model."""
+    return Model(
+        structure=message.structure,
+        resumable=message.resumable,
+        max_devices=message.batch_size,
     )

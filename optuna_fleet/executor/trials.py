@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, get_args
 
-from optuna_fleet.events import Ending
+from optuna_fleet.events import Ending, Model
 from optuna_fleet.exceptions import FleetConfigError
+
+Paradigm = Literal["global", "local", "elastic"]
+"""When to decide: in rounds (FLEET-G), as devices fall free (FLEET-L), at events (BFTrainer)."""
+
+PARADIGMS: tuple[Paradigm, ...] = get_args(Paradigm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,25 +20,33 @@ class Policy:
     """When to decide again, and within which bounds.
 
     Attributes:
-        paradigm: "global" re-allocates every trial, "local" only fills free devices.
+        paradigm: "global" re-allocates every trial in rounds, "local" only fills free devices,
+            "elastic" re-allocates at each event what can move at that moment.
         alpha: The global paradigm decides again when fewer than this share of a round's devices is
             active.
         rate_spread: Fastest over slowest training rate allowed within one flotilla.
         solver_time_limit_s: Time limit of one decision.
         max_restarts: How often a trial may lose its devices before it is failed.
+        max_trials: Most trials that are under way at once; later ones are proposed as these end.
+        lookahead: Trials that may wait for devices while further ones are proposed. Only trials
+            whose model is known without a probe can wait unprobed.
+        moves_within_epochs: Trainers can yield between two batches, not only at the end of an
+            epoch.
     """
 
-    paradigm: Literal["global", "local"] = "global"
+    paradigm: Paradigm = "global"
     alpha: float = 0.8
     rate_spread: float = 2.0
     solver_time_limit_s: float = 1.0
     max_restarts: int = 3
+    max_trials: int | None = None
+    lookahead: int = 0
+    moves_within_epochs: bool = False
 
     def __post_init__(self) -> None:
-        if self.paradigm not in ("global", "local"):
-            raise FleetConfigError(
-                f"`paradigm` is {self.paradigm!r}, but must be 'global' or 'local'."
-            )
+        if self.paradigm not in PARADIGMS:
+            names = ", ".join(map(repr, PARADIGMS))
+            raise FleetConfigError(f"`paradigm` is {self.paradigm!r}, but must be one of {names}.")
         if not 0 < self.alpha <= 1:
             raise FleetConfigError(f"`alpha` is {self.alpha}, but must be > 0 and <= 1.")
         if not self.rate_spread >= 1:
@@ -42,8 +55,11 @@ class Policy:
             raise FleetConfigError(
                 f"`solver_time_limit_s` is {self.solver_time_limit_s}, but must be > 0."
             )
-        if self.max_restarts < 0:
-            raise FleetConfigError(f"`max_restarts` is {self.max_restarts}, but must be >= 0.")
+        for name in ("max_restarts", "lookahead"):
+            if getattr(self, name) < 0:
+                raise FleetConfigError(f"`{name}` is {getattr(self, name)}, but must be >= 0.")
+        if self.max_trials is not None and self.max_trials < 1:
+            raise FleetConfigError(f"`max_trials` is {self.max_trials}, but must be >= 1.")
 
 
 class Status(Enum):
@@ -57,12 +73,17 @@ class Status(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """A run that has not ended on all its devices."""
+    """A run that has not ended on all its devices.
+
+    It is `at_rest` while it waits for the answer to `EpochEnded`, `leaving` once it is to yield,
+    `cut` once its ranks were told to end, `lost` if a rank's process died.
+    """
 
     run_id: int
     number: int
     devices: tuple[int, ...]
     measured: bool
+    at_rest: bool = False
     leaving: bool = False
     cut: bool = False
     lost: bool = False
@@ -71,13 +92,13 @@ class Run:
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """A trial that is not done."""
+    """A trial that is not done; `home` is what is left of the devices a failed run had."""
 
     number: int
     status: Status = Status.PROPOSED
-    structure: str | None = None
-    resumable: bool = False
-    batch_size: int | None = None
+    model: Model | None = None
+    epochs_done: int = 0
     restarts: int = 0
     waited_rounds: int = 0
     run: Run | None = None
+    home: tuple[int, ...] = ()

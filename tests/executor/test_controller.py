@@ -24,7 +24,9 @@ from optuna_fleet.events import (
     Event,
     GiveBack,
     GiveUp,
+    Interrupt,
     Launch,
+    Model,
     PlanDecided,
     ProposalsExhausted,
     Propose,
@@ -46,6 +48,17 @@ def fleet_of(num_devices: int) -> Fleet:
     )
 
 
+def reached(
+    run_id: int, structure: str, *, resumable: bool = True, max_devices: int = 32
+) -> DataRequested:
+    model = Model(structure=structure, resumable=resumable, max_devices=max_devices)
+    return DataRequested(run_id=run_id, model=model)
+
+
+def epoch_ended(run_id: int, *, epochs_done: int = 1, converged: bool = False) -> EpochEnded:
+    return EpochEnded(run_id=run_id, epochs_done=epochs_done, converged=converged)
+
+
 class World:
     """Feeds a controller, plays out what it says, and checks what must always hold."""
 
@@ -58,6 +71,8 @@ class World:
         self.done: list[int] = []
         self.log: list[Any] = []
         self.unanswered: list[Allocate] = []
+        self.resting: set[int] = set()
+        self.yielding: set[int] = set()
         for device in range(num_devices):
             self.tell(DeviceJoined(device=device))
 
@@ -88,6 +103,12 @@ class World:
                 self.busy.update(dict.fromkeys(instruction.devices, instruction.run_id))
             case Allocate():
                 self.unanswered.append(instruction)
+            case AnswerEpoch():
+                self.resting.discard(instruction.run_id)
+                if instruction.decision is EpochDecision.YIELD:
+                    self.yielding.add(instruction.run_id)
+            case Interrupt():
+                self.yielding.add(instruction.run_id)
             case Settle() | GiveUp() | GiveBack():
                 assert instruction.number not in self.done, "a trial ends twice"
                 self.done.append(instruction.number)
@@ -101,9 +122,7 @@ class World:
     def settle_all(self) -> None:
         """Let every flying trial be measured and every decision be made."""
         for run_id in list(self.runs):
-            self.tell(
-                DataRequested(run_id=run_id, structure=f"s{run_id}", resumable=True, batch_size=32)
-            )
+            self.tell(reached(run_id, f"s{run_id}"))
             self.tell(RateMeasured(run_id=run_id, samples_per_s=100.0))
         while self.unanswered:
             self.decide()
@@ -152,9 +171,7 @@ def test_a_plain_objective_is_settled_and_its_device_probes_the_next() -> None:
 def test_the_first_round_waits_for_all_rates() -> None:
     world = World(num_devices=2, trials=2)
     for run_id in (0, 1):
-        world.tell(
-            DataRequested(run_id=run_id, structure=f"s{run_id}", resumable=True, batch_size=32)
-        )
+        world.tell(reached(run_id, f"s{run_id}"))
     assert world.tell(RateMeasured(run_id=0, samples_per_s=10.0)) == []
     (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
     assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 20.0]
@@ -163,11 +180,9 @@ def test_the_first_round_waits_for_all_rates() -> None:
 
 def test_equal_structures_share_one_profile() -> None:
     world = World(num_devices=2, trials=2)
-    world.tell(DataRequested(run_id=0, structure="same", resumable=True, batch_size=32))
+    world.tell(reached(0, "same"))
     world.tell(RateMeasured(run_id=0, samples_per_s=10.0))
-    (allocate,) = world.tell(
-        DataRequested(run_id=1, structure="same", resumable=True, batch_size=32)
-    )
+    (allocate,) = world.tell(reached(1, "same"))
     assert [c.rates[0] for c in allocate.problem.candidates] == [10.0, 10.0]
 
 
@@ -177,7 +192,7 @@ def test_a_trial_that_the_plan_moves_yields_at_its_next_epoch_and_flies_on_elsew
     world.end(0)  # no proposal is left: the other trial may have both devices
     instructions = world.decide()
     assert [type(i) for i in instructions] == [StartRound]
-    (answer,) = world.tell(EpochEnded(run_id=1, converged=False))
+    (answer,) = world.tell(epoch_ended(1))
     assert answer == AnswerEpoch(run_id=1, decision=EpochDecision.YIELD)
     instructions = world.end(1, Ending.YIELDED)
     assert [type(i) for i in instructions] == [Requeue, Launch]
@@ -189,12 +204,8 @@ def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:
     world = World(num_devices=1, trials=1)
     world.settle_all()
     go, stop = EpochDecision.GO, EpochDecision.STOP
-    assert world.tell(EpochEnded(run_id=0, converged=False)) == [
-        AnswerEpoch(run_id=0, decision=go)
-    ]
-    assert world.tell(EpochEnded(run_id=0, converged=True)) == [
-        AnswerEpoch(run_id=0, decision=stop)
-    ]
+    assert world.tell(epoch_ended(0)) == [AnswerEpoch(run_id=0, decision=go)]
+    assert world.tell(epoch_ended(0, converged=True)) == [AnswerEpoch(run_id=0, decision=stop)]
 
 
 @pytest.mark.parametrize(("ended", "decides"), [(1, False), (2, False), (3, True)])
@@ -220,13 +231,13 @@ def test_the_local_paradigm_refills_but_never_moves() -> None:
     world.end(2)
     assert not world.unanswered
     go = AnswerEpoch(run_id=3, decision=EpochDecision.GO)
-    assert world.tell(EpochEnded(run_id=3, converged=False)) == [go]
+    assert world.tell(epoch_ended(3)) == [go]
 
 
 def test_what_can_not_be_moved_is_no_candidate() -> None:
     world = World(num_devices=2, trials=2)
-    world.tell(DataRequested(run_id=0, structure="a", resumable=False, batch_size=32))
-    world.tell(DataRequested(run_id=1, structure="b", resumable=True, batch_size=32))
+    world.tell(reached(0, "a", resumable=False))
+    world.tell(reached(1, "b"))
     (allocate,) = world.tell(RateMeasured(run_id=1, samples_per_s=20.0))
     assert [c.number for c in allocate.problem.candidates] == [1]
     assert allocate.problem.devices == (1,)
@@ -234,9 +245,9 @@ def test_what_can_not_be_moved_is_no_candidate() -> None:
 
 def test_a_trial_in_its_epochs_can_be_moved_whatever_it_read_before() -> None:
     world = World(num_devices=2, trials=1)
-    world.tell(DataRequested(run_id=0, structure="a", resumable=False, batch_size=32))
+    world.tell(reached(0, "a", resumable=False))
     assert not world.unanswered
-    world.tell(EpochEnded(run_id=0, converged=False))
+    world.tell(epoch_ended(0))
     (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
     assert [c.number for c in allocate.problem.candidates] == [0]
 
@@ -244,22 +255,22 @@ def test_a_trial_in_its_epochs_can_be_moved_whatever_it_read_before() -> None:
 def test_a_rate_far_below_the_plan_makes_a_new_one() -> None:
     world = World(num_devices=2, trials=1)
     world.settle_all()
-    world.tell(EpochEnded(run_id=0, converged=False))
+    world.tell(epoch_ended(0))
     world.end(0, Ending.YIELDED)
     (run_id,) = world.runs
     assert world.runs[run_id].devices == (0, 1)
-    world.tell(DataRequested(run_id=run_id, structure="s0", resumable=True, batch_size=32))
+    world.tell(reached(run_id, "s0"))
     (allocate,) = world.tell(RateMeasured(run_id=run_id, samples_per_s=60.0))
     assert allocate.problem.candidates[0].rates == (100.0, 60.0)
     world.decide()
-    (answer,) = world.tell(EpochEnded(run_id=run_id, converged=False))
+    (answer,) = world.tell(epoch_ended(run_id))
     assert answer.decision is EpochDecision.YIELD
 
 
 def test_a_lost_trainer_requeues_its_trial_and_cuts_off_its_peers() -> None:
     world = World(num_devices=2, trials=1)
     world.settle_all()
-    world.tell(EpochEnded(run_id=0, converged=False))
+    world.tell(epoch_ended(0))
     world.end(0, Ending.YIELDED)
     (run_id,) = world.runs
     world.busy.pop(0)
@@ -284,7 +295,7 @@ def test_a_trial_that_keeps_losing_its_devices_is_given_up() -> None:
 def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_killed() -> None:
     world = World(num_devices=2, trials=1)
     world.settle_all()
-    world.tell(EpochEnded(run_id=0, converged=False))
+    world.tell(epoch_ended(0))
     world.end(0, Ending.YIELDED)
     (run_id,) = world.runs
     (cut,) = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
@@ -309,17 +320,17 @@ def test_a_kill_that_came_late_does_not_fail_the_next_trial_there() -> None:
 
 def test_no_trial_gets_more_devices_than_its_batch_has_samples() -> None:
     world = World(num_devices=4, trials=1)
-    world.tell(DataRequested(run_id=0, structure="a", resumable=True, batch_size=2))
+    world.tell(reached(0, "a", max_devices=2))
     (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
-    assert [c.max_devices for c in allocate.problem.candidates] == [2]
+    assert [c.widest for c in allocate.problem.candidates] == [2]
 
 
 def test_news_of_ended_runs_are_dropped() -> None:
     world = World(num_devices=1, trials=1)
     world.end(0)
-    assert world.tell(DataRequested(run_id=0, structure="s", resumable=True, batch_size=32)) == []
+    assert world.tell(reached(0, "s")) == []
     assert world.tell(RateMeasured(run_id=0, samples_per_s=1.0)) == []
-    assert world.tell(EpochEnded(run_id=0, converged=False)) == []
+    assert world.tell(epoch_ended(0)) == []
     assert world.tell(RankEnded(run_id=0, device=0, ending=Ending.RETURNED)) == []
 
 
@@ -328,9 +339,7 @@ def test_known_profiles_spare_the_measurement() -> None:
     controller = Controller(fleet_of(1), Policy(), profiles=profiles)
     controller.handle(DeviceJoined(device=0))
     controller.handle(TrialProposed(number=0))
-    instructions = controller.handle(
-        DataRequested(run_id=0, structure="s", resumable=True, batch_size=32)
-    )
+    instructions = controller.handle(reached(0, "s"))
     assert [type(i) for i in instructions] == [Allocate]
 
 
@@ -339,19 +348,30 @@ def test_known_profiles_spare_the_measurement() -> None:
     st.integers(0, 2**32),
     st.integers(1, 6),
     st.integers(1, 12),
-    st.sampled_from(["global", "local"]),
+    st.sampled_from(["global", "local", "elastic"]),
+    st.booleans(),
 )
 def test_any_order_of_events_ends_every_trial_once(
-    seed: int, num_devices: int, trials: int, paradigm: str
+    seed: int, num_devices: int, trials: int, paradigm: str, within_epochs: bool
 ) -> None:
     rng = random.Random(seed)
-    world = World(num_devices, trials, paradigm=paradigm, max_restarts=2)
+    world = World(
+        num_devices,
+        trials,
+        paradigm=paradigm,
+        max_restarts=2,
+        moves_within_epochs=within_epochs,
+    )
     for _ in range(3000):
         if world.controller.finished:
             break
         choices = [("decide", 0)] if world.unanswered else []
         choices += [
-            (what, run) for run in world.runs for what in ("reach", "epoch", "end", "lose")
+            (what, run)
+            for run in world.runs
+            for what in ("reach", "epoch", "end", "lose", "yield")
+            if what != "yield" or run in world.yielding
+            if what not in ("reach", "epoch", "end") or run not in world.resting
         ]
         assert choices, "nothing can happen any more, but trials are left"
         what, run_id = rng.choice(choices)
@@ -360,16 +380,13 @@ def test_any_order_of_events_ends_every_trial_once(
                 world.decide()
             case "reach":
                 resumable = rng.random() < 0.8
-                world.tell(
-                    DataRequested(
-                        run_id=run_id, structure=f"{run_id}", resumable=resumable, batch_size=32
-                    )
-                )
+                world.tell(reached(run_id, f"{run_id}", resumable=resumable))
                 world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
             case "epoch":
-                answers = world.tell(EpochEnded(run_id=run_id, converged=False))
-                if any(getattr(a, "decision", None) is EpochDecision.YIELD for a in answers):
-                    world.end(run_id, Ending.YIELDED)
+                world.resting.add(run_id)
+                world.tell(epoch_ended(run_id))
+            case "yield":
+                world.end(run_id, Ending.YIELDED)
             case "end":
                 world.end(run_id, rng.choice([Ending.RETURNED, Ending.RAISED]))
             case "lose":

@@ -37,6 +37,7 @@ from optuna_fleet.events import (
     DeviceJoined,
     DeviceLost,
     GiveUp,
+    Model,
     PlanDecided,
     ProposalsExhausted,
     RateMeasured,
@@ -510,7 +511,9 @@ def test_giving_up_a_trial_forgets_where_it_was_to_move() -> None:
     (launch,) = controller.handle(TrialProposed(number=0))
     controller.handle(ProposalsExhausted())
     controller.handle(
-        DataRequested(run_id=launch.run_id, structure="s", resumable=True, batch_size=32)
+        DataRequested(
+            run_id=launch.run_id, model=Model(structure="s", resumable=True, max_devices=32)
+        )
     )
     controller.handle(DeviceJoined(device=1))
     controller.handle(RateMeasured(run_id=launch.run_id, samples_per_s=1.0))

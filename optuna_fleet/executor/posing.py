@@ -1,0 +1,99 @@
+"""From the books to an allocation problem: who may be placed, and on what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from optuna_fleet.alloc.problem import AllocationProblem, Candidate
+from optuna_fleet.executor.profiles import Profiles
+from optuna_fleet.executor.roster import Roster
+from optuna_fleet.executor.trials import Policy, Run, Status, Trial
+from optuna_fleet.resources import Fleet
+
+
+class Poser:
+    """Poses problems about one fleet under one policy."""
+
+    def __init__(self, fleet: Fleet, policy: Policy, profiles: Profiles) -> None:
+        self._policy = policy
+        self._profiles = profiles
+        self._node_of = {device.index: device.node for device in fleet.devices}
+
+    def is_settled(self, trial: Trial, run: Run) -> bool:
+        """Nothing more will be learnt of the run: its rate is known, or it will never move."""
+        resumable = trial.model is not None and trial.model.resumable
+        return trial.status is Status.FLYING and (run.measured or not resumable)
+
+    def is_movable(self, trial: Trial) -> bool:
+        """Whether a plan made now can give the trial other devices, or its first."""
+        if trial.run is None:
+            return True
+        return (
+            self._policy.paradigm != "elastic"
+            or trial.run.at_rest
+            or self._policy.moves_within_epochs
+        )
+
+    def candidates(self, roster: Roster, *, is_first: bool) -> list[Trial]:
+        """Trials a plan made now is about.
+
+        Waiting ones and, but for the local paradigm after its first plan, flying ones that may
+        leave their devices sooner or later.
+        """
+        flying = self._policy.paradigm != "local" or is_first
+        return [
+            trial
+            for trial in roster.trials.values()
+            if trial.status is Status.WAITING or (flying and self._may_leave(trial))
+        ]
+
+    def _may_leave(self, trial: Trial) -> bool:
+        if trial.run is None or trial.model is None or not trial.model.resumable:
+            return False
+        if trial.run.cut or trial.run.lost:
+            return False
+        return self.is_settled(trial, trial.run)
+
+    def usable(self, roster: Roster, candidates: list[Trial]) -> set[int]:
+        """Devices that may be given to the candidates: idle ones and their own."""
+        own = (trial.run.devices for trial in candidates if trial.run)
+        return roster.idle.union(*own)
+
+    def pose(
+        self,
+        candidates: list[Trial],
+        usable: set[int],
+        joined: dict[int, int],
+        finished_epochs: tuple[int, ...],
+    ) -> AllocationProblem:
+        """The problem of placing the candidates on the usable devices."""
+        return AllocationProblem(
+            candidates=tuple(self._candidate(trial, usable) for trial in candidates),
+            nodes=self._nodes(usable),
+            rate_spread=self._policy.rate_spread,
+            time_limit_s=self._policy.solver_time_limit_s,
+            finished_epochs=finished_epochs,
+            joined={device: joined[device] for device in usable if device in joined},
+        )
+
+    def _candidate(self, trial: Trial, usable: set[int]) -> Candidate:
+        model = trial.model
+        assert model is not None
+        home = tuple(d for d in trial.home if d in usable)
+        return Candidate(
+            number=trial.number,
+            rates=self._profiles.rates(model.structure, model.max_devices),
+            devices=trial.run.devices if trial.run else home,
+            min_devices=model.min_devices,
+            waited_rounds=trial.waited_rounds,
+            epochs_done=trial.epochs_done,
+            movable=self.is_movable(trial),
+            rescale_up_s=model.rescale_up_s,
+            rescale_down_s=model.rescale_down_s,
+        )
+
+    def _nodes(self, usable: set[int]) -> tuple[tuple[int, ...], ...]:
+        nodes: dict[int, list[int]] = defaultdict(list)
+        for device in sorted(usable):
+            nodes[self._node_of[device]].append(device)
+        return tuple(tuple(nodes[node]) for node in sorted(nodes))

@@ -1,0 +1,108 @@
+"""Who is where: the trials that are not done, their runs, and which devices are idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from optuna_fleet.alloc.problem import Assignment
+from optuna_fleet.events import Ending
+from optuna_fleet.executor.trials import Run, Status, Trial
+
+
+class Roster:
+    """The books of the controller. Nothing is decided here.
+
+    Attributes:
+        trials: Trials that are not done, by number.
+        runs: Runs that have not ended on all their devices, by run id.
+        idle: Devices without a run.
+        pending: Placements that wait until their devices are idle, by trial number.
+    """
+
+    def __init__(self, run_ids: Iterator[int]) -> None:
+        self.trials: dict[int, Trial] = {}
+        self.runs: dict[int, Run] = {}
+        self.idle: set[int] = set()
+        self.pending: dict[int, Assignment] = {}
+        self._run_ids = run_ids
+        self._run_on: dict[int, Run] = {}
+
+    def with_status(self, status: Status) -> list[Trial]:
+        """Trials of that status, eldest first."""
+        return [trial for trial in self.trials.values() if trial.status is status]
+
+    def landed(self) -> int:
+        """Number of trials without a run."""
+        return len(self.trials) - len(self.runs)
+
+    def run_on(self, device: int) -> Run | None:
+        """The run a device has, if it has not ended there."""
+        return self._run_on.get(device)
+
+    def free(self) -> list[int]:
+        """Idle devices that no pending placement waits for, in order."""
+        return sorted(self.idle.difference(*self._reserved()))
+
+    def has_free(self) -> bool:
+        """Whether `free` is not empty."""
+        return bool(self.idle.difference(*self._reserved()) if self.pending else self.idle)
+
+    def _reserved(self) -> Iterable[tuple[int, ...]]:
+        return (assignment.devices for assignment in self.pending.values())
+
+    def ready(self) -> list[tuple[Trial, tuple[int, ...]]]:
+        """Takes out and returns the pending placements whose devices are all idle."""
+        ready = [
+            (self.trials[number], assignment.devices)
+            for number, assignment in self.pending.items()
+            if self.trials[number].run is None and self.idle.issuperset(assignment.devices)
+        ]
+        for trial, _ in ready:
+            del self.pending[trial.number]
+        return ready
+
+    def can_serve(self, assignment: Assignment) -> bool:
+        """Whether all its devices are still there (one may have been lost meanwhile)."""
+        return all(d in self.idle or d in self._run_on for d in assignment.devices)
+
+    def take_off(self, trial: Trial, devices: tuple[int, ...], *, measured: bool) -> Run:
+        """Starts a run of a trial on idle devices."""
+        self.idle.difference_update(devices)
+        run = Run(
+            run_id=next(self._run_ids), number=trial.number, devices=devices, measured=measured
+        )
+        trial.run = self.runs[run.run_id] = run
+        trial.status = Status.PROBING if trial.status is Status.PROPOSED else Status.FLYING
+        trial.waited_rounds, trial.home = 0, ()
+        self._run_on.update(dict.fromkeys(devices, run))
+        return run
+
+    def end_rank(self, run: Run, device: int, ending: Ending) -> tuple[int, ...]:
+        """Ends a run on one device; returns the devices where it goes on."""
+        run.endings[device] = ending
+        run.lost = run.lost or ending is Ending.CUT_OFF
+        del self._run_on[device]
+        if ending is not Ending.LOST:
+            self.idle.add(device)
+        return tuple(d for d in run.devices if d not in run.endings)
+
+    def land(self, run: Run) -> Trial:
+        """Forgets a run that has ended on all its devices; the trial waits, or is proposed."""
+        del self.runs[run.run_id]
+        trial = self.trials[run.number]
+        trial.run = None
+        trial.status = Status.WAITING if trial.model else Status.PROPOSED
+        if run.lost:
+            trial.home = tuple(d for d in run.devices if run.endings[d] is not Ending.LOST)
+        return trial
+
+    def lose(self, device: int) -> None:
+        """A device is gone."""
+        self.idle.discard(device)
+        if self.pending:
+            self.pending = {n: a for n, a in self.pending.items() if device not in a.devices}
+
+    def remove(self, number: int) -> None:
+        """A trial is done."""
+        del self.trials[number]
+        self.pending.pop(number, None)
