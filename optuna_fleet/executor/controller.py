@@ -312,8 +312,9 @@ class Controller:
         self._awaited = None
         candidates = self._candidates()
         self._posed = frozenset(t.number for t in candidates if self._poser.is_movable(t))
-        usable = self._poser.usable(self._roster, candidates)
-        problem = self._poser.pose(candidates, usable, self._joined, tuple(self._finished_epochs))
+        problem = self._poser.pose(
+            candidates, self._roster, self._joined, tuple(self._finished_epochs)
+        )
         return [Allocate(problem=problem)]
 
     def _plan_decided(self, plan: Plan) -> list[Instruction]:
@@ -326,6 +327,7 @@ class Controller:
             assignment = assignments.get(trial.number)
             if trial.run is None:
                 trial.waited_rounds += assignment is None
+                trial.home = ()
             elif assignment is None or set(assignment.devices) != set(trial.run.devices):
                 answers += self._leave(trial.run)
                 moves += 1

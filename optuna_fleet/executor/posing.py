@@ -62,13 +62,14 @@ class Poser:
     def pose(
         self,
         candidates: list[Trial],
-        usable: set[int],
+        roster: Roster,
         joined: dict[int, int],
         finished_epochs: tuple[int, ...],
     ) -> AllocationProblem:
-        """The problem of placing the candidates on the usable devices."""
+        """The problem of placing the candidates on the devices they may use."""
+        usable = self.usable(roster, candidates)
         return AllocationProblem(
-            candidates=tuple(self._candidate(trial, usable) for trial in candidates),
+            candidates=tuple(self._candidate(trial, roster.idle) for trial in candidates),
             nodes=self._nodes(usable),
             rate_spread=self._policy.rate_spread,
             time_limit_s=self._policy.solver_time_limit_s,
@@ -76,10 +77,10 @@ class Poser:
             joined={device: joined[device] for device in usable if device in joined},
         )
 
-    def _candidate(self, trial: Trial, usable: set[int]) -> Candidate:
+    def _candidate(self, trial: Trial, idle: set[int]) -> Candidate:
         model = trial.model
         assert model is not None
-        home = tuple(d for d in trial.home if d in usable)
+        home = tuple(d for d in trial.home if d in idle)
         return Candidate(
             number=trial.number,
             rates=self._profiles.rates(model.structure, model.max_devices),

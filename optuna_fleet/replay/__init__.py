@@ -1,0 +1,1 @@
+"""Simulation of the same controller and allocators that run real trainers."""

@@ -1,0 +1,117 @@
+"""Reads fields of a JSON file; what is wrong is said in one line: where, what, what is allowed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optuna_fleet.exceptions import FleetConfigError
+
+
+class Fields:
+    """The fields of one JSON object; `where` is how messages name it."""
+
+    def __init__(self, data: Any, where: str) -> None:
+        if not isinstance(data, Mapping):
+            raise FleetConfigError(f"{where} is {_shown(data)}, but must be a JSON object.")
+        self._data = data
+        self._where = where
+
+    @classmethod
+    def of_file(cls, path: Path) -> Fields:
+        """The object a JSON file holds.
+
+        Raises:
+            FleetConfigError: The file can't be read, is no JSON, or holds no object.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise FleetConfigError(f"{path} can't be read: {error.strerror}.") from error
+        except ValueError as error:
+            raise FleetConfigError(f"{path} is not JSON: {error}.") from error
+        return cls(data, str(path))
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a field."""
+        return name in self._data
+
+    def number(
+        self, name: str, *, least: float = 0.0, above: bool = False, default: float | None = None
+    ) -> float:
+        """A finite number of at least `least`, or above it."""
+        value = self._get(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if (
+            is_number
+            and math.isfinite(value)
+            and (value > least or (value == least and not above))
+        ):
+            return float(value)
+        rule = f"a number {'>' if above else '>='} {least:g}"
+        raise self._error(name, value, rule)
+
+    def whole(self, name: str, *, least: int, default: int | None = None) -> int:
+        """A whole number of at least `least`."""
+        value = self._get(name, default)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            return value
+        raise self._error(name, value, f"a whole number >= {least}")
+
+    def text(self, name: str, *, default: str | None = None) -> str:
+        """A text that is not empty."""
+        value = self._get(name, default)
+        if isinstance(value, str) and value:
+            return value
+        raise self._error(name, value, "a text")
+
+    def array(self, name: str) -> list[Any]:
+        """A list that is not empty."""
+        value = self._get(name, None)
+        if isinstance(value, list) and value:
+            return value
+        raise self._error(name, value, "a list that is not empty")
+
+    def numbers(self, name: str, *, length: int) -> list[float]:
+        """So many finite numbers >= 0."""
+        value = self.array(name)
+        good = all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in value)
+        if not good or len(value) != length:
+            raise self._error(name, value, f"{length} numbers >= 0")
+        return [float(x) for x in value]
+
+    def child(self, name: str) -> Fields:
+        """An object within this one."""
+        return Fields(self._get(name, None), f"{self._where}: `{name}`")
+
+    def children(self, name: str) -> list[Fields]:
+        """A list of objects, not empty."""
+        items = self.array(name)
+        return [Fields(item, f"{self._where}: `{name}[{k}]`") for k, item in enumerate(items)]
+
+    def names(self) -> list[str]:
+        """Names of the fields."""
+        return list(self._data)
+
+    def refuse(self, name: str, rule: str) -> FleetConfigError:
+        """The error that says what the field must be."""
+        return self._error(name, self._data.get(name), rule)
+
+    def _get(self, name: str, default: Any) -> Any:
+        if name not in self._data and default is None:
+            raise FleetConfigError(
+                f"{self._where} has no field `{name}`; its fields are "
+                f"{', '.join(map(repr, self._data)) or 'none'}."
+            )
+        return self._data.get(name, default)
+
+    def _error(self, name: str, value: Any, rule: str) -> FleetConfigError:
+        return FleetConfigError(f"{self._where}: `{name}` is {_shown(value)}, but must be {rule}.")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

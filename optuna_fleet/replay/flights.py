@@ -1,0 +1,105 @@
+"""The simulated runs: how far each trial is, and when its next epoch ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from optuna_fleet.replay.workload import Rules, SimulatedTrial
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """What became of one trial so far.
+
+    Attributes:
+        samples: Samples trained, less what moves cost.
+        width: Devices it had last (0 before its first start).
+        begun_s: First start, in seconds.
+        ended_s: End, in seconds.
+        landed_s: When its last run ended, in seconds.
+        rescales: Moves to other devices that were charged.
+        rescale_samples: What moves cost, in samples.
+        preempt_samples: What losses of devices cost, in samples.
+    """
+
+    trial: SimulatedTrial
+    samples: float = 0.0
+    epochs_done: int = 0
+    width: int = 0
+    begun_s: float | None = None
+    ended_s: float | None = None
+    landed_s: float | None = None
+    rescales: int = 0
+    rescale_samples: float = 0.0
+    preempt_samples: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Flight:
+    """A run in the air; `version` changes with its pace, to tell outdated epoch ends."""
+
+    run_id: int
+    number: int
+    devices: tuple[int, ...]
+    progress: Progress
+    launched_s: float
+    rate: float
+    pace: float
+    since_s: float
+    waits: bool = False
+    version: int = 0
+    flotilla: tuple[int, int] | None = None
+    waited_device_s: float = 0.0
+
+    def advance(self, now: float) -> None:
+        """Counts what was trained up to now."""
+        elapsed = now - self.since_s
+        self.since_s = now
+        if self.waits:
+            return
+        self.progress.samples += self.pace * elapsed
+        self.waited_device_s += elapsed * len(self.devices) * (1 - self.pace / self.rate)
+
+    def epoch_end_s(self) -> float:
+        """When its epoch will end at its present pace."""
+        trial = self.progress.trial
+        target = (self.progress.epochs_done + 1) * trial.samples_per_epoch
+        return self.since_s + (target - self.progress.samples) / self.pace
+
+
+def charge_start(progress: Progress, width: int, now: float, rules: Rules) -> None:
+    """Charges a trial for going on at a width now; see :class:`Rules`."""
+    trial, before = progress.trial, progress.width
+    if rules.cost == "stall":
+        if progress.begun_s is None:
+            return
+        seconds = trial.rescale_up_s if width >= before else trial.rescale_down_s
+        rate = trial.rates[width - 1]
+    else:
+        if width == before or before == 0 or progress.landed_s != now:
+            return
+        seconds = trial.rescale_up_s if width > before else trial.rescale_down_s
+        rate = trial.rates[before - 1]
+    progress.samples -= seconds * rate
+    progress.rescale_samples += seconds * rate
+    progress.rescales += 1
+
+
+def charge_loss(progress: Progress, width: int, left: int, rules: Rules) -> None:
+    """Charges a trial that lost devices and has `left` of `width`."""
+    if rules.cost == "old rate":
+        lost = progress.trial.rescale_down_s * progress.trial.rates[width - 1]
+        progress.samples -= lost
+        progress.preempt_samples += lost
+    progress.width = left
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """What a simulation adds up, in device-seconds and samples."""
+
+    busy_device_s: dict[int, float] = field(default_factory=dict)
+    present_device_s: dict[int, float] = field(default_factory=dict)
+    waited_device_s: float = 0.0
+    solve_s: list[float] = field(default_factory=list)
+    spans: list[tuple[int, tuple[int, ...], float, float]] = field(default_factory=list)

@@ -1,0 +1,75 @@
+"""The workloads of BFTrainer's experiments for `optuna-fleet replay`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from optuna_fleet.replay.fields import Fields
+from optuna_fleet.replay.workload import SimulatedTrial
+
+MIXES = {"hpo": "hpo_shufflenet", "diverse": "diverse"}
+"""Name on the command line -> name in the file."""
+
+
+def load_jobs(path: Path, mix: str) -> tuple[SimulatedTrial, ...]:
+    """The trials of a workload file.
+
+    Args:
+        path: A JSON file with `scaling` (by model: `nodes` and `images_per_s`, rates between the
+            given widths are linear) and the experiments `hpo_shufflenet` (equal trials) and
+            `diverse` (models taking turns, rescaling times of their own).
+        mix: Which experiment, a key of `MIXES`.
+
+    Returns:
+        In order of submission. A trial is one epoch of all its samples.
+
+    Raises:
+        FleetConfigError: The file can't be read, or a field is missing or wrong.
+    """
+    fields = Fields.of_file(path)
+    jobs = fields.child(MIXES[mix])
+    count = jobs.whole("n_jobs", least=1)
+    widest = jobs.whole("Jmax", least=1)
+    names = _texts(jobs, "cycle") if jobs.has("cycle") else [jobs.text("dnn")]
+    rates = {name: _rates(fields.child("scaling").child(name), widest) for name in set(names)}
+    up, down = (_seconds(jobs, name, count) for name in ("Tcup_s", "Tcdw_s"))
+    samples, spacing = jobs.number("Pmax_images", above=True), jobs.number("spacing_s")
+    least = jobs.whole("Jmin", least=1)
+    return tuple(
+        SimulatedTrial(
+            name=names[k % len(names)],
+            rates=rates[names[k % len(names)]],
+            epochs=1,
+            samples_per_epoch=samples,
+            submit_s=k * spacing,
+            min_devices=least,
+            rescale_up_s=up[k],
+            rescale_down_s=down[k],
+        )
+        for k in range(count)
+    )
+
+
+def _texts(jobs: Fields, name: str) -> list[str]:
+    texts = jobs.array(name)
+    if not all(isinstance(text, str) for text in texts):
+        raise jobs.refuse(name, "a list of model names")
+    return texts
+
+
+def _seconds(jobs: Fields, name: str, count: int) -> list[float]:
+    """One number for all, or one for each."""
+    try:
+        return [jobs.number(name)] * count
+    except ValueError:
+        return jobs.numbers(name, length=count)
+
+
+def _rates(scaling: Fields, widest: int) -> tuple[float, ...]:
+    nodes = scaling.numbers("nodes", length=len(scaling.array("nodes")))
+    rates = scaling.numbers("images_per_s", length=len(nodes))
+    if sorted(set(nodes)) != nodes or nodes[-1] < widest:
+        raise scaling.refuse("nodes", f"rising, up to at least {widest}")
+    return tuple(np.interp(np.arange(1, widest + 1), nodes, rates).tolist())

@@ -1,0 +1,337 @@
+"""A discrete-event simulation that drives the real controller and allocators.
+
+The simulation does what driver, trainers and cluster do in a real sweep: it carries out the
+controller's instructions and tells it what happened, with a clock of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from typing_extensions import assert_never
+
+from optuna_fleet.alloc.problem import AllocationProblem, Allocator, Plan
+from optuna_fleet.alloc.rates import RateProfile
+from optuna_fleet.events import (
+    Allocate,
+    AnswerEpoch,
+    CutOff,
+    DeviceJoined,
+    DeviceLost,
+    Ending,
+    EpochDecision,
+    EpochEnded,
+    Event,
+    GiveBack,
+    GiveUp,
+    Instruction,
+    Interrupt,
+    Launch,
+    Model,
+    PlanDecided,
+    ProposalDelayed,
+    ProposalsExhausted,
+    Propose,
+    RankEnded,
+    Requeue,
+    Settle,
+    StartRound,
+    TrialProposed,
+)
+from optuna_fleet.executor.controller import Controller
+from optuna_fleet.executor.trials import Policy
+from optuna_fleet.replay.flights import Flight, Ledger, Progress, charge_loss, charge_start
+from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
+from optuna_fleet.resources import Fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a simulation came to.
+
+    Attributes:
+        end_s: When the last trial ended, or the simulation was stopped.
+        trials: Progress of each trial that was proposed, by number.
+        ledger: Sums over devices and decisions.
+        plans: Number of decisions.
+    """
+
+    end_s: float
+    trials: dict[int, Progress]
+    ledger: Ledger
+
+
+class Simulation:
+    """One simulated sweep.
+
+    Args:
+        fleet: All devices that ever join.
+        trials: In order of submission.
+        policy: The controller's.
+        allocator: Decides; solver time does not count as simulated time.
+        profiles: What the policy believes of the rates, by trial name.
+        rules: How the world behaves.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        trials: Sequence[SimulatedTrial],
+        policy: Policy,
+        allocator: Allocator,
+        profiles: dict[str, RateProfile],
+        rules: Rules,
+    ) -> None:
+        self._controller = Controller(fleet, policy, profiles=profiles)
+        self._allocator = allocator
+        self._trials = trials
+        self._rules = rules
+        self._now = 0.0
+        self._next_trial = 0
+        self._progress: dict[int, Progress] = {}
+        self._flights: dict[int, Flight] = {}
+        self._events: deque[tuple[Event, ...]] = deque()
+        self._unseen: list[Event] = []
+        self._timers: list[tuple[float, int, str, tuple[int, int]]] = []
+        self._order = count()
+        self._present: dict[int, float] = {}
+        self._flotilla_of: dict[int, tuple[int, int]] = {}
+        self._ledger = Ledger()
+
+    def run(self, changes: Iterator[FleetChange], until_s: float | None = None) -> Outcome:
+        """Simulate until every trial has ended, or until `until_s`.
+
+        Args:
+            changes: Devices that join and leave, in order of time.
+            until_s: When to stop at the latest, in seconds.
+
+        Raises:
+            RuntimeError: Trials are left, but nothing can happen any more.
+        """
+        change = next(changes, None)
+        while not self._controller.finished:
+            timer_s = self._timers[0][0] if self._timers else float("inf")
+            change_s = change.time_s if change else float("inf")
+            if until_s is not None and min(timer_s, change_s) > until_s:
+                self._now = until_s
+                break
+            if change is not None and change_s <= timer_s:
+                self._now = change_s
+                self._change_fleet(change)
+                change = next(changes, None)
+            elif self._timers:
+                self._now, _, what, key = heapq.heappop(self._timers)
+                self._ring(what, key)
+            else:
+                raise RuntimeError("Trials are left, but no device to fly on will ever join.")
+        return self._outcome()
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def _change_fleet(self, change: FleetChange) -> None:
+        losses = tuple(DeviceLost(device=d) for d in change.left)
+        for device in change.left:
+            began = self._present.pop(device)
+            present = self._ledger.present_device_s
+            present[device] = present.get(device, 0.0) + self._now - began
+        for device in change.joined:
+            self._present[device] = self._now
+        joins = tuple(DeviceJoined(device=d) for d in change.joined)
+        self._events.append((*self._unseen, *losses, *joins))
+        self._unseen.clear()
+        self._work()
+
+    def _ring(self, what: str, key: tuple[int, int]) -> None:
+        if what == "submitted":
+            self._see(self._proposal())
+        else:
+            flight = self._flights.get(key[0])
+            if flight is None or flight.version != key[1]:
+                return
+            self._epoch_ended(flight)
+        self._work()
+
+    def _epoch_ended(self, flight: Flight) -> None:
+        flight.advance(self._now)
+        progress = flight.progress
+        progress.epochs_done += 1
+        # The sum of many small steps: exactly an epoch's end.
+        progress.samples = progress.epochs_done * progress.trial.samples_per_epoch
+        if progress.epochs_done == progress.trial.epochs:
+            progress.ended_s = self._now
+            self._see(self._ranks_ended(flight, Ending.RETURNED))
+        else:
+            flight.waits = True
+            done = progress.epochs_done
+            self._events.append(
+                (EpochEnded(run_id=flight.run_id, epochs_done=done, converged=False),)
+            )
+
+    def _see(self, events: tuple[Event, ...]) -> None:
+        if self._rules.seen_at == "completions":
+            self._events.append(events)
+        else:
+            self._unseen += events
+
+    def _ranks_ended(self, flight: Flight, ending: Ending) -> tuple[RankEnded, ...]:
+        flight.waits = True
+        flight.version += 1
+        return tuple(
+            RankEnded(run_id=flight.run_id, device=device, ending=ending)
+            for device in flight.devices
+        )
+
+    def _proposal(self) -> tuple[Event, ...]:
+        if self._next_trial == len(self._trials):
+            return (ProposalsExhausted(),)
+        trial, number = self._trials[self._next_trial], self._next_trial
+        if trial.submit_s > self._now:
+            self._set_timer(trial.submit_s, "submitted", (0, 0))
+            return (ProposalDelayed(),)
+        self._next_trial += 1
+        self._progress[number] = Progress(trial=trial)
+        model = Model(
+            structure=trial.name,
+            resumable=True,
+            min_devices=trial.min_devices,
+            max_devices=len(trial.rates),
+            rescale_up_s=trial.rescale_up_s,
+            rescale_down_s=trial.rescale_down_s,
+        )
+        return (TrialProposed(number=number, model=model),)
+
+    # -- what to do -------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while self._events:
+            for instruction in self._controller.handle(*self._events.popleft()):
+                self._carry_out(instruction)
+
+    def _carry_out(self, instruction: Instruction) -> None:  # noqa: C901 - one arm per instruction
+        match instruction:
+            case Propose():
+                self._events.append(self._proposal())
+            case Launch():
+                self._launch(instruction)
+            case Allocate():
+                plan = self._decided(instruction.problem)
+                self._events.append((PlanDecided(plan=plan),))
+            case AnswerEpoch():
+                self._answer_epoch(self._flights[instruction.run_id], instruction.decision)
+            case Interrupt():
+                flight = self._flights[instruction.run_id]
+                if flight.progress.ended_s is None:
+                    flight.advance(self._now)
+                    self._events.append(self._ranks_ended(flight, Ending.YIELDED))
+            case CutOff():
+                self._cut_off(instruction)
+            case Settle() | Requeue() | GiveUp():
+                self._end_flight(instruction.run_id)
+            case StartRound():
+                self._group(instruction)
+            case GiveBack():
+                raise AssertionError("simulated trials need no probe")
+            case _:
+                assert_never(instruction)
+
+    def _decided(self, problem: AllocationProblem) -> Plan:
+        plan = self._allocator.allocate(problem)
+        self._ledger.solve_s.append(plan.solve_time_s)
+        return plan
+
+    def _launch(self, launch: Launch) -> None:
+        progress = self._progress[launch.number]
+        width = len(launch.devices)
+        charge_start(progress, width, self._now, self._rules)
+        rate = progress.trial.rates[width - 1]
+        if progress.begun_s is None:
+            progress.begun_s = self._now
+        progress.width = width
+        flight = Flight(
+            run_id=launch.run_id,
+            number=launch.number,
+            devices=launch.devices,
+            progress=progress,
+            launched_s=self._now,
+            rate=rate,
+            pace=rate,
+            since_s=self._now,
+            flotilla=self._flotilla_of.get(launch.number),
+        )
+        self._flights[launch.run_id] = flight
+        self._go_on(flight)
+        self._couple(flight.flotilla)
+
+    def _answer_epoch(self, flight: Flight, decision: EpochDecision) -> None:
+        if decision is EpochDecision.YIELD:
+            self._events.append(self._ranks_ended(flight, Ending.YIELDED))
+        else:
+            flight.since_s = self._now
+            self._go_on(flight)
+
+    def _go_on(self, flight: Flight) -> None:
+        flight.waits = False
+        flight.version += 1
+        key = (flight.run_id, flight.version)
+        self._set_timer(max(self._now, flight.epoch_end_s()), "epoch", key)
+
+    def _cut_off(self, instruction: CutOff) -> None:
+        flight = self._flights[instruction.run_id]
+        if not flight.waits:
+            flight.advance(self._now)
+        ended = self._ranks_ended(flight, Ending.CUT_OFF)
+        self._events.append(tuple(e for e in ended if e.device in instruction.devices))
+
+    def _end_flight(self, run_id: int) -> None:
+        flight = self._flights.pop(run_id)
+        if not flight.waits:  # all its devices were lost at once
+            flight.advance(self._now)
+        flight.progress.landed_s = self._now
+        left = sum(device in self._present for device in flight.devices)
+        if left < len(flight.devices) and flight.progress.ended_s is None:
+            charge_loss(flight.progress, len(flight.devices), left, self._rules)
+        busy = self._ledger.busy_device_s
+        for device in flight.devices:
+            busy[device] = busy.get(device, 0.0) + self._now - flight.launched_s
+        self._ledger.waited_device_s += flight.waited_device_s
+        self._ledger.spans.append((flight.number, flight.devices, flight.launched_s, self._now))
+        self._couple(flight.flotilla)
+
+    # -- flotillas --------------------------------------------------------------------------------
+
+    def _group(self, instruction: StartRound) -> None:
+        for k, flotilla in enumerate(instruction.plan.flotillas):
+            for assignment in flotilla.assignments:
+                self._flotilla_of[assignment.number] = (instruction.round, k)
+        for flight in self._flights.values():
+            flight.flotilla = self._flotilla_of.get(flight.number, flight.flotilla)
+
+    def _couple(self, flotilla: tuple[int, int] | None) -> None:
+        """Lets the members of a flotilla advance alike, if they share a ring."""
+        if not self._rules.coupled or flotilla is None:
+            return
+        members = [f for f in self._flights.values() if f.flotilla == flotilla]
+        pace = min((f.rate for f in members), default=0.0)
+        for flight in members:
+            if flight.pace != pace:
+                waits = flight.waits
+                flight.advance(self._now)
+                flight.pace = pace
+                if not waits:
+                    self._go_on(flight)
+
+    def _set_timer(self, time_s: float, what: str, key: tuple[int, int]) -> None:
+        heapq.heappush(self._timers, (time_s, next(self._order), what, key))
+
+    def _outcome(self) -> Outcome:
+        for flight in list(self._flights.values()):
+            flight.advance(self._now)
+            flight.since_s = self._now
+        present = self._ledger.present_device_s
+        for device, began in self._present.items():
+            present[device] = present.get(device, 0.0) + self._now - began
+        return Outcome(end_s=self._now, trials=self._progress, ledger=self._ledger)

@@ -1,0 +1,172 @@
+"""Recorded idle nodes: which came and went, and when."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.replay.workload import FleetChange
+from optuna_fleet.resources import Device, Fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTrace:
+    """Which nodes were idle when.
+
+    Attributes:
+        time_s: [E] moments at which nodes come or go, seconds from the start, rising; the first
+            is the start.
+        initial_idle: [N] whether the node is idle at the start.
+        event: [C] moment of each change, an index into `time_s`, not falling.
+        node: [C] node that changes.
+        delta: [C] +1 where it becomes idle, -1 where it is taken.
+        names: [N] node names in ascending order, which lists rack after rack.
+    """
+
+    time_s: NDArray[np.float64]
+    initial_idle: NDArray[np.bool_]
+    event: NDArray[np.int64]
+    node: NDArray[np.int64]
+    delta: NDArray[np.int64]
+    names: tuple[str, ...]
+
+    @property
+    def end_s(self) -> float:
+        """Last moment of the trace."""
+        return float(self.time_s[-1])
+
+    def fleet(self) -> Fleet:
+        """One device per node; neighbours in a rack are neighbours in the fleet."""
+        return Fleet(
+            devices=tuple(Device(index=i, node=i, kind="node") for i in range(len(self.names)))
+        )
+
+    def mean_nodes(self, until_s: float) -> float:
+        """N_eq of BFTrainer's Eq. 17-18: node-seconds up to `until_s` over those seconds."""
+        steps = np.zeros(len(self.time_s))
+        np.add.at(steps, self.event, self.delta)
+        idle = int(self.initial_idle.sum()) + np.cumsum(steps)
+        ends = np.append(self.time_s[1:], until_s).clip(max=until_s)
+        lasted = (ends - self.time_s.clip(max=until_s)).clip(min=0.0)
+        return float((idle * lasted).sum() / until_s)
+
+    def changes(self) -> Iterator[FleetChange]:
+        """The trace as changes of a fleet, in order."""
+        bounds = np.searchsorted(self.event, np.arange(len(self.time_s) + 1))
+        initially = np.flatnonzero(self.initial_idle).tolist()
+        for e, time_s in enumerate(self.time_s.tolist()):
+            nodes = self.node[bounds[e] : bounds[e + 1]]
+            joins = self.delta[bounds[e] : bounds[e + 1]] > 0
+            joined = nodes[joins].tolist()
+            yield FleetChange(
+                time_s=time_s,
+                joined=tuple(initially + joined if e == 0 else joined),
+                left=tuple(nodes[~joins].tolist()),
+            )
+
+
+def load_trace(path: Path) -> NodeTrace:
+    """A trace from a NumPy archive with the arrays of :class:`NodeTrace`.
+
+    They are named `time_s`, `initial_idle`, `change_event`, `change_node`, `change_delta` and
+    `node_name`.
+
+    Raises:
+        FleetConfigError: The file can't be read, or an array is missing or wrong.
+    """
+    arrays = _arrays(path)
+    trace = NodeTrace(
+        time_s=arrays["time_s"].astype(np.float64),
+        initial_idle=arrays["initial_idle"].astype(bool),
+        event=arrays["change_event"].astype(np.int64),
+        node=arrays["change_node"].astype(np.int64),
+        delta=arrays["change_delta"].astype(np.int64),
+        names=tuple(map(str, arrays["node_name"])),
+    )
+    for field, rule in _breaches(trace):
+        raise FleetConfigError(f"{path}: `{field}` {rule}.")
+    return _by_name(trace)
+
+
+def _by_name(trace: NodeTrace) -> NodeTrace:
+    order = np.argsort(trace.names, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return replace(
+        trace,
+        initial_idle=trace.initial_idle[order],
+        node=rank[trace.node],
+        names=tuple(trace.names[i] for i in order),
+    )
+
+
+_KINDS = {
+    "time_s": "iuf",
+    "initial_idle": "iub",
+    "change_event": "iu",
+    "change_node": "iu",
+    "change_delta": "i",
+    "node_name": "US",
+}
+
+
+def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in _KINDS if name in archive}
+    except OSError as error:
+        raise FleetConfigError(f"{path} can't be read: {error.strerror or error}.") from error
+    except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+        raise FleetConfigError(f"{path} is not a NumPy archive (.npz): {error}.") from error
+    for name, kinds in _KINDS.items():
+        if name not in arrays:
+            raise FleetConfigError(f"{path} has no array `{name}`.")
+        if arrays[name].dtype.kind not in kinds or arrays[name].ndim != 1:
+            raise FleetConfigError(
+                f"{path}: `{name}` has dtype {arrays[name].dtype} and {arrays[name].ndim} "
+                "dimensions, but must have one dimension and hold "
+                f"{'texts' if 'U' in kinds else 'numbers'}."
+            )
+    return arrays
+
+
+def _breaches(trace: NodeTrace) -> Iterator[tuple[str, str]]:
+    num_nodes, num_events = len(trace.names), len(trace.time_s)
+    if num_events == 0 or trace.time_s[0] < 0 or not np.isfinite(trace.time_s).all():
+        yield "time_s", "must hold at least one moment, all finite and >= 0"
+    if (np.diff(trace.time_s) <= 0).any():
+        yield "time_s", "must rise from event to event"
+    if len(trace.initial_idle) != num_nodes:
+        yield "initial_idle", f"has {len(trace.initial_idle)} entries for {num_nodes} nodes"
+    if not len(trace.event) == len(trace.node) == len(trace.delta):
+        yield "change_event", "must be as long as `change_node` and `change_delta`"
+    if (np.diff(trace.event) < 0).any():
+        yield "change_event", "must not fall"
+    if ((trace.event < 0) | (trace.event >= num_events)).any():
+        yield "change_event", f"must be within 0 and {num_events - 1}, the events of `time_s`"
+    if ((trace.node < 0) | (trace.node >= num_nodes)).any():
+        yield "change_node", f"must be within 0 and {num_nodes - 1}"
+    if (np.abs(trace.delta) != 1).any():
+        yield "change_delta", "must be +1 (becomes idle) or -1 (is taken)"
+    yield from _impossible_changes(trace)
+
+
+def _impossible_changes(trace: NodeTrace) -> Iterator[tuple[str, str]]:
+    """Each node must be taken and become idle in turn."""
+    order = np.argsort(trace.node, kind="stable")
+    node, delta = trace.node[order], trace.delta[order]
+    first = np.append(True, node[1:] != node[:-1])
+    before = np.where(first, trace.initial_idle[node] * 2 - 1, np.roll(delta, 1))
+    wrong = np.flatnonzero(before == delta)
+    if len(wrong):
+        change = int(order[wrong].min())
+        name, e = trace.names[trace.node[change]], int(trace.event[change])
+        what = "becomes idle" if trace.delta[change] > 0 else "is taken"
+        yield "change_delta", f"says node {name} {what} at event {e}, but it is already"
