@@ -42,16 +42,18 @@ class Model:
         resumable: It can leave its devices and go on elsewhere.
         min_devices: Fewest devices it fits on.
         max_devices: Most devices it can use: its global batch, or one would have no sample.
-        rescale_up_s: Seconds of training a move to more devices costs.
-        rescale_down_s: Seconds of training a move to fewer devices costs.
+        samples_per_epoch: Samples of one epoch.
+        rescale_up_s: Seconds of training a move to more devices costs; None for the policy's.
+        rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
     """
 
     structure: str
     resumable: bool
     min_devices: int = 1
     max_devices: int
-    rescale_up_s: float = 0.0
-    rescale_down_s: float = 0.0
+    samples_per_epoch: float = 1.0
+    rescale_up_s: float | None = None
+    rescale_down_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,8 @@
 """Pure decisions: which trials fly, on how many devices, and on which."""
 
+from optuna_fleet.alloc.elastic import ElasticAllocator
+from optuna_fleet.alloc.equal import EqualSplitAllocator
+from optuna_fleet.alloc.fleet import FleetAllocator
 from optuna_fleet.alloc.greedy import GreedyAllocator
 from optuna_fleet.alloc.isolation import IsolatedAllocator
 from optuna_fleet.alloc.mip import MipAllocator
@@ -12,7 +15,6 @@ from optuna_fleet.alloc.problem import (
     Candidate,
     Flotilla,
     Plan,
-    validate,
 )
 from optuna_fleet.alloc.rates import (
     DEFAULT_SCALING,
@@ -23,6 +25,9 @@ from optuna_fleet.alloc.rates import (
     profiling_width,
     rate_of,
 )
+from optuna_fleet.alloc.single import HomogeneousAllocator, SingleDeviceAllocator
+from optuna_fleet.alloc.timing import timed
+from optuna_fleet.alloc.validation import validate
 
 __all__ = [
     "DEFAULT_SCALING",
@@ -33,16 +38,22 @@ __all__ = [
     "Allocator",
     "Assignment",
     "Candidate",
+    "ElasticAllocator",
+    "EqualSplitAllocator",
+    "FleetAllocator",
     "Flotilla",
     "GreedyAllocator",
+    "HomogeneousAllocator",
     "IsolatedAllocator",
     "MipAllocator",
     "Plan",
     "RateProfile",
+    "SingleDeviceAllocator",
     "fleet_score",
     "place",
     "pooled_scaling",
     "profiling_width",
     "rate_of",
+    "timed",
     "validate",
 ]

@@ -6,37 +6,37 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from optuna_fleet.alloc.placement import place
 from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Candidate, Flotilla, Plan
-
-Widths = dict[int, int]
-"""Trial number -> devices it gets."""
+from optuna_fleet.alloc.streams import (
+    Grouping,
+    Widths,
+    affordable,
+    group_widths,
+    serves,
+    stream_limit,
+)
 
 _NAMED_WAITERS = 3
 
 
-def group_by_rate(rates: Mapping[int, float], rate_spread: float) -> list[list[int]]:
-    """The fewest flotillas in which no trial is faster than ``rate_spread`` times the slowest.
+def staying(problem: AllocationProblem, *, grouping: Grouping = group_widths) -> Widths:
+    """Widths of all trials that can fly on where they are, whether they have to or not.
 
-    Args:
-        rates: Trial number -> samples/s.
-        rate_spread: Fastest over slowest rate within one flotilla, at most.
-
-    Returns:
-        Trial numbers of each flotilla, slowest flotilla and slowest trial first.
+    Those that have to come first; the others follow in the order of their numbers, unless they
+    claim a device already claimed, or the preprocessors could not serve them as well.
     """
-    groups: list[list[int]] = []
-    for number in sorted(rates, key=lambda t: (rates[t], t)):
-        if groups and rates[number] <= rates[groups[-1][0]] * rate_spread:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return groups
-
-
-def group_widths(problem: AllocationProblem, widths: Mapping[int, int]) -> list[Widths]:
-    """The fewest flotillas these widths need, slowest first; see :func:`group_by_rate`."""
+    kept = dict(problem.pinned)
     by_number = problem.by_number
-    rates = {t: by_number[t].rate(m) for t, m in widths.items()}
-    return [{t: widths[t] for t in g} for g in group_by_rate(rates, problem.rate_spread)]
+    taken = {device for number in kept for device in by_number[number].devices}
+    is_served = serves(problem, grouping=grouping)
+    for number, candidate in by_number.items():
+        m = problem.kept_width(candidate)
+        if m is None or number in kept or taken & set(candidate.devices):
+            continue
+        fits = candidate.min_devices <= m <= candidate.widest
+        if fits and is_served({**kept, number: m}):
+            kept[number] = m
+            taken.update(candidate.devices)
+    return kept
 
 
 def fill_idle(problem: AllocationProblem, widths: Mapping[int, int]) -> Widths:
@@ -44,23 +44,26 @@ def fill_idle(problem: AllocationProblem, widths: Mapping[int, int]) -> Widths:
 
     The longest waiting start first, each on as few devices as it can. Devices still left go to
     trials that don't fly yet, slowest first, while that raises their rate and needs no further
-    flotilla. No trial gets less than in ``widths``, and none that flies now is rescaled.
+    flotilla. No trial gets less than in ``widths``, and none that flies now is rescaled. Whatever
+    the preprocessors could not serve is left alone.
     """
     filled = dict(widths)
     by_number = problem.by_number
+    is_served = serves(problem)
     free = problem.num_devices - sum(filled.values())
     waiting = [c for c in problem.candidates if c.number not in filled]
-    for candidate in sorted(waiting, key=lambda c: (-c.waited_rounds, c.number)):
-        if candidate.min_devices <= free:
-            filled[candidate.number] = candidate.min_devices
-            free -= candidate.min_devices
+    for c in sorted(waiting, key=lambda c: (-c.waited_rounds, c.number)):
+        if c.min_devices <= free and is_served({**filled, c.number: c.min_devices}):
+            filled[c.number] = c.min_devices
+            free -= c.min_devices
     most = len(group_widths(problem, filled))
     starting = {t: m for t, m in filled.items() if not by_number[t].devices}
 
-    def admissible(changed: Widths) -> bool:
-        return len(group_widths(problem, {**filled, **changed})) <= most
+    def is_admissible(changed: Widths) -> bool:
+        wider = {**filled, **changed}
+        return len(group_widths(problem, wider)) <= most and is_served(wider)
 
-    return filled | grow(by_number, starting, free, admissible)
+    return filled | grow(by_number, starting, free, is_admissible)
 
 
 def grow(
@@ -105,6 +108,7 @@ def assemble(
     status: str,
     gap: float | None = None,
     solve_time_s: float = 0.0,
+    placement: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Plan:
     """Places the trials and says why.
 
@@ -115,12 +119,12 @@ def assemble(
         status: See :class:`Plan`.
         gap: See :class:`Plan`.
         solve_time_s: See :class:`Plan`.
+        placement: Trial number -> devices; None to have them placed by :func:`place`.
     """
     groups = [dict(sorted(group.items())) for group in groups]
     by_number = problem.by_number
     widths = {number: m for group in groups for number, m in group.items()}
-    current = {c.number: c.devices for c in problem.candidates if c.devices}
-    devices = place(widths, problem.nodes, current)
+    devices = _place(problem, widths) if placement is None else placement
     flotillas = tuple(
         Flotilla(
             assignments=tuple(
@@ -140,6 +144,16 @@ def assemble(
     )
 
 
+def _place(problem: AllocationProblem, widths: Widths) -> dict[int, tuple[int, ...]]:
+    """Devices of each trial; those that must stay do so even if others claim their devices."""
+    by_number = problem.by_number
+    pinned = {t: by_number[t].devices for t in problem.pinned}
+    taken = {device for devices in pinned.values() for device in devices}
+    nodes = [[device for device in node if device not in taken] for node in problem.nodes]
+    current = {t: c.devices for t, c in by_number.items() if c.devices}
+    return place({t: m for t, m in widths.items() if t not in pinned}, nodes, current) | pinned
+
+
 def _reason(problem: AllocationProblem, flotillas: Sequence[Flotilla]) -> str:
     flying = {a.number for f in flotillas for a in f.assignments}
     used = sum(f.num_devices for f in flotillas)
@@ -150,7 +164,11 @@ def _reason(problem: AllocationProblem, flotillas: Sequence[Flotilla]) -> str:
         text += f" in {len(flotillas)} flotillas"
     if flotillas:
         text += f" at {' and '.join(map(_rate_range, flotillas))} samples/s"
-    named = [f"trial {c.number} waits: {_why_waiting(c, total, used)}" for c in waiting]
+    drawn = sum(max(a.rate for a in f.assignments) for f in flotillas)
+    capacity = problem.preprocess_samples_per_s
+    if capacity is not None and not affordable(drawn, capacity):
+        text += f", slowed by preprocessors that give {capacity:.4g}"
+    named = [f"trial {c.number} waits: {_why_waiting(problem, c, used, drawn)}" for c in waiting]
     if len(named) > _NAMED_WAITERS:
         named[_NAMED_WAITERS:] = [f"{len(named) - _NAMED_WAITERS} more wait"]
     return "; ".join([text, *named])
@@ -161,9 +179,14 @@ def _rate_range(flotilla: Flotilla) -> str:
     return f"{low:.4g}..{high:.4g}" if high > low else f"{low:.4g}"
 
 
-def _why_waiting(candidate: Candidate, total: int, used: int) -> str:
+def _why_waiting(problem: AllocationProblem, candidate: Candidate, used: int, drawn: float) -> str:
+    total = problem.num_devices
     if candidate.min_devices > total:
         return f"it needs {candidate.min_devices} devices, there are {total}"
     if used == total:
         return "the others make more of the devices"
-    return f"it needs {candidate.min_devices} devices, {total - used} are left"
+    if candidate.min_devices > total - used:
+        return f"it needs {candidate.min_devices} devices, {total - used} are left"
+    if not affordable(drawn + candidate.rate(candidate.min_devices), stream_limit(problem)):
+        return "the preprocessors can't serve it as well"
+    return "the flotilla does not take it"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from optuna_fleet.alloc.assembly import Widths, assemble, group_widths, grow, next_width
+from optuna_fleet.alloc.assembly import assemble, grow, next_width, staying
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
+from optuna_fleet.alloc.streams import Widths, affordable, group_widths, stream_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,8 @@ class GreedyAllocator:
     slowest member gets further devices only while that raises its rate and keeps the spread; ties
     go to fewer devices, then to the lower trial number. While devices and trials are left, a
     further flotilla is formed from them, and devices that are still left go to any trial that
-    gains.
+    gains. Trials that can't move keep their places, and others may join them. What the
+    preprocessors could not serve does not start.
 
     Attributes:
         delta: A trial may join if its rate is within ``delta`` samples/s of the reference (FLEET:
@@ -34,58 +37,71 @@ class GreedyAllocator:
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
-        state = _State(problem, self.delta)
-        state.groups.extend(self._kept(problem))
-        for group in state.groups:
-            state.join(group)
-        while (seed := state.fastest()) is not None:
-            group = {seed.number: seed.min_devices}
-            state.groups.append(group)
-            state.join(group)
-            state.speed_up(group)
-        state.spend_rest()
-        return assemble(problem, state.groups, allocator=self.name, status="heuristic")
-
-    def _kept(self, problem: AllocationProblem) -> list[Widths]:
-        if not self.keep_flying:
-            return []
-        kept: Widths = {}
-        taken: set[int] = set()
-        for number, candidate in problem.by_number.items():
-            m = problem.kept_width(candidate)
-            fits = m is not None and candidate.min_devices <= m <= candidate.widest
-            if m is not None and fits and not taken & set(candidate.devices):
-                kept[number] = m
-                taken.update(candidate.devices)
-        return group_widths(problem, kept)
+        builder = FlotillaBuilder(problem, delta=self.delta)
+        kept = staying(problem) if self.keep_flying else problem.pinned
+        builder.groups.extend(group_widths(problem, kept))
+        for group in builder.groups:
+            builder.join(group)
+        while (seed := builder.fastest()) is not None:
+            group = builder.open(seed)
+            builder.join(group)
+            builder.speed_up(group)
+        builder.spend_rest()
+        return assemble(problem, builder.groups, allocator=self.name, status="heuristic")
 
 
-class _State:
-    """Flotillas under construction."""
+class FlotillaBuilder:
+    """Flotillas under construction.
 
-    def __init__(self, problem: AllocationProblem, delta: float | None) -> None:
+    Args:
+        problem: Whose trials, devices and rules they must keep to.
+        delta: How far from the reference rate a trial may join, in samples/s; None for any rate
+            that the problem's ``rate_spread`` admits, which always counts.
+    """
+
+    def __init__(self, problem: AllocationProblem, *, delta: float | None) -> None:
         self.groups: list[Widths] = []
         self._by_number = problem.by_number
+        self._pinned = problem.pinned
         self._num_devices = problem.num_devices
         self._spread = problem.rate_spread
+        self._phases = problem.phases
+        self._limit = stream_limit(problem)
         self._delta = delta
 
     @property
     def free(self) -> int:
+        """Devices not given away."""
         return self._num_devices - sum(m for group in self.groups for m in group.values())
 
     @property
     def pool(self) -> list[Candidate]:
+        """Trials in no flotilla, in the order of their numbers."""
         flying = {t for group in self.groups for t in group}
         return [c for t, c in self._by_number.items() if t not in flying]
 
+    @property
+    def references(self) -> list[Candidate]:
+        """Trials that could open a flotilla, slowest first, of equals the lower number last."""
+        drawn, free = self._drawn(), self.free
+        fitting = [
+            c
+            for c in self.pool
+            if c.min_devices <= free and affordable(drawn + c.rate(c.min_devices), self._limit)
+        ]
+        return sorted(fitting, key=lambda c: (c.rate(c.min_devices), -c.number))
+
     def fastest(self) -> Candidate | None:
         """Reference of the next flotilla (Alg. 2, line 1)."""
-        fitting = [c for c in self.pool if c.min_devices <= self.free]
-        return max(fitting, key=lambda c: (c.rate(c.min_devices), -c.number), default=None)
+        return next(reversed(self.references), None)
+
+    def open(self, seed: Candidate) -> Widths:
+        """A new flotilla around ``seed`` (line 2)."""
+        self.groups.append({seed.number: seed.min_devices})
+        return self.groups[-1]
 
     def join(self, group: Widths) -> None:
-        """Adds members while one is close enough (lines 3-11)."""
+        """Adds members while one is close enough to the fastest of ``group`` (lines 3-11)."""
         reference = max(self._rates(group))
         while (best := self._find_next(group, reference)) is not None:
             number, m = best
@@ -93,13 +109,40 @@ class _State:
 
     def speed_up(self, group: Widths) -> None:
         """Gives devices left over to the slowest member (lines 12-16)."""
-        while (step := self._slowest_step(group)) is not None:
-            group.update(step)
+        while True:
+            slowest = self.slowest(group)
+            wider = next_width(self._by_number[slowest], group[slowest], self.free)
+            if wider is None or not self.admits(group, {slowest: wider}):
+                return
+            group[slowest] = wider
 
     def spend_rest(self) -> None:
         """Gives devices still left to anyone who gains."""
         for group in self.groups:
-            group.update(grow(self._by_number, group, self.free, self._within_spread))
+            movable = {t: m for t, m in group.items() if t not in self._pinned}
+
+            def is_admissible(changed: Widths, group: Widths = group) -> bool:
+                return self.admits(group, changed)
+
+            group.update(grow(self._by_number, movable, self.free, is_admissible))
+
+    def slowest(self, group: Widths) -> int:
+        """Number of the slowest member, of equals the lowest."""
+        return min(group, key=lambda t: (self._by_number[t].rate(group[t]), t))
+
+    def admits(self, group: Widths, changed: Mapping[int, int]) -> bool:
+        """Whether ``group`` may get these widths and members.
+
+        The rates must stay close, the phase must stay one, and the preprocessors must be able to
+        serve all flotillas.
+        """
+        members = {**group, **changed}
+        rates = self._rates(members)
+        if max(rates) > min(rates) * self._spread:
+            return False
+        if self._phases and len({self._by_number[t].epochs_done for t in members}) > 1:
+            return False
+        return affordable(self._drawn(but=group) + max(rates), self._limit)
 
     def _find_next(self, group: Widths, reference: float) -> tuple[int, int] | None:
         """Eq. 3: the trial and width closest to the reference rate."""
@@ -109,23 +152,18 @@ class _State:
             for m in candidate.useful_widths(free):
                 distance = abs(candidate.rate(m) - reference)
                 close = self._delta is None or distance <= self._delta
-                if close and self._within_spread({**group, candidate.number: m}):
+                if close and self.admits(group, {candidate.number: m}):
                     found.append((distance, m, candidate.number))
         if not found:
             return None
         _, m, number = min(found)
         return number, m
 
-    def _slowest_step(self, group: Widths) -> Widths | None:
-        slowest = min(group, key=lambda t: (self._by_number[t].rate(group[t]), t))
-        wider = next_width(self._by_number[slowest], group[slowest], self.free)
-        if wider is None or not self._within_spread({**group, slowest: wider}):
-            return None
-        return {slowest: wider}
-
-    def _within_spread(self, group: Mapping[int, int]) -> bool:
-        rates = self._rates(group)
-        return max(rates) <= min(rates) * self._spread
+    def _drawn(self, but: Widths | None = None) -> float:
+        """What the streams of all flotillas ``but`` one draw; 0 where that does not matter."""
+        if math.isinf(self._limit):
+            return 0.0
+        return sum(max(self._rates(group)) for group in self.groups if group is not but)
 
     def _rates(self, group: Mapping[int, int]) -> list[float]:
         return [self._by_number[t].rate(m) for t, m in group.items()]

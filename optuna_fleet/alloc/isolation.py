@@ -28,8 +28,8 @@ from optuna_fleet.alloc.problem import (
     AllocationProblem,
     Allocator,
     Plan,
-    validate,
 )
+from optuna_fleet.alloc.validation import validate
 
 _logger = logging.getLogger(__name__)
 

@@ -1,9 +1,12 @@
 """The exact allocation, by mixed-integer programming (python-mip with CBC).
 
 Binaries: x[i, m], trial i flies on m devices; y[rho], a flotilla is open whose rates are within
-``[rho, rho * rate_spread]``. Each trial flies on one width at most, only under an open flotilla
-that admits its rate there, and the widths sum to at most the devices. One model decides about all
-flotillas: flotilla after flotilla, the first would break up those that fly already.
+``[rho, rho * rate_spread]``; y[rho, phase] where phases count. Each trial flies on one width at
+most, only under an open flotilla that admits its rate there, and the widths sum to at most the
+devices. One model decides about all flotillas: flotilla after flotilla, the first would break up
+those that fly already. Where the preprocessors' capacity counts, rho is the flotilla's *fastest*
+rate, the window ``[rho / rate_spread, rho]``, and the sum of ``rho * y`` is bounded: exact, as
+long as all rates are tried, and else on the safe side (see :mod:`optuna_fleet.alloc.windows`).
 """
 
 from __future__ import annotations
@@ -12,25 +15,21 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from optuna_fleet.alloc.assembly import Widths, assemble, fill_idle, group_widths
+from optuna_fleet.alloc.assembly import assemble, fill_idle
 from optuna_fleet.alloc.greedy import GreedyAllocator
 from optuna_fleet.alloc.problem import AllocationFailed, AllocationProblem, Candidate, Plan
+from optuna_fleet.alloc.streams import Widths, group_widths, serves, stream_limit
+from optuna_fleet.alloc.windows import Option, Window, by_window, phases_of, windows
 
 _logger = logging.getLogger(__name__)
-
-MAX_REFERENCE_RATES = 40
-"""Rates that are tried as the slowest of a flotilla at most."""
 
 _TIE = 1e-3
 _OBJECTIVE_SCALE = 1000.0  # CBC takes objectives that differ by 1e-4 for equal
 _RELATIVE_GAP = 1e-6
-
-Option = tuple[int, int]
-"""(trial number, devices)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +44,16 @@ class MipAllocator:
         flotilla_cost: What a further flotilla costs (another stream of preprocessing), in device
             equivalents.
         max_flotillas: Most flotillas the solver may open; None for any number. Trials that wait
-            while devices idle are added all the same.
+            while devices idle are added all the same, and trials that can't move fly anyway.
+        phases: Keep the trials of a flotilla in one phase even if the problem does not ask for it.
+            Prefer the problem's ``phases``, which the fallback and ``validate`` see as well.
     """
 
     rescale_penalty: float = 0.25
     waiting_bonus: float = 0.01
     flotilla_cost: float = 0.25
     max_flotillas: int | None = None
+    phases: bool = False
     name: str = field(default="mip", init=False)
 
     def allocate(self, problem: AllocationProblem) -> Plan:
@@ -61,6 +63,7 @@ class MipAllocator:
             AllocationFailed: The solver found nothing within ``time_limit_s``, or failed.
         """
         started = time.perf_counter()
+        problem = self._with_phases(problem)
         values = self.values(problem)
         widths, status, gap = self._solve(problem, values)
         if status == "feasible":
@@ -78,12 +81,14 @@ class MipAllocator:
     def values(self, problem: AllocationProblem) -> dict[Option, float]:
         """What each admissible (trial, width) is worth, in device equivalents."""
         values: dict[Option, float] = {}
+        pinned = problem.pinned
         for rank, candidate in enumerate(problem.by_number.values()):
             extra = self.waiting_bonus * candidate.waited_rounds
             # Among equals rather more trials than wider ones, and the elder ones.
             extra += _TIE * (1 - rank / len(problem.candidates))
             kept = problem.kept_width(candidate)
-            for m in _widths(candidate, kept, problem.num_devices):
+            widths = _widths(candidate, kept, problem.num_devices)
+            for m in [pinned[candidate.number]] if candidate.number in pinned else widths:
                 work = candidate.rate(m) / candidate.rate(1)
                 keeping = self.rescale_penalty if m == kept else 0.0
                 values[candidate.number, m] = work + keeping + extra
@@ -95,15 +100,20 @@ class MipAllocator:
         Raises:
             KeyError: A width is not admissible.
         """
+        problem = self._with_phases(problem)
         values = self.values(problem)
         work = sum(values[option] for option in widths.items())
         return work - self.flotilla_cost * len(group_widths(problem, widths))
+
+    def _with_phases(self, problem: AllocationProblem) -> AllocationProblem:
+        return replace(problem, phases=True) if self.phases else problem
 
     def _solve(
         self, problem: AllocationProblem, values: Mapping[Option, float]
     ) -> tuple[Widths, str, float | None]:
         wish = _best_widths(values)
-        if sum(wish.values()) <= problem.num_devices and len(group_widths(problem, wish)) <= 1:
+        is_one = len(group_widths(problem, wish)) <= 1 and serves(problem)(wish)
+        if is_one and sum(wish.values()) <= problem.num_devices:
             return wish, "trivial", 0.0
         return self._run_solver(problem, values)
 
@@ -142,18 +152,36 @@ class MipAllocator:
         x = {option: model.add_var(var_type=mip.BINARY) for option in values}
         by_number = problem.by_number
         rates = {(t, m): by_number[t].rate(m) for t, m in values}
-        slowest = reference_rates(rates.values())
-        y = [model.add_var(var_type=mip.BINARY) for _ in slowest]
+        tried = windows(problem, rates)
+        y = [model.add_var(var_type=mip.BINARY) for _ in tried]
         work = mip.xsum(values[option] * var for option, var in x.items())
         model.objective = _OBJECTIVE_SCALE * (work - self.flotilla_cost * mip.xsum(y))
         model += mip.xsum(m * var for (_, m), var in x.items()) <= problem.num_devices
-        if self.max_flotillas is not None:
-            model += mip.xsum(y) <= self.max_flotillas
-        for trial in _by_trial(x).values():
+        self._limit_streams(problem, model, tried, y)
+        for number, m in problem.pinned.items():
+            model += x[number, m] == 1
+        phases = phases_of(problem)
+        for number, trial in _by_trial(rates).items():
             model += mip.xsum(x[option] for option in trial) <= 1
-            for window, options in _by_window(trial, rates, slowest, problem.rate_spread).items():
-                model += mip.xsum(x[o] for o in options) <= mip.xsum(y[k] for k in window)
+            own = {k: window for k, window in enumerate(tried) if window.phase == phases[number]}
+            for admitting, options in by_window(trial, own, problem.rate_spread).items():
+                model += mip.xsum(x[o] for o in options) <= mip.xsum(y[k] for k in admitting)
         return model, x
+
+    def _limit_streams(
+        self, problem: AllocationProblem, model: Any, tried: list[Window], y: list[Any]
+    ) -> None:
+        import mip
+
+        if self.max_flotillas is not None:
+            # Trials that can't move may need more of them.
+            needed = len(group_widths(problem, problem.pinned))
+            model += mip.xsum(y) <= max(self.max_flotillas, needed)
+        limit = stream_limit(problem)
+        if math.isfinite(limit):
+            # As shares of the limit: CBC's tolerance is absolute, ours relative.
+            drawn = ((w.fastest or 0.0) / limit * var for w, var in zip(tried, y, strict=True))
+            model += mip.xsum(drawn) <= 1
 
     def _better(
         self, problem: AllocationProblem, values: Mapping[Option, float], widths: Widths
@@ -168,20 +196,6 @@ class MipAllocator:
         return max(greedy, widths, key=lambda w: self.objective(problem, w))
 
 
-def reference_rates(rates: Iterable[float]) -> list[float]:
-    """Rates that may be the slowest of a flotilla, at most ``MAX_REFERENCE_RATES`` of them.
-
-    Thinned ones are even in the logarithm and rounded up to a rate that occurs, so that a rate
-    above one stays close to one.
-    """
-    distinct = sorted(set(rates))
-    if len(distinct) <= MAX_REFERENCE_RATES:
-        return distinct
-    step = (distinct[-1] / distinct[0]) ** (1 / (MAX_REFERENCE_RATES - 1))
-    grid = [distinct[0] * step**k * (1 - 1e-12) for k in range(MAX_REFERENCE_RATES)]
-    return sorted({next((r for r in distinct if r >= g), distinct[-1]) for g in grid})
-
-
 def _widths(candidate: Candidate, kept: int | None, limit: int) -> list[int]:
     widths = set(candidate.useful_widths(limit))
     if kept is not None and candidate.min_devices <= kept <= candidate.widest:
@@ -189,26 +203,11 @@ def _widths(candidate: Candidate, kept: int | None, limit: int) -> list[int]:
     return sorted(widths)
 
 
-def _by_trial(options: Iterable[Option]) -> dict[int, list[Option]]:
-    by_trial: dict[int, list[Option]] = defaultdict(list)
-    for number, m in options:
-        by_trial[number].append((number, m))
+def _by_trial(rates: Mapping[Option, float]) -> dict[int, dict[Option, float]]:
+    by_trial: dict[int, dict[Option, float]] = defaultdict(dict)
+    for option, rate in rates.items():
+        by_trial[option[0]][option] = rate
     return by_trial
-
-
-def _by_window(
-    trial: Sequence[Option],
-    rates: Mapping[Option, float],
-    slowest: Sequence[float],
-    rate_spread: float,
-) -> dict[tuple[int, ...], list[Option]]:
-    """Options of one trial by the flotillas that admit them; one row serves all of a window."""
-    windows: dict[tuple[int, ...], list[Option]] = defaultdict(list)
-    for option in trial:
-        rate = rates[option]
-        admitting = (k for k, rho in enumerate(slowest) if rho <= rate <= rho * rate_spread)
-        windows[tuple(admitting)].append(option)
-    return windows
 
 
 def _best_widths(values: Mapping[Option, float]) -> Widths:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from optuna_fleet.exceptions import FleetError
@@ -31,6 +32,8 @@ class Candidate:
         max_devices: Most devices it can fly on; None for no limit but ``len(rates)``.
         waited_rounds: Decisions in which it has been passed over.
         epochs_done: Epochs it has finished; it is in the *phase* of this number.
+        samples_per_epoch: Samples of one epoch; of one unit of work if that is not known.
+        predicted_epochs: Epochs in all that somebody predicts; None if nobody does.
         movable: Whether its devices can change now; if not, it stays where it flies.
         rescale_up_s: Seconds of training lost when it gets more devices, or its first.
         rescale_down_s: Seconds of training lost when it gets fewer devices.
@@ -47,12 +50,16 @@ class Candidate:
     max_devices: int | None = None
     waited_rounds: int = 0
     epochs_done: int = 0
+    samples_per_epoch: float = 1.0
+    predicted_epochs: float | None = None
     movable: bool = True
     rescale_up_s: float = 0.0
     rescale_down_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.rates or not all(math.isfinite(r) and r > 0 for r in self.rates):
+        # Summed first: a replay builds a hundred thousand of these.
+        plain = self.rates and min(self.rates) > 0 and math.isfinite(sum(self.rates))
+        if not plain and not (self.rates and all(math.isfinite(r) and r > 0 for r in self.rates)):
             raise ValueError(
                 f"The value of `rates` of trial {self.number} is {self.rates}, but must "
                 "hold at least one rate, all finite and > 0."
@@ -62,7 +69,6 @@ class Candidate:
                 f"The value of `min_devices` of trial {self.number} is {self.min_devices}, but "
                 f"must be within 1 and {self.widest}, the widest it can fly."
             )
-
         if not self.movable and not 1 <= len(self.devices) <= len(self.rates):
             raise ValueError(
                 f"The value of `movable` of trial {self.number} is False, but it flies on "
@@ -91,7 +97,7 @@ class Candidate:
         return tuple(widths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what follows from the fields is cached
 class AllocationProblem:
     """What is to be decided: which candidates fly, on which devices.
 
@@ -132,7 +138,6 @@ class AllocationProblem:
             raise ValueError(
                 f"The value of `rate_spread` is {self.rate_spread}, but must be >= 1."
             )
-
         capacity = self.preprocess_samples_per_s
         if capacity is not None and not capacity > 0:
             raise ValueError(
@@ -144,28 +149,32 @@ class AllocationProblem:
                 "that can't move."
             )
 
-    @property
+    @cached_property
     def devices(self) -> tuple[int, ...]:
         """Indices of all devices that may be used now, node by node."""
         return tuple(device for node in self.nodes for device in node)
 
+    @cached_property
+    def _available(self) -> frozenset[int]:
+        return frozenset(self.devices)
+
     @property
     def num_devices(self) -> int:
         """Number of devices that may be used now."""
-        return sum(map(len, self.nodes))
+        return len(self.devices)
 
-    @property
-    def by_number(self) -> dict[int, Candidate]:
+    @cached_property
+    def by_number(self) -> Mapping[int, Candidate]:
         """Candidates by trial number, in ascending order."""
         return {c.number: c for c in sorted(self.candidates, key=lambda c: c.number)}
 
     def kept_width(self, candidate: Candidate) -> int | None:
         """Width at which it can go on where it is; None if it waits or a device is gone."""
-        stays = candidate.devices and set(candidate.devices) <= set(self.devices)
+        stays = candidate.devices and self._available.issuperset(candidate.devices)
         return len(candidate.devices) if stays else None
 
-    @property
-    def pinned(self) -> dict[int, int]:
+    @cached_property
+    def pinned(self) -> Mapping[int, int]:
         """Trial number -> devices of each trial that must stay exactly where it is.
 
         One that lost a device can't stay; it is treated as if it could move.

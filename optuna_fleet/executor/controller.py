@@ -197,14 +197,16 @@ class Controller:
 
     def _run_ended(self, run: Run) -> list[Instruction]:
         trial = self._roster.land(run)
-        self._changed = True
+        has_yielded = set(run.endings.values()) == {Ending.YIELDED}
+        if not (run.leaving and has_yielded):  # what the plan asked for is no news
+            self._changed = True
         names = {"number": run.number, "run_id": run.run_id}
         if run.lost:
             trial.restarts += 1
             if trial.restarts > self.policy.max_restarts:
                 self._roster.remove(run.number)
                 return [GiveUp(**names, restarts=trial.restarts)]
-        elif set(run.endings.values()) != {Ending.YIELDED}:
+        elif not has_yielded:
             self._roster.remove(run.number)
             self._finished_epochs.append(trial.epochs_done + 1)  # it ended within the next one
             return [Settle(**names)]

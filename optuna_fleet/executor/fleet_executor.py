@@ -13,16 +13,17 @@ from typing import Any, Literal
 
 import optuna
 
-from optuna_fleet.alloc import Allocator, GreedyAllocator, IsolatedAllocator, MipAllocator
+from optuna_fleet.alloc import Allocator, GreedyAllocator, IsolatedAllocator
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.driver import Driver
+from optuna_fleet.executor.policies import named_policy
 from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
-from optuna_fleet.executor.trials import Policy
+from optuna_fleet.executor.trials import Paradigm
 from optuna_fleet.packing import pack_objective
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
@@ -44,11 +45,16 @@ class FleetExecutor:
         devices: Number of device slots; None for all visible GPUs, or one CPU slot per core
             without any.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
-        paradigm: "global" re-allocates all trials at each round; "local" only fills freed devices.
-        alpha: A round ends when fewer than this share of its devices is active.
-        allocator: "mip" (python-mip, FLEET's greedy algorithm as its fallback), "greedy", or your
-            own.
+        policy: Who flies where, and when that is decided: "mip" (rounds, python-mip), "elastic"
+            (at each event), "greedy", "fleet-g" and "fleet-l" (as published), "homogeneous" (all
+            alike), "baseline" (one device each); see docs/allocation.md.
+        allocator: Your own allocator, instead of the policy's.
+        paradigm: "global" re-allocates all trials at each round; "local" only fills freed devices;
+            "elastic" decides at each event; None for the policy's.
+        alpha: A global round ends when fewer than this share of its devices is active.
         rate_spread: Fastest over slowest training rate allowed within one flotilla.
+        max_trials: Most trials under way at once; None for no limit but the devices.
+        rescale_s: What moving a trial costs, in seconds of its training; "elastic" weighs it.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         checkpoint_dir: Where trials are checkpointed while they run; None for a private folder.
             Checkpoints of trials that are done are removed.
@@ -71,10 +77,13 @@ class FleetExecutor:
         *,
         devices: int | None = None,
         device_type: Literal["cpu", "cuda"] | None = None,
-        paradigm: Literal["global", "local"] = "global",
-        alpha: float = 0.8,
-        allocator: Literal["mip", "greedy"] | Allocator = "mip",
-        rate_spread: float = 2.0,
+        policy: str = "mip",
+        allocator: Allocator | None = None,
+        paradigm: Paradigm | None = None,
+        alpha: float | None = None,
+        rate_spread: float | None = None,
+        max_trials: int | None = None,
+        rescale_s: float = 1.0,
         convergence: Convergence | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_interval_s: float = 60.0,
@@ -88,15 +97,22 @@ class FleetExecutor:
                 f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a "
                 "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
             )
-        self._policy = Policy(
+        if allocator is not None and not hasattr(allocator, "allocate"):
+            raise FleetConfigError(
+                f"`allocator` is {allocator!r}, but must have a method `allocate`; "
+                "a name goes to `policy`."
+            )
+        named = named_policy(policy)
+        self._policy = named.policy(
             paradigm=paradigm,
             alpha=alpha,
             rate_spread=rate_spread,
             solver_time_limit_s=solver_time_limit_s,
             max_restarts=max_restarts,
+            max_trials=max_trials,
+            rescale_s=rescale_s,
         )
         self._pipeline = pipeline
-        self._allocator = _chosen(allocator)
         self._convergence = convergence
         self._checkpoint_dir = (
             Path(checkpoint_dir).resolve() if checkpoint_dir is not None else None
@@ -119,6 +135,7 @@ class FleetExecutor:
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         if self._seed < 0:
             raise FleetConfigError(f"`seed` is {self._seed}, but must be >= 0.")
+        self._allocator = allocator or named.new_allocator(self._seed)
         self.fleet = find_fleet(devices, device_type)
         self.summary: FleetSummary | None = None
         self._runtime: Runtime | None = None
@@ -236,17 +253,6 @@ class FleetExecutor:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _chosen(allocator: str | Allocator) -> Allocator:
-    match allocator:
-        case "mip":
-            return MipAllocator()
-        case "greedy":
-            return GreedyAllocator()
-        case str():
-            raise FleetConfigError(f"`allocator` is {allocator!r}, but must be 'mip' or 'greedy'.")
-    return allocator
 
 
 def _packed(func: Any, study: optuna.Study) -> bytes:

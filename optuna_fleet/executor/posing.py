@@ -88,10 +88,14 @@ class Poser:
             min_devices=model.min_devices,
             waited_rounds=trial.waited_rounds,
             epochs_done=trial.epochs_done,
+            samples_per_epoch=model.samples_per_epoch,
             movable=self.is_movable(trial),
-            rescale_up_s=model.rescale_up_s,
-            rescale_down_s=model.rescale_down_s,
+            rescale_up_s=self._cost_s(model.rescale_up_s),
+            rescale_down_s=self._cost_s(model.rescale_down_s),
         )
+
+    def _cost_s(self, of_model: float | None) -> float:
+        return self._policy.rescale_s if of_model is None else of_model
 
     def _nodes(self, usable: set[int]) -> tuple[tuple[int, ...], ...]:
         nodes: dict[int, list[int]] = defaultdict(list)

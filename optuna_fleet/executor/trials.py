@@ -30,6 +30,7 @@ class Policy:
         max_trials: Most trials that are under way at once; later ones are proposed as these end.
         lookahead: Trials that may wait for devices while further ones are proposed. Only trials
             whose model is known without a probe can wait unprobed.
+        rescale_s: Seconds of training that a move costs, where the model does not say.
         moves_within_epochs: Trainers can yield between two batches, not only at the end of an
             epoch.
     """
@@ -41,6 +42,7 @@ class Policy:
     max_restarts: int = 3
     max_trials: int | None = None
     lookahead: int = 0
+    rescale_s: float = 1.0
     moves_within_epochs: bool = False
 
     def __post_init__(self) -> None:
@@ -55,7 +57,7 @@ class Policy:
             raise FleetConfigError(
                 f"`solver_time_limit_s` is {self.solver_time_limit_s}, but must be > 0."
             )
-        for name in ("max_restarts", "lookahead"):
+        for name in ("max_restarts", "lookahead", "rescale_s"):
             if getattr(self, name) < 0:
                 raise FleetConfigError(f"`{name}` is {getattr(self, name)}, but must be >= 0.")
         if self.max_trials is not None and self.max_trials < 1:

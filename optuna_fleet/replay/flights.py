@@ -46,6 +46,7 @@ class Flight:
     rate: float
     pace: float
     since_s: float
+    round: int
     waits: bool = False
     version: int = 0
     flotilla: tuple[int, int] | None = None
@@ -94,12 +95,52 @@ def charge_loss(progress: Progress, width: int, left: int, rules: Rules) -> None
     progress.width = left
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One run that has ended."""
+
+    number: int
+    devices: tuple[int, ...]
+    start_s: float
+    end_s: float
+    round: int
+    has_returned: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """What a simulation adds up, in device-seconds and samples."""
+    """What a simulation adds up.
 
-    busy_device_s: dict[int, float] = field(default_factory=dict)
-    present_device_s: dict[int, float] = field(default_factory=dict)
-    waited_device_s: float = 0.0
+    Attributes:
+        busy_s: Seconds each device had a run.
+        present_s: Seconds each device was there.
+        waited_s: Device-seconds in which runs held back for slower ones of their flotilla.
+        solve_s: Wall time of each decision.
+        spans: The runs.
+    """
+
+    busy_s: dict[int, float] = field(default_factory=dict)
+    present_s: dict[int, float] = field(default_factory=dict)
+    waited_s: float = 0.0
     solve_s: list[float] = field(default_factory=list)
-    spans: list[tuple[int, tuple[int, ...], float, float]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def add_run(self, flight: Flight, now: float) -> None:
+        """Takes the run of a flight that ends now."""
+        for device in flight.devices:
+            self.busy_s[device] = self.busy_s.get(device, 0.0) + now - flight.launched_s
+        self.waited_s += flight.waited_device_s
+        self.spans.append(
+            Span(
+                number=flight.number,
+                devices=flight.devices,
+                start_s=flight.launched_s,
+                end_s=now,
+                round=flight.round,
+                has_returned=flight.progress.ended_s is not None,
+            )
+        )
+
+    def add_presence(self, device: int, seconds: float) -> None:
+        """A device was there for that long."""
+        self.present_s[device] = self.present_s.get(device, 0.0) + seconds

@@ -16,6 +16,7 @@ from typing_extensions import assert_never
 
 from optuna_fleet.alloc.problem import AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.rates import RateProfile
+from optuna_fleet.alloc.timing import timed
 from optuna_fleet.events import (
     Allocate,
     AnswerEpoch,
@@ -57,7 +58,6 @@ class Outcome:
         end_s: When the last trial ended, or the simulation was stopped.
         trials: Progress of each trial that was proposed, by number.
         ledger: Sums over devices and decisions.
-        plans: Number of decisions.
     """
 
     end_s: float
@@ -135,9 +135,7 @@ class Simulation:
     def _change_fleet(self, change: FleetChange) -> None:
         losses = tuple(DeviceLost(device=d) for d in change.left)
         for device in change.left:
-            began = self._present.pop(device)
-            present = self._ledger.present_device_s
-            present[device] = present.get(device, 0.0) + self._now - began
+            self._ledger.add_presence(device, self._now - self._present.pop(device))
         for device in change.joined:
             self._present[device] = self._now
         joins = tuple(DeviceJoined(device=d) for d in change.joined)
@@ -199,6 +197,7 @@ class Simulation:
             resumable=True,
             min_devices=trial.min_devices,
             max_devices=len(trial.rates),
+            samples_per_epoch=trial.samples_per_epoch,
             rescale_up_s=trial.rescale_up_s,
             rescale_down_s=trial.rescale_down_s,
         )
@@ -239,7 +238,7 @@ class Simulation:
                 assert_never(instruction)
 
     def _decided(self, problem: AllocationProblem) -> Plan:
-        plan = self._allocator.allocate(problem)
+        plan = timed(self._allocator, problem)
         self._ledger.solve_s.append(plan.solve_time_s)
         return plan
 
@@ -260,6 +259,7 @@ class Simulation:
             rate=rate,
             pace=rate,
             since_s=self._now,
+            round=launch.round,
             flotilla=self._flotilla_of.get(launch.number),
         )
         self._flights[launch.run_id] = flight
@@ -294,11 +294,7 @@ class Simulation:
         left = sum(device in self._present for device in flight.devices)
         if left < len(flight.devices) and flight.progress.ended_s is None:
             charge_loss(flight.progress, len(flight.devices), left, self._rules)
-        busy = self._ledger.busy_device_s
-        for device in flight.devices:
-            busy[device] = busy.get(device, 0.0) + self._now - flight.launched_s
-        self._ledger.waited_device_s += flight.waited_device_s
-        self._ledger.spans.append((flight.number, flight.devices, flight.launched_s, self._now))
+        self._ledger.add_run(flight, self._now)
         self._couple(flight.flotilla)
 
     # -- flotillas --------------------------------------------------------------------------------
@@ -328,10 +324,9 @@ class Simulation:
         heapq.heappush(self._timers, (time_s, next(self._order), what, key))
 
     def _outcome(self) -> Outcome:
-        for flight in list(self._flights.values()):
+        for flight in self._flights.values():
             flight.advance(self._now)
-            flight.since_s = self._now
-        present = self._ledger.present_device_s
-        for device, began in self._present.items():
-            present[device] = present.get(device, 0.0) + self._now - began
+            self._ledger.add_run(flight, self._now)
+        for device, joined_s in self._present.items():
+            self._ledger.add_presence(device, self._now - joined_s)
         return Outcome(end_s=self._now, trials=self._progress, ledger=self._ledger)

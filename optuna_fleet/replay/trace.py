@@ -57,19 +57,26 @@ class NodeTrace:
         lasted = (ends - self.time_s.clip(max=until_s)).clip(min=0.0)
         return float((idle * lasted).sum() / until_s)
 
-    def changes(self) -> Iterator[FleetChange]:
-        """The trace as changes of a fleet, in order."""
+    def changes(self, *, repeats: bool = False) -> Iterator[FleetChange]:
+        """The trace as changes of a fleet, in order; again and again if it `repeats`."""
         bounds = np.searchsorted(self.event, np.arange(len(self.time_s) + 1))
-        initially = np.flatnonzero(self.initial_idle).tolist()
-        for e, time_s in enumerate(self.time_s.tolist()):
-            nodes = self.node[bounds[e] : bounds[e + 1]]
-            joins = self.delta[bounds[e] : bounds[e + 1]] > 0
-            joined = nodes[joins].tolist()
-            yield FleetChange(
-                time_s=time_s,
-                joined=tuple(initially + joined if e == 0 else joined),
-                left=tuple(nodes[~joins].tolist()),
-            )
+        idle = np.zeros(len(self.names), dtype=bool)
+        offset_s = 0.0
+        while True:
+            for e, time_s in enumerate(self.time_s.tolist()):
+                before = idle.copy()
+                if e == 0:
+                    idle = self.initial_idle.copy()
+                rows = slice(bounds[e], bounds[e + 1])
+                idle[self.node[rows]] = self.delta[rows] > 0
+                yield FleetChange(
+                    time_s=offset_s + time_s,
+                    joined=tuple(np.flatnonzero(idle & ~before).tolist()),
+                    left=tuple(np.flatnonzero(before & ~idle).tolist()),
+                )
+            if not repeats:
+                return
+            offset_s += self.end_s + float(np.diff(self.time_s).mean())
 
 
 def load_trace(path: Path) -> NodeTrace:

@@ -93,6 +93,13 @@ def bars_of(study: optuna.Study) -> list[Bar]:
     return sorted(bars, key=lambda b: (b.start_s, b.number, b.device))
 
 
+def simulated_bar(**facts: Any) -> Bar:
+    """A bar of a trial that only a simulation knows; `facts` are the fields that it can tell."""
+    return Bar(
+        state=TrialState.COMPLETE, values=(), params=(), probing_s=0.0, data_wait_s=0.0, **facts
+    )
+
+
 def devices_of(bars: Sequence[Bar]) -> list[int]:
     """The devices that flew, in the order of their rows from the top."""
     return sorted({b.device for b in bars})

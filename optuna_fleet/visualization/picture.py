@@ -38,6 +38,11 @@ def save_timeline(study: optuna.Study, path: str | os.PathLike[str]) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    save_bars(bars_of(study), study.study_name, path)
+
+
+def save_bars(bars: Sequence[Bar], name: str, path: str | os.PathLike[str]) -> None:
+    """Save a picture of the bars, titled with a name; see `save_timeline`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -47,12 +52,11 @@ def save_timeline(study: optuna.Study, path: str | os.PathLike[str]) -> None:
             "install it with `pip install matplotlib`."
         ) from error
 
-    bars = bars_of(study)
     height_px = _height_px(bars)
     figure = Figure(figsize=(_WIDTH_PX / _DPI, height_px / _DPI), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     axes = _empty_axes(figure, height_px)
-    axes.set_title(style.title_of(bars, study.study_name), loc="left", y=1.0, pad=20, fontsize=9)
+    axes.set_title(style.title_of(bars, name), loc="left", y=1.0, pad=20, fontsize=9)
     if bars:
         _draw(axes, bars)
     else:

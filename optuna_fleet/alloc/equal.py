@@ -1,0 +1,59 @@
+"""Equal split: the heuristic that BFTrainer is compared with (section 5.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from optuna_fleet.alloc.adjust import Wishes, place_changes, realise
+from optuna_fleet.alloc.assembly import assemble
+from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
+from optuna_fleet.alloc.streams import Widths, group_widths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualSplitAllocator:
+    """Every trial gets the same number of devices, what is left over goes one by one to the first.
+
+    Attributes:
+        published: Follow the published simulator, which gives nobody a share that is not above the
+            minimum, and all that is left over to the first trials, up to their maximum.
+    """
+
+    published: bool = False
+    name: str = field(default="equal-split", init=False)
+
+    def allocate(self, problem: AllocationProblem) -> Plan:
+        """Solves ``problem``; see :class:`Allocator`. Never fails."""
+        widths = realise(problem, Wishes(widths=self._shares(problem), pays=_always))
+        return assemble(
+            problem,
+            group_widths(problem, widths),
+            placement=place_changes(problem, widths),
+            allocator=self.name,
+            status="heuristic",
+        )
+
+    def _shares(self, problem: AllocationProblem) -> Widths:
+        candidates = list(problem.by_number.values())
+        if not candidates:
+            return {}
+        share = problem.num_devices // len(candidates)
+        targets = {c.number: self._share(c, share) for c in candidates}
+        left = problem.num_devices - sum(targets.values())
+        for candidate in candidates:
+            extra = left if self.published else 1
+            wider = min(targets[candidate.number] + min(extra, left), candidate.widest)
+            if wider >= candidate.min_devices:
+                left -= wider - targets[candidate.number]
+                targets[candidate.number] = wider
+        return targets
+
+    def _share(self, candidate: Candidate, share: int) -> int:
+        enough = (
+            share > candidate.min_devices if self.published else share >= candidate.min_devices
+        )
+        return min(share, candidate.widest) if enough else 0
+
+
+def _always(candidate: Candidate, now: int, m: int) -> bool:
+    return True

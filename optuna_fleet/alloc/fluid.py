@@ -1,0 +1,96 @@
+"""The fluid relaxation: if devices were divisible, how fast could all trials finish together?
+
+Time-sharing between two widths reaches every point below the least concave majorant of a trial's
+rate. So the fewest devices for a rate are read off that majorant, and all trials finish together,
+and soonest, at the pace where these devices are just as many as there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+Rates = tuple[float, ...]
+"""(r(1), ..., r(M)) in samples/s."""
+
+_MAX_STEPS = 200
+_TOLERANCE = 1e-13
+
+
+def fluid_optimum(
+    rates: Sequence[Rates], work: Sequence[float] | FloatArray, num_devices: int
+) -> tuple[float, FloatArray]:
+    """The least time in which all the work can be done, and the widths that do it.
+
+    Args:
+        rates: Rates of each trial; widths beyond the devices are not used.
+        work: Samples each has to train, > 0.
+        num_devices: Devices of the fleet, >= 1.
+
+    Returns:
+        Seconds T, and the fractional widths at which trial i trains at work[i] / T. They sum to
+        at most the devices.
+    """
+    start, rise, devices = _padded([_segments(r[:num_devices]) for r in rates])
+    needed = np.asarray(work, dtype=np.float64)[:, None]
+
+    def widths(pace: float) -> FloatArray:
+        filled = ((pace * needed - start) / rise).clip(0.0, 1.0)
+        total: FloatArray = (devices * filled).sum(axis=1)
+        return total
+
+    peaks = (start + rise * (devices > 0)).max(axis=1)
+    low, high = 0.0, float((peaks / needed[:, 0]).min())
+    if widths(high).sum() <= num_devices:
+        return 1 / high, widths(high)
+    for _ in range(_MAX_STEPS):
+        middle = (low + high) / 2
+        if widths(middle).sum() > num_devices:
+            high = middle
+        else:
+            low = middle
+        if high - low <= _TOLERANCE * high:
+            break
+    return 1 / low, widths(low)
+
+
+def widest_useful(rates: Rates) -> int:
+    """Width at which the rate peaks."""
+    return int(_segments(rates)[2].sum())
+
+
+@lru_cache(maxsize=4096)
+def _segments(rates: Rates) -> FloatArray:
+    """Least concave majorant of m -> r(m) with r(0) = 0, up to its peak.
+
+    Returns:
+        [3, number of segments]: rate at its start, rise of the rate, devices it takes.
+    """
+    corners = [(0, 0.0)]
+    for m, rate in enumerate(rates, 1):
+        if rate <= corners[-1][1]:
+            continue
+        while len(corners) > 1 and _lies_below(corners, m, rate):
+            corners.pop()
+        corners.append((m, rate))
+    widths, heights = np.array(corners, dtype=np.float64).T
+    return np.stack([heights[:-1], np.diff(heights), np.diff(widths)])
+
+
+def _lies_below(corners: list[tuple[int, float]], m: int, rate: float) -> bool:
+    """Whether the last corner is not above the line from the one before it to (m, rate)."""
+    (m0, r0), (m1, r1) = corners[-2:]
+    return (r1 - r0) * (m - m1) <= (rate - r1) * (m1 - m0)
+
+
+def _padded(segments: list[FloatArray]) -> FloatArray:
+    """[3, trials, most segments]; the padding takes no devices."""
+    padded = np.zeros((3, len(segments), max(s.shape[1] for s in segments)))
+    padded[1] = 1.0
+    for i, own in enumerate(segments):
+        padded[:, i, : own.shape[1]] = own
+    return padded

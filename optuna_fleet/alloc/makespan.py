@@ -1,0 +1,88 @@
+"""Widths that finish the sweep soonest, when nobody knows how long its trials will train.
+
+The work left of each trial is its expected remaining epochs (:mod:`optuna_fleet.alloc.lengths`).
+The fluid optimum of that work gives fractional widths (:mod:`optuna_fleet.alloc.fluid`), rounded
+to whole ones so that as little as possible moves. Trials with long epochs aim to finish a little
+earlier than the others: should they turn out longer than expected, there is less to be done about
+it, for they move seldom and their last devices help least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from optuna_fleet.alloc.adjust import Wishes
+from optuna_fleet.alloc.fluid import FloatArray, fluid_optimum, widest_useful
+from optuna_fleet.alloc.lengths import expected_lengths, remaining_epochs
+from optuna_fleet.alloc.problem import AllocationProblem, Candidate
+
+_HALF_AN_EPOCH = 0.5
+_ROUNDING = 1e-6
+
+
+def makespan_wishes(problem: AllocationProblem, hedge: float) -> Wishes:
+    """Ideal widths of all candidates, as if everyone could move now.
+
+    Args:
+        problem: The problem; at least one candidate and device.
+        hedge: Trials aim to finish at a time proportional to (seconds per epoch) ** -hedge; 0 for
+            all at once.
+
+    Returns:
+        Widths in order of priority: those furthest from waiting first. To grow pays if the trial
+        is expected to end sooner for it.
+    """
+    candidates = list(problem.by_number.values())
+    work = _expected_work(problem, candidates)
+    speed = np.array([c.rate(1) / c.samples_per_epoch for c in candidates])
+    rates = [c.rates[: c.widest] for c in candidates]
+    _, fluid = fluid_optimum(rates, work * (speed.max() / speed) ** hedge, problem.num_devices)
+    order = sorted(range(len(candidates)), key=lambda i: (-fluid[i], -candidates[i].number))
+    widths = _rounded(problem, candidates, fluid)
+    left = {c.number: float(w) for c, w in zip(candidates, work, strict=True)}
+
+    def pays(candidate: Candidate, now: int, m: int) -> bool:
+        if now == 0:
+            return True
+        samples = left[candidate.number]
+        return candidate.rescale_up_s + samples / candidate.rate(m) < samples / candidate.rate(now)
+
+    return Wishes(widths={candidates[i].number: widths[i] for i in order if widths[i]}, pays=pays)
+
+
+def _expected_work(problem: AllocationProblem, candidates: Sequence[Candidate]) -> FloatArray:
+    """Samples each candidate is expected to train still."""
+    expected = expected_lengths(problem.finished_epochs, [c.epochs_done for c in candidates])
+    return np.array([_samples_left(c, expected) for c in candidates])
+
+
+def _samples_left(candidate: Candidate, expected: FloatArray) -> float:
+    epochs = remaining_epochs(expected, candidate.epochs_done, candidate.predicted_epochs)
+    if not candidate.movable:  # it is somewhere within an epoch
+        epochs -= _HALF_AN_EPOCH
+    return epochs * candidate.samples_per_epoch
+
+
+def _rounded(
+    problem: AllocationProblem, candidates: Sequence[Candidate], fluid: FloatArray
+) -> list[int]:
+    """Whole widths: rounded up first for those who have that device already, then by remainder."""
+    widths = np.floor(fluid + _ROUNDING).astype(int).tolist()
+    held = [problem.kept_width(c) or 0 for c in candidates]
+    order = sorted(
+        range(len(candidates)),
+        key=lambda i: (held[i] <= widths[i], widths[i] - fluid[i], -candidates[i].number),
+    )
+    left = problem.num_devices - sum(widths)
+    for i in order:
+        if left > 0 and widths[i] < widest_useful(candidates[i].rates[: candidates[i].widest]):
+            widths[i] += 1
+            left -= 1
+    return [_admissible(c, m) for c, m in zip(candidates, widths, strict=True)]
+
+
+def _admissible(candidate: Candidate, m: int) -> int:
+    """The fastest width up to `m` within its bounds; 0 if there is none."""
+    return max(candidate.useful_widths(m), default=0)

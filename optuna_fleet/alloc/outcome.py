@@ -1,0 +1,74 @@
+"""Widths worth most over the forward-looking time (BFTrainer, section 3).
+
+For each trial j the worth of n devices is its outcome over the time for which a decision is
+expected to last, less what the move there costs (Eq. 13 to 16)::
+
+    v_j(n) = T_fwd * O_j(n) - O_j(C_j) * (R_up if n > C_j, R_down if n < C_j, else 0)
+
+with C_j its devices now and O_j its outcome per second: its throughput, its scaling efficiency,
+or what the user says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optuna_fleet.alloc.counts import CountProblem
+from optuna_fleet.alloc.problem import AllocationProblem, Candidate
+
+Objective = Callable[[Candidate, int], float]
+"""Outcome per second of a trial on so many devices, >= 0."""
+
+OBJECTIVES = ("throughput", "scaling-efficiency")
+"""Samples per second; devices that scale perfectly, r(m) / r(1)."""
+
+
+def count_problem(
+    problem: AllocationProblem, objective: str | Objective, forward_looking_s: float
+) -> tuple[list[Candidate], CountProblem]:
+    """The count problem of an allocation problem, as if every candidate could move.
+
+    Args:
+        problem: The problem.
+        objective: One of ``OBJECTIVES``, or the outcome per second.
+        forward_looking_s: T_fwd, seconds for which the decision is expected to last.
+
+    Returns:
+        The candidates, in the order of their numbers, and their count problem.
+    """
+    candidates = list(problem.by_number.values())
+    limit = problem.num_devices
+    values = tuple(
+        _values(
+            c, problem.kept_width(c) or 0, forward_looking_s, _outcomes(c, objective, limit)
+        ).reshape(1, -1)
+        for c in candidates
+    )
+    return candidates, CountProblem(values=values, capacities=(limit,))
+
+
+def _outcomes(candidate: Candidate, objective: str | Objective, limit: int) -> NDArray[np.float64]:
+    """Outcome per second on 0, 1, ... devices."""
+    widest = min(candidate.widest, limit)
+    if callable(objective):
+        return np.array([0.0, *(objective(candidate, m) for m in range(1, widest + 1))])
+    outcomes = np.empty(widest + 1)
+    outcomes[0] = 0.0
+    outcomes[1:] = candidate.rates[:widest]
+    return outcomes if objective == "throughput" else outcomes / candidate.rates[0]
+
+
+def _values(
+    candidate: Candidate, now: int, forward_looking_s: float, outcomes: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    values = forward_looking_s * outcomes
+    values[:now] -= outcomes[now] * candidate.rescale_down_s
+    values[now + 1 :] -= outcomes[now] * candidate.rescale_up_s
+    if candidate.min_devices > 1:
+        kept = values[now]
+        values[1 : candidate.min_devices] = -np.inf
+        values[now] = kept
+    return values

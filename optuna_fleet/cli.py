@@ -1,0 +1,178 @@
+"""The command line: `optuna-fleet simulate` and `optuna-fleet replay`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.policies import POLICIES
+from optuna_fleet.replay.ensemble import load_ensemble
+from optuna_fleet.replay.gantt import save_gantt
+from optuna_fleet.replay.jobs import MIXES, load_jobs
+from optuna_fleet.replay.report import lines
+from optuna_fleet.replay.runs import EnsembleRun, TraceRun, simulation_report, trace_report
+from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.replay.trace import load_trace
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        report, outcome = options.run(options)
+        if options.json:
+            _write(options.json, json.dumps(report, indent=2) + "\n")
+        if options.gantt:
+            save_gantt(outcome, options.gantt)
+    except (FleetConfigError, ImportError) as error:
+        print(f"optuna-fleet: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+    if str(options.json) != "-":
+        print("\n".join(lines(report)))
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
+    trials = load_ensemble(options.ensemble, options.devices)
+
+    def run_with(policy: str) -> EnsembleRun:
+        return EnsembleRun(
+            trials=trials,
+            num_devices=options.devices,
+            devices_per_node=options.devices_per_node,
+            policy=policy,
+            seed=options.seed,
+            noise=options.noise,
+        )
+
+    run = run_with(options.policy)
+    outcome = run.run()
+    return simulation_report(run, outcome, run_with("baseline").run()), outcome
+
+
+def _replay(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
+    run = TraceRun(
+        trace=load_trace(options.trace),
+        trials=load_jobs(options.jobs, options.mix),
+        policy=options.policy,
+        max_trials=options.max_trials,
+        forward_looking_s=options.forward_looking_time,
+        objective=options.objective,
+        events=options.events,
+        published_heuristic=options.published_heuristic,
+        to_the_end=options.to_the_end,
+    )
+    outcome = run.run()
+    return trace_report(run, outcome), outcome
+
+
+def _write(path: Path, text: str) -> None:
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FleetConfigError(f"{path} can't be written: {error.strerror}.") from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="optuna-fleet", description="Simulate how sweeps would run on a fleet."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_simulate(commands)
+    _add_replay(commands)
+    return parser
+
+
+def _add_simulate(commands: Any) -> None:
+    command = commands.add_parser(
+        "simulate", help="run an ensemble of trials with known rates on a fleet that stays"
+    )
+    command.add_argument("ensemble", type=Path, metavar="ENSEMBLE.json")
+    command.add_argument("--devices", type=_at_least(1), required=True)
+    command.add_argument("--devices-per-node", type=_at_least(1), default=4)
+    command.add_argument("--policy", choices=list(POLICIES), default="elastic")
+    command.add_argument("--seed", type=_at_least(0), default=0)
+    command.add_argument(
+        "--noise",
+        type=_number(0.0),
+        default=0.0,
+        help="how wrong the policy's rates are: standard deviation of their logarithm",
+    )
+    _add_outputs(command, _simulate)
+
+
+def _add_replay(commands: Any) -> None:
+    command = commands.add_parser(
+        "replay", help="run a workload on a recorded trace of nodes that come and go"
+    )
+    command.add_argument("trace", type=Path, metavar="TRACE.npz")
+    command.add_argument("jobs", type=Path, metavar="JOBS.json")
+    command.add_argument("--mix", choices=list(MIXES), default="hpo")
+    command.add_argument("--policy", choices=["elastic", "equal-split"], default="elastic")
+    command.add_argument("--max-trials", type=_at_least(1), default=10, help="trials at once")
+    command.add_argument(
+        "--forward-looking-time", type=_number(1e-9), default=120.0, metavar="SECONDS"
+    )
+    command.add_argument(
+        "--objective", choices=["throughput", "scaling-efficiency"], default="throughput"
+    )
+    command.add_argument(
+        "--events",
+        choices=["completions", "nodes-only"],
+        default="completions",
+        help="decide also as trials end, or only as nodes come and go (as published)",
+    )
+    command.add_argument(
+        "--published-heuristic",
+        action="store_true",
+        help="equal-split as in BFTrainer's published simulator, with its flaw",
+    )
+    command.add_argument(
+        "--to-the-end", action="store_true", help="repeat the trace until all trials have ended"
+    )
+    _add_outputs(command, _replay)
+
+
+def _add_outputs(command: argparse.ArgumentParser, run: Callable[..., Any]) -> None:
+    command.add_argument("--json", type=Path, metavar="OUT.json", help="'-' for standard output")
+    command.add_argument(
+        "--gantt", type=Path, metavar="OUT.png", help="picture of devices over time (matplotlib)"
+    )
+    command.set_defaults(run=run)
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= {least}")
+        return int(text)
+
+    return whole_number
+
+
+def _number(least: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number >= {least:g}")
+        return value
+
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""The two simulations of the command line: an ensemble on a fleet, and a workload on a trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from optuna_fleet.alloc import Allocator, ElasticAllocator, EqualSplitAllocator
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.policies import named_policy
+from optuna_fleet.executor.trials import Policy
+from optuna_fleet.replay.bound import lower_bound_s
+from optuna_fleet.replay.report import common_report, utilisation
+from optuna_fleet.replay.simulation import Outcome, Simulation
+from optuna_fleet.replay.trace import NodeTrace
+from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles
+from optuna_fleet.resources import Device, Fleet
+
+_NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnsembleRun:
+    """An ensemble on a fleet that stays.
+
+    Attributes:
+        trials: All of them; those submitted at 0 are known from the start.
+        num_devices: Devices of the fleet.
+        devices_per_node: Of each node but the last, which may have fewer.
+        policy: A name of `POLICIES`.
+        seed: Of random orders and of the noise.
+        noise: Standard deviation of the logarithm of (believed / true) rates.
+        allocator: Instead of the policy's own.
+    """
+
+    trials: Sequence[SimulatedTrial]
+    num_devices: int
+    devices_per_node: int = 4
+    policy: str = "elastic"
+    seed: int = 0
+    noise: float = 0.0
+    allocator: Allocator | None = None
+
+    def run(self) -> Outcome:
+        """Simulate."""
+        named = named_policy(self.policy)
+        allocator = self.allocator or named.new_allocator(self.seed)
+        policy = named.policy(max_restarts=_NO_LIMIT, lookahead=len(self.trials))
+        profiles = believed_profiles(self.trials, noise=self.noise, seed=self.seed)
+        rules = Rules(coupled=named.is_coupled)
+        simulation = Simulation(self._fleet(), self.trials, policy, allocator, profiles, rules)
+        everything = FleetChange(time_s=0.0, joined=tuple(range(self.num_devices)))
+        return simulation.run(iter([everything]))
+
+    def _fleet(self) -> Fleet:
+        return Fleet(
+            devices=tuple(
+                Device(index=i, node=i // self.devices_per_node, kind="simulated")
+                for i in range(self.num_devices)
+            )
+        )
+
+
+def simulation_report(run: EnsembleRun, outcome: Outcome, baseline: Outcome) -> dict[str, Any]:
+    """What came of it, beside the baseline and the lower bound."""
+    bound_s = lower_bound_s(run.trials, run.num_devices)
+    return {
+        "policy": run.policy,
+        "devices": run.num_devices,
+        "seed": run.seed,
+        **common_report(outcome),
+        "lower_bound_s": bound_s,
+        "ratio_to_bound": outcome.end_s / bound_s,
+        "baseline_s": baseline.end_s,
+        "speedup_over_baseline": baseline.end_s / outcome.end_s,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRun:
+    """A workload on nodes that come and go (BFTrainer, section 4).
+
+    Attributes:
+        trace: The nodes.
+        trials: In order of submission.
+        policy: "elastic" or "equal-split".
+        max_trials: P_jmax, trials at once, first come first served.
+        forward_looking_s: T_fwd.
+        objective: What "elastic" maximises over that time.
+        events: When to decide: also as trials end ("completions"), or only as nodes come and go.
+        published_heuristic: The equal split as published, with its flaw.
+        to_the_end: Go through the trace again until all trials have ended.
+    """
+
+    trace: NodeTrace
+    trials: Sequence[SimulatedTrial]
+    policy: str = "elastic"
+    max_trials: int = 10
+    forward_looking_s: float = 120.0
+    objective: Literal["throughput", "scaling-efficiency"] = "throughput"
+    events: Literal["completions", "nodes-only"] = "completions"
+    published_heuristic: bool = False
+    to_the_end: bool = False
+
+    def run(self) -> Outcome:
+        """Simulate."""
+        policy = Policy(
+            paradigm="elastic",
+            rate_spread=math.inf,
+            max_trials=self.max_trials,
+            lookahead=self.max_trials,
+            max_restarts=_NO_LIMIT,
+            moves_within_epochs=True,
+        )
+        simulation = Simulation(
+            self.trace.fleet(),
+            self.trials,
+            policy,
+            self._allocator(),
+            believed_profiles(self.trials),
+            Rules(cost="old rate", seen_at=self.events),
+        )
+        until_s = None if self.to_the_end else self.trace.end_s
+        return simulation.run(self.trace.changes(repeats=self.to_the_end), until_s)
+
+    def _allocator(self) -> Allocator:
+        match self.policy:
+            case "elastic":
+                return ElasticAllocator(
+                    objective=self.objective, forward_looking_s=self.forward_looking_s
+                )
+            case "equal-split":
+                return EqualSplitAllocator(published=self.published_heuristic)
+        raise FleetConfigError(
+            f"`policy` is {self.policy!r}, but must be 'elastic' or 'equal-split'."
+        )
+
+
+def trace_report(run: TraceRun, outcome: Outcome) -> dict[str, Any]:
+    """What came of it, with BFTrainer's measures."""
+    trials = list(outcome.trials.values())
+    seconds = min(outcome.end_s, run.trace.end_s)
+    nodes = run.trace.mean_nodes(seconds)
+    events = int((run.trace.time_s <= outcome.end_s).sum())
+    report = {
+        "policy": run.policy,
+        **common_report(outcome),
+        "mean_nodes": nodes,
+        "events": events,
+        "idle_share": _idle_share(outcome),
+        "preempt_samples_per_event": sum(p.preempt_samples for p in trials) / events,
+        "rescale_samples_per_event": sum(p.rescale_samples for p in trials) / events,
+    }
+    if outcome.end_s <= run.trace.end_s:
+        report["utilisation"] = utilisation(trials, nodes, run.max_trials, seconds)
+    return report
+
+
+def _idle_share(outcome: Outcome) -> float:
+    present = sum(outcome.ledger.present_s.values())
+    return 1 - sum(outcome.ledger.busy_s.values()) / present if present else 0.0

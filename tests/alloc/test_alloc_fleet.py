@@ -1,0 +1,190 @@
+"""Published policies, against the numbers of their papers and a transcription of the algorithm."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from alloc_cases import counts, slide_problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optuna_fleet.alloc import (
+    AllocationProblem,
+    Candidate,
+    FleetAllocator,
+    HomogeneousAllocator,
+    RateProfile,
+    SingleDeviceAllocator,
+    fleet_score,
+    validate,
+)
+
+
+def unbound(candidates, num_devices, **changes):
+    nodes = tuple(tuple(range(n, min(n + 4, num_devices))) for n in range(0, num_devices, 4))
+    return AllocationProblem(
+        candidates=tuple(candidates), nodes=nodes, rate_spread=math.inf, **changes
+    )
+
+
+def create_flotilla(rates, num_devices, delta):
+    """Algorithm 2, line by line, with rising branches only and left-overs that must not slow."""
+    reference = max(rates, key=lambda i: (rates[i][0], -i))
+    r_fast = rates[reference][0]
+    flotilla = {reference: 1}
+    while len(flotilla) < len(rates):
+        best = None
+        for i in sorted(rates.keys() - flotilla.keys()):
+            peak = rates[i].index(max(rates[i])) + 1
+            for m in range(1, min(peak, num_devices - sum(flotilla.values())) + 1):
+                distance = abs(rates[i][m - 1] - r_fast)
+                if distance <= delta and (best is None or (distance, m, i) < best):
+                    best = distance, m, i
+        if best is None:
+            break
+        flotilla[best[2]] = best[1]
+    while sum(flotilla.values()) < num_devices:
+        slow = min(flotilla, key=lambda i: (rates[i][flotilla[i] - 1], i))
+        m = flotilla[slow]
+        if m == len(rates[slow]) or rates[slow][m] <= rates[slow][m - 1]:
+            break
+        flotilla[slow] += 1
+    return flotilla
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(21, 176), st.floats(0.7, 1.0)), min_size=1, max_size=12),
+    st.integers(1, 24),
+    st.sampled_from([0.0, 20.0, 60.0]),
+)
+def test_fleet_is_algorithm_2(trials, num_devices, delta):
+    rates = {
+        n: RateProfile(structure="s", measured={1: float(r)}).rates(num_devices, scaling)
+        for n, (r, scaling) in enumerate(trials)
+    }
+    problem = unbound((Candidate(number=n, rates=r) for n, r in rates.items()), num_devices)
+    plan = FleetAllocator(delta=delta).allocate(problem)
+    validate(problem, plan)
+    assert counts(plan) == create_flotilla(rates, num_devices, delta)
+    assert len(plan.flotillas) == 1
+
+
+def test_the_flotillas_of_the_slides():
+    # Slides 21 to 23 and 30: DNN 1 with DNN 4 on three GPUs, then DNN 2 and 3 on two each.
+    problem = replace(slide_problem(), rate_spread=math.inf)
+    first = FleetAllocator().allocate(problem)
+    assert counts(first) == {1: 1, 4: 3}
+    assert first.flotillas[0].reference_rate == 100
+    assert "trial 2 waits" in first.reason
+    rest = replace(problem, candidates=problem.candidates[1:3])
+    assert counts(FleetAllocator().allocate(rest)) == {2: 2, 3: 2}
+
+
+def test_the_placement_of_the_slides_and_of_figure_3():
+    # Slide 31: DNN 4 takes one whole node and shares the other with DNN 1.
+    plan = FleetAllocator().allocate(replace(slide_problem(), rate_spread=math.inf))
+    placed = {t: a.devices for t, a in plan.assignments.items()}
+    assert fleet_score(placed, slide_problem().nodes) == pytest.approx(1 / 1 + 2 / 3)
+    # Figure 3: groups of 1, 2, 1 and 4 trainers, each on as few nodes as can be.
+    wanted = {1: 1, 2: 2, 3: 1, 4: 4}
+    rates = {t: tuple(100.0 * k / m for k in range(1, m + 1)) for t, m in wanted.items()}
+    problem = unbound((Candidate(number=t, rates=r) for t, r in rates.items()), 8)
+    plan = FleetAllocator(delta=0.0).allocate(problem)
+    assert counts(plan) == wanted
+    placed = {t: a.devices for t, a in plan.assignments.items()}
+    assert fleet_score(placed, problem.nodes) == 1 + 1 / 2 + 1 + 1 / 4
+
+
+@pytest.mark.parametrize(("delta", "expected"), [(4.0, {1: 4}), (5.0, {1: 1, 4: 3})])
+def test_delta_is_absolute_and_inclusive(delta, expected):
+    problem = replace(slide_problem(), rate_spread=math.inf)
+    assert counts(FleetAllocator(delta=delta).allocate(problem)) == expected
+
+
+def test_left_overs_stop_where_they_would_slow_the_flotilla():
+    dips = Candidate(number=1, rates=(50.0, 40.0, 90.0))
+    flat = Candidate(number=2, rates=(60.0, 110.0))
+    problem = unbound([dips, flat], 4)
+    assert counts(FleetAllocator().allocate(problem)) == {1: 1, 2: 1}
+
+
+@pytest.mark.parametrize(
+    ("quantile", "reference"), [(1.0, 4), (0.75, 3), (0.7, 3), (0.5, 2), (0.25, 1), (0.0, 1)]
+)
+def test_the_reference_is_a_quantile_by_nearest_rank(quantile, reference):
+    candidates = [Candidate(number=n, rates=(100.0 * n,)) for n in (1, 2, 3, 4)]
+    plan = FleetAllocator(reference_quantile=quantile).allocate(unbound(candidates, 4))
+    assert counts(plan) == {reference: 1}
+
+
+def test_fleet_keeps_to_a_finite_spread_to_phases_and_to_the_capacity():
+    ahead = replace(slide_problem().by_number[4], epochs_done=1)
+    problem = replace(slide_problem(), candidates=(*slide_problem().candidates[:3], ahead))
+    assert 4 in counts(FleetAllocator().allocate(problem))
+    for rule in ({"rate_spread": 1.04}, {"phases": True}, {"preprocess_samples_per_s": 104.0}):
+        ruled = replace(problem, **rule)
+        plan = FleetAllocator().allocate(ruled)
+        validate(ruled, plan)
+        assert 1 in plan.assignments
+        assert 4 not in plan.assignments
+
+
+def test_fleet_l_gives_freed_devices_a_flotilla_of_their_own():
+    flying = Candidate(number=7, rates=(10.0, 19.0), devices=(2, 3), movable=False)
+    waiting = slide_problem().candidates
+    problem = unbound([*waiting, flying], 6)
+    plan = FleetAllocator().allocate(problem)
+    validate(problem, plan)
+    assert [[a.number for a in f.assignments] for f in plan.flotillas] == [[7], [1, 4]]
+    assert plan.assignments[7].devices == (2, 3)
+    freed = replace(problem, candidates=waiting, nodes=((0, 1), (4, 5)))
+    assert FleetAllocator().allocate(freed).flotillas == plan.flotillas[1:]
+
+
+def test_fleet_with_nothing_but_trials_that_can_not_move_leaves_them_alone():
+    flying = Candidate(number=7, rates=(10.0, 19.0), devices=(2,), movable=False)
+    plan = FleetAllocator().allocate(unbound([flying], 4))
+    assert {t: a.devices for t, a in plan.assignments.items()} == {7: (2,)}
+
+
+@pytest.mark.parametrize("broken", [{"delta": -1.0}, {"reference_quantile": 1.5}])
+def test_impossible_options_are_refused(broken):
+    with pytest.raises(ValueError, match=next(iter(broken))):
+        FleetAllocator(**broken)
+
+
+def test_one_gpu_to_one_dnn_as_on_slide_20():
+    problem = replace(slide_problem(), rate_spread=math.inf)
+    together = HomogeneousAllocator().allocate(problem)
+    assert len(together.flotillas) == 1
+    assert together.flotillas[0].reference_rate == 40
+    alone = SingleDeviceAllocator().allocate(problem)
+    assert len(alone.flotillas) == 4
+    assert counts(alone) == counts(together) == {1: 1, 2: 1, 3: 1, 4: 1}
+
+
+@pytest.mark.parametrize("allocator", [SingleDeviceAllocator, HomogeneousAllocator])
+def test_the_random_order_depends_on_seed_and_number_only(allocator):
+    everyone = [Candidate(number=n, rates=(50.0,)) for n in range(30)]
+    chosen = {s: set(counts(allocator(seed=s).allocate(unbound(everyone, 6)))) for s in range(5)}
+    assert len(set(map(frozenset, chosen.values()))) == 5
+    assert all(len(numbers) == 6 for numbers in chosen.values())
+    fewer = [c for c in everyone if c.number in chosen[0] or c.number % 2]
+    assert set(counts(allocator(seed=0).allocate(unbound(fewer, 6)))) == chosen[0]
+
+
+@pytest.mark.parametrize("allocator", [SingleDeviceAllocator(), HomogeneousAllocator()])
+def test_who_flies_stays_and_the_free_devices_go_to_one_trial_each(allocator):
+    flying = [Candidate(number=n, rates=(50.0, 90.0), devices=(n, n + 1)) for n in (0, 2)]
+    waiting = [Candidate(number=n, rates=(50.0, 90.0)) for n in range(10, 20)]
+    plan = allocator.allocate(unbound([*flying, *waiting], 8))
+    assert {n: plan.assignments[n].devices for n in (0, 2)} == {0: (0, 1), 2: (2, 3)}
+    assert sorted(counts(plan).values()) == [1, 1, 1, 1, 2, 2]
+
+
+def test_the_baseline_pays_for_a_stream_per_trial_and_the_shared_one_does_not():
+    everyone = [Candidate(number=n, rates=(50.0,)) for n in range(8)]
+    problem = unbound(everyone, 4, preprocess_samples_per_s=110.0)
+    assert len(counts(SingleDeviceAllocator().allocate(problem))) == 2
+    assert len(counts(HomogeneousAllocator().allocate(problem))) == 4
