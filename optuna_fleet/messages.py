@@ -174,6 +174,7 @@ class Reached:
     structure: str
     resumable: bool
     batch_size: int
+    samples_per_epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate
-from optuna_fleet.alloc.streams import Widths
+from optuna_fleet.alloc.streams import Widths, serves
 
 Placement = dict[int, tuple[int, ...]]
 
@@ -34,31 +34,48 @@ def realise(problem: AllocationProblem, wishes: Wishes) -> Widths:
     """What can be done now towards the wishes.
 
     Trials that can't move keep their width. Of the others those that shrink do; then, in order of
-    priority, flying ones grow and after them waiting ones start, as far as devices are free.
+    priority, flying ones grow and after them waiting ones start, as far as devices are free. What
+    the preprocessors could not serve gets less, or nothing. If that leaves nobody, the slowest
+    trial flies: see :func:`optuna_fleet.alloc.streams.stream_limit`.
 
     Returns:
         Trial number -> devices it gets now.
     """
     widths = dict(problem.pinned)
-    by_number = problem.by_number
-    growing: list[tuple[bool, Candidate]] = []
-    for number in (*wishes.widths, *(t for t in by_number if t not in wishes.widths)):
-        if number in problem.pinned:
-            continue
-        now, wish = problem.kept_width(by_number[number]) or 0, wishes.widths.get(number, 0)
-        if wish > now:
-            growing.append((now == 0, by_number[number]))
-        if min(wish, now):
-            widths[number] = min(wish, now)
+    is_served = serves(problem)
+    movable = [problem.by_number[number] for number in wishes.widths if number not in widths]
+
+    def served_width(candidate: Candidate, m: int) -> int:
+        if is_served({**widths, candidate.number: m}):
+            return m
+        narrower = candidate.useful_widths(m - 1)[::-1]
+        return next((w for w in narrower if is_served({**widths, candidate.number: w})), 0)
+
+    for candidate in movable:
+        kept = min(wishes.widths[candidate.number], _width_now(problem, candidate))
+        if kept and (m := served_width(candidate, kept)):
+            widths[candidate.number] = m
     free = problem.num_devices - sum(widths.values())
-    for _, candidate in sorted(growing, key=lambda item: item[0]):
+    for candidate in sorted(movable, key=lambda c: c.number not in widths):
         now, m = widths.get(candidate.number, 0), wishes.widths[candidate.number]
         if m > now + free:
             m = max(candidate.useful_widths(now + free), default=0)
-        if m > now and wishes.pays(candidate, now, m):
+        if m > now and (m := served_width(candidate, m)) > now and wishes.pays(candidate, now, m):
             widths[candidate.number] = m
             free -= m - now
-    return widths
+    return widths or _slowest(problem)
+
+
+def _width_now(problem: AllocationProblem, candidate: Candidate) -> int:
+    """Devices it could go on with: after a loss, what is left may be too few."""
+    now = problem.kept_width(candidate) or 0
+    return now if now >= candidate.min_devices else 0
+
+
+def _slowest(problem: AllocationProblem) -> Widths:
+    fitting = [c for c in problem.by_number.values() if c.min_devices <= problem.num_devices]
+    slowest = min(fitting, key=lambda c: c.rate(c.min_devices), default=None)
+    return {slowest.number: slowest.min_devices} if slowest else {}
 
 
 def place_changes(problem: AllocationProblem, widths: Mapping[int, int]) -> Placement:
@@ -70,9 +87,11 @@ def place_changes(problem: AllocationProblem, widths: Mapping[int, int]) -> Plac
     by_number = problem.by_number
     usable = set(problem.devices)
     placed: Placement = {}
-    for number, m in widths.items():
+    for number in sorted(widths, key=lambda t: t not in problem.pinned):
         own = [d for d in by_number[number].devices if d in usable]
+        m = widths[number]
         placed[number] = tuple(own if len(own) <= m else _eldest(problem, own, m))
+        usable.difference_update(placed[number])
     free = _free_by_node(problem, placed)
     node_of = {device: n for n, node in enumerate(problem.nodes) for device in node}
     # The largest first: they are the hardest to keep together.

@@ -32,8 +32,9 @@ def fluid_optimum(
         num_devices: Devices of the fleet, >= 1.
 
     Returns:
-        Seconds T, and the fractional widths at which trial i trains at work[i] / T. They sum to
-        at most the devices.
+        Seconds T, and fractional widths that sum to at most the devices. At these trial i trains
+        at work[i] / T, or faster: where trials at their peak decide T, the others share what they
+        leave, so as to finish together.
     """
     start, rise, devices = _padded([_segments(r[:num_devices]) for r in rates])
     needed = np.asarray(work, dtype=np.float64)[:, None]
@@ -44,9 +45,10 @@ def fluid_optimum(
         return total
 
     peaks = (start + rise * (devices > 0)).max(axis=1)
-    low, high = 0.0, float((peaks / needed[:, 0]).min())
+    paces = peaks / needed[:, 0]
+    low, high = 0.0, float(paces.max())
     if widths(high).sum() <= num_devices:
-        return 1 / high, widths(high)
+        return 1 / float(paces.min()), widths(high)
     for _ in range(_MAX_STEPS):
         middle = (low + high) / 2
         if widths(middle).sum() > num_devices:
@@ -55,7 +57,7 @@ def fluid_optimum(
             low = middle
         if high - low <= _TOLERANCE * high:
             break
-    return 1 / low, widths(low)
+    return 1 / min(low, float(paces.min())), widths(low)
 
 
 def widest_useful(rates: Rates) -> int:

@@ -80,7 +80,13 @@ def _rounded(
         if left > 0 and widths[i] < widest_useful(candidates[i].rates[: candidates[i].widest]):
             widths[i] += 1
             left -= 1
-    return [_admissible(c, m) for c, m in zip(candidates, widths, strict=True)]
+    widths = [_admissible(c, m) for c, m in zip(candidates, widths, strict=True)]
+    left = problem.num_devices - sum(widths)
+    for i in order:  # too few for one may together be enough for another
+        if not widths[i] and candidates[i].min_devices <= left:
+            widths[i] = candidates[i].min_devices
+            left -= widths[i]
+    return widths
 
 
 def _admissible(candidate: Candidate, m: int) -> int:

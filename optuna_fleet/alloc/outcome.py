@@ -43,7 +43,10 @@ def count_problem(
     limit = problem.num_devices
     values = tuple(
         _values(
-            c, problem.kept_width(c) or 0, forward_looking_s, _outcomes(c, objective, limit)
+            c,
+            min(problem.kept_width(c) or 0, c.widest),
+            forward_looking_s,
+            _outcomes(c, objective, limit),
         ).reshape(1, -1)
         for c in candidates
     )
@@ -67,8 +70,5 @@ def _values(
     values = forward_looking_s * outcomes
     values[:now] -= outcomes[now] * candidate.rescale_down_s
     values[now + 1 :] -= outcomes[now] * candidate.rescale_up_s
-    if candidate.min_devices > 1:
-        kept = values[now]
-        values[1 : candidate.min_devices] = -np.inf
-        values[now] = kept
+    values[1 : candidate.min_devices] = -np.inf
     return values

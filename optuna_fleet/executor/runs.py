@@ -121,4 +121,5 @@ def model_of(message: Reached) -> Model:
         structure=message.structure,
         resumable=message.resumable,
         max_devices=message.batch_size,
+        samples_per_epoch=message.samples_per_epoch,
     )

@@ -209,6 +209,8 @@ class Training:
         if self._reached_after_s is not None:
             return
         self._reached_after_s = time.perf_counter() - self._session.began
+        assert self._pipeline is not None
+        samples = self._pipeline.sample_count(name)
         if self._run.rank == 0:
             structure = self._structure(name, batch_size)
             self._session.send(
@@ -217,10 +219,9 @@ class Training:
                     structure=structure,
                     resumable=self._in_epochs,
                     batch_size=batch_size,
+                    samples_per_epoch=samples,
                 )
             )
-        assert self._pipeline is not None
-        samples = self._pipeline.sample_count(name)
         if batch_size > samples:
             self._session.tell(
                 "fleet",
