@@ -94,12 +94,14 @@ class RateMeasured:
 class EpochEnded:
     """A run finished an epoch and asks what to do; `converged` by the user's criterion.
 
-    `epochs_done` counts from the trial's beginning. After its last epoch a run just ends.
+    `predicted_epochs` is how many it will take in all, if somebody says so; `epochs_done` counts
+    from the trial's beginning. After its last epoch a run just ends.
     """
 
     run_id: int
     epochs_done: int
     converged: bool
+    predicted_epochs: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

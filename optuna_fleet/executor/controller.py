@@ -160,6 +160,7 @@ class Controller:
             return []
         trial = self._roster.trials[run.number]
         trial.epochs_done = event.epochs_done
+        trial.predicted_epochs = event.predicted_epochs
         if trial.model is not None:  # even if its first data was for something else
             trial.model = replace(trial.model, resumable=True)
         decision = EpochDecision.GO

@@ -22,7 +22,6 @@ from optuna_fleet.events import (
     DeviceJoined,
     Ending,
     EpochDecision,
-    EpochEnded,
     Event,
     GiveBack,
     GiveUp,
@@ -42,6 +41,7 @@ from optuna_fleet.events import (
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
+from optuna_fleet.executor.judging import Judge
 from optuna_fleet.executor.runs import Job, RunRecord, decision_of, model_of
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
@@ -81,6 +81,7 @@ class Driver:
         self._ledger = ledger
         self._proposals = proposals
         self._job = job
+        self._judge = Judge(job, ledger)
         self._events: deque[Event] = deque()
         self._runs: dict[int, RunRecord] = {}
         self._where: dict[int, int] = {}
@@ -207,15 +208,7 @@ class Driver:
     def _epoch_ended(self, run: RunRecord, call: Call) -> None:
         run.pending_epoch = call
         (epoch,), _ = unpack(call.arguments)
-        converged = self._has_converged(run)
-        self._post(EpochEnded(run_id=call.run_id, epochs_done=epoch + 1, converged=converged))
-
-    def _has_converged(self, run: RunRecord) -> bool:
-        convergence = self._job.convergence
-        if convergence is None:
-            return False
-        values = self._ledger.reported_values(run.launch.number)
-        return convergence.is_reached(values, maximize=self._job.maximize)
+        self._post(self._judge.epoch_ended(call.run_id, run.launch.number, epoch + 1))
 
     def _answer(self, run: RunRecord, call: Call, reply: Reply) -> None:
         self._reply(run, run.calls.answer(reply, call.name))

@@ -54,6 +54,12 @@ class FleetExecutor:
         alpha: A global round ends when fewer than this share of its devices is active.
         rate_spread: Fastest over slowest training rate allowed within one flotilla.
         max_trials: Most trials under way at once; None for no limit but the devices.
+        phases: Only trials in the same epoch may share a stream of data within a flotilla.
+        preprocess_samples_per_s: What the preprocessors can deliver to all streams of data; plans
+            keep to it. None if that never limits.
+        predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
+            all, or None; "elastic" then plans with that, within a factor of what the sweep itself
+            tells.
         rescale_s: What moving a trial costs, in seconds of its training; "elastic" weighs it.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         checkpoint_dir: Where trials are checkpointed while they run; None for a private folder.
@@ -83,6 +89,9 @@ class FleetExecutor:
         alpha: float | None = None,
         rate_spread: float | None = None,
         max_trials: int | None = None,
+        phases: bool = False,
+        preprocess_samples_per_s: float | None = None,
+        predictor: Callable[[optuna.trial.FrozenTrial], float | None] | None = None,
         rescale_s: float = 1.0,
         convergence: Convergence | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
@@ -110,10 +119,13 @@ class FleetExecutor:
             solver_time_limit_s=solver_time_limit_s,
             max_restarts=max_restarts,
             max_trials=max_trials,
+            phases=phases,
+            preprocess_samples_per_s=preprocess_samples_per_s,
             rescale_s=rescale_s,
         )
         self._pipeline = pipeline
         self._convergence = convergence
+        self._predictor = predictor
         self._checkpoint_dir = (
             Path(checkpoint_dir).resolve() if checkpoint_dir is not None else None
         )
@@ -196,6 +208,7 @@ class FleetExecutor:
             seed=self._seed,
             gc_after_trial=loop.gc_after_trial,
             convergence=self._convergence,
+            predictor=self._predictor,
             checkpoint_interval_s=self._checkpoint_interval_s,
             maximize=loop.maximize,
         )

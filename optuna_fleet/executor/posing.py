@@ -73,6 +73,8 @@ class Poser:
             nodes=self._nodes(usable),
             rate_spread=self._policy.rate_spread,
             time_limit_s=self._policy.solver_time_limit_s,
+            preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
+            phases=self._policy.phases,
             finished_epochs=finished_epochs,
             joined={device: joined[device] for device in usable if device in joined},
         )
@@ -88,6 +90,7 @@ class Poser:
             min_devices=model.min_devices,
             waited_rounds=trial.waited_rounds,
             epochs_done=trial.epochs_done,
+            predicted_epochs=trial.predicted_epochs,
             samples_per_epoch=model.samples_per_epoch,
             movable=self.is_movable(trial),
             rescale_up_s=self._cost_s(model.rescale_up_s),

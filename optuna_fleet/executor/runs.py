@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ class Job:
     seed: int
     gc_after_trial: bool
     convergence: Convergence | None
+    predictor: Callable[[Any], float | None] | None
     checkpoint_interval_s: float
     maximize: bool
 

@@ -30,6 +30,8 @@ class Policy:
         max_trials: Most trials that are under way at once; later ones are proposed as these end.
         lookahead: Trials that may wait for devices while further ones are proposed. Only trials
             whose model is known without a probe can wait unprobed.
+        phases: Only trials in the same epoch may share a stream of data.
+        preprocess_samples_per_s: What the preprocessors deliver to all streams; None for any rate.
         rescale_s: Seconds of training that a move costs, where the model does not say.
         moves_within_epochs: Trainers can yield between two batches, not only at the end of an
             epoch.
@@ -42,6 +44,8 @@ class Policy:
     max_restarts: int = 3
     max_trials: int | None = None
     lookahead: int = 0
+    phases: bool = False
+    preprocess_samples_per_s: float | None = None
     rescale_s: float = 1.0
     moves_within_epochs: bool = False
 
@@ -60,6 +64,10 @@ class Policy:
         for name in ("max_restarts", "lookahead", "rescale_s"):
             if getattr(self, name) < 0:
                 raise FleetConfigError(f"`{name}` is {getattr(self, name)}, but must be >= 0.")
+        if self.preprocess_samples_per_s is not None and not self.preprocess_samples_per_s > 0:
+            raise FleetConfigError(
+                f"`preprocess_samples_per_s` is {self.preprocess_samples_per_s}, but must be > 0."
+            )
         if self.max_trials is not None and self.max_trials < 1:
             raise FleetConfigError(f"`max_trials` is {self.max_trials}, but must be >= 1.")
 
@@ -100,6 +108,7 @@ class Trial:
     status: Status = Status.PROPOSED
     model: Model | None = None
     epochs_done: int = 0
+    predicted_epochs: float | None = None
     restarts: int = 0
     waited_rounds: int = 0
     run: Run | None = None

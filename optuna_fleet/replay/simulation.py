@@ -164,10 +164,7 @@ class Simulation:
             self._see(self._ranks_ended(flight, Ending.RETURNED))
         else:
             flight.waits = True
-            done = progress.epochs_done
-            self._events.append(
-                (EpochEnded(run_id=flight.run_id, epochs_done=done, converged=False),)
-            )
+            self._events.append((_epoch_ended(flight),))
 
     def _see(self, events: tuple[Event, ...]) -> None:
         if self._rules.seen_at == "completions":
@@ -330,3 +327,12 @@ class Simulation:
         for device, joined_s in self._present.items():
             self._ledger.add_presence(device, self._now - joined_s)
         return Outcome(end_s=self._now, trials=self._progress, ledger=self._ledger)
+
+
+def _epoch_ended(flight: Flight) -> EpochEnded:
+    return EpochEnded(
+        run_id=flight.run_id,
+        epochs_done=flight.progress.epochs_done,
+        converged=False,
+        predicted_epochs=flight.progress.trial.predicted_epochs,
+    )

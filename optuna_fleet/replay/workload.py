@@ -19,6 +19,7 @@ class SimulatedTrial:
         rates: True (r(1), ..., r(M)) in samples/s; M is the widest it may fly.
         epochs: Epochs until it ends; the policy does not know.
         samples_per_epoch: Samples of one epoch.
+        predicted_epochs: What somebody predicts for `epochs`; None if nobody does.
         submit_s: When it can be proposed first, in seconds.
         min_devices: Fewest devices it can fly on.
         rescale_up_s: What a move to more devices costs, in seconds of training.
@@ -29,6 +30,7 @@ class SimulatedTrial:
     rates: tuple[float, ...]
     epochs: int
     samples_per_epoch: float
+    predicted_epochs: float | None = None
     submit_s: float = 0.0
     min_devices: int = 1
     rescale_up_s: float = 0.0

@@ -118,9 +118,13 @@ class Ledger:
         values = compat.frozen(self.study, self._proposals[number]).intermediate_values
         self._replayed[number] = frozenset(values)
 
+    def frozen(self, number: int) -> FrozenTrial:
+        """The trial as the study knows it now."""
+        return compat.frozen(self.study, self._proposals[number])
+
     def reported_values(self, number: int) -> list[float]:
         """The trial's intermediate values, in order of step."""
-        values = compat.frozen(self.study, self._proposals[number]).intermediate_values
+        values = self.frozen(number).intermediate_values
         return [values[step] for step in sorted(values)]
 
     def record(self, number: int, flight: Flight) -> None:

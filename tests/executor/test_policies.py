@@ -1,0 +1,58 @@
+"""Every policy by name, with real processes: the same trials, the same results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet import FleetExecutor
+from optuna_fleet.alloc import ElasticAllocator
+from optuna_fleet.executor.policies import POLICIES
+from tests.fleets import small_pipeline, train
+
+
+def short(trial: Any) -> float:
+    return train(trial, epochs=2 + trial.number % 2)
+
+
+def losses_of(policy: str, **options: Any) -> list[Any]:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    pipeline = small_pipeline()
+    with FleetExecutor(pipeline, devices=2, device_type="cpu", policy=policy, **options) as fleet:
+        study.optimize(short, n_trials=3, executor=fleet)
+    return [trial.user_attrs["losses"] for trial in study.trials]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    return losses_of("baseline")
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "baseline"])
+def test_a_policy_changes_who_flies_where_and_nothing_else(
+    policy: str, expected: list[Any]
+) -> None:
+    for losses, alike in zip(losses_of(policy), expected, strict=True):
+        assert losses == pytest.approx(alike, rel=1e-10)
+
+
+def test_elastic_takes_an_objective_of_the_users(expected: list[Any]) -> None:
+    allocator = ElasticAllocator(objective=lambda candidate, m: m**0.5, forward_looking_s=60)
+    for losses, alike in zip(losses_of("elastic", allocator=allocator), expected, strict=True):
+        assert losses == pytest.approx(alike, rel=1e-10)
+
+
+def test_a_predictor_is_asked_and_may_fail(capfd: pytest.CaptureFixture[str]) -> None:
+    asked: list[int] = []
+
+    def predictor(trial: optuna.trial.FrozenTrial) -> float:
+        asked.append(trial.number)
+        if trial.number == 0:
+            raise RuntimeError("no idea")
+        return len(trial.intermediate_values) + 1.0
+
+    assert len(losses_of("elastic", predictor=predictor)) == 3
+    assert set(asked) == {0, 1, 2}
+    assert capfd.readouterr().err.count("The predictor failed for trial 0") == 1
