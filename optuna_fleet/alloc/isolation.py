@@ -29,6 +29,7 @@ from optuna_fleet.alloc.problem import (
     Allocator,
     Plan,
 )
+from optuna_fleet.alloc.timing import timed
 from optuna_fleet.alloc.validation import validate
 
 _logger = logging.getLogger(__name__)
@@ -218,7 +219,7 @@ class IsolatedAllocator:
         _logger.warning(
             "Allocation by %s instead of %s: %s", self._fallback.name, self.name, cause
         )
-        plan = self._fallback.allocate(problem)
+        plan = timed(self._fallback, problem)
         status = f"fallback: {cause}"
         return replace(plan, status=status, reason=f"{status}; {plan.reason}")
 

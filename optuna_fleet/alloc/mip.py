@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -62,7 +61,6 @@ class MipAllocator:
         Raises:
             AllocationFailed: The solver found nothing within ``time_limit_s``, or failed.
         """
-        started = time.perf_counter()
         problem = self._with_phases(problem)
         values = self.values(problem)
         widths, status, gap = self._solve(problem, values)
@@ -75,7 +73,6 @@ class MipAllocator:
             allocator=self.name,
             status=status,
             gap=gap,
-            solve_time_s=time.perf_counter() - started,
         )
 
     def values(self, problem: AllocationProblem) -> dict[Option, float]:

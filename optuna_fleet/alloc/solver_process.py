@@ -12,9 +12,10 @@ import os
 import pickle
 import signal
 import sys
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from optuna_fleet.alloc.isolation import HEADER
+from optuna_fleet.alloc.timing import timed
 
 _PR_SET_PDEATHSIG = 1
 
@@ -59,11 +60,9 @@ def _read(requests: BinaryIO) -> bytes | None:
 
 
 def _answer(request: bytes) -> bytes:
-    answer: Any
     try:
         allocator, problem = pickle.loads(request)
-        answer = allocator.allocate(problem)
-        return pickle.dumps(answer)
+        return pickle.dumps(timed(allocator, problem))
     except Exception as error:
         return pickle.dumps(f"{type(error).__name__}: {error}")
 

@@ -12,4 +12,6 @@ def timed(allocator: Allocator, problem: AllocationProblem) -> Plan:
     """The allocator's plan, with `solve_time_s` set; raises what `allocate` raises."""
     started = time.perf_counter()
     plan = allocator.allocate(problem)
-    return replace(plan, solve_time_s=time.perf_counter() - started)
+    elapsed_s = time.perf_counter() - started
+    # What is no plan is for the caller to refuse: the allocator may be the user's.
+    return replace(plan, solve_time_s=elapsed_s) if isinstance(plan, Plan) else plan

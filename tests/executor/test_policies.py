@@ -44,7 +44,7 @@ def test_elastic_takes_an_objective_of_the_users(expected: list[Any]) -> None:
         assert losses == pytest.approx(alike, rel=1e-10)
 
 
-def test_a_predictor_is_asked_and_may_fail(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_predictor_is_asked_and_may_fail(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
 
     def predictor(trial: optuna.trial.FrozenTrial) -> float:
@@ -55,4 +55,4 @@ def test_a_predictor_is_asked_and_may_fail(capfd: pytest.CaptureFixture[str]) ->
 
     assert len(losses_of("elastic", predictor=predictor)) == 3
     assert set(asked) == {0, 1, 2}
-    assert capfd.readouterr().err.count("The predictor failed for trial 0") == 1
+    assert caplog.text.count("The predictor failed for trial 0") == 1
