@@ -99,7 +99,12 @@ def _add_simulate(commands: Any) -> None:
         "simulate", help="run an ensemble of trials with known rates on a fleet that stays"
     )
     command.add_argument("ensemble", type=Path, metavar="ENSEMBLE.json")
-    command.add_argument("--devices", type=_at_least(1), required=True)
+    command.add_argument(
+        "--devices",
+        type=_devices,
+        required=True,
+        help="how many, as in 12; or of each device type, as in v100=8,a100=4",
+    )
     command.add_argument("--devices-per-node", type=_at_least(1), default=4)
     command.add_argument("--policy", choices=list(POLICIES), default="elastic")
     command.add_argument("--seed", type=_at_least(0), default=0)
@@ -159,6 +164,16 @@ def _at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return whole_number
+
+
+def _devices(text: str) -> int | dict[str, int]:
+    whole_number = _at_least(1)
+    if "=" not in text:
+        return whole_number(text)
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    if len({kind for kind, _, _ in pairs if kind}) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} must name each device type once")
+    return {kind: whole_number(number) for kind, _, number in pairs}
 
 
 def _number(least: float) -> Callable[[str], float]:

@@ -36,5 +36,10 @@ class Fleet:
             by_node.setdefault(device.node, []).append(device.index)
         return tuple(tuple(by_node[node]) for node in sorted(by_node))
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Device types, in ascending order."""
+        return tuple(sorted({device.kind for device in self.devices}))
+
     def __len__(self) -> int:
         return len(self.devices)

@@ -5,6 +5,7 @@ from optuna_fleet.alloc.equal import EqualSplitAllocator
 from optuna_fleet.alloc.fleet import FleetAllocator
 from optuna_fleet.alloc.greedy import GreedyAllocator
 from optuna_fleet.alloc.isolation import IsolatedAllocator
+from optuna_fleet.alloc.kinds import ByKind
 from optuna_fleet.alloc.mip import MipAllocator
 from optuna_fleet.alloc.placement import fleet_score, place
 from optuna_fleet.alloc.problem import (
@@ -37,6 +38,7 @@ __all__ = [
     "AllocationProblem",
     "Allocator",
     "Assignment",
+    "ByKind",
     "Candidate",
     "ElasticAllocator",
     "EqualSplitAllocator",

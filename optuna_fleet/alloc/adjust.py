@@ -7,7 +7,7 @@ soonest: idle spells are short or long, ``docs/allocation.md``), and grows where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate
@@ -92,14 +92,11 @@ def place_changes(problem: AllocationProblem, widths: Mapping[int, int]) -> Plac
         m = widths[number]
         placed[number] = tuple(own if len(own) <= m else _eldest(problem, own, m))
         usable.difference_update(placed[number])
-    free = _free_by_node(problem, placed)
-    node_of = {device: n for n, node in enumerate(problem.nodes) for device in node}
+    free = _Free(problem, placed)
     # The largest first: they are the hardest to keep together.
     for number in sorted(widths, key=lambda t: (len(placed[t]) - widths[t], t)):
-        missing = widths[number] - len(placed[number])
-        if missing:
-            own_nodes = {node_of[device] for device in placed[number]}
-            grown = _take(free, own_nodes, missing)
+        if missing := widths[number] - len(placed[number]):
+            grown = free.take(missing, near=placed[number])
             placed[number] = tuple(sorted((*placed[number], *grown)))
     return placed
 
@@ -109,26 +106,36 @@ def _eldest(problem: AllocationProblem, devices: Iterable[int], m: int) -> list[
     return sorted(age_order[:m])
 
 
-def _free_by_node(problem: AllocationProblem, placed: Placement) -> dict[int, list[int]]:
-    taken = {device for devices in placed.values() for device in devices}
-    free = {n: [d for d in node if d not in taken] for n, node in enumerate(problem.nodes)}
-    return {n: devices for n, devices in free.items() if devices}
+class _Free:
+    """Devices that nobody has, by node in ascending order."""
 
+    def __init__(self, problem: AllocationProblem, placed: Placement) -> None:
+        taken = {device for devices in placed.values() for device in devices}
+        self._node_of = {device: n for n, node in enumerate(problem.nodes) for device in node}
+        self._devices: dict[int, list[int]] = {}
+        for n, node in enumerate(problem.nodes):
+            if left := [d for d in node if d not in taken]:
+                self._devices[n] = left
+        self._most = max(map(len, self._devices.values()), default=0)
 
-def _take(free: dict[int, list[int]], own_nodes: set[int], m: int) -> list[int]:
-    """Takes `m` devices: from the trial's own nodes, then from as few others as possible."""
-    taken: list[int] = []
-    while len(taken) < m:
-        missing = m - len(taken)
-        near = [n for n in free if n in own_nodes]
-        node = _fitting(free, near or list(free), missing)
-        taken += free[node][:missing]
-        free[node] = free[node][missing:]
-        if not free[node]:
-            del free[node]
-    return taken
+    def take(self, m: int, near: Iterable[int]) -> list[int]:
+        """Takes `m` devices: from the nodes of those near, then from as few others as possible."""
+        own = {self._node_of[device] for device in near}
+        taken: list[int] = []
+        while len(taken) < m:
+            missing = m - len(taken)
+            node = self._fitting(sorted(own & self._devices.keys()), missing)
+            devices = self._devices[node]
+            taken += devices[:missing]
+            self._devices[node] = devices[missing:]
+            if not self._devices[node]:
+                del self._devices[node]
+        return taken
 
-
-def _fitting(free: Mapping[int, list[int]], nodes: list[int], m: int) -> int:
-    """The first node that holds `m`, else the first: neighbours tend to leave together."""
-    return next((n for n in sorted(nodes) if len(free[n]) >= m), min(nodes))
+    def _fitting(self, near: Sequence[int], m: int) -> int:
+        """The first node that holds `m`, else the first: neighbours tend to leave together."""
+        nodes = near or self._devices
+        if m <= self._most:  # else there is no need to look, and there may be thousands
+            holding = (n for n in nodes if len(self._devices[n]) >= m)
+            return next(holding, next(iter(nodes)))
+        return next(iter(nodes))

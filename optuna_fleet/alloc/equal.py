@@ -41,10 +41,11 @@ class EqualSplitAllocator:
         targets = {c.number: self._share(c, share) for c in candidates}
         left = problem.num_devices - sum(targets.values())
         for candidate in candidates:
-            extra = left if self.published else 1
-            wider = min(targets[candidate.number] + min(extra, left), candidate.widest)
+            target = targets[candidate.number]
+            extra = left if self.published else max(1, candidate.min_devices - target)
+            wider = min(target + min(extra, left), candidate.widest)
             if wider >= candidate.min_devices:
-                left -= wider - targets[candidate.number]
+                left -= wider - target
                 targets[candidate.number] = wider
         return targets
 

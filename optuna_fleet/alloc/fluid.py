@@ -60,11 +60,6 @@ def fluid_optimum(
     return 1 / min(low, float(paces.min())), widths(low)
 
 
-def widest_useful(rates: Rates) -> int:
-    """Width at which the rate peaks."""
-    return int(_segments(rates)[2].sum())
-
-
 @lru_cache(maxsize=4096)
 def _segments(rates: Rates) -> FloatArray:
     """Least concave majorant of m -> r(m) with r(0) = 0, up to its peak.

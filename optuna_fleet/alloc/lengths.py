@@ -32,14 +32,20 @@ FloatArray = NDArray[np.float64]
 def expected_lengths(ended: Iterable[int], under_way: Iterable[int]) -> FloatArray:
     """Expected number of epochs in all of a trial that has done k, for k = 0..LONGEST.
 
+    A trial that outlasts all that ended says that the model is wrong about it. It may then go on
+    for as long again as it has, not for longer.
+
     Args:
         ended: Epochs of each trial that has ended.
         under_way: Epochs that each of the others has done.
     """
     prior, log_equal, log_more, lengths = _grid()
-    log_posterior = prior + log_equal @ _counts(ended, least=1) + log_more @ _counts(under_way)
+    ends = _counts(ended, least=1)
+    log_posterior = prior + log_equal @ ends + log_more @ _counts(under_way)
     weights = np.exp(log_posterior - log_posterior.max())
     expected: FloatArray = weights @ lengths / weights.sum()
+    if longest := int(ends.nonzero()[0].max(initial=0)):
+        expected = np.minimum(expected, 2 * np.maximum(np.arange(LONGEST + 1), longest))
     return expected
 
 

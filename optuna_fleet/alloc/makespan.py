@@ -9,12 +9,13 @@ it, for they move seldom and their last devices help least.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from optuna_fleet.alloc.adjust import Wishes
-from optuna_fleet.alloc.fluid import FloatArray, fluid_optimum, widest_useful
+from optuna_fleet.alloc.fluid import FloatArray, fluid_optimum
 from optuna_fleet.alloc.lengths import expected_lengths, remaining_epochs
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate
 
@@ -68,27 +69,29 @@ def _samples_left(candidate: Candidate, expected: FloatArray) -> float:
 def _rounded(
     problem: AllocationProblem, candidates: Sequence[Candidate], fluid: FloatArray
 ) -> list[int]:
-    """Whole widths: rounded up first for those who have that device already, then by remainder."""
-    widths = np.floor(fluid + _ROUNDING).astype(int).tolist()
+    """Useful widths: rounded up first for those who have these devices already, then by remainder.
+
+    Whoever is rounded down so far that it could not fly leaves its devices to the others.
+    """
+    useful = [c.useful_widths(problem.num_devices) for c in candidates]
+    shares = (fluid + _ROUNDING).tolist()
+    widths = [_widest(u, share) for u, share in zip(useful, shares, strict=True)]
     held = [problem.kept_width(c) or 0 for c in candidates]
     order = sorted(
         range(len(candidates)),
         key=lambda i: (held[i] <= widths[i], widths[i] - fluid[i], -candidates[i].number),
     )
-    left = problem.num_devices - sum(widths)
-    for i in order:
-        if left > 0 and widths[i] < widest_useful(candidates[i].rates[: candidates[i].widest]):
-            widths[i] += 1
-            left -= 1
-    widths = [_admissible(c, m) for c, m in zip(candidates, widths, strict=True)]
-    left = problem.num_devices - sum(widths)
-    for i in order:  # too few for one may together be enough for another
-        if not widths[i] and candidates[i].min_devices <= left:
-            widths[i] = candidates[i].min_devices
-            left -= widths[i]
+    left, before = problem.num_devices - sum(widths), 0
+    while left != before:
+        before = left
+        for i in order:
+            wider = next((m for m in useful[i] if m > widths[i]), math.inf)
+            if wider <= widths[i] + left:
+                left -= int(wider) - widths[i]
+                widths[i] = int(wider)
     return widths
 
 
-def _admissible(candidate: Candidate, m: int) -> int:
-    """The fastest width up to `m` within its bounds; 0 if there is none."""
-    return max(candidate.useful_widths(m), default=0)
+def _widest(widths: Sequence[int], limit: float) -> int:
+    """The widest up to the limit; 0 if there is none."""
+    return max((m for m in widths if m <= limit), default=0)

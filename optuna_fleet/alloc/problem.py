@@ -6,95 +6,18 @@ close (FLEET, section 4.3). Several flotillas may fly at once on disjoint device
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+from optuna_fleet.alloc.candidate import Candidate as Candidate
 from optuna_fleet.exceptions import FleetError
 
 
 class AllocationFailed(FleetError):  # noqa: N818 - names what happened; the fallback takes over
     """An allocator has no answer; the caller takes that of its fallback."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A trial that flies or could fly.
-
-    Attributes:
-        number: Trial number.
-        rates: (r(1), ..., r(M)) in samples/s; widths beyond M are not considered.
-        devices: Devices it flies on now; empty if it waits.
-        min_devices: Fewest devices it can fly on.
-        max_devices: Most devices it can fly on; None for no limit but ``len(rates)``.
-        waited_rounds: Decisions in which it has been passed over.
-        epochs_done: Epochs it has finished; it is in the *phase* of this number.
-        samples_per_epoch: Samples of one epoch; of one unit of work if that is not known.
-        predicted_epochs: Epochs in all that somebody predicts; None if nobody does.
-        movable: Whether its devices can change now; if not, it stays where it flies.
-        rescale_up_s: Seconds of training lost when it gets more devices, or its first.
-        rescale_down_s: Seconds of training lost when it gets fewer devices.
-
-    Raises:
-        ValueError: A rate is not finite and positive, the bounds leave no width, or it can't move
-            but flies nowhere, or on more devices than it has rates for.
-    """
-
-    number: int
-    rates: tuple[float, ...]
-    devices: tuple[int, ...] = ()
-    min_devices: int = 1
-    max_devices: int | None = None
-    waited_rounds: int = 0
-    epochs_done: int = 0
-    samples_per_epoch: float = 1.0
-    predicted_epochs: float | None = None
-    movable: bool = True
-    rescale_up_s: float = 0.0
-    rescale_down_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        # Summed first: a replay builds a hundred thousand of these.
-        plain = self.rates and min(self.rates) > 0 and math.isfinite(sum(self.rates))
-        if not plain and not (self.rates and all(math.isfinite(r) and r > 0 for r in self.rates)):
-            raise ValueError(
-                f"The value of `rates` of trial {self.number} is {self.rates}, but must "
-                "hold at least one rate, all finite and > 0."
-            )
-        if not 1 <= self.min_devices <= self.widest:
-            raise ValueError(
-                f"The value of `min_devices` of trial {self.number} is {self.min_devices}, but "
-                f"must be within 1 and {self.widest}, the widest it can fly."
-            )
-        if not self.movable and not 1 <= len(self.devices) <= len(self.rates):
-            raise ValueError(
-                f"The value of `movable` of trial {self.number} is False, but it flies on "
-                f"{len(self.devices)} devices, and must be within 1 and {len(self.rates)}."
-            )
-
-    @property
-    def widest(self) -> int:
-        """Most devices it can fly on."""
-        known = len(self.rates)
-        return known if self.max_devices is None else min(known, self.max_devices)
-
-    def rate(self, m: int) -> float:
-        """r(m) in samples/s."""
-        return self.rates[m - 1]
-
-    def useful_widths(self, limit: int) -> tuple[int, ...]:
-        """Admissible widths up to ``limit`` that are faster than every narrower one.
-
-        The others waste devices: Eq. 5 of FLEET falls again beyond its peak.
-        """
-        widths: list[int] = []
-        for m in range(self.min_devices, min(self.widest, limit) + 1):
-            if not widths or self.rate(m) > self.rate(widths[-1]):
-                widths.append(m)
-        return tuple(widths)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: what follows from the fields is cached
@@ -114,10 +37,14 @@ class AllocationProblem:
         finished_epochs: Epochs of each trial that ended by itself: all that is known of how long
             the candidates will go on.
         joined: Device -> when it joined the fleet, as an ordinal; those it lacks are the eldest.
+        kinds: Device type of each node; empty if all are alike. A trial flies on devices of one
+            type at a time; allocators that know nothing of types go into
+            :class:`optuna_fleet.alloc.kinds.ByKind`.
 
     Raises:
         ValueError: A trial or a device is listed twice, two trials that can't move share a device,
-            ``rate_spread`` is below 1, or ``preprocess_samples_per_s`` is not positive.
+            ``rate_spread`` is below 1, ``preprocess_samples_per_s`` is not positive, or ``kinds``
+            does not fit the nodes or the candidates.
     """
 
     candidates: tuple[Candidate, ...]
@@ -128,6 +55,7 @@ class AllocationProblem:
     phases: bool = False
     finished_epochs: tuple[int, ...] = ()
     joined: Mapping[int, int] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if twice := repeated(c.number for c in self.candidates):
@@ -148,6 +76,31 @@ class AllocationProblem:
                 f"The value of `candidates` has devices {twice} in use by more than one trial "
                 "that can't move."
             )
+        if self.kinds:
+            self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        if len(self.kinds) != len(self.nodes):
+            raise ValueError(
+                f"The value of `kinds` is {self.kinds}, but must name the device type of each of "
+                f"the {len(self.nodes)} nodes."
+            )
+        for c in self.candidates:
+            if c.rates_by_kind and not c.rates_by_kind.keys() >= set(self.kinds):
+                raise ValueError(
+                    f"The value of `rates_by_kind` of trial {c.number} is for "
+                    f"{sorted(c.rates_by_kind)}, but must be for all of {sorted(set(self.kinds))}."
+                )
+            if len(kinds := self.kinds_of(c.devices)) > 1:
+                raise ValueError(
+                    f"The value of `devices` of trial {c.number} has {kinds}, but must be of one "
+                    "device type."
+                )
+            if any(c.rates_on(kind) != c.rates for kind in kinds):
+                raise ValueError(
+                    f"The value of `rates` of trial {c.number} must be that for {kinds[0]!r}, "
+                    "where it flies."
+                )
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
@@ -167,6 +120,29 @@ class AllocationProblem:
     def by_number(self) -> Mapping[int, Candidate]:
         """Candidates by trial number, in ascending order."""
         return {c.number: c for c in sorted(self.candidates, key=lambda c: c.number)}
+
+    @cached_property
+    def num_by_kind(self) -> Mapping[str, int]:
+        """Number of devices of each type, in ascending order; of type "" if all are alike."""
+        kinds = self.kinds or ("",) * len(self.nodes)
+        totals = dict.fromkeys(sorted(set(kinds)), 0)
+        for kind, node in zip(kinds, self.nodes, strict=True):
+            totals[kind] += len(node)
+        return totals
+
+    @cached_property
+    def _kind_of(self) -> Mapping[int, str]:
+        pairs = zip(self.kinds, self.nodes, strict=True) if self.kinds else ()
+        return {device: kind for kind, node in pairs for device in node}
+
+    def kinds_of(self, devices: Iterable[int]) -> list[str]:
+        """Types of those of the devices that may be used now; none if all are alike."""
+        return sorted({self._kind_of[d] for d in devices if d in self._kind_of})
+
+    def kind_now(self, candidate: Candidate) -> str:
+        """Device type it flies on; "" if on none, or all are alike."""
+        kinds = self.kinds_of(candidate.devices) if self.kinds else ()
+        return kinds[0] if kinds else ""
 
     def kept_width(self, candidate: Candidate) -> int | None:
         """Width at which it can go on where it is; None if it waits or a device is gone."""

@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DEFAULT_SCALING = 0.95
 """r(m+1)/r(m) * m/(m+1) where nothing is known: how one more device lowers the rate per device."""
@@ -30,9 +30,10 @@ class RateProfile:
     """Measured rates of one model structure on one device type.
 
     Attributes:
-        structure: Name of the structure (parameter shapes, batch size, device type); trials of
-            equal structure share one profile.
+        structure: Name of the structure (parameter shapes, batch size); trials of equal structure
+            share one profile.
         measured: Devices m -> samples/s, at least one width.
+        kind: Device type it was measured on; "" where all are alike.
 
     Raises:
         ValueError: Nothing was measured, a width is below 1, or a rate is not finite and positive.
@@ -40,6 +41,7 @@ class RateProfile:
 
     structure: str
     measured: Mapping[int, float]
+    kind: str = ""
 
     def __post_init__(self) -> None:
         if not self.measured:
@@ -81,7 +83,7 @@ class RateProfile:
 
     def with_measurement(self, m: int, samples_per_s: float) -> RateProfile:
         """The same profile with r(``m``) set to ``samples_per_s``, replacing an older value."""
-        return RateProfile(structure=self.structure, measured={**self.measured, m: samples_per_s})
+        return replace(self, measured={**self.measured, m: samples_per_s})
 
     def _rate(self, m: int, widths: Sequence[int], factor: float) -> float:
         if m in self.measured:
@@ -94,6 +96,11 @@ class RateProfile:
         high = min(w for w in widths if w > m)
         share = (m - low) / (high - low)
         return (1 - share) * self.measured[low] + share * self.measured[high]
+
+
+def profile_key(structure: str, kind: str) -> str:
+    """What a profile is filed under; of a structure alone where all device types are alike."""
+    return f"{structure} on {kind}" if kind else structure
 
 
 def pooled_scaling(profiles: Iterable[RateProfile]) -> float:

@@ -53,17 +53,20 @@ def group_by_rate(
 def group_widths(problem: AllocationProblem, widths: Mapping[int, int]) -> list[Widths]:
     """The fewest flotillas these widths need, slowest first; see :func:`group_by_rate`.
 
-    Where the preprocessors' capacity counts, they are also those that draw least.
+    Where the preprocessors' capacity counts, they are also those that draw least. Trials on unlike
+    device types, which are planned apart, share none.
     """
     by_number = problem.by_number
     rates = {t: by_number[t].rate(m) for t, m in widths.items()}
-    phases: dict[int, dict[int, float]] = defaultdict(dict)
+    apart: dict[tuple[int, str], dict[int, float]] = defaultdict(dict)
     for number, rate in rates.items():
-        phases[by_number[number].epochs_done if problem.phases else 0][number] = rate
+        candidate = by_number[number]
+        phase = candidate.epochs_done if problem.phases else 0
+        apart[phase, problem.kind_now(candidate)][number] = rate
     limited = problem.preprocess_samples_per_s is not None
     groups = [
         group
-        for members in phases.values()
+        for members in apart.values()
         for group in group_by_rate(members, problem.rate_spread, from_fastest=limited)
     ]
     groups.sort(key=lambda group: (rates[group[0]], group[0]))
@@ -91,8 +94,13 @@ def stream_limit(problem: AllocationProblem) -> float:
         apart = replace(problem, phases=True)  # as it may be: in mid-epoch no stream is merged
         unavoidable = demand(apart, group_widths(apart, pinned))
     else:
-        fitting = [c for c in problem.candidates if c.min_devices <= problem.num_devices]
-        unavoidable = min((c.rate(c.min_devices) for c in fitting), default=0.0)
+        slowest = (
+            c.rates_on(kind)[c.min_devices - 1]
+            for kind, total in problem.num_by_kind.items()
+            for c in problem.candidates
+            if c.min_devices <= total
+        )
+        unavoidable = min(slowest, default=0.0)
     return max(problem.preprocess_samples_per_s, unavoidable)
 
 

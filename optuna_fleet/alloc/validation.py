@@ -27,9 +27,9 @@ def validate(problem: AllocationProblem, plan: Plan) -> None:
 
     Raises:
         ValueError: Lists every rule the plan breaks: unknown or repeated trials, devices that
-            can't be used or are used twice, widths out of bounds, wrong rates, trials that can't
-            move but would, a spread of rates too large, unlike phases in one flotilla, streams
-            that exceed the preprocessors' capacity.
+            can't be used or are used twice, widths out of bounds, unlike device types in one
+            trial, wrong rates, trials that can't move but would, a spread of rates too large,
+            unlike phases in one flotilla, streams that exceed the preprocessors' capacity.
     """
     if broken := list(_breaches(problem, plan)):
         raise ValueError(f"The plan of {plan.allocator} can't be flown: {'; '.join(broken)}.")
@@ -46,7 +46,8 @@ def _breaches(problem: AllocationProblem, plan: Plan) -> Iterator[str]:
         yield f"devices {absent} are not available"
     by_number, pinned = problem.by_number, problem.pinned
     for a in everything:
-        yield from _assignment_breaches(by_number.get(a.number), a, a.number in pinned)
+        kinds = problem.kinds_of(a.devices)
+        yield from _assignment_breaches(by_number.get(a.number), a, kinds, a.number in pinned)
     if stuck := sorted(pinned.keys() - {a.number for a in everything}):
         yield f"trials {stuck} can't leave their devices now, but would"
     for flotilla in plan.flotillas:
@@ -55,7 +56,7 @@ def _breaches(problem: AllocationProblem, plan: Plan) -> Iterator[str]:
 
 
 def _assignment_breaches(
-    candidate: Candidate | None, assignment: Assignment, is_pinned: bool
+    candidate: Candidate | None, assignment: Assignment, kinds: list[str], is_pinned: bool
 ) -> Iterator[str]:
     m = len(assignment.devices)
     if candidate is None:
@@ -67,8 +68,12 @@ def _assignment_breaches(
             f"trial {assignment.number} has {m} devices, not {candidate.min_devices}.."
             f"{candidate.widest}"
         )
-    elif not math.isclose(assignment.rate, candidate.rate(m), rel_tol=_TOLERANCE):
-        yield f"trial {assignment.number} has rate {assignment.rate}, not {candidate.rate(m)}"
+    elif len(kinds) > 1:
+        yield f"trial {assignment.number} has devices of types {kinds}"
+    else:
+        rate = candidate.rates_on(kinds[0] if kinds else "")[m - 1]
+        if not math.isclose(assignment.rate, rate, rel_tol=_TOLERANCE):
+            yield f"trial {assignment.number} has rate {assignment.rate}, not {rate}"
 
 
 def _flotilla_breaches(problem: AllocationProblem, flotilla: Flotilla) -> Iterator[str]:

@@ -66,7 +66,7 @@ class Controller:
         self.fleet = fleet
         self.policy = policy
         self.round = 0
-        self._profiles = Profiles({} if profiles is None else profiles, len(fleet))
+        self._profiles = Profiles({} if profiles is None else profiles, fleet)
         self._poser = Poser(fleet, policy, self._profiles)
         self._roster = Roster(count() if run_ids is None else run_ids)
         self._joined: dict[int, int] = {}
@@ -140,7 +140,7 @@ class Controller:
         trial = self._roster.trials[run.number]
         trial.model = event.model
         trial.status = Status.FLYING
-        run.measured = self._profiles.is_measured(event.model.structure, len(run.devices))
+        run.measured = self._profiles.is_measured(event.model.structure, run.devices)
         self._changed = True
 
     def _rate_measured(self, event: RateMeasured) -> None:
@@ -149,7 +149,7 @@ class Controller:
             return
         model = self._roster.trials[run.number].model
         assert model is not None
-        if self._profiles.measure(model.structure, len(run.devices), event.samples_per_s):
+        if self._profiles.measure(model.structure, run.devices, event.samples_per_s):
             self._is_disappointed = True
         run.measured = True
         self._changed = True
@@ -259,7 +259,7 @@ class Controller:
 
     def _launch(self, trial: Trial, devices: tuple[int, ...]) -> Instruction:
         model = trial.model
-        measured = model is not None and self._profiles.is_measured(model.structure, len(devices))
+        measured = model is not None and self._profiles.is_measured(model.structure, devices)
         run = self._roster.take_off(trial, devices, measured=measured)
         return Launch(
             run_id=run.run_id,

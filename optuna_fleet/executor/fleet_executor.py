@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import optuna
 
-from optuna_fleet.alloc import Allocator, GreedyAllocator, IsolatedAllocator
+from optuna_fleet.alloc import Allocator, ByKind, GreedyAllocator, IsolatedAllocator
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.controller import Controller
@@ -243,7 +243,10 @@ class FleetExecutor:
             self._runtime = Runtime(
                 self.fleet,
                 self._pipeline,
-                IsolatedAllocator(self._allocator, GreedyAllocator(keep_flying=True)),
+                IsolatedAllocator(
+                    ByKind(inner=self._allocator),
+                    ByKind(inner=GreedyAllocator(keep_flying=True), cautious=True),
+                ),
                 self._checkpoint_dir,
                 preload=preload or self._pipeline is not None,
             )

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate
+from optuna_fleet.events import Model
 from optuna_fleet.executor.profiles import Profiles
 from optuna_fleet.executor.roster import Roster
 from optuna_fleet.executor.trials import Policy, Run, Status, Trial
 from optuna_fleet.resources import Fleet
+
+Rates = tuple[float, ...]
+"""(r(1), r(2), ...) in samples/s."""
 
 
 class Poser:
@@ -17,7 +21,8 @@ class Poser:
     def __init__(self, fleet: Fleet, policy: Policy, profiles: Profiles) -> None:
         self._policy = policy
         self._profiles = profiles
-        self._node_of = {device.index: device.node for device in fleet.devices}
+        # The devices of one node and type are a node of the problem.
+        self._place_of = {d.index: (d.node, d.kind) for d in fleet.devices}
 
     def is_settled(self, trial: Trial, run: Run) -> bool:
         """Nothing more will be learnt of the run: its rate is known, or it will never move."""
@@ -68,9 +73,11 @@ class Poser:
     ) -> AllocationProblem:
         """The problem of placing the candidates on the devices they may use."""
         usable = self.usable(roster, candidates)
+        nodes = self._nodes(usable)
         return AllocationProblem(
             candidates=tuple(self._candidate(trial, roster.idle) for trial in candidates),
-            nodes=self._nodes(usable),
+            nodes=tuple(map(tuple, nodes.values())),
+            kinds=tuple(kind for _, kind in nodes) if self._profiles.kinds else (),
             rate_spread=self._policy.rate_spread,
             time_limit_s=self._policy.solver_time_limit_s,
             preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
@@ -83,10 +90,13 @@ class Poser:
         model = trial.model
         assert model is not None
         home = tuple(d for d in trial.home if d in idle)
+        devices = trial.run.devices if trial.run else home
+        rates, rates_by_kind = self._rates(model, devices)
         return Candidate(
             number=trial.number,
-            rates=self._profiles.rates(model.structure, model.max_devices),
-            devices=trial.run.devices if trial.run else home,
+            rates=rates,
+            rates_by_kind=rates_by_kind,
+            devices=devices,
             min_devices=model.min_devices,
             waited_rounds=trial.waited_rounds,
             epochs_done=trial.epochs_done,
@@ -97,11 +107,21 @@ class Poser:
             rescale_down_s=self._cost_s(model.rescale_down_s),
         )
 
+    def _rates(self, model: Model, devices: tuple[int, ...]) -> tuple[Rates, dict[str, Rates]]:
+        """Rates on the type of these devices, on the fastest if there are none, and on each."""
+        kinds = self._profiles.kinds
+        if not kinds:
+            return self._profiles.rates(model.structure, model.max_devices), {}
+        rates = {k: self._profiles.rates(model.structure, model.max_devices, k) for k in kinds}
+        fastest = max(kinds, key=lambda k: rates[k][0])
+        return rates[self._place_of[devices[0]][1] if devices else fastest], rates
+
     def _cost_s(self, of_model: float | None) -> float:
         return self._policy.rescale_s if of_model is None else of_model
 
-    def _nodes(self, usable: set[int]) -> tuple[tuple[int, ...], ...]:
-        nodes: dict[int, list[int]] = defaultdict(list)
+    def _nodes(self, usable: set[int]) -> dict[tuple[int, str], list[int]]:
+        """Devices by node and type, in ascending order."""
+        nodes: dict[tuple[int, str], list[int]] = defaultdict(list)
         for device in sorted(usable):
-            nodes[self._node_of[device]].append(device)
-        return tuple(tuple(nodes[node]) for node in sorted(nodes))
+            nodes[self._place_of[device]].append(device)
+        return dict(sorted(nodes.items()))

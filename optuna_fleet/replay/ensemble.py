@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.exceptions import FleetConfigError
@@ -10,14 +12,15 @@ from optuna_fleet.replay.fields import Fields
 from optuna_fleet.replay.workload import SimulatedTrial
 
 
-def load_ensemble(path: Path, num_devices: int) -> tuple[SimulatedTrial, ...]:
+def load_ensemble(path: Path, num_devices: int | Mapping[str, int]) -> tuple[SimulatedTrial, ...]:
     """The trials of an ensemble file.
 
     Args:
         path: A JSON file: ``{"samples_per_epoch": 30606, "rescale_s": 34, "trials": [{"name":
             "...", "rates": {"1": 100.0, "2": 190.0}, "epochs": 14, "submit_s": 0}, ...]}``. Rates
-            of other widths follow :meth:`RateProfile.rates`.
-        num_devices: Widest rate wanted.
+            of other widths follow :meth:`RateProfile.rates`. Where device types differ, the rates
+            of a trial may be given for each: ``{"v100": {"1": 100.0}, "a100": {"1": 210.0}}``.
+        num_devices: Devices of the fleet, or of each device type.
 
     Returns:
         In order of submission.
@@ -25,17 +28,19 @@ def load_ensemble(path: Path, num_devices: int) -> tuple[SimulatedTrial, ...]:
     Raises:
         FleetConfigError: The file can't be read, or a field is missing or wrong.
     """
+    kinds = tuple(num_devices) if isinstance(num_devices, Mapping) else ()
+    widest = max(num_devices.values()) if isinstance(num_devices, Mapping) else num_devices
     fields = Fields.of_file(path)
     samples = fields.number("samples_per_epoch", above=True)
     rescale_s = fields.number("rescale_s", default=0.0)
     trials = [
         SimulatedTrial(
             name=trial.text("name", default=f"trial {k}"),
-            rates=_rates(trial, num_devices),
+            **_all_rates(trial, kinds, widest),
             epochs=trial.whole("epochs", least=1),
             samples_per_epoch=samples,
             submit_s=trial.number("submit_s", default=0.0),
-            min_devices=_min_devices(trial, num_devices),
+            min_devices=_min_devices(trial, widest),
             rescale_up_s=rescale_s,
             rescale_down_s=rescale_s,
         )
@@ -45,29 +50,39 @@ def load_ensemble(path: Path, num_devices: int) -> tuple[SimulatedTrial, ...]:
     return tuple(sorted(trials, key=lambda trial: trial.submit_s))
 
 
-def _rates(trial: Fields, num_devices: int) -> tuple[float, ...]:
+def _all_rates(trial: Fields, kinds: Sequence[str], widest: int) -> dict[str, Any]:
     given = trial.child("rates")
+    if not kinds or not any(map(given.has_object, given.names())):
+        return {"rates": _rates(trial, "rates", widest)}
+    by_kind = {kind: _rates(given, kind, widest) for kind in kinds}
+    fastest = max(kinds, key=lambda kind: by_kind[kind][0])
+    return {"rates": by_kind[fastest], "rates_by_kind": by_kind}
+
+
+def _rates(parent: Fields, name: str, widest: int) -> tuple[float, ...]:
+    given = parent.child(name)
     measured = {}
     for width in given.names():
         if not width.isdecimal() or int(width) < 1:
-            raise trial.refuse("rates", f"by numbers of devices >= 1, not by {width!r}")
+            raise parent.refuse(name, f"by numbers of devices >= 1, not by {width!r}")
         measured[int(width)] = given.number(width, above=True)
     if not measured:
-        raise trial.refuse("rates", 'an object like {"1": 100.0}')
-    return RateProfile(structure="", measured=measured).rates(num_devices)
+        raise parent.refuse(name, 'an object like {"1": 100.0}')
+    return RateProfile(structure="", measured=measured).rates(widest)
 
 
-def _min_devices(trial: Fields, num_devices: int) -> int:
+def _min_devices(trial: Fields, widest: int) -> int:
     least = trial.whole("min_devices", least=1, default=1)
-    if least > num_devices:
-        raise trial.refuse("min_devices", f"<= {num_devices}, the devices there are")
+    if least > widest:
+        raise trial.refuse("min_devices", f"<= {widest}, the devices there are")
     return least
 
 
 def _check_names(path: Path, trials: list[SimulatedTrial]) -> None:
-    rates: dict[str, tuple[float, ...]] = {}
+    rates: dict[str, Any] = {}
     for trial in trials:
-        if rates.setdefault(trial.name, trial.rates) != trial.rates:
+        own = trial.rates, trial.rates_by_kind
+        if rates.setdefault(trial.name, own) != own:
             raise FleetConfigError(
                 f"{path}: two trials are named {trial.name!r} but have unlike rates; trials of "
                 "one name share a rate profile, so unlike ones need unlike names."

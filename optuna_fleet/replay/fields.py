@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class Fields:
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise FleetConfigError(f"{path} can't be read: {error.strerror}.") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FleetConfigError(f"{path} is not JSON: {error}.") from error
         return cls(data, str(path))
 
@@ -39,17 +39,20 @@ class Fields:
         """Whether there is such a field."""
         return name in self._data
 
+    def has_list(self, name: str) -> bool:
+        """Whether there is such a field, and it is a list."""
+        return isinstance(self._data.get(name), list)
+
+    def has_object(self, name: str) -> bool:
+        """Whether there is such a field, and it is an object."""
+        return isinstance(self._data.get(name), Mapping)
+
     def number(
         self, name: str, *, least: float = 0.0, above: bool = False, default: float | None = None
     ) -> float:
         """A finite number of at least `least`, or above it."""
         value = self._get(name, default)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if (
-            is_number
-            and math.isfinite(value)
-            and (value > least or (value == least and not above))
-        ):
+        if _is_number(value) and (value > least or (value == least and not above)):
             return float(value)
         rule = f"a number {'>' if above else '>='} {least:g}"
         raise self._error(name, value, rule)
@@ -78,8 +81,7 @@ class Fields:
     def numbers(self, name: str, *, length: int) -> list[float]:
         """So many finite numbers >= 0."""
         value = self.array(name)
-        good = all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in value)
-        if not good or len(value) != length:
+        if not all(_is_number(x) and x >= 0 for x in value) or len(value) != length:
             raise self._error(name, value, f"{length} numbers >= 0")
         return [float(x) for x in value]
 
@@ -110,6 +112,13 @@ class Fields:
 
     def _error(self, name: str, value: Any, rule: str) -> FleetConfigError:
         return FleetConfigError(f"{self._where}: `{name}` is {_shown(value)}, but must be {rule}.")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that a float can hold, and finite."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def _shown(value: Any) -> str:

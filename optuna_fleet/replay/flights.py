@@ -14,6 +14,7 @@ class Progress:
     Attributes:
         samples: Samples trained, less what moves cost.
         width: Devices it had last (0 before its first start).
+        kind: Type of these.
         begun_s: First start, in seconds.
         ended_s: End, in seconds.
         landed_s: When its last run ended, in seconds.
@@ -26,6 +27,7 @@ class Progress:
     samples: float = 0.0
     epochs_done: int = 0
     width: int = 0
+    kind: str = ""
     begun_s: float | None = None
     ended_s: float | None = None
     landed_s: float | None = None
@@ -68,19 +70,25 @@ class Flight:
         return self.since_s + (target - self.progress.samples) / self.pace
 
 
-def charge_start(progress: Progress, width: int, now: float, rules: Rules) -> None:
-    """Charges a trial for going on at a width now; see :class:`Rules`."""
+def charge_start(progress: Progress, width: int, kind: str, now: float, rules: Rules) -> None:
+    """Charges a trial for going on at a width, on devices of a type, now; see :class:`Rules`.
+
+    To change the type costs no less than to get more devices.
+    """
     trial, before = progress.trial, progress.width
+    is_same = kind == progress.kind
     if rules.cost == "stall":
         if progress.begun_s is None:
             return
-        seconds = trial.rescale_up_s if width >= before else trial.rescale_down_s
-        rate = trial.rates[width - 1]
+        is_up = width >= before or not is_same
+        seconds = trial.rescale_up_s if is_up else trial.rescale_down_s
+        rate = trial.rates_on(kind)[width - 1]
     else:
-        if width == before or before == 0 or progress.landed_s != now:
+        if (width == before and is_same) or before == 0 or progress.landed_s != now:
             return
-        seconds = trial.rescale_up_s if width > before else trial.rescale_down_s
-        rate = trial.rates[before - 1]
+        is_up = width > before or not is_same
+        seconds = trial.rescale_up_s if is_up else trial.rescale_down_s
+        rate = trial.rates_on(progress.kind)[before - 1]
     progress.samples -= seconds * rate
     progress.rescale_samples += seconds * rate
     progress.rescales += 1
@@ -89,10 +97,11 @@ def charge_start(progress: Progress, width: int, now: float, rules: Rules) -> No
 def charge_loss(progress: Progress, width: int, left: int, rules: Rules) -> None:
     """Charges a trial that lost devices and has `left` of `width`."""
     if rules.cost == "old rate":
-        lost = progress.trial.rescale_down_s * progress.trial.rates[width - 1]
+        rate = progress.trial.rates_on(progress.kind)[width - 1]
+        lost = progress.trial.rescale_down_s * rate
         progress.samples -= lost
         progress.preempt_samples += lost
-    progress.width = left
+        progress.width = left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,8 @@ def load_jobs(path: Path, mix: str) -> tuple[SimulatedTrial, ...]:
     up, down = (_seconds(jobs, name, count) for name in ("Tcup_s", "Tcdw_s"))
     samples, spacing = jobs.number("Pmax_images", above=True), jobs.number("spacing_s")
     least = jobs.whole("Jmin", least=1)
+    if least > widest:
+        raise jobs.refuse("Jmin", f"<= {widest}, as `Jmax` is")
     return tuple(
         SimulatedTrial(
             name=names[k % len(names)],
@@ -61,15 +63,16 @@ def _texts(jobs: Fields, name: str) -> list[str]:
 
 def _seconds(jobs: Fields, name: str, count: int) -> list[float]:
     """One number for all, or one for each."""
-    try:
-        return [jobs.number(name)] * count
-    except ValueError:
+    if jobs.has_list(name):
         return jobs.numbers(name, length=count)
+    return [jobs.number(name)] * count
 
 
 def _rates(scaling: Fields, widest: int) -> tuple[float, ...]:
     nodes = scaling.numbers("nodes", length=len(scaling.array("nodes")))
     rates = scaling.numbers("images_per_s", length=len(nodes))
-    if sorted(set(nodes)) != nodes or nodes[-1] < widest:
-        raise scaling.refuse("nodes", f"rising, up to at least {widest}")
+    if sorted(set(nodes)) != nodes or nodes[0] > 1 or nodes[-1] < widest:
+        raise scaling.refuse("nodes", f"rising, from 0 or 1 up to at least {widest}")
+    if not all(rate > 0 for n, rate in zip(nodes, rates, strict=True) if n):
+        raise scaling.refuse("images_per_s", "> 0 on any nodes")
     return tuple(np.interp(np.arange(1, widest + 1), nodes, rates).tolist())

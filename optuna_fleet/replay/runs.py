@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,8 +27,9 @@ class EnsembleRun:
 
     Attributes:
         trials: All of them; those submitted at 0 are known from the start.
-        num_devices: Devices of the fleet.
-        devices_per_node: Of each node but the last, which may have fewer.
+        num_devices: Devices of the fleet, or of each device type; a trial flies on one type at a
+            time.
+        devices_per_node: Of each node but the last one of a type, which may have fewer.
         policy: A name of `POLICIES`.
         seed: Of random orders and of the noise.
         noise: Standard deviation of the logarithm of (believed / true) rates.
@@ -36,7 +37,7 @@ class EnsembleRun:
     """
 
     trials: Sequence[SimulatedTrial]
-    num_devices: int
+    num_devices: int | Mapping[str, int]
     devices_per_node: int = 4
     policy: str = "elastic"
     seed: int = 0
@@ -48,17 +49,25 @@ class EnsembleRun:
         named = named_policy(self.policy)
         allocator = self.allocator or named.new_allocator(self.seed)
         policy = named.policy(max_restarts=_NO_LIMIT, lookahead=len(self.trials))
-        profiles = believed_profiles(self.trials, noise=self.noise, seed=self.seed)
+        fleet = self._fleet()
+        profiles = believed_profiles(self.trials, fleet.kinds, noise=self.noise, seed=self.seed)
         rules = Rules(coupled=named.is_coupled)
-        simulation = Simulation(self._fleet(), self.trials, policy, allocator, profiles, rules)
-        everything = FleetChange(time_s=0.0, joined=tuple(range(self.num_devices)))
+        simulation = Simulation(fleet, self.trials, policy, allocator, profiles, rules)
+        everything = FleetChange(time_s=0.0, joined=tuple(range(len(fleet))))
         return simulation.run(iter([everything]))
 
     def _fleet(self) -> Fleet:
+        given = self.num_devices
+        num_by_kind = given if isinstance(given, Mapping) else {"simulated": given}
+        places = [
+            (kind, k // self.devices_per_node)
+            for kind, total in num_by_kind.items()
+            for k in range(total)
+        ]
+        nodes = {place: node for node, place in enumerate(dict.fromkeys(places))}
         return Fleet(
             devices=tuple(
-                Device(index=i, node=i // self.devices_per_node, kind="simulated")
-                for i in range(self.num_devices)
+                Device(index=i, node=nodes[place], kind=place[0]) for i, place in enumerate(places)
             )
         )
 
@@ -68,7 +77,7 @@ def simulation_report(run: EnsembleRun, outcome: Outcome, baseline: Outcome) -> 
     bound_s = lower_bound_s(run.trials, run.num_devices)
     return {
         "policy": run.policy,
-        "devices": run.num_devices,
+        "devices": _plain(run.num_devices),
         "seed": run.seed,
         **common_report(outcome),
         "lower_bound_s": bound_s,
@@ -76,6 +85,10 @@ def simulation_report(run: EnsembleRun, outcome: Outcome, baseline: Outcome) -> 
         "baseline_s": baseline.end_s,
         "speedup_over_baseline": baseline.end_s / outcome.end_s,
     }
+
+
+def _plain(num_devices: int | Mapping[str, int]) -> int | dict[str, int]:
+    return num_devices if isinstance(num_devices, int) else dict(num_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +118,12 @@ class TraceRun:
     to_the_end: bool = False
 
     def run(self) -> Outcome:
-        """Simulate."""
+        """Simulate.
+
+        Raises:
+            FleetConfigError: It is to go on to the end, but a trial never has nodes enough.
+        """
+        self._check_end()
         policy = Policy(
             paradigm="elastic",
             rate_spread=math.inf,
@@ -124,6 +142,14 @@ class TraceRun:
         )
         until_s = None if self.to_the_end else self.trace.end_s
         return simulation.run(self.trace.changes(repeats=self.to_the_end), until_s)
+
+    def _check_end(self) -> None:
+        needed, most = max(t.min_devices for t in self.trials), self.trace.most_nodes()
+        if self.to_the_end and needed > most:
+            raise FleetConfigError(
+                f"`to_the_end` is set, but a trial needs {needed} nodes, and never more than "
+                f"{most} are idle at once."
+            )
 
     def _allocator(self) -> Allocator:
         match self.policy:
@@ -153,7 +179,7 @@ def trace_report(run: TraceRun, outcome: Outcome) -> dict[str, Any]:
         "preempt_samples_per_event": sum(p.preempt_samples for p in trials) / events,
         "rescale_samples_per_event": sum(p.rescale_samples for p in trials) / events,
     }
-    if outcome.end_s <= run.trace.end_s:
+    if nodes and outcome.end_s <= run.trace.end_s:
         report["utilisation"] = utilisation(trials, nodes, run.max_trials, seconds)
     return report
 

@@ -14,6 +14,7 @@ from itertools import count
 
 from typing_extensions import assert_never
 
+from optuna_fleet.alloc.kinds import ByKind
 from optuna_fleet.alloc.problem import AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.alloc.timing import timed
@@ -73,7 +74,7 @@ class Simulation:
         trials: In order of submission.
         policy: The controller's.
         allocator: Decides; solver time does not count as simulated time.
-        profiles: What the policy believes of the rates, by trial name.
+        profiles: What the policy believes of the rates; see `believed_profiles`.
         rules: How the world behaves.
     """
 
@@ -87,7 +88,8 @@ class Simulation:
         rules: Rules,
     ) -> None:
         self._controller = Controller(fleet, policy, profiles=profiles)
-        self._allocator = allocator
+        self._allocator = ByKind(inner=allocator)
+        self._kind_of = {device.index: device.kind for device in fleet.devices}
         self._trials = trials
         self._rules = rules
         self._now = 0.0
@@ -241,12 +243,12 @@ class Simulation:
 
     def _launch(self, launch: Launch) -> None:
         progress = self._progress[launch.number]
-        width = len(launch.devices)
-        charge_start(progress, width, self._now, self._rules)
-        rate = progress.trial.rates[width - 1]
+        width, kind = len(launch.devices), self._kind_of[launch.devices[0]]
+        charge_start(progress, width, kind, self._now, self._rules)
+        rate = progress.trial.rates_on(kind)[width - 1]
         if progress.begun_s is None:
             progress.begun_s = self._now
-        progress.width = width
+        progress.width, progress.kind = width, kind
         flight = Flight(
             run_id=launch.run_id,
             number=launch.number,

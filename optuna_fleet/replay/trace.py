@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,12 +51,20 @@ class NodeTrace:
 
     def mean_nodes(self, until_s: float) -> float:
         """N_eq of BFTrainer's Eq. 17-18: node-seconds up to `until_s` over those seconds."""
-        steps = np.zeros(len(self.time_s))
-        np.add.at(steps, self.event, self.delta)
-        idle = int(self.initial_idle.sum()) + np.cumsum(steps)
         ends = np.append(self.time_s[1:], until_s).clip(max=until_s)
         lasted = (ends - self.time_s.clip(max=until_s)).clip(min=0.0)
-        return float((idle * lasted).sum() / until_s)
+        return float((self._num_idle() * lasted).sum() / until_s)
+
+    def most_nodes(self) -> int:
+        """Most nodes that are idle at once."""
+        return int(self._num_idle().max())
+
+    def _num_idle(self) -> NDArray[np.int64]:
+        """[E] nodes that are idle from each moment on."""
+        steps = np.zeros(len(self.time_s), dtype=np.int64)
+        np.add.at(steps, self.event, self.delta)
+        idle: NDArray[np.int64] = self.initial_idle.sum() + np.cumsum(steps)
+        return idle
 
     def changes(self, *, repeats: bool = False) -> Iterator[FleetChange]:
         """The trace as changes of a fleet, in order; again and again if it `repeats`."""
@@ -124,13 +133,25 @@ _KINDS = {
 }
 
 
+_NO_ARCHIVE = (
+    ValueError,
+    EOFError,
+    AttributeError,
+    TypeError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What NumPy raises on other files, and on archives that are damaged or encrypted."""
+
+
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in _KINDS if name in archive}
     except OSError as error:
         raise FleetConfigError(f"{path} can't be read: {error.strerror or error}.") from error
-    except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+    except _NO_ARCHIVE as error:
         raise FleetConfigError(f"{path} is not a NumPy archive (.npz): {error}.") from error
     for name, kinds in _KINDS.items():
         if name not in arrays:
@@ -145,24 +166,32 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _breaches(trace: NodeTrace) -> Iterator[tuple[str, str]]:
-    num_nodes, num_events = len(trace.names), len(trace.time_s)
-    if num_events == 0 or trace.time_s[0] < 0 or not np.isfinite(trace.time_s).all():
-        yield "time_s", "must hold at least one moment, all finite and >= 0"
-    if (np.diff(trace.time_s) <= 0).any():
-        yield "time_s", "must rise from event to event"
+    num_nodes, num_events, time_s = len(trace.names), len(trace.time_s), trace.time_s
+    if num_events < 2:
+        yield "time_s", f"has {num_events} entries, but must have at least 2"
+    yield from _wrong("time_s", time_s, ~(np.isfinite(time_s) & (time_s >= 0)), "be finite, >= 0")
+    yield from _wrong("time_s", time_s[1:], np.diff(time_s) <= 0, "rise from event to event")
     if len(trace.initial_idle) != num_nodes:
         yield "initial_idle", f"has {len(trace.initial_idle)} entries for {num_nodes} nodes"
     if not len(trace.event) == len(trace.node) == len(trace.delta):
         yield "change_event", "must be as long as `change_node` and `change_delta`"
-    if (np.diff(trace.event) < 0).any():
-        yield "change_event", "must not fall"
-    if ((trace.event < 0) | (trace.event >= num_events)).any():
-        yield "change_event", f"must be within 0 and {num_events - 1}, the events of `time_s`"
-    if ((trace.node < 0) | (trace.node >= num_nodes)).any():
-        yield "change_node", f"must be within 0 and {num_nodes - 1}"
-    if (np.abs(trace.delta) != 1).any():
-        yield "change_delta", "must be +1 (becomes idle) or -1 (is taken)"
+    for field, values, length in (
+        ("change_event", trace.event, num_events),
+        ("change_node", trace.node, num_nodes),
+    ):
+        outside = (values < 0) | (values >= length)
+        yield from _wrong(field, values, outside, f"be within 0 and {length - 1}")
+    yield from _wrong("change_event", trace.event[1:], np.diff(trace.event) < 0, "not fall")
+    one = "be +1 (becomes idle) or -1 (is taken)"
+    yield from _wrong("change_delta", trace.delta, np.abs(trace.delta) != 1, one)
     yield from _impossible_changes(trace)
+
+
+def _wrong(
+    field: str, values: NDArray[Any], is_wrong: NDArray[np.bool_], rule: str
+) -> Iterator[tuple[str, str]]:
+    if is_wrong.any():
+        yield field, f"holds {values[is_wrong.argmax()]}, but must {rule}"
 
 
 def _impossible_changes(trace: NodeTrace) -> Iterator[tuple[str, str]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from optuna_fleet.alloc.rates import RateProfile
+from optuna_fleet.alloc.rates import RateProfile, profile_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,8 @@ class SimulatedTrial:
 
     Attributes:
         name: For people.
-        rates: True (r(1), ..., r(M)) in samples/s; M is the widest it may fly.
+        rates: True (r(1), ..., r(M)) in samples/s; M is the widest it may fly. Where device types
+            differ, those of the type that is fastest.
         epochs: Epochs until it ends; the policy does not know.
         samples_per_epoch: Samples of one epoch.
         predicted_epochs: What somebody predicts for `epochs`; None if nobody does.
@@ -24,6 +25,7 @@ class SimulatedTrial:
         min_devices: Fewest devices it can fly on.
         rescale_up_s: What a move to more devices costs, in seconds of training.
         rescale_down_s: What a move to fewer devices costs, in seconds of training.
+        rates_by_kind: Device type -> rates there, as many; empty if ``rates`` hold on all types.
     """
 
     name: str
@@ -35,6 +37,11 @@ class SimulatedTrial:
     min_devices: int = 1
     rescale_up_s: float = 0.0
     rescale_down_s: float = 0.0
+    rates_by_kind: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+
+    def rates_on(self, kind: str) -> tuple[float, ...]:
+        """True (r(1), ..., r(M)) in samples/s on devices of that type."""
+        return self.rates_by_kind.get(kind, self.rates)
 
     @property
     def work(self) -> float:
@@ -81,22 +88,33 @@ class Rules:
 
 
 def believed_profiles(
-    trials: Sequence[SimulatedTrial], *, noise: float = 0.0, seed: int = 0
+    trials: Sequence[SimulatedTrial],
+    kinds: Sequence[str] = ("",),
+    *,
+    noise: float = 0.0,
+    seed: int = 0,
 ) -> dict[str, RateProfile]:
-    """What the policy believes of the rates: one profile per name.
+    """What the policy believes of the rates: one profile per name and device type.
 
     Args:
         trials: Those of one name have equal rates.
+        kinds: Device types of the fleet; ``rates`` hold on those no trial knows.
         noise: Standard deviation of the logarithm of (believed / true) rate; 0 for the truth.
         seed: Of the noise.
     """
     generator = np.random.default_rng([seed, 1])
     profiles: dict[str, RateProfile] = {}
     for trial in trials:
-        if trial.name not in profiles:
-            factors = np.exp(noise * generator.standard_normal(len(trial.rates))).tolist()
-            believed = {
-                m: r * f for m, (r, f) in enumerate(zip(trial.rates, factors, strict=True), 1)
-            }
-            profiles[trial.name] = RateProfile(structure=trial.name, measured=believed)
+        for kind in kinds:
+            told_apart = kind if len(kinds) > 1 else ""
+            key = profile_key(trial.name, told_apart)
+            if key not in profiles:
+                rates = trial.rates_on(kind)
+                factors = np.exp(noise * generator.standard_normal(len(rates))).tolist()
+                pairs = zip(rates, factors, strict=True)
+                profiles[key] = RateProfile(
+                    structure=trial.name,
+                    measured={m: r * f for m, (r, f) in enumerate(pairs, 1)},
+                    kind=told_apart,
+                )
     return profiles

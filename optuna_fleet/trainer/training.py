@@ -231,8 +231,8 @@ class Training:
             )
 
     def _structure(self, name: str, batch_size: int) -> str:
-        """What decides the training rate: parameter shapes, batch size, data, device type."""
-        digest = hashlib.sha256(f"{self._kind}|{name}|{batch_size}".encode())
+        """What decides the rate on devices of one type: parameter shapes, batch size, data."""
+        digest = hashlib.sha256(f"{name}|{batch_size}".encode())
         for module in self._modules:
             digest.update(type(module).__qualname__.encode())
             for key, parameter in module.named_parameters():

@@ -14,6 +14,8 @@ from optuna_fleet.alloc import (
     AllocationFailed,
     AllocationProblem,
     Candidate,
+    ElasticAllocator,
+    EqualSplitAllocator,
     FleetAllocator,
     GreedyAllocator,
     HomogeneousAllocator,
@@ -31,10 +33,22 @@ GAINING = [
     MipAllocator(phases=True),
 ]
 STARTING = [*GAINING, SingleDeviceAllocator(), HomogeneousAllocator(seed=7)]
+
+
+def epochs_per_s(candidate, m):
+    return candidate.rate(m) / candidate.samples_per_epoch
+
+
 ALLOCATORS = [
     *STARTING,
     FleetAllocator(),
     FleetAllocator(delta=70.0, reference_quantile=0.75),
+    ElasticAllocator(),
+    ElasticAllocator(objective="throughput"),
+    ElasticAllocator(objective="scaling-efficiency", solver="mip"),
+    ElasticAllocator(objective=epochs_per_s),
+    EqualSplitAllocator(),
+    EqualSplitAllocator(published=True),
 ]
 every_allocator = pytest.mark.parametrize("allocator", ALLOCATORS, ids=repr)
 every_starting_allocator = pytest.mark.parametrize("allocator", STARTING, ids=repr)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc import GreedyAllocator, RateProfile
+from optuna_fleet.alloc import Allocator, GreedyAllocator, RateProfile, validate
 from optuna_fleet.events import (
     Allocate,
     AnswerEpoch,
@@ -62,8 +62,11 @@ def epoch_ended(run_id: int, *, epochs_done: int = 1, converged: bool = False) -
 class World:
     """Feeds a controller, plays out what it says, and checks what must always hold."""
 
-    def __init__(self, num_devices: int = 4, trials: int = 4, **policy: Any) -> None:
-        self.controller = Controller(fleet_of(num_devices), Policy(**policy))
+    def __init__(
+        self, num_devices: int = 4, trials: int = 4, fleet: Fleet | None = None, **policy: Any
+    ) -> None:
+        self.controller = Controller(fleet or fleet_of(num_devices), Policy(**policy))
+        self.allocator: Allocator = GreedyAllocator()
         self.budget = trials
         self.numbers = itertools.count()
         self.runs: dict[int, Launch] = {}
@@ -73,7 +76,7 @@ class World:
         self.unanswered: list[Allocate] = []
         self.resting: set[int] = set()
         self.yielding: set[int] = set()
-        for device in range(num_devices):
+        for device in range(len(self.controller.fleet)):
             self.tell(DeviceJoined(device=device))
 
     def tell(self, event: Event) -> list[Any]:
@@ -116,7 +119,9 @@ class World:
 
     def decide(self) -> list[Any]:
         """The solver answers."""
-        plan = GreedyAllocator().allocate(self.unanswered.pop(0).problem)
+        problem = self.unanswered.pop(0).problem
+        plan = self.allocator.allocate(problem)
+        validate(problem, plan)
         return self.tell(PlanDecided(plan=plan))
 
     def settle_all(self) -> None:
@@ -146,6 +151,40 @@ class World:
         for peer in peers:
             self.tell(RankEnded(run_id=run_id, device=peer, ending=Ending.RAISED))
         self.tell(DeviceJoined(device=lost))
+
+
+def play_out(world: World, rng: random.Random, *, structures: int = 2**32) -> None:
+    """Let anything happen that can, in any order, until all trials have ended."""
+    for _ in range(3000):
+        if world.controller.finished:
+            break
+        choices = [("decide", 0)] if world.unanswered else []
+        choices += [
+            (what, run)
+            for run in world.runs
+            for what in ("reach", "epoch", "end", "lose", "yield")
+            if what != "yield" or run in world.yielding
+            if what not in ("reach", "epoch", "end") or run not in world.resting
+        ]
+        assert choices, "nothing can happen any more, but trials are left"
+        what, run_id = rng.choice(choices)
+        match what:
+            case "decide":
+                world.decide()
+            case "reach":
+                resumable = rng.random() < 0.8
+                world.tell(reached(run_id, f"{run_id % structures}", resumable=resumable))
+                world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
+            case "epoch":
+                world.resting.add(run_id)
+                world.tell(epoch_ended(run_id))
+            case "yield":
+                world.end(run_id, Ending.YIELDED)
+            case "end":
+                world.end(run_id, rng.choice([Ending.RETURNED, Ending.RAISED]))
+            case "lose":
+                world.lose(run_id)
+    assert world.controller.finished
 
 
 def launches(instructions: list[Any]) -> list[tuple[int, tuple[int, ...]]]:
@@ -354,7 +393,6 @@ def test_known_profiles_spare_the_measurement() -> None:
 def test_any_order_of_events_ends_every_trial_once(
     seed: int, num_devices: int, trials: int, paradigm: str, within_epochs: bool
 ) -> None:
-    rng = random.Random(seed)
     world = World(
         num_devices,
         trials,
@@ -362,34 +400,5 @@ def test_any_order_of_events_ends_every_trial_once(
         max_restarts=2,
         moves_within_epochs=within_epochs,
     )
-    for _ in range(3000):
-        if world.controller.finished:
-            break
-        choices = [("decide", 0)] if world.unanswered else []
-        choices += [
-            (what, run)
-            for run in world.runs
-            for what in ("reach", "epoch", "end", "lose", "yield")
-            if what != "yield" or run in world.yielding
-            if what not in ("reach", "epoch", "end") or run not in world.resting
-        ]
-        assert choices, "nothing can happen any more, but trials are left"
-        what, run_id = rng.choice(choices)
-        match what:
-            case "decide":
-                world.decide()
-            case "reach":
-                resumable = rng.random() < 0.8
-                world.tell(reached(run_id, f"{run_id}", resumable=resumable))
-                world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
-            case "epoch":
-                world.resting.add(run_id)
-                world.tell(epoch_ended(run_id))
-            case "yield":
-                world.end(run_id, Ending.YIELDED)
-            case "end":
-                world.end(run_id, rng.choice([Ending.RETURNED, Ending.RAISED]))
-            case "lose":
-                world.lose(run_id)
-    assert world.controller.finished
+    play_out(world, random.Random(seed))
     assert sorted(world.done) == list(range(trials))

@@ -1,0 +1,237 @@
+"""How far from the optimum each policy's schedules are, on reconstructed ensembles of FLEET.
+
+python benchmarks/schedule.py --policies elastic        # held-out seeds 0-19, about 15 CPU minutes
+python benchmarks/schedule.py --policies baseline homogeneous fleet-g fleet-l mip --seeds 0-4
+python benchmarks/schedule.py --policies elastic --variants wrong-rates cheap-moves --seeds 0-9
+
+Each number is the simulated makespan over a lower bound that no schedule can beat: moves cost
+nothing there, all lengths are known, devices are divisible. Everything is pure CPU, and
+deterministic but for "mip", whose decisions end at a time limit; as they take up to a second each,
+it runs on the first two seeds only. What is tunable was tuned on seeds 100-109.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from ensembles import RESCALE_S, STORIES, ensemble
+
+from optuna_fleet.replay.bound import lower_bound_s
+from optuna_fleet.replay.runs import EnsembleRun
+from optuna_fleet.replay.workload import SimulatedTrial
+
+POLICIES = ("baseline", "homogeneous", "fleet-g", "fleet-l", "mip", "elastic")
+DEVICES = tuple(range(20, 161, 20))
+MOST_SEEDS = {"mip": 2}
+
+VARIANTS = {
+    "wrong-rates": "rates the policy believes are wrong by 10 % (standard deviation, each width)",
+    "cheap-moves": "each move costs 10 s instead of 34 s",
+    "pruned": "at each epoch's end a trial is pruned with probability 0.05",
+    "known-lengths": "elastic is told how many epochs a trial will need, at the end of each",
+}
+_NOISE, _CHEAP_MOVE_S, _PRUNED = 0.1, 10.0, 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One simulated sweep."""
+
+    story: str
+    policy: str
+    num_devices: int
+    seed: int
+    variant: str = "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of a case.
+
+    Attributes:
+        ratio: Makespan / lower bound.
+        rescales: Moves that were charged.
+    """
+
+    ratio: float
+    rescales: int
+
+
+def simulate(case: Case) -> Result:
+    """Run one case."""
+    rescale_s = _CHEAP_MOVE_S if case.variant == "cheap-moves" else RESCALE_S
+    trials = ensemble(case.story, case.seed, case.num_devices, rescale_s)
+    if case.variant == "pruned":
+        trials = tuple(_pruned(trial, [case.seed, k]) for k, trial in enumerate(trials))
+    if case.variant == "known-lengths":
+        trials = tuple(replace(trial, predicted_epochs=float(trial.epochs)) for trial in trials)
+    outcome = EnsembleRun(
+        trials=trials,
+        num_devices=case.num_devices,
+        policy=case.policy,
+        seed=case.seed,
+        noise=_NOISE if case.variant == "wrong-rates" else 0.0,
+    ).run()
+    return Result(
+        ratio=outcome.end_s / lower_bound_s(trials, case.num_devices),
+        rescales=sum(progress.rescales for progress in outcome.trials.values()),
+    )
+
+
+def _pruned(trial: SimulatedTrial, seed: Sequence[int]) -> SimulatedTrial:
+    """The trial as it will be: what it draws is its own, whatever happens to the others."""
+    end = int(np.random.default_rng(seed).geometric(_PRUNED))
+    return replace(trial, epochs=min(trial.epochs, end))
+
+
+def simulate_all(cases: Iterable[Case], num_processes: int) -> dict[Case, Result]:
+    """Run all cases, as many at once as there are processes."""
+    distinct = list(dict.fromkeys(cases))
+    if num_processes == 1:
+        return {case: simulate(case) for case in distinct}
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        return dict(zip(distinct, pool.map(simulate, distinct, chunksize=1), strict=True))
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One policy on all seeds of a story, on so many devices."""
+
+    story: str
+    policy: str
+    variant: str
+    num_devices: int
+    runs: tuple[Result, ...]
+    plain: tuple[Result, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean of makespan / bound."""
+        return statistics.fmean(run.ratio for run in self.runs)
+
+    @property
+    def worst(self) -> float:
+        """Makespan / bound of the worst seed."""
+        return max(run.ratio for run in self.runs)
+
+    @property
+    def over_plain(self) -> float:
+        """Mean over the seeds of (makespan / bound) / that of the plain run."""
+        pairs = zip(self.runs, self.plain, strict=True)
+        return statistics.fmean(run.ratio / plain.ratio for run, plain in pairs)
+
+    def to_json(self) -> str:
+        """The cell as one line of JSON."""
+        return json.dumps(
+            {
+                "story": self.story,
+                "policy": self.policy,
+                "variant": self.variant,
+                "devices": self.num_devices,
+                "seeds": len(self.runs),
+                "mean": round(self.mean, 4),
+                "worst": round(self.worst, 4),
+                "over_plain": round(self.over_plain, 4),
+                "rescales": statistics.fmean(run.rescales for run in self.runs),
+                "ratios": [round(run.ratio, 4) for run in self.runs],
+            }
+        )
+
+
+def cells(
+    results: dict[Case, Result], rows: Iterable[tuple[str, str, str]], options: argparse.Namespace
+) -> Iterator[Cell]:
+    """All cells, row by row of (story, policy, variant)."""
+    for story, policy, variant in rows:
+        for num_devices in options.devices:
+            plain = _cases(story, policy, num_devices, options.seeds)
+            yield Cell(
+                story=story,
+                policy=policy,
+                variant=variant,
+                num_devices=num_devices,
+                runs=tuple(results[replace(case, variant=variant)] for case in plain),
+                plain=tuple(results[case] for case in plain if case in results),
+            )
+
+
+def print_table(all_cells: Sequence[Cell], devices: Sequence[int]) -> None:
+    """Print one row per story, policy and variant: mean (worst seed) by devices."""
+    print("\nMakespan / lower bound, mean (worst seed)" + _ratio_note(all_cells))
+    print(f"\n| story | policy | seeds | {' | '.join(f'M={m}' for m in devices)} |")
+    print("|---" * (len(devices) + 3) + "|")
+    for start in range(0, len(all_cells), len(devices)):
+        row = all_cells[start : start + len(devices)]
+        first = row[0]
+        name = first.policy if first.variant == "plain" else f"{first.policy}, {first.variant}"
+        shown = " | ".join(map(_shown, row))
+        print(f"| {first.story} | {name} | {len(first.runs)} | {shown} |")
+
+
+def _ratio_note(all_cells: Iterable[Cell]) -> str:
+    variants = {cell.variant for cell in all_cells}
+    notes = [f"{name}: {what}" for name, what in VARIANTS.items() if name in variants]
+    return "".join(f"\n- {note}; after x: over the plain run, mean" for note in notes)
+
+
+def _shown(cell: Cell) -> str:
+    text = f"{cell.mean:.3f} ({cell.worst:.3f})"
+    return text if cell.variant == "plain" else f"{text} x {cell.over_plain:.3f}"
+
+
+# -- command line -----------------------------------------------------------------------------
+
+
+def _cases(story: str, policy: str, num_devices: int, seeds: Sequence[int]) -> list[Case]:
+    return [
+        Case(story=story, policy=policy, num_devices=num_devices, seed=seed)
+        for seed in seeds[: MOST_SEEDS.get(policy)]
+    ]
+
+
+def _seeds(text: str) -> list[int]:
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last or first) + 1))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add: Callable[..., object] = parser.add_argument
+    add("--story", choices=STORIES, nargs="+", default=list(STORIES), dest="stories")
+    add("--policies", choices=POLICIES, nargs="+", default=list(POLICIES))
+    add("--devices", type=int, nargs="+", default=list(DEVICES))
+    add("--seeds", type=_seeds, default=_seeds("0-19"), metavar="FIRST-LAST")
+    add("--variants", choices=VARIANTS, nargs="+", default=[], help="in addition to the plain run")
+    add("--processes", type=int, default=os.cpu_count())
+    add("--json", action="store_true", help="JSON lines before the table")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = _options()
+    variants = ["plain", *options.variants]
+    rows = [(s, p, v) for s in options.stories for p in options.policies for v in variants]
+    cases = [
+        replace(case, variant=variant)
+        for story, policy, variant in rows
+        for num_devices in options.devices
+        for case in _cases(story, policy, num_devices, options.seeds)
+    ]
+    all_cells = list(cells(simulate_all(cases, options.processes), rows, options))
+    if options.json:
+        print("\n".join(cell.to_json() for cell in all_cells))
+    print_table(all_cells, options.devices)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What allocation knows of one trial."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A trial that flies or could fly.
+
+    Attributes:
+        number: Trial number.
+        rates: (r(1), ..., r(M)) in samples/s; widths beyond M are not considered. Where device
+            types differ, those of the type it flies on, or any type's if it flies on none.
+        devices: Devices it flies on now; empty if it waits.
+        min_devices: Fewest devices it can fly on.
+        max_devices: Most devices it can fly on; None for no limit but ``len(rates)``.
+        waited_rounds: Decisions in which it has been passed over.
+        epochs_done: Epochs it has finished; it is in the *phase* of this number.
+        samples_per_epoch: Samples of one epoch; of one unit of work if that is not known.
+        predicted_epochs: Epochs in all that somebody predicts; None if nobody does.
+        movable: Whether its devices can change now; if not, it stays where it flies.
+        rescale_up_s: Seconds of training lost when it gets more devices, or its first.
+        rescale_down_s: Seconds of training lost when it gets fewer devices.
+        rates_by_kind: Device type -> rates there, as many as ``rates``; empty if those hold on
+            all types.
+
+    Raises:
+        ValueError: A rate is not finite and positive, the bounds leave no width, or it can't move
+            but flies nowhere, or on more devices than it has rates for.
+    """
+
+    number: int
+    rates: tuple[float, ...]
+    devices: tuple[int, ...] = ()
+    min_devices: int = 1
+    max_devices: int | None = None
+    waited_rounds: int = 0
+    epochs_done: int = 0
+    samples_per_epoch: float = 1.0
+    predicted_epochs: float | None = None
+    movable: bool = True
+    rescale_up_s: float = 0.0
+    rescale_down_s: float = 0.0
+    rates_by_kind: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        # Summed first: a replay builds a hundred thousand of these.
+        plain = self.rates and min(self.rates) > 0 and math.isfinite(sum(self.rates))
+        if not plain and not (self.rates and all(math.isfinite(r) and r > 0 for r in self.rates)):
+            raise ValueError(
+                f"The value of `rates` of trial {self.number} is {self.rates}, but must "
+                "hold at least one rate, all finite and > 0."
+            )
+        if not 1 <= self.min_devices <= self.widest:
+            raise ValueError(
+                f"The value of `min_devices` of trial {self.number} is {self.min_devices}, but "
+                f"must be within 1 and {self.widest}, the widest it can fly."
+            )
+        if not self.movable and not 1 <= len(self.devices) <= len(self.rates):
+            raise ValueError(
+                f"The value of `movable` of trial {self.number} is False, but it flies on "
+                f"{len(self.devices)} devices, and must be within 1 and {len(self.rates)}."
+            )
+        for kind, rates in self.rates_by_kind.items():
+            good = all(math.isfinite(r) and r > 0 for r in rates)
+            if not good or len(rates) != len(self.rates):
+                raise ValueError(
+                    f"The value of `rates_by_kind` of trial {self.number} is {rates} for "
+                    f"{kind!r}, but must hold {len(self.rates)} rates, all finite and > 0."
+                )
+
+    @property
+    def widest(self) -> int:
+        """Most devices it can fly on."""
+        known = len(self.rates)
+        return known if self.max_devices is None else min(known, self.max_devices)
+
+    def rate(self, m: int) -> float:
+        """r(m) in samples/s."""
+        return self.rates[m - 1]
+
+    def rates_on(self, kind: str) -> tuple[float, ...]:
+        """(r(1), ..., r(M)) in samples/s on devices of that type."""
+        return self.rates_by_kind.get(kind, self.rates)
+
+    def useful_widths(self, limit: int) -> tuple[int, ...]:
+        """Admissible widths up to ``limit`` that are faster than every narrower one.
+
+        The others waste devices: Eq. 5 of FLEET falls again beyond its peak.
+        """
+        widths: list[int] = []
+        for m in range(self.min_devices, min(self.widest, limit) + 1):
+            if not widths or self.rate(m) > self.rate(widths[-1]):
+                widths.append(m)
+        return tuple(widths)

@@ -1,0 +1,242 @@
+"""The controller on a fleet of two device types, and a simulated sweep on one."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optuna_fleet.alloc import ByKind, ElasticAllocator, GreedyAllocator, RateProfile
+from optuna_fleet.cli import main
+from optuna_fleet.events import Allocate, Launch, RateMeasured
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.profiles import Profiles
+from optuna_fleet.replay.bound import lower_bound_s
+from optuna_fleet.replay.ensemble import load_ensemble
+from optuna_fleet.replay.runs import EnsembleRun
+from optuna_fleet.replay.simulation import Outcome
+from optuna_fleet.replay.workload import SimulatedTrial
+from optuna_fleet.resources import Device, Fleet
+from tests.executor.test_controller import World, play_out, reached
+
+
+def fleet_of(*kinds: str) -> Fleet:
+    return Fleet(devices=tuple(Device(index=i, node=0, kind=k) for i, k in enumerate(kinds)))
+
+
+class MixedWorld(World):
+    """A world with devices of several types; no trial may ever be on two of them."""
+
+    def __init__(self, *kinds: str, trials: int, **policy: Any) -> None:
+        super().__init__(trials=trials, fleet=fleet_of(*kinds), **policy)
+        self.allocator = ByKind(inner=GreedyAllocator())
+
+    def _carry_out(self, instruction: Any) -> Any:
+        if isinstance(instruction, Launch):
+            devices = self.controller.fleet.devices
+            assert len({devices[d].kind for d in instruction.devices}) == 1
+        return super()._carry_out(instruction)
+
+
+# -- rates ----------------------------------------------------------------------------------------
+
+
+def test_rates_are_per_device_type() -> None:
+    profiles = Profiles({}, fleet_of("v100", "a100", "a100"))
+    profiles.measure("s", (0,), 100.0)
+    profiles.measure("s", (2,), 250.0)
+    profiles.measure("s", (1, 2), 480.0)
+    assert profiles.rates("s", 1, "v100") == (100.0,)
+    assert profiles.rates("s", 2, "a100") == (250.0, 480.0)
+    assert profiles.is_measured("s", (2, 1))
+    assert not profiles.is_measured("s", (0, 1))
+
+
+def test_a_type_without_measurement_is_estimated_by_structures_measured_on_both() -> None:
+    profiles = Profiles({}, fleet_of("v100", "a100"))
+    for structure, slow, fast in (("a", 100.0, 200.0), ("b", 50.0, 150.0), ("c", 80.0, 200.0)):
+        profiles.measure(structure, (0,), slow)
+        profiles.measure(structure, (1,), fast)
+    profiles.measure("d", (0,), 10.0)
+    profiles.measure("e", (1,), 10.0)
+    assert profiles.rates("d", 1, "a100") == (25.0,)  # the median says 2.5 times faster
+    assert profiles.rates("e", 1, "v100") == (4.0,)
+
+
+def test_types_with_nothing_in_common_count_as_equally_fast() -> None:
+    profiles = Profiles({}, fleet_of("v100", "a100"))
+    profiles.measure("a", (0,), 100.0)
+    profiles.measure("b", (1,), 300.0)
+    assert profiles.rates("a", 1, "a100") == (100.0,)
+    assert profiles.rates("never seen", 1, "a100") == (1.0,)
+
+
+def test_the_estimate_comes_from_the_type_with_most_in_common() -> None:
+    profiles = Profiles({}, fleet_of("x", "y", "z"))
+    for structure in "ab":
+        profiles.measure(structure, (1,), 10.0)
+        profiles.measure(structure, (2,), 30.0)
+    profiles.measure("c", (0,), 7.0)
+    profiles.measure("c", (1,), 10.0)
+    assert profiles.rates("c", 1, "z") == (30.0,)
+
+
+def test_a_rate_far_below_its_estimate_is_news() -> None:
+    profiles = Profiles({}, fleet_of("v100", "a100"))
+    assert not profiles.measure("a", (0,), 100.0)
+    assert profiles.measure("a", (1,), 50.0)
+
+
+def test_with_one_type_profiles_are_filed_by_structure() -> None:
+    known: dict[str, RateProfile] = {}
+    Profiles(known, fleet_of("a100", "a100")).measure("s", (0,), 100.0)
+    assert known == {"s": RateProfile(structure="s", measured={1: 100.0})}
+
+
+# -- problems and plans ---------------------------------------------------------------------------
+
+
+def first_problem(world: World) -> Any:
+    for run_id in list(world.runs):
+        world.tell(reached(run_id, "same"))
+        world.tell(RateMeasured(run_id=run_id, samples_per_s=100.0 * (1 + run_id)))
+    (allocate,) = [i for i in world.log if isinstance(i, Allocate)]
+    return allocate.problem
+
+
+def test_a_problem_says_which_devices_and_rates_are_of_which_type() -> None:
+    problem = first_problem(MixedWorld("v100", "a100", trials=2))
+    assert (problem.nodes, problem.kinds) == (((1,), (0,)), ("a100", "v100"))
+    slow, fast = (c.rates_by_kind for c in problem.candidates)
+    assert slow == fast
+    assert {kind: rates[0] for kind, rates in slow.items()} == {"v100": 100.0, "a100": 200.0}
+    assert [c.rates for c in problem.candidates] == [slow["v100"], slow["a100"]]
+
+
+def test_a_trial_without_devices_has_the_rates_of_the_fastest_type() -> None:
+    world = MixedWorld("v100", "a100", trials=3, lookahead=1)
+    world.settle_all()
+    world.end(0)
+    world.settle_all()
+    problems = [i.problem for i in world.log if isinstance(i, Allocate)]
+    for candidate in [c for p in problems for c in p.candidates if not c.devices]:
+        assert candidate.rates == max(candidate.rates_by_kind.values())
+
+
+def test_with_one_type_a_problem_knows_no_types() -> None:
+    problem = first_problem(World(num_devices=2, trials=2))
+    assert problem.kinds == ()
+    assert all(c.rates_by_kind == {} for c in problem.candidates)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.lists(st.sampled_from(["v100", "a100"]), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.sampled_from(["global", "local", "elastic"]),
+    st.booleans(),
+    st.sampled_from([GreedyAllocator(), ElasticAllocator()]),
+)
+def test_any_order_of_events_ends_every_trial_once_on_one_type_at_a_time(
+    seed: int,
+    kinds: list[str],
+    trials: int,
+    paradigm: str,
+    within_epochs: bool,
+    inner: Any,
+) -> None:
+    world = MixedWorld(
+        *kinds, trials=trials, paradigm=paradigm, max_restarts=2, moves_within_epochs=within_epochs
+    )
+    world.allocator = ByKind(inner=inner)
+    play_out(world, random.Random(seed), structures=5)
+    assert sorted(world.done) == list(range(trials))
+
+
+# -- simulated sweeps -----------------------------------------------------------------------------
+
+
+def trial(name: str, slow: float, fast: float, *, epochs: int = 10, **more: Any) -> SimulatedTrial:
+    rates = {k: tuple(r * m**0.9 for m in (1, 2)) for k, r in (("v", slow), ("a", fast))}
+    return SimulatedTrial(
+        name=name,
+        rates=rates["a"],
+        rates_by_kind=rates,
+        epochs=epochs,
+        samples_per_epoch=100.0,
+        **more,
+    )
+
+
+def simulated(trials: list[SimulatedTrial], **num_devices: int) -> Outcome:
+    return EnsembleRun(trials=trials, num_devices=num_devices).run()
+
+
+def test_a_simulated_trial_has_the_rate_of_the_type_it_flies_on() -> None:
+    assert simulated([trial("x", 10.0, 50.0)], v=1).end_s == pytest.approx(100.0)
+    assert simulated([trial("x", 10.0, 50.0)], a=1).end_s == pytest.approx(20.0)
+    assert simulated([trial("x", 10.0, 50.0)], v=1, a=1).end_s == pytest.approx(20.0)
+
+
+def test_the_fast_device_goes_to_the_one_it_suits_and_then_to_the_other() -> None:
+    trials = [trial("x", 10.0, 50.0, epochs=9), trial("y", 10.0, 20.0, rescale_up_s=3.0)]
+    outcome = simulated(trials, v=1, a=1)
+    # Device a is free after 18 s; after 20 s y has trained two epochs on v and can move. That
+    # costs 3 s, and the rest takes 40 s.
+    assert outcome.end_s == pytest.approx(20.0 + 3.0 + 40.0)
+    assert outcome.trials[1].rescales == 1
+    assert outcome.trials[1].rescale_samples == pytest.approx(60.0)
+
+
+@pytest.mark.parametrize("policy", ["elastic", "mip", "greedy", "fleet-l", "baseline"])
+def test_simulated_sweeps_on_two_types_keep_to_the_bound_and_to_one_type(policy: str) -> None:
+    rng = random.Random(1)
+    trials = [
+        trial(f"t{k}", (r := rng.uniform(5, 50)), r * rng.uniform(1, 3), epochs=rng.randint(2, 9))
+        for k in range(12)
+    ]
+    num_devices = {"v": 3, "a": 2}
+    run = EnsembleRun(
+        trials=trials, num_devices=num_devices, devices_per_node=2, policy=policy, noise=0.2
+    )
+    outcome = run.run()
+    assert all(p.ended_s is not None for p in outcome.trials.values())
+    assert outcome.end_s >= lower_bound_s(trials, num_devices)
+    assert all({d < 3 for d in span.devices} != {True, False} for span in outcome.ledger.spans)
+
+
+def test_the_command_line_takes_device_types(tmp_path: Path, capsys: Any) -> None:
+    rates = {"v100": {"1": 100.0}, "a100": {"1": 210.0, "2": 400.0}}
+    ensemble = {
+        "samples_per_epoch": 100,
+        "trials": [{"rates": rates, "epochs": 4}, {"rates": {"1": 50.0}, "epochs": 3}],
+    }
+    path = tmp_path / "ensemble.json"
+    path.write_text(json.dumps(ensemble))
+    arguments = ["simulate", str(path), "--devices", "v100=2,a100=1", "--json", "-"]
+    assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["devices"] == {"v100": 2, "a100": 1}
+    assert report["trials"] == 2
+    assert report["ratio_to_bound"] >= 1
+
+
+def test_a_trial_needs_rates_for_every_type(tmp_path: Path) -> None:
+    path = tmp_path / "ensemble.json"
+    trials = [{"rates": {"v100": {"1": 100.0}}, "epochs": 4}]
+    path.write_text(json.dumps({"samples_per_epoch": 100, "trials": trials}))
+    with pytest.raises(FleetConfigError, match="`rates` has no field `a100`"):
+        load_ensemble(path, {"v100": 1, "a100": 1})
+
+
+@pytest.mark.parametrize("text", ["v100=", "v100=0", "=3", "v100=1,v100=2", "v100=1,2", "no", ""])
+def test_devices_that_make_no_fleet_are_refused(text: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "ensemble.json", "--devices", text])
+    assert "must" in capsys.readouterr().err

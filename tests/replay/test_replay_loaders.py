@@ -1,0 +1,311 @@
+"""Files that people write by hand: what is read, and the line that says what is wrong."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.replay.ensemble import load_ensemble
+from optuna_fleet.replay.jobs import load_jobs
+from optuna_fleet.replay.trace import load_trace
+
+TRIAL = {"name": "a", "rates": {"1": 100.0, "2": 190.0}, "epochs": 14}
+ENSEMBLE = {"samples_per_epoch": 30606, "rescale_s": 34, "trials": [TRIAL]}
+JOBS = {
+    "scaling": {
+        "A": {"nodes": [0, 1, 2, 4], "images_per_s": [0.0, 10.0, 18.0, 30.0]},
+        "B": {"nodes": [1, 4], "images_per_s": [5.0, 20.0]},
+    },
+    "hpo_shufflenet": {
+        "dnn": "A", "n_jobs": 2, "Jmin": 1, "Jmax": 3, "Tcup_s": 20.0, "Tcdw_s": 5,
+        "Pmax_images": 1000, "spacing_s": 30,
+    },
+    "diverse": {
+        "cycle": ["A", "B"], "n_jobs": 3, "Jmin": 1, "Jmax": 4, "Tcup_s": [1, 2, 3],
+        "Tcdw_s": [4, 5, 6], "Pmax_images": 1000, "spacing_s": 0,
+    },
+}  # fmt: skip
+TRACE = {
+    "time_s": np.array([0.0, 10.0, 30.0]),
+    "initial_idle": np.array([1, 0, 1], dtype=np.int8),
+    "change_event": np.array([1, 1, 2]),
+    "change_node": np.array([0, 1, 0]),
+    "change_delta": np.array([-1, 1, 1]),
+    "node_name": np.array(["b1", "c1", "a1"]),
+}
+NAN, INF = math.nan, math.inf
+
+
+def refused(load, path, *arguments):
+    """The line that says why a file is refused."""
+    with pytest.raises(FleetConfigError) as error:
+        load(path, *arguments)
+    line = str(error.value)
+    assert line.startswith(str(path))
+    assert "\n" not in line
+    return line.removeprefix(str(path))
+
+
+def written(folder: Path, content) -> Path:
+    path = folder / "file.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def saved(folder: Path, **changes) -> Path:
+    arrays = {k: v for k, v in {**TRACE, **changes}.items() if v is not None}
+    np.savez(folder / "trace.npz", **arrays)
+    return folder / "trace.npz"
+
+
+LOADERS = [(load_ensemble, 2), (load_jobs, "hpo"), (load_trace,)]
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_files_that_can_not_be_read(loader, tmp_path):
+    load, *arguments = loader
+    missing = refused(load, tmp_path / "missing", *arguments)
+    assert missing == " can't be read: No such file or directory."
+    assert refused(load, tmp_path, *arguments) == " can't be read: Is a directory."
+
+
+@pytest.mark.parametrize("loader", LOADERS[:2])
+@pytest.mark.parametrize("content", ["", "{", "nonsense", "[" * 100_000, '{"a": 1} x'])
+def test_what_is_not_json(loader, content, tmp_path):
+    load, *arguments = loader
+    assert refused(load, written(tmp_path, content), *arguments).startswith(" is not JSON: ")
+
+
+@pytest.mark.parametrize("loader", LOADERS[:2])
+def test_bytes_that_are_no_text(loader, tmp_path):
+    load, *arguments = loader
+    (tmp_path / "file").write_bytes(b"\xff\xfe\x00")
+    assert "is not JSON" in refused(load, tmp_path / "file", *arguments)
+
+
+# -- ENSEMBLE.json ------------------------------------------------------------------------------
+
+
+def test_an_ensemble_is_read_in_order_of_submission(tmp_path):
+    late = {**TRIAL, "submit_s": 5.5, "min_devices": 2}
+    content = {**ENSEMBLE, "trials": [late, {"rates": {"2": 20}, "epochs": 1}]}
+    first, second = load_ensemble(written(tmp_path, content), 2)
+    assert (first.name, first.rates, first.epochs) == ("trial 1", (10.0, 20.0), 1)
+    assert (first.submit_s, first.min_devices, first.rescale_up_s) == (0.0, 1, 34.0)
+    assert (second.rates, second.submit_s, second.min_devices) == ((100.0, 190.0), 5.5, 2)
+    assert second.work == 14 * 30606
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"samples_per_epoch": 0}, ": `samples_per_epoch` is 0, but must be a number > 0."),
+        ({"samples_per_epoch": True}, ": `samples_per_epoch` is true, but must be a number > 0."),
+        ({"samples_per_epoch": "9"}, ': `samples_per_epoch` is "9", but must be a number > 0.'),
+        ({"samples_per_epoch": INF}, ": `samples_per_epoch` is Infinity, but must be"),
+        ({"samples_per_epoch": 10**400}, ": `samples_per_epoch` is 1000"),
+        ({"rescale_s": -1}, ": `rescale_s` is -1, but must be a number >= 0."),
+        ({"rescale_s": NAN}, ": `rescale_s` is NaN, but must be a number >= 0."),
+        ({"rescale_s": None}, ": `rescale_s` is null, but must be a number >= 0."),
+        ({"trials": []}, ": `trials` is [], but must be a list that is not empty."),
+        ({"trials": {"a": 1}}, ': `trials` is {"a": 1}, but must be a list'),
+        ({"trials": [TRIAL, 7]}, ": `trials[1]` is 7, but must be a JSON object."),
+    ],
+)
+def test_wrong_fields_of_an_ensemble(changes, line, tmp_path):
+    path = written(tmp_path, {**ENSEMBLE, **changes})
+    assert refused(load_ensemble, path, 4).startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"name": ""}, '`name` is "", but must be a text.'),
+        ({"name": 5}, "`name` is 5, but must be a text."),
+        ({"epochs": 0}, "`epochs` is 0, but must be a whole number >= 1."),
+        ({"epochs": 1.5}, "`epochs` is 1.5, but must be a whole number >= 1."),
+        ({"epochs": True}, "`epochs` is true, but must be a whole number >= 1."),
+        ({"submit_s": -0.5}, "`submit_s` is -0.5, but must be a number >= 0."),
+        ({"min_devices": 5}, "`min_devices` is 5, but must be <= 4, the devices there are."),
+        ({"rates": 100}, "`rates` is 100, but must be a JSON object."),
+        ({"rates": {}}, '`rates` is {}, but must be an object like {"1": 100.0}.'),
+        ({"rates": {"0": 1}}, "must be by numbers of devices >= 1, not by '0'."),
+        ({"rates": {"one": 1}}, "must be by numbers of devices >= 1, not by 'one'."),
+        ({"rates": {"1": 0}}, "`rates`: `1` is 0, but must be a number > 0."),
+        ({"rates": {"1": NAN}}, "`rates`: `1` is NaN, but must be a number > 0."),
+        ({"rates": {"1": True}}, "`rates`: `1` is true, but must be a number > 0."),
+    ],
+)
+def test_wrong_fields_of_a_trial(changes, line, tmp_path):
+    path = written(tmp_path, {**ENSEMBLE, "trials": [{**TRIAL, **changes}]})
+    found = refused(load_ensemble, path, 4)
+    assert found.startswith(": `trials[0]`: ")
+    assert found.endswith(line)
+
+
+@pytest.mark.parametrize("name", ["samples_per_epoch", "trials"])
+def test_a_missing_field_names_those_there_are(name, tmp_path):
+    content = {k: v for k, v in ENSEMBLE.items() if k != name}
+    line = refused(load_ensemble, written(tmp_path, content), 4)
+    assert line == f" has no field `{name}`; its fields are {', '.join(map(repr, content))}."
+
+
+def test_trials_of_one_name_have_equal_rates(tmp_path):
+    content = {**ENSEMBLE, "trials": [TRIAL, {**TRIAL, "rates": {"1": 7}}]}
+    line = refused(load_ensemble, written(tmp_path, content), 4)
+    assert "two trials are named 'a' but have unlike rates" in line
+
+
+# -- JOBS.json ----------------------------------------------------------------------------------
+
+
+def test_workloads_are_read(tmp_path):
+    path = written(tmp_path, JOBS)
+    first, second = load_jobs(path, "hpo")
+    assert (first.rates, second.submit_s) == ((10.0, 18.0, 24.0), 30.0)
+    assert (first.epochs, first.work, first.rescale_up_s, first.rescale_down_s) == (1, 1e3, 20, 5)
+    diverse = load_jobs(path, "diverse")
+    assert [t.name for t in diverse] == ["A", "B", "A"]
+    assert [t.rescale_up_s for t in diverse] == [1, 2, 3]
+    assert diverse[1].rates == (5.0, 10.0, 15.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"n_jobs": 0}, "`n_jobs` is 0, but must be a whole number >= 1."),
+        ({"Jmin": 4}, "`Jmin` is 4, but must be <= 3, as `Jmax` is."),
+        (
+            {"Jmax": 5},
+            "`nodes` is [0, 1, 2, 4], but must be rising, from 0 or 1 up to at least 5.",
+        ),
+        ({"dnn": 3}, "`dnn` is 3, but must be a text."),
+        ({"dnn": "Z"}, ": `scaling` has no field `Z`; its fields are 'A', 'B'."),
+        ({"Tcup_s": -2}, "`Tcup_s` is -2, but must be a number >= 0."),
+        ({"Tcup_s": [1]}, "`Tcup_s` is [1], but must be 2 numbers >= 0."),
+        ({"Tcdw_s": [1, True]}, "`Tcdw_s` is [1, true], but must be 2 numbers >= 0."),
+        ({"Tcdw_s": [1, NAN]}, "`Tcdw_s` is [1, NaN], but must be 2 numbers >= 0."),
+        ({"Pmax_images": 0}, "`Pmax_images` is 0, but must be a number > 0."),
+        ({"spacing_s": "30"}, '`spacing_s` is "30", but must be a number >= 0.'),
+        ({"cycle": []}, "`cycle` is [], but must be a list that is not empty."),
+        ({"cycle": ["A", 1]}, '`cycle` is ["A", 1], but must be a list of model names.'),
+    ],
+)
+def test_wrong_fields_of_a_workload(changes, line, tmp_path):
+    content = {**JOBS, "hpo_shufflenet": {**JOBS["hpo_shufflenet"], **changes}}
+    assert refused(load_jobs, written(tmp_path, content), "hpo").endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("table", "line"),
+    [
+        ({"nodes": [1, 1, 4]}, "`nodes` is [1, 1, 4], but must be rising"),
+        ({"nodes": [2, 4], "images_per_s": [5.0, 9.0]}, "`nodes` is [2, 4], but must be rising"),
+        ({"nodes": [1, -2, 4]}, "`nodes` is [1, -2, 4], but must be 3 numbers >= 0."),
+        ({"images_per_s": [1.0]}, "`images_per_s` is [1.0], but must be 3 numbers >= 0."),
+        ({"images_per_s": [0.0, 1.0, 2.0]}, "must be > 0 on any nodes."),
+    ],
+)
+def test_wrong_tables_of_a_workload(table, line, tmp_path):
+    table = {"nodes": [1, 2, 4], "images_per_s": [5.0, 9.0, 15.0], **table}
+    path = written(tmp_path, {**JOBS, "scaling": {"A": table}})
+    found = refused(load_jobs, path, "hpo")
+    assert found.startswith(": `scaling`: `A`: ")
+    assert line in found
+
+
+# -- TRACE.npz ----------------------------------------------------------------------------------
+
+
+def changes_of(trace, count=None, **options):
+    changes = trace.changes(**options)
+    found = [next(changes) for _ in range(count)] if count else list(changes)
+    return [(c.time_s, c.joined, c.left) for c in found]
+
+
+def test_a_trace_is_read_with_its_nodes_in_order_of_their_names(tmp_path):
+    trace = load_trace(saved(tmp_path))
+    assert trace.names == ("a1", "b1", "c1")
+    assert len(trace.fleet()) == 3
+    assert trace.end_s == 30.0
+    assert changes_of(trace) == [(0.0, (0, 1), ()), (10.0, (2,), (1,)), (30.0, (1,), ())]
+
+
+def test_the_mean_number_of_nodes_by_hand(tmp_path):
+    trace = load_trace(saved(tmp_path, change_delta=np.array([-1, 1, 1])))
+    assert trace.mean_nodes(30.0) == 2.0
+    assert trace.mean_nodes(60.0) == (2 * 30 + 3 * 30) / 60
+    assert trace.most_nodes() == 3
+
+
+def test_a_repeated_trace_begins_again_with_the_same_idle_nodes(tmp_path):
+    trace = load_trace(saved(tmp_path))
+    # The wrap takes the mean distance of events, 15 s. Then node 2 is taken, 0 and 1 go on.
+    assert changes_of(trace, 6, repeats=True)[3:] == [
+        (45.0, (), (2,)),
+        (55.0, (2,), (1,)),
+        (75.0, (1,), ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"time_s": None}, " has no array `time_s`."),
+        ({"time_s": np.zeros((3, 1))}, "`time_s` has dtype float64 and 2 dimensions, but must"),
+        ({"time_s": np.array(["a", "b", "c"])}, "`time_s` has dtype <U1 and 1 dimensions"),
+        ({"time_s": np.array([])}, "`time_s` has 0 entries, but must have at least 2."),
+        ({"time_s": np.array([0.0])}, "`time_s` has 1 entries, but must have at least 2."),
+        ({"time_s": np.array([0.0, 5.0, 5.0])}, "`time_s` holds 5.0, but must rise from event"),
+        ({"time_s": np.array([0.0, 5.0, 1.0])}, "`time_s` holds 1.0, but must rise from event"),
+        ({"time_s": np.array([-1.0, 5.0, 6.0])}, "`time_s` holds -1.0, but must be finite, >= 0."),
+        ({"time_s": np.array([0.0, NAN, 6.0])}, "`time_s` holds nan, but must be finite, >= 0."),
+        ({"time_s": np.array([0.0, 5.0, INF])}, "`time_s` holds inf, but must be finite, >= 0."),
+        ({"initial_idle": np.ones(2, bool)}, "`initial_idle` has 2 entries for 3 nodes."),
+        ({"change_node": np.array([0, 1])}, "`change_event` must be as long as `change_node`"),
+        ({"change_event": np.array([1, 1, 3])}, "`change_event` holds 3, but must be within 0"),
+        ({"change_event": np.array([2, 1, 2])}, "`change_event` holds 1, but must not fall."),
+        (
+            {"change_node": np.array([0, 1, 3])},
+            "`change_node` holds 3, but must be within 0 and 2",
+        ),
+        ({"change_node": np.array([0, 1, -1])}, "`change_node` holds -1, but must be within 0"),
+        ({"change_node": np.array([0.0, 1.0, 0.0])}, "`change_node` has dtype float64"),
+        ({"change_delta": np.array([-1, 2, 1])}, "`change_delta` holds 2, but must be +1"),
+        ({"change_delta": np.array([1, 1, -1])}, "says node b1 becomes idle at event 1, but it"),
+        ({"change_delta": np.array([-1, 1, -1])}, "says node b1 is taken at event 2, but it is"),
+        ({"node_name": np.array([1, 2, 3])}, "`node_name` has dtype int64"),
+    ],
+)
+def test_wrong_arrays_of_a_trace(changes, line, tmp_path):
+    assert line in refused(load_trace, saved(tmp_path, **changes))
+
+
+def test_what_is_not_an_archive(tmp_path):
+    path = saved(tmp_path)
+    whole = path.read_bytes()
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for content in (b"", b"text", whole[:200], whole[:-30], (tmp_path / "array.npy").read_bytes()):
+        path.write_bytes(content)
+        assert refused(load_trace, path).startswith(" is not a NumPy archive (.npz): ")
+
+
+def test_an_archive_that_was_damaged(tmp_path):
+    np.savez_compressed(tmp_path / "trace.npz", **{**TRACE, "time_s": np.arange(3000.0)})
+    content = bytearray((tmp_path / "trace.npz").read_bytes())
+    content[60:400] = bytes(340)
+    (tmp_path / "trace.npz").write_bytes(content)
+    assert " is not a NumPy archive" in refused(load_trace, tmp_path / "trace.npz")
+
+
+def test_pickled_objects_are_not_loaded(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "exploded",))
+
+    path = saved(tmp_path, node_name=np.array([Bomb(), 1, 2], dtype=object))
+    assert "Object arrays cannot be loaded" in refused(load_trace, path)
+    assert not (tmp_path / "exploded").exists()

@@ -1,0 +1,177 @@
+"""Worked examples of the simulation, by hand."""
+
+import pytest
+from replay_cases import LINEAR, Scripted, all_join, simulate, spans_of, trial
+
+from optuna_fleet.alloc import ElasticAllocator
+from optuna_fleet.replay.report import common_report, utilisation
+from optuna_fleet.replay.runs import EnsembleRun
+from optuna_fleet.replay.workload import FleetChange, Rules, believed_profiles
+
+PAIR = [trial(epochs=2), trial(epochs=4)]
+COST = {"rescale_up_s": 5.0, "rescale_down_s": 3.0}
+
+
+def widening(time_s=10.0):
+    """One device, and another that joins."""
+    return [FleetChange(time_s=0.0, joined=(0,)), FleetChange(time_s=time_s, joined=(1,))]
+
+
+def narrowing(time_s=10.0):
+    """Two devices, of which the second leaves."""
+    return [all_join(2), FleetChange(time_s=time_s, left=(1,))]
+
+
+def test_a_trial_trains_at_its_rate():
+    outcome = simulate([trial(epochs=3)], [all_join(2)], Scripted({0: (0, 1)}))
+    assert spans_of(outcome) == [(0, (0, 1), 0.0, 15.0)]
+    assert outcome.end_s == outcome.trials[0].ended_s == 15.0
+    assert outcome.trials[0].rescales == 0
+
+
+@pytest.mark.parametrize(
+    ("cost", "end_s", "samples"),
+    [
+        ("stall", 10 + (200 + 5 * 20) / 20, 100.0),  # five seconds at the new rate
+        ("old rate", 10 + (200 + 5 * 10) / 20, 50.0),  # five seconds at the rate before
+    ],
+)
+def test_what_growing_costs(cost, end_s, samples):
+    outcome = simulate(
+        [trial(epochs=3, **COST)],
+        widening(),
+        Scripted({0: (0,)}, {0: (0, 1)}),
+        rules=Rules(cost=cost),
+        moves_within_epochs=True,
+    )
+    assert outcome.end_s == pytest.approx(end_s)
+    assert (outcome.trials[0].rescales, outcome.trials[0].rescale_samples) == (1, samples)
+
+
+@pytest.mark.parametrize(
+    ("cost", "end_s", "rescaled", "preempted"),
+    [
+        ("stall", 10 + (100 + 3 * 10) / 10, 30.0, 0.0),
+        ("old rate", 10 + (100 + 3 * 20) / 10, 0.0, 60.0),
+    ],
+)
+def test_what_a_loss_costs_and_that_the_trial_goes_on_with_the_rest(
+    cost, end_s, rescaled, preempted
+):
+    outcome = simulate(
+        [trial(epochs=3, **COST)],
+        narrowing(),
+        ElasticAllocator(objective="throughput"),
+        rules=Rules(cost=cost),
+        moves_within_epochs=True,
+    )
+    assert spans_of(outcome) == [(0, (0, 1), 0.0, 10.0), (0, (0,), 10.0, pytest.approx(end_s))]
+    progress = outcome.trials[0]
+    assert (progress.rescale_samples, progress.preempt_samples) == (rescaled, preempted)
+
+
+@pytest.mark.parametrize(("cost", "end_s"), [("stall", 30 + 25.0), ("old rate", 30 + 20 + 3.0)])
+def test_what_waiting_for_a_device_costs(cost, end_s):
+    changes = [
+        FleetChange(time_s=0.0, joined=(0,)),
+        FleetChange(time_s=10.0, left=(0,)),
+        FleetChange(time_s=30.0, joined=(0,)),
+    ]
+    outcome = simulate(
+        [trial(epochs=3, **COST)], changes, Scripted({0: (0,)}), rules=Rules(cost=cost)
+    )
+    assert outcome.end_s == end_s
+
+
+def test_without_moves_within_epochs_a_trial_moves_at_the_end_of_one():
+    arguments = [trial(epochs=3)], widening(14.0), Scripted({0: (0,)}, {0: (0,)}, {0: (0, 1)})
+    assert spans_of(simulate(*arguments)) == [(0, (0,), 0.0, 20.0), (0, (0, 1), 20.0, 25.0)]
+
+
+def test_who_shares_a_ring_waits_for_the_slowest():
+    trials = [trial("fast", [20.0], epochs=3), trial("slow", [10.0], epochs=2)]
+    plan = {0: (0,), 1: (1,)}
+    free = simulate(trials, [all_join(2)], Scripted(plan, together=True))
+    assert [free.trials[n].ended_s for n in (0, 1)] == [15.0, 20.0]
+    coupled = simulate(
+        trials, [all_join(2)], Scripted(plan, together=True), rules=Rules(coupled=True)
+    )
+    # 200 samples at 10/s, until the slow one has ended; the last 100 at 20/s.
+    assert [coupled.trials[n].ended_s for n in (0, 1)] == [25.0, 20.0]
+    assert coupled.ledger.waited_s == pytest.approx(10.0)
+    assert common_report(coupled)["waiting_s"] == pytest.approx(5.0)  # per device
+    apart = simulate(trials, [all_join(2)], Scripted(plan), rules=Rules(coupled=True))
+    assert [apart.trials[n].ended_s for n in (0, 1)] == [15.0, 20.0]
+
+
+@pytest.mark.parametrize(("seen_at", "begun_s"), [("completions", 10.0), ("nodes-only", 15.0)])
+def test_the_device_of_an_ended_trial_idles_until_that_is_seen(seen_at, begun_s):
+    trials = [trial("a", [10.0]), trial("b", [5.0]), trial("c", [20.0])]
+    changes = [all_join(2), *(FleetChange(time_s=t) for t in (15.0, 25.0))]
+    outcome = simulate(
+        trials, changes, Scripted({0: (0,), 1: (1,)}, {2: (0,)}), rules=Rules(seen_at=seen_at)
+    )
+    assert [outcome.trials[n].ended_s for n in range(3)] == [10.0, 20.0, begun_s + 5.0]
+    assert outcome.trials[2].begun_s == begun_s
+
+
+def test_trials_start_no_sooner_than_they_are_submitted():
+    trials = [trial(), trial(submit_s=3.0), trial(submit_s=70.0)]
+    run = EnsembleRun(trials=trials, num_devices=2, policy="baseline")
+    assert [p.begun_s for p in run.run().trials.values()] == [0.0, 3.0, 70.0]
+
+
+def test_the_baseline_is_list_scheduling():
+    trials = [trial(epochs=3) for _ in range(7)]
+    outcome = EnsembleRun(trials=trials, num_devices=3, policy="baseline").run()
+    assert sorted(p.begun_s for p in outcome.trials.values()) == [0] * 3 + [30] * 3 + [60]
+    assert outcome.end_s == 90.0
+    assert all(len(devices) == 1 for _, devices, _, _ in spans_of(outcome))
+
+
+def test_elastic_spreads_the_last_trials_over_the_fleet():
+    trials = [trial(epochs=3) for _ in range(5)]
+    outcome = EnsembleRun(trials=trials, num_devices=4, policy="elastic").run()
+    baseline = EnsembleRun(trials=trials, num_devices=4, policy="baseline").run()
+    assert baseline.end_s == 60.0
+    assert 37.5 <= outcome.end_s < 50.0  # 150 s of work on 4 devices
+    assert max(len(devices) for _, devices, _, _ in spans_of(outcome)) > 1
+
+
+def test_without_devices_a_simulation_says_that_trials_are_left():
+    with pytest.raises(RuntimeError, match="Trials are left"):
+        simulate([trial()], [all_join(1), FleetChange(time_s=5.0, left=(0,))], Scripted({0: (0,)}))
+
+
+def test_a_simulation_that_is_stopped_counts_what_was_trained():
+    outcome = simulate([trial(epochs=100)], [all_join(2)], Scripted({0: (0,)}), until_s=25.0)
+    progress = outcome.trials[0]
+    assert (outcome.end_s, progress.ended_s, progress.samples) == (25.0, None, 250.0)
+    assert common_report(outcome)["idle_s"] == 12.5
+    assert utilisation([progress], 2.0, 1, 25.0) == pytest.approx(0.5)
+
+
+def test_utilisation_does_not_favour_fast_models():
+    outcomes = [
+        simulate([trial("a", [r])], [all_join(1)], Scripted({0: (0,)})) for r in (1.0, 9.0)
+    ]
+    shares = [utilisation(list(o.trials.values()), 1.0, 1, o.end_s) for o in outcomes]
+    assert shares == [pytest.approx(1.0)] * 2
+
+
+def test_what_is_believed_is_wrong_by_the_noise_and_alike_for_alike_trials():
+    trials = [trial("a"), trial("b"), trial("a")]
+    exact = believed_profiles(trials)
+    assert exact["a"].rates(8) == LINEAR
+    noisy = believed_profiles(trials, noise=0.3, seed=1)
+    assert list(noisy) == ["a", "b"]
+    assert noisy["a"].rates(8) != noisy["b"].rates(8) != LINEAR
+    assert believed_profiles(trials, noise=0.3, seed=1) == noisy
+    assert believed_profiles(trials, noise=0.3, seed=2) != noisy
+
+
+@pytest.mark.parametrize("broken", [{"cost": "none"}, {"seen_at": "never"}])
+def test_unknown_rules_are_refused(broken):
+    ((name, value),) = broken.items()
+    with pytest.raises(ValueError, match=f"`{name}` is '{value}', but must be one of"):
+        Rules(**broken)

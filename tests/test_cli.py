@@ -1,0 +1,229 @@
+"""The command line: what it prints and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optuna_fleet.cli import main
+from optuna_fleet.executor.policies import POLICIES
+
+COMMON = {"makespan_s", "trials", "rescales", "decisions", "idle_s", "waiting_s", "solver_s"}
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def ensemble(tmp_path: Path) -> str:
+    trials = [
+        {"name": f"n{k % 3}", "rates": {"1": 100.0 - 9 * (k % 3), "2": 180.0}, "epochs": 2 + k}
+        for k in range(6)
+    ]
+    path = tmp_path / "ensemble.json"
+    path.write_text(json.dumps({"samples_per_epoch": 1000, "rescale_s": 2.0, "trials": trials}))
+    return str(path)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.npz"
+    np.savez(
+        path,
+        time_s=np.array([0.0, 50.0, 120.0, 200.0]),
+        initial_idle=np.array([True, True, False]),
+        change_event=np.array([1, 2, 3]),
+        change_node=np.array([2, 0, 0]),
+        change_delta=np.array([1, -1, 1]),
+        node_name=np.array(["x1", "x2", "x3"]),
+    )
+    return str(path)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> str:
+    workload = {
+        "n_jobs": 4, "Jmin": 1, "Jmax": 3, "Tcup_s": 2.0, "Tcdw_s": 1.0,
+        "Pmax_images": 3000, "spacing_s": 10,
+    }  # fmt: skip
+    table = {"nodes": [0, 1, 2, 4], "images_per_s": [0.0, 10.0, 18.0, 30.0]}
+    content = {
+        "scaling": {"A": table, "B": table},
+        "hpo_shufflenet": {**workload, "dnn": "A"},
+        "diverse": {**workload, "cycle": ["A", "B"]},
+    }
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def report_of(capsys: Any, *arguments: str) -> dict[str, Any]:
+    """What `--json -` prints: JSON and nothing else."""
+    assert main([*arguments, "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    report = json.loads(printed.out)
+    solver = report["solver_s"]
+    assert 0 <= solver["median"] <= solver["p99"] <= solver["max"]
+    return dict(report)
+
+
+def refusal_of(capsys: Any, *arguments: str) -> str:
+    """The one line on standard error with which exit status 2 comes."""
+    try:
+        status = main(arguments)
+    except SystemExit as stop:  # argparse
+        status = int(stop.code or 0)
+    printed = capsys.readouterr()
+    assert (status, printed.out) == (2, "")
+    lines = str(printed.err).splitlines()
+    said = [line for line in lines if "error: " in line]
+    assert len(said) == 1
+    assert lines[-1] == said[0]
+    assert "Traceback" not in printed.err
+    return said[0]
+
+
+def test_simulate_says_how_the_policy_does(ensemble: str, capsys: Any) -> None:
+    report = report_of(capsys, "simulate", ensemble, "--devices", "2")
+    own = {"policy", "devices", "seed", "lower_bound_s", "ratio_to_bound", "baseline_s"}
+    assert set(report) == COMMON | own | {"speedup_over_baseline"}
+    assert (report["policy"], report["devices"], report["trials"]) == ("elastic", 2, 6)
+    assert report["ratio_to_bound"] == report["makespan_s"] / report["lower_bound_s"] >= 1
+    assert report["speedup_over_baseline"] == report["baseline_s"] / report["makespan_s"]
+    assert set(report["solver_s"]) == {"median", "p99", "max"}
+    busy_s = 2 * (report["makespan_s"] - report["idle_s"])
+    assert 0 < busy_s <= 2 * report["makespan_s"]
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+def test_the_same_seed_gives_the_same_report(policy: str, ensemble: str, capsys: Any) -> None:
+    arguments = ("simulate", ensemble, "--devices", "3", "--policy", policy, "--noise", "0.3")
+    reports = [report_of(capsys, *arguments, "--seed", "4") for _ in range(2)]
+    for report in reports:
+        del report["solver_s"]
+    assert reports[0] == reports[1]
+    assert reports[0]["policy"] == policy
+
+
+def test_the_baseline_is_as_fast_as_itself(ensemble: str, capsys: Any) -> None:
+    report = report_of(capsys, "simulate", ensemble, "--devices", "1", "--policy", "baseline")
+    assert report["speedup_over_baseline"] == 1.0
+    assert report["makespan_s"] == pytest.approx(
+        sum((2 + k) * 1000 / (100 - 9 * (k % 3)) for k in range(6))
+    )
+    assert report["rescales"] == 0
+    assert report["idle_s"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_reports_are_printed_for_people_and_written_for_programs(
+    ensemble: str, tmp_path: Path, capsys: Any
+) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["simulate", ensemble, "--devices", "2", "--json", str(out)]
+    assert main([*arguments, "--gantt", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    report = json.loads(out.read_text())
+    assert f"{'trials':<28} 6" in lines
+    assert any(line.startswith("solver_s.p99 ") for line in lines)
+    assert {line.split()[0].split(".")[0] for line in lines} == set(report)
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_replay_says_how_well_the_nodes_are_used(trace: str, jobs: str, capsys: Any) -> None:
+    report = report_of(capsys, "replay", trace, jobs)
+    assert report.keys() >= COMMON | {"utilisation", "mean_nodes", "events", "idle_share"}
+    assert report["mean_nodes"] == pytest.approx((2 * 50 + 3 * 70 + 2 * 80) / 200)
+    assert (report["makespan_s"], report["events"]) == (200.0, 4)
+    assert 0 < report["utilisation"] < 1.5
+    assert 0 <= report["idle_share"] < 1
+    again = report_of(capsys, "replay", trace, jobs)
+    assert {**again, "solver_s": 0} == {**report, "solver_s": 0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--mix", "diverse"],
+        ["--policy", "equal-split"],
+        ["--policy", "equal-split", "--published-heuristic"],
+        ["--objective", "scaling-efficiency", "--forward-looking-time", "10"],
+        ["--events", "nodes-only", "--max-trials", "1"],
+    ],
+)
+def test_replay_takes_its_options(options: list[str], trace: str, jobs: str, capsys: Any) -> None:
+    report = report_of(capsys, "replay", trace, jobs, *options)
+    assert report["utilisation"] > 0
+    assert report["policy"] == ("equal-split" if "equal-split" in options else "elastic")
+
+
+def test_replay_to_the_end_repeats_the_trace(trace: str, jobs: str, capsys: Any) -> None:
+    report = report_of(capsys, "replay", trace, jobs, "--to-the-end", "--max-trials", "1")
+    assert report["trials"] == 4
+    assert 4 * 3000 / 24 <= report["makespan_s"] < 3000
+
+
+def test_nodes_that_are_never_idle_are_no_crash(
+    trace: str, jobs: str, tmp_path: Path, capsys: Any
+) -> None:
+    arrays = dict(np.load(trace))
+    none = {"change_event": np.zeros(0, int), "change_node": np.zeros(0, int)}
+    arrays |= none | {"initial_idle": np.zeros(3, bool), "change_delta": np.zeros(0, int)}
+    np.savez(trace, **arrays)
+    report = report_of(capsys, "replay", trace, jobs)
+    assert (report["trials"], report["mean_nodes"]) == (0, 0.0)
+    assert "`to_the_end`" in refusal_of(capsys, "replay", trace, jobs, "--to-the-end")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--devices", "0"], "'0' must be a whole number >= 1"),
+        (["--devices", "two"], "'two' must be a whole number >= 1"),
+        (["--devices", "-1"], "'-1' must be a whole number >= 1"),
+        ([], "the following arguments are required: --devices"),
+        (["--devices", "2", "--policy", "best"], "invalid choice: 'best'"),
+        (["--devices", "2", "--seed", "-1"], "'-1' must be a whole number >= 0"),
+        (["--devices", "2", "--noise", "nan"], "'nan' must be a number >= 0"),
+        (["--devices", "2", "--noise", "inf"], "'inf' must be a number >= 0"),
+        (["--devices", "2", "--json", "no/such/folder/x"], "No such file or directory"),
+        (["--devices", "2", "--gantt", "no/such/folder/x.png"], "No such file or directory"),
+        (["--devices", "2", "--gantt", "picture.nonsense"], "picture.nonsense can't be drawn"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], line: str, ensemble: str, capsys: Any
+) -> None:
+    assert line in refusal_of(capsys, "simulate", ensemble, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--forward-looking-time", "0"], "'0' must be a number >= 1e-09"),
+        (["--max-trials", "0"], "'0' must be a whole number >= 1"),
+        (["--mix", "all"], "invalid choice: 'all'"),
+        (["--policy", "mip"], "invalid choice: 'mip'"),
+    ],
+)
+def test_wrong_options_of_replay_are_refused(
+    options: list[str], line: str, trace: str, jobs: str, capsys: Any
+) -> None:
+    assert line in refusal_of(capsys, "replay", trace, jobs, *options)
+
+
+def test_wrong_files_are_refused(ensemble: str, trace: str, jobs: str, capsys: Any) -> None:
+    simulated = ("simulate", trace, "--devices", "2")
+    assert f"{trace} is not JSON" in refusal_of(capsys, *simulated)
+    assert "has no field `samples_per_epoch`" in refusal_of(
+        capsys, "simulate", jobs, "--devices", "2"
+    )
+    assert f"{jobs} is not a NumPy archive" in refusal_of(capsys, "replay", jobs, jobs)
+    assert f"{trace}.gone can't be read" in refusal_of(capsys, "replay", f"{trace}.gone", jobs)
+    assert "has no field `hpo_shufflenet`" in refusal_of(capsys, "replay", trace, ensemble)
+
+
+def test_a_command_is_needed(capsys: Any) -> None:
+    assert "the following arguments are required: COMMAND" in refusal_of(capsys)
