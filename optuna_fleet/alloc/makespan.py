@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from optuna_fleet.alloc.adjust import Wishes
-from optuna_fleet.alloc.fluid import FloatArray, fluid_optimum
+from optuna_fleet.alloc.fluid import FloatArray, Rates, fluid_optimum
 from optuna_fleet.alloc.lengths import expected_lengths, remaining_epochs
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate
 
@@ -37,8 +37,8 @@ def makespan_wishes(problem: AllocationProblem, hedge: float) -> Wishes:
     """
     candidates = list(problem.by_number.values())
     work = _expected_work(problem, candidates)
-    speed = np.array([c.rate(1) / c.samples_per_epoch for c in candidates])
-    rates = [c.rates[: c.widest] for c in candidates]
+    speed = np.array([c.rate(c.min_devices) / c.samples_per_epoch for c in candidates])
+    rates = [_reachable(c) for c in candidates]
     _, fluid = fluid_optimum(rates, work * (speed.max() / speed) ** hedge, problem.num_devices)
     order = sorted(range(len(candidates)), key=lambda i: (-fluid[i], -candidates[i].number))
     widths = _rounded(problem, candidates, fluid)
@@ -51,6 +51,13 @@ def makespan_wishes(problem: AllocationProblem, hedge: float) -> Wishes:
         return candidate.rescale_up_s + samples / candidate.rate(m) < samples / candidate.rate(now)
 
     return Wishes(widths={candidates[i].number: widths[i] for i in order if widths[i]}, pays=pays)
+
+
+def _reachable(candidate: Candidate) -> Rates:
+    """Its rates; on fewer devices than it fits on, what time-sharing the fewest would give."""
+    least = candidate.min_devices
+    shared = tuple(candidate.rate(least) * m / least for m in range(1, least))
+    return shared + candidate.rates[least - 1 : candidate.widest]
 
 
 def _expected_work(problem: AllocationProblem, candidates: Sequence[Candidate]) -> FloatArray:
