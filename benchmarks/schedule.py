@@ -1,13 +1,13 @@
 """How far from the optimum each policy's schedules are, on reconstructed ensembles of FLEET.
 
-python benchmarks/schedule.py --policies elastic        # held-out seeds 0-19, about 15 CPU minutes
+python benchmarks/schedule.py --policies elastic        # held-out seeds 0-19, 20 CPU minutes
 python benchmarks/schedule.py --policies baseline homogeneous fleet-g fleet-l mip --seeds 0-4
 python benchmarks/schedule.py --policies elastic --variants wrong-rates cheap-moves --seeds 0-9
 
 Each number is the simulated makespan over a lower bound that no schedule can beat: moves cost
 nothing there, all lengths are known, devices are divisible. Everything is pure CPU, and
-deterministic but for "mip", whose decisions end at a time limit; as they take up to a second each,
-it runs on the first two seeds only. What is tunable was tuned on seeds 100-109.
+deterministic but for "mip", whose decisions may end at a time limit; it is run on the first two
+seeds only. What can be tuned was tuned on seeds 100-109.
 """
 
 from __future__ import annotations

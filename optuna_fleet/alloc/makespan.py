@@ -84,14 +84,14 @@ def _rounded(
     shares = (fluid + _ROUNDING).tolist()
     widths = [_widest(u, share) for u, share in zip(useful, shares, strict=True)]
     held = [problem.kept_width(c) or 0 for c in candidates]
-    order = sorted(
-        range(len(candidates)),
-        key=lambda i: (held[i] <= widths[i], widths[i] - fluid[i], -candidates[i].number),
-    )
     left, before = problem.num_devices - sum(widths), 0
     while left != before:
         before = left
-        for i in order:
+        # Anew each time round: else what is left over would wander from decision to decision.
+        order = [
+            (held[i] <= m, m - fluid[i], -candidates[i].number, i) for i, m in enumerate(widths)
+        ]
+        for *_, i in sorted(order):
             wider = next((m for m in useful[i] if m > widths[i]), math.inf)
             if wider <= widths[i] + left:
                 left -= int(wider) - widths[i]
