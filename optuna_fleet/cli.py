@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             _write(options.json, json.dumps(report, indent=2) + "\n")
         if options.gantt:
-            save_gantt(outcome, options.gantt)
+            save_gantt(outcome, options.gantt, options.policy)
     except (FleetConfigError, ImportError) as error:
         print(f"optuna-fleet: error: {error}", file=sys.stderr)
         return 2

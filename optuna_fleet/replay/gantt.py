@@ -14,8 +14,8 @@ from optuna_fleet.visualization.bars import Bar, simulated_bar
 from optuna_fleet.visualization.picture import save_bars
 
 
-def save_gantt(outcome: Outcome, path: Path, name: str = "simulation") -> None:
-    """Save devices over time, coloured by trial.
+def save_gantt(outcome: Outcome, path: Path, name: str) -> None:
+    """Save devices over time, coloured by trial, under a name.
 
     Raises:
         FleetConfigError: The file can't be written, or its ending names no known format.
