@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,13 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _write(options.json, json.dumps(report, indent=2) + "\n")
         if options.gantt:
             save_gantt(outcome, options.gantt, options.policy)
+        if str(options.json) != "-":
+            print("\n".join(lines(report)), flush=True)
     except (FleetConfigError, ImportError) as error:
         print(f"optuna-fleet: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 1
-    if str(options.json) != "-":
-        print("\n".join(lines(report)))
+    except BrokenPipeError:  # the reader, say `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -76,7 +77,7 @@ def _replay(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
 
 def _write(path: Path, text: str) -> None:
     if str(path) == "-":
-        sys.stdout.write(text)
+        print(text, end="", flush=True)
         return
     try:
         path.write_text(text, encoding="utf-8")

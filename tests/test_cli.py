@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +229,16 @@ def test_wrong_files_are_refused(ensemble: str, trace: str, jobs: str, capsys: A
 
 def test_a_command_is_needed(capsys: Any) -> None:
     assert "the following arguments are required: COMMAND" in refusal_of(capsys)
+
+
+@pytest.mark.parametrize("options", [[], ["--json", "-"]])
+def test_a_reader_that_leaves_early_is_no_crash(ensemble: str, options: list[str]) -> None:
+    command = [sys.executable, "-m", "optuna_fleet.cli", "simulate", ensemble, "--devices", "4"]
+    with subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
