@@ -111,11 +111,11 @@ class _Free:
 
     def __init__(self, problem: AllocationProblem, placed: Placement) -> None:
         taken = {device for devices in placed.values() for device in devices}
-        self._node_of = {device: n for n, node in enumerate(problem.nodes) for device in node}
+        self._node_of = problem.node_of
         self._devices: dict[int, list[int]] = {}
-        for n, node in enumerate(problem.nodes):
-            if left := [d for d in node if d not in taken]:
-                self._devices[n] = left
+        for device in problem.devices:
+            if device not in taken:
+                self._devices.setdefault(self._node_of[device], []).append(device)
         self._most = max(map(len, self._devices.values()), default=0)
 
     def take(self, m: int, near: Iterable[int]) -> list[int]:

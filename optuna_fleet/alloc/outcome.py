@@ -12,6 +12,7 @@ or what the user says.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from optuna_fleet.alloc.counts import CountProblem
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate
 
+FloatArray = NDArray[np.float64]
 Objective = Callable[[Candidate, int], float]
 """Outcome per second of a trial on so many devices, >= 0."""
 
@@ -53,20 +55,24 @@ def count_problem(
     return candidates, CountProblem(values=values, capacities=(limit,))
 
 
-def _outcomes(candidate: Candidate, objective: str | Objective, limit: int) -> NDArray[np.float64]:
+def _outcomes(candidate: Candidate, objective: str | Objective, limit: int) -> FloatArray:
     """Outcome per second on 0, 1, ... devices."""
     widest = min(candidate.widest, limit)
     if callable(objective):
         return np.array([0.0, *(objective(candidate, m) for m in range(1, widest + 1))])
-    outcomes = np.empty(widest + 1)
-    outcomes[0] = 0.0
-    outcomes[1:] = candidate.rates[:widest]
-    return outcomes if objective == "throughput" else outcomes / candidate.rates[0]
+    return _of_rates(candidate.rates, objective == "throughput")[: widest + 1]
+
+
+@lru_cache(maxsize=4096)
+def _of_rates(rates: tuple[float, ...], is_throughput: bool) -> FloatArray:
+    """Rates on 0, 1, ... devices, in samples/s or in r(1). Not to be changed."""
+    all_rates = np.array([0.0, *rates])
+    return all_rates if is_throughput else all_rates / rates[0]
 
 
 def _values(
-    candidate: Candidate, now: int, forward_looking_s: float, outcomes: NDArray[np.float64]
-) -> NDArray[np.float64]:
+    candidate: Candidate, now: int, forward_looking_s: float, outcomes: FloatArray
+) -> FloatArray:
     values = forward_looking_s * outcomes
     values[:now] -= outcomes[now] * candidate.rescale_down_s
     values[now + 1 :] -= outcomes[now] * candidate.rescale_up_s

@@ -108,6 +108,11 @@ class AllocationProblem:
         return tuple(device for node in self.nodes for device in node)
 
     @cached_property
+    def node_of(self) -> Mapping[int, int]:
+        """Device -> position of its node in `nodes`."""
+        return {device: n for n, node in enumerate(self.nodes) for device in node}
+
+    @cached_property
     def _available(self) -> frozenset[int]:
         return frozenset(self.devices)
 

@@ -100,6 +100,14 @@ class Controller:
 
     def _take(self, event: Event) -> list[Instruction]:  # noqa: C901 - one arm per event
         match event:
+            case RankEnded():
+                return self._rank_ended(event.run_id, event.device, event.ending)
+            case DeviceLost():
+                return self._device_lost(event)
+            case DeviceJoined():
+                self._roster.idle.add(event.device)
+                self._joined[event.device] = next(self._joins)
+                self._changed = True
             case TrialProposed():
                 self._trial_proposed(event)
             case ProposalDelayed():
@@ -112,14 +120,6 @@ class Controller:
                 self._rate_measured(event)
             case EpochEnded():
                 return self._epoch_ended(event)
-            case RankEnded():
-                return self._rank_ended(event.run_id, event.device, event.ending)
-            case DeviceLost():
-                return self._device_lost(event)
-            case DeviceJoined():
-                self._roster.idle.add(event.device)
-                self._joined[event.device] = next(self._joins)
-                self._changed = True
             case PlanDecided():
                 return self._plan_decided(event.plan)
             case _:
@@ -177,11 +177,11 @@ class Controller:
         run = self._roster.runs.get(run_id)
         if run is None or device in run.endings:
             return []
-        remaining = self._roster.end_rank(run, device, ending)
-        if not remaining:
+        if self._roster.end_rank(run, device, ending):
             return self._run_ended(run)
         if ending in (Ending.RAISED, Ending.CUT_OFF, Ending.LOST) and not run.cut:
             run.cut = True
+            remaining = tuple(d for d in run.devices if d not in run.endings)
             return [CutOff(run_id=run_id, devices=remaining, lost=run.lost)]
         return []
 
@@ -225,8 +225,10 @@ class Controller:
         elif self._may_propose():
             self._proposing = True
             instructions.append(Propose())
-        if self._should_decide():
-            instructions += self._decide()
+        if self._may_decide():
+            candidates = self._candidates()
+            if self._should_decide(candidates):
+                instructions += self._decide(candidates)
         return instructions
 
     def _may_propose(self) -> bool:
@@ -270,13 +272,14 @@ class Controller:
             round=self.round,
         )
 
-    def _should_decide(self) -> bool:
-        roster = self._roster
-        if self._proposing or roster.pending or not self._changed:
+    def _may_decide(self) -> bool:
+        if self._proposing or self._roster.pending or not self._changed:
             return False
-        if any(run.leaving or run.lost for run in roster.runs.values()):
-            return False  # their devices fall free in a moment
-        candidates = self._candidates()
+        # Their devices fall free in a moment.
+        return not any(run.leaving or run.lost for run in self._roster.runs.values())
+
+    def _should_decide(self, candidates: list[Trial]) -> bool:
+        roster = self._roster
         if not candidates or not self._poser.usable(roster, candidates):
             return False
         if self.policy.paradigm == "elastic":
@@ -310,10 +313,9 @@ class Controller:
         active = sum(m for n, m in self._round_widths.items() if n in self._roster.trials)
         return active < self.policy.alpha * sum(self._round_widths.values())
 
-    def _decide(self) -> list[Instruction]:
+    def _decide(self, candidates: list[Trial]) -> list[Instruction]:
         self._deciding, self._changed, self._is_disappointed = True, False, False
         self._awaited = None
-        candidates = self._candidates()
         self._posed = frozenset(t.number for t in candidates if self._poser.is_movable(t))
         problem = self._poser.pose(
             candidates, self._roster, self._joined, tuple(self._finished_epochs)

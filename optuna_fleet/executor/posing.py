@@ -22,7 +22,9 @@ class Poser:
         self._policy = policy
         self._profiles = profiles
         # The devices of one node and type are a node of the problem.
-        self._place_of = {d.index: (d.node, d.kind) for d in fleet.devices}
+        self._places = sorted({(d.node, d.kind) for d in fleet.devices})
+        rank = {place: n for n, place in enumerate(self._places)}
+        self._place_of = {d.index: rank[d.node, d.kind] for d in fleet.devices}
 
     def is_settled(self, trial: Trial, run: Run) -> bool:
         """Nothing more will be learnt of the run: its rate is known, or it will never move."""
@@ -77,7 +79,7 @@ class Poser:
         return AllocationProblem(
             candidates=tuple(self._candidate(trial, roster.idle) for trial in candidates),
             nodes=tuple(map(tuple, nodes.values())),
-            kinds=tuple(kind for _, kind in nodes) if self._profiles.kinds else (),
+            kinds=tuple(self._places[n][1] for n in nodes) if self._profiles.kinds else (),
             rate_spread=self._policy.rate_spread,
             time_limit_s=self._policy.solver_time_limit_s,
             preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
@@ -114,14 +116,15 @@ class Poser:
             return self._profiles.rates(model.structure, model.max_devices), {}
         rates = {k: self._profiles.rates(model.structure, model.max_devices, k) for k in kinds}
         fastest = max(kinds, key=lambda k: rates[k][0])
-        return rates[self._place_of[devices[0]][1] if devices else fastest], rates
+        kind = self._places[self._place_of[devices[0]]][1] if devices else fastest
+        return rates[kind], rates
 
     def _cost_s(self, of_model: float | None) -> float:
         return self._policy.rescale_s if of_model is None else of_model
 
-    def _nodes(self, usable: set[int]) -> dict[tuple[int, str], list[int]]:
-        """Devices by node and type, in ascending order."""
-        nodes: dict[tuple[int, str], list[int]] = defaultdict(list)
+    def _nodes(self, usable: set[int]) -> dict[int, list[int]]:
+        """Devices by the rank of their node and type, in ascending order."""
+        nodes: dict[int, list[int]] = defaultdict(list)
         for device in sorted(usable):
             nodes[self._place_of[device]].append(device)
         return dict(sorted(nodes.items()))

@@ -77,14 +77,14 @@ class Roster:
         self._run_on.update(dict.fromkeys(devices, run))
         return run
 
-    def end_rank(self, run: Run, device: int, ending: Ending) -> tuple[int, ...]:
-        """Ends a run on one device; returns the devices where it goes on."""
+    def end_rank(self, run: Run, device: int, ending: Ending) -> bool:
+        """Ends a run on one device; says whether it was the last."""
         run.endings[device] = ending
         run.lost = run.lost or ending is Ending.CUT_OFF
         del self._run_on[device]
         if ending is not Ending.LOST:
             self.idle.add(device)
-        return tuple(d for d in run.devices if d not in run.endings)
+        return len(run.endings) == len(run.devices)
 
     def land(self, run: Run) -> Trial:
         """Forgets a run that has ended on all its devices; the trial waits, or is proposed."""
