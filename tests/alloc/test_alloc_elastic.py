@@ -282,3 +282,45 @@ def test_equal_split_by_hand(published, least, devices, expected):
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(FleetConfigError, match=message):
         ElasticAllocator(**options)
+
+
+# -- BFTrainer's Table 2 -------------------------------------------------------------------------
+
+TABLE_2 = {  # 1000 samples/s on 1, 2, 4, ..., 64 nodes
+    "AlexNet": (7.1, 13.1, 21.1, 40.5, 74.0, 130.8, 202.1),
+    "ResNet18": (5.2, 10.6, 20.4, 39.6, 78.0, 144.8, 262.7),
+    "DenseNet": (1.0, 2.0, 3.8, 7.6, 15.0, 28.8, 57.8),
+}
+
+
+def table_2_problem(num_nodes):
+    widths = [2**k for k in range(7)]
+    tables = [np.interp(range(1, 65), widths, table) for table in TABLE_2.values()]
+    trials = [trial(n, tuple(table.tolist())) for n, table in enumerate(tables)]
+    return problem_of(*trials, devices=num_nodes)
+
+
+@pytest.mark.parametrize("num_nodes", [3, 20, 64, 100])
+@pytest.mark.parametrize("allocator", [THROUGHPUT, EFFICIENCY])
+def test_table_2_is_shared_out_as_well_as_can_be(allocator, num_nodes):
+    problem = table_2_problem(num_nodes)
+    first, second, third = (
+        np.array([0.0, *c.rates]) / (1.0 if allocator is THROUGHPUT else c.rates[0])
+        for c in problem.candidates
+    )
+    pairs = product(range(65), range(65))
+    best = max(
+        first[a] + second[b] + third[min(64, num_nodes - a - b)]
+        for a, b in pairs
+        if a + b <= num_nodes
+    )
+    plan = allocator.allocate(problem)
+    got = {t: len(a.devices) for t, a in plan.assignments.items()}
+    worth = first[got.get(0, 0)] + second[got.get(1, 0)] + third[got.get(2, 0)]
+    assert worth == pytest.approx(best, rel=1e-12)
+
+
+def test_throughput_starves_the_slow_model_of_table_2_and_efficiency_does_not():
+    problem = table_2_problem(64)
+    assert 2 not in THROUGHPUT.allocate(problem).assignments
+    assert len(EFFICIENCY.allocate(problem).assignments[2].devices) > 20
