@@ -56,3 +56,22 @@ def test_a_predictor_is_asked_and_may_fail(caplog: pytest.LogCaptureFixture) -> 
     assert len(losses_of("elastic", predictor=predictor)) == 3
     assert set(asked) == {0, 1, 2}
     assert caplog.text.count("The predictor failed for trial 0") == 1
+
+
+def test_elastic_moves_a_trial_in_mid_sweep_and_its_losses_stay() -> None:
+    study = optuna.create_study()
+    with FleetExecutor(
+        small_pipeline(), devices=2, device_type="cpu", policy="elastic", rescale_s=0.0
+    ) as fleet:
+        study.optimize(lambda trial: 0.0, n_trials=4, executor=fleet)  # both trainers are up
+        study.optimize(lambda trial: train(trial, epochs=40), n_trials=1, executor=fleet)
+        assert fleet.summary is not None
+        assert fleet.summary.rescales >= 1
+    flights = study.trials[-1].system_attrs["optuna_fleet:flights"]
+    assert [len(flight["devices"]) for flight in flights][:2] == [1, 2]
+    alone = optuna.create_study()
+    with FleetExecutor(small_pipeline(), devices=1, device_type="cpu") as fleet:
+        alone.optimize(lambda trial: 0.0, n_trials=4, executor=fleet)
+        alone.optimize(lambda trial: train(trial, epochs=40), n_trials=1, executor=fleet)
+    losses, alike = (s.trials[-1].user_attrs["losses"] for s in (study, alone))
+    assert losses == pytest.approx(alike, rel=1e-10)
