@@ -28,7 +28,7 @@ from optuna_fleet.alloc.elastic import ElasticAllocator
 from optuna_fleet.alloc.outcome import count_problem
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.replay.jobs import load_jobs
-from optuna_fleet.replay.runs import EnsembleRun
+from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import SimulatedTrial
 
 _DATA = "OPTUNA_FLEET_DATA"
@@ -84,7 +84,7 @@ def sweep_problems(num_devices: int, num_instances: int) -> list[AllocationProbl
     """Problems of one sweep, evenly spread over the time before the first trial ends."""
     recorder = Recorder()
     trials = ensemble("A", 100, num_devices)
-    EnsembleRun(trials=trials, num_devices=num_devices, allocator=recorder).run()
+    EnsembleScenario(trials=trials, num_devices=num_devices, allocator=recorder).run()
     whole = [p for p in recorder.problems if len(p.candidates) == NUM_TRIALS]
     picked = np.linspace(0, len(whole) - 1, num_instances).astype(int)
     return [whole[k] for k in picked]

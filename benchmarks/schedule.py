@@ -24,7 +24,7 @@ import numpy as np
 from ensembles import RESCALE_S, STORIES, ensemble
 
 from optuna_fleet.replay.bound import lower_bound_s
-from optuna_fleet.replay.runs import EnsembleRun
+from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import SimulatedTrial
 
 POLICIES = ("baseline", "homogeneous", "fleet-g", "fleet-l", "mip", "elastic")
@@ -72,7 +72,7 @@ def simulate(case: Case) -> Result:
         trials = tuple(_pruned(trial, [case.seed, k]) for k, trial in enumerate(trials))
     if case.variant == "known-lengths":
         trials = tuple(replace(trial, predicted_epochs=float(trial.epochs)) for trial in trials)
-    outcome = EnsembleRun(
+    outcome = EnsembleScenario(
         trials=trials,
         num_devices=case.num_devices,
         policy=case.policy,

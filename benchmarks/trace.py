@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optuna_fleet.replay.jobs import load_jobs
-from optuna_fleet.replay.runs import TraceRun, trace_report
+from optuna_fleet.replay.scenarios import TraceScenario, trace_report
 from optuna_fleet.replay.trace import NodeTrace, load_trace
 from optuna_fleet.replay.workload import SimulatedTrial
 
@@ -60,7 +60,7 @@ class Replay:
         return f"{decisions} | {median:.2f} / {p99:.2f} ms | {self.wall_s:.1f} s"
 
 
-def replay(run: TraceRun, num_rounds: int) -> Replay:
+def replay(run: TraceScenario, num_rounds: int) -> Replay:
     """Run and time."""
     walls, medians, p99s = [], [], []
     for _ in range(num_rounds):
@@ -87,7 +87,7 @@ def print_utilisation(data: Path, num_rounds: int) -> None:
     for mix, objective in workloads:
         trials = load_jobs(data / "bftrainer_jobs.json", mix)
         for most in (10, 20, 35):
-            run = TraceRun(trace=trace, trials=trials, max_trials=most, objective=objective)
+            run = TraceScenario(trace=trace, trials=trials, max_trials=most, objective=objective)
             done = replay(run, num_rounds)
             share = f"{100 * done.report['utilisation']:.1f} %"
             print(f"| {mix} | {objective} | {most} | {share} | {done.cost} |", flush=True)
@@ -100,7 +100,7 @@ def print_check(data: Path, num_rounds: int) -> None:
     day of few nodes.
     """
     trials = load_jobs(data / "bftrainer_jobs.json", "hpo")
-    published = TraceRun(
+    published = TraceScenario(
         trace=load_trace(data / "summit_idle_week1.npz"), trials=trials, events="nodes-only"
     )
     split_run = replace(published, policy="equal-split", published_heuristic=True)
@@ -133,7 +133,7 @@ def print_large(data: Path, num_rounds: int) -> None:
     """A made-up trace of a million changes."""
     trace = random_trace(seed=0)
     trials = _long_queue(load_jobs(data / "bftrainer_jobs.json", "hpo"))
-    run = TraceRun(trace=trace, trials=trials, max_trials=35)
+    run = TraceScenario(trace=trace, trials=trials, max_trials=35)
     done = replay(run, num_rounds)
     _print_head("made-up trace", "trials at once", "U", "decisions", "solver", "wall")
     size = f"{len(trace.names)} nodes, {len(trace.time_s)} moments, {len(trace.node)} changes"

@@ -16,7 +16,12 @@ from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.gantt import save_gantt
 from optuna_fleet.replay.jobs import MIXES, load_jobs
 from optuna_fleet.replay.report import lines
-from optuna_fleet.replay.runs import EnsembleRun, TraceRun, simulation_report, trace_report
+from optuna_fleet.replay.scenarios import (
+    EnsembleScenario,
+    TraceScenario,
+    simulation_report,
+    trace_report,
+)
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.trace import load_trace
 
@@ -44,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _simulate(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
     trials = load_ensemble(options.ensemble, options.devices)
 
-    def run_with(policy: str) -> EnsembleRun:
-        return EnsembleRun(
+    def run_with(policy: str) -> EnsembleScenario:
+        return EnsembleScenario(
             trials=trials,
             num_devices=options.devices,
             devices_per_node=options.devices_per_node,
@@ -60,7 +65,7 @@ def _simulate(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
 
 
 def _replay(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
-    run = TraceRun(
+    run = TraceScenario(
         trace=load_trace(options.trace),
         trials=load_jobs(options.jobs, options.mix),
         policy=options.policy,

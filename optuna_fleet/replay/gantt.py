@@ -8,7 +8,7 @@ from pathlib import Path
 
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.replay.flights import Span
+from optuna_fleet.replay.progress import Span
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.visualization.bars import Bar, simulated_bar
 from optuna_fleet.visualization.picture import save_bars
@@ -22,7 +22,7 @@ def save_gantt(outcome: Outcome, path: Path, name: str) -> None:
         ImportError: matplotlib is not installed.
     """
     try:
-        save_bars(list(_bars(outcome.ledger.spans)), name, path)
+        save_bars(list(_bars(outcome.totals.spans)), name, path)
     except OSError as error:
         raise FleetConfigError(f"{path} can't be written: {error.strerror}.") from error
     except ValueError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from optuna_fleet.replay.flights import Ledger, Progress
+from optuna_fleet.replay.progress import Progress, Totals
 from optuna_fleet.replay.simulation import Outcome
 
 
@@ -18,24 +18,24 @@ def common_report(outcome: Outcome) -> dict[str, Any]:
         `makespan_s`; `trials` that ended; `rescales`; `decisions`; `idle_s` and `waiting_s`, mean
         seconds per device that was there; `solver_s` (median, p99, max), the only wall times.
     """
-    ledger = outcome.ledger
+    totals = outcome.totals
     ended = [p for p in outcome.trials.values() if p.ended_s is not None]
-    devices = max(1, len(ledger.present_s))
-    present, busy = sum(ledger.present_s.values()), sum(ledger.busy_s.values())
+    devices = max(1, len(totals.present_s))
+    present, busy = sum(totals.present_s.values()), sum(totals.busy_s.values())
     return {
         "makespan_s": outcome.end_s,
         "trials": len(ended),
         "rescales": sum(p.rescales for p in outcome.trials.values()),
-        "decisions": len(ledger.solve_s),
+        "decisions": len(totals.solve_s),
         "idle_s": (present - busy) / devices,
-        "waiting_s": ledger.waited_s / devices,
-        "solver_s": solver_times(ledger),
+        "waiting_s": totals.waited_s / devices,
+        "solver_s": solver_times(totals),
     }
 
 
-def solver_times(ledger: Ledger) -> dict[str, float]:
+def solver_times(totals: Totals) -> dict[str, float]:
     """Median, 99th percentile and maximum wall time of a decision, in seconds."""
-    times = ledger.solve_s or [0.0]
+    times = totals.solve_s or [0.0]
     return {
         "median": float(np.median(times)),
         "p99": float(np.quantile(times, 0.99)),

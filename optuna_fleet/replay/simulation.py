@@ -46,7 +46,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.trials import Policy
-from optuna_fleet.replay.flights import Flight, Ledger, Progress, charge_loss, charge_start
+from optuna_fleet.replay.progress import Progress, SimulatedRun, Totals, charge_loss, charge_start
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
 from optuna_fleet.resources import Fleet
 
@@ -58,12 +58,12 @@ class Outcome:
     Attributes:
         end_s: When the last trial ended, or the simulation was stopped.
         trials: Progress of each trial that was proposed, by number.
-        ledger: Sums over devices and decisions.
+        totals: Sums over devices and decisions.
     """
 
     end_s: float
     trials: dict[int, Progress]
-    ledger: Ledger
+    totals: Totals
 
 
 class Simulation:
@@ -95,14 +95,14 @@ class Simulation:
         self._now = 0.0
         self._next_trial = 0
         self._progress: dict[int, Progress] = {}
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, SimulatedRun] = {}
         self._events: deque[tuple[Event, ...]] = deque()
         self._unseen: list[Event] = []
         self._timers: list[tuple[float, int, str, tuple[int, int]]] = []
         self._order = count()
         self._present: dict[int, float] = {}
         self._flotilla_of: dict[int, tuple[int, int]] = {}
-        self._ledger = Ledger()
+        self._totals = Totals()
 
     def run(self, changes: Iterator[FleetChange], until_s: float | None = None) -> Outcome:
         """Simulate until every trial has ended, or until `until_s`.
@@ -137,7 +137,7 @@ class Simulation:
     def _change_fleet(self, change: FleetChange) -> None:
         losses = tuple(DeviceLost(device=d) for d in change.left)
         for device in change.left:
-            self._ledger.add_presence(device, self._now - self._present.pop(device))
+            self._totals.add_presence(device, self._now - self._present.pop(device))
         for device in change.joined:
             self._present[device] = self._now
         joins = tuple(DeviceJoined(device=d) for d in change.joined)
@@ -155,7 +155,7 @@ class Simulation:
             self._epoch_ended(flight)
         self._work()
 
-    def _epoch_ended(self, flight: Flight) -> None:
+    def _epoch_ended(self, flight: SimulatedRun) -> None:
         flight.advance(self._now)
         progress = flight.progress
         progress.epochs_done += 1
@@ -174,7 +174,7 @@ class Simulation:
         else:
             self._unseen += events
 
-    def _ranks_ended(self, flight: Flight, ending: Ending) -> tuple[RankEnded, ...]:
+    def _ranks_ended(self, flight: SimulatedRun, ending: Ending) -> tuple[RankEnded, ...]:
         flight.waits = True
         flight.version += 1
         return tuple(
@@ -238,7 +238,7 @@ class Simulation:
 
     def _decided(self, problem: AllocationProblem) -> Plan:
         plan = timed(self._allocator, problem)
-        self._ledger.solve_s.append(plan.solve_time_s)
+        self._totals.solve_s.append(plan.solve_time_s)
         return plan
 
     def _launch(self, launch: Launch) -> None:
@@ -249,7 +249,7 @@ class Simulation:
         if progress.begun_s is None:
             progress.begun_s = self._now
         progress.width, progress.kind = width, kind
-        flight = Flight(
+        flight = SimulatedRun(
             run_id=launch.run_id,
             number=launch.number,
             devices=launch.devices,
@@ -265,14 +265,14 @@ class Simulation:
         self._go_on(flight)
         self._couple(flight.flotilla)
 
-    def _answer_epoch(self, flight: Flight, decision: EpochDecision) -> None:
+    def _answer_epoch(self, flight: SimulatedRun, decision: EpochDecision) -> None:
         if decision is EpochDecision.YIELD:
             self._events.append(self._ranks_ended(flight, Ending.YIELDED))
         else:
             flight.since_s = self._now
             self._go_on(flight)
 
-    def _go_on(self, flight: Flight) -> None:
+    def _go_on(self, flight: SimulatedRun) -> None:
         flight.waits = False
         flight.version += 1
         key = (flight.run_id, flight.version)
@@ -293,7 +293,7 @@ class Simulation:
         left = sum(device in self._present for device in flight.devices)
         if left < len(flight.devices) and flight.progress.ended_s is None:
             charge_loss(flight.progress, len(flight.devices), left, self._rules)
-        self._ledger.add_run(flight, self._now)
+        self._totals.add_run(flight, self._now)
         self._couple(flight.flotilla)
 
     # -- flotillas --------------------------------------------------------------------------------
@@ -325,13 +325,13 @@ class Simulation:
     def _outcome(self) -> Outcome:
         for flight in self._flights.values():
             flight.advance(self._now)
-            self._ledger.add_run(flight, self._now)
+            self._totals.add_run(flight, self._now)
         for device, joined_s in self._present.items():
-            self._ledger.add_presence(device, self._now - joined_s)
-        return Outcome(end_s=self._now, trials=self._progress, ledger=self._ledger)
+            self._totals.add_presence(device, self._now - joined_s)
+        return Outcome(end_s=self._now, trials=self._progress, totals=self._totals)
 
 
-def _epoch_ended(flight: Flight) -> EpochEnded:
+def _epoch_ended(flight: SimulatedRun) -> EpochEnded:
     return EpochEnded(
         run_id=flight.run_id,
         epochs_done=flight.progress.epochs_done,

@@ -18,7 +18,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.profiles import Profiles
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.ensemble import load_ensemble
-from optuna_fleet.replay.runs import EnsembleRun
+from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.workload import SimulatedTrial
 from optuna_fleet.resources import Device, Fleet
@@ -175,7 +175,7 @@ def trial(name: str, slow: float, fast: float, *, epochs: int = 10, **more: Any)
 
 
 def simulated(trials: list[SimulatedTrial], **num_devices: int) -> Outcome:
-    return EnsembleRun(trials=trials, num_devices=num_devices).run()
+    return EnsembleScenario(trials=trials, num_devices=num_devices).run()
 
 
 def test_a_simulated_trial_has_the_rate_of_the_type_it_flies_on() -> None:
@@ -202,13 +202,13 @@ def test_simulated_sweeps_on_two_types_keep_to_the_bound_and_to_one_type(policy:
         for k in range(12)
     ]
     num_devices = {"v": 3, "a": 2}
-    run = EnsembleRun(
+    run = EnsembleScenario(
         trials=trials, num_devices=num_devices, devices_per_node=2, policy=policy, noise=0.2
     )
     outcome = run.run()
     assert all(p.ended_s is not None for p in outcome.trials.values())
     assert outcome.end_s >= lower_bound_s(trials, num_devices)
-    assert all({d < 3 for d in span.devices} != {True, False} for span in outcome.ledger.spans)
+    assert all({d < 3 for d in span.devices} != {True, False} for span in outcome.totals.spans)
 
 
 def test_the_command_line_takes_device_types(tmp_path: Path, capsys: Any) -> None:

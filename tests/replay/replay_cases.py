@@ -98,15 +98,15 @@ def all_join(num_devices: int) -> FleetChange:
 
 def spans_of(outcome: Outcome) -> list[tuple[int, tuple[int, ...], float, float]]:
     """(trial, devices, start, end) of each run, by start."""
-    spans = [(s.start_s, s.number, s.devices, s.end_s) for s in outcome.ledger.spans]
+    spans = [(s.start_s, s.number, s.devices, s.end_s) for s in outcome.totals.spans]
     return [(number, devices, start, end) for start, number, devices, end in sorted(spans)]
 
 
 def comparable(outcome: Outcome) -> tuple[Any, ...]:
     """All of an outcome but for wall times."""
-    ledger = outcome.ledger
-    sums = (ledger.busy_s, ledger.present_s, ledger.waited_s, len(ledger.solve_s))
-    return outcome.end_s, outcome.trials, sums, ledger.spans
+    totals = outcome.totals
+    sums = (totals.busy_s, totals.present_s, totals.waited_s, len(totals.solve_s))
+    return outcome.end_s, outcome.trials, sums, totals.spans
 
 
 def check_spans(outcome: Outcome, changes: Sequence[FleetChange]) -> None:
@@ -142,7 +142,7 @@ def check_all_ended(outcome: Outcome, trials: Sequence[SimulatedTrial]) -> None:
     """Every trial ended once, with exactly its epochs, not before it was submitted."""
     assert sorted(outcome.trials) == list(range(len(trials)))
     for number, progress in outcome.trials.items():
-        spans = [s for s in outcome.ledger.spans if s.number == number]
+        spans = [s for s in outcome.totals.spans if s.number == number]
         last = max(spans, key=lambda span: (span.end_s, span.start_s))
         assert [s for s in spans if s.has_returned] == [last]
         assert progress.ended_s == last.end_s <= outcome.end_s

@@ -18,7 +18,7 @@ from replay_cases import (
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator, RateProfile
 from optuna_fleet.executor.policies import POLICIES
 from optuna_fleet.replay.bound import lower_bound_s
-from optuna_fleet.replay.runs import EnsembleRun
+from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import FleetChange, Rules
 
 NUM_DEVICES = 5
@@ -142,7 +142,7 @@ def test_so_it_is_with_bftrainers_rules(allocator, trials, changes, seen_at):
 def test_the_same_seed_gives_the_same_outcome(policy):
     trials = [trial(f"{k}", [9.0 + k, 16.0 + k, 22.0], epochs=k % 4 + 1) for k in range(7)]
     runs = [
-        EnsembleRun(trials=trials, num_devices=3, policy=policy, seed=seed, noise=0.2)
+        EnsembleScenario(trials=trials, num_devices=3, policy=policy, seed=seed, noise=0.2)
         for seed in (5, 5, 6)
     ]
     first, again, other = [comparable(run.run()) for run in runs]

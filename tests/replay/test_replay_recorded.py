@@ -9,7 +9,7 @@ import pytest
 from replay_cases import check_spans, comparable
 
 from optuna_fleet.replay.jobs import load_jobs
-from optuna_fleet.replay.runs import TraceRun, trace_report
+from optuna_fleet.replay.scenarios import TraceScenario, trace_report
 from optuna_fleet.replay.trace import load_trace
 
 FOLDER = Path(os.environ.get("OPTUNA_FLEET_DATA", "no folder"))
@@ -32,7 +32,7 @@ def first_day():
 
 def day_run(**options):
     trials = load_jobs(FOLDER / "bftrainer_jobs.json", "hpo")
-    return TraceRun(trace=first_day(), trials=trials, **options)
+    return TraceScenario(trace=first_day(), trials=trials, **options)
 
 
 def test_the_mean_number_of_idle_nodes_of_the_first_day():

@@ -5,7 +5,7 @@ from replay_cases import LINEAR, Scripted, all_join, simulate, spans_of, trial
 
 from optuna_fleet.alloc import ElasticAllocator
 from optuna_fleet.replay.report import common_report, utilisation
-from optuna_fleet.replay.runs import EnsembleRun
+from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import FleetChange, Rules, believed_profiles
 
 PAIR = [trial(epochs=2), trial(epochs=4)]
@@ -98,7 +98,7 @@ def test_who_shares_a_ring_waits_for_the_slowest():
     )
     # 200 samples at 10/s, until the slow one has ended; the last 100 at 20/s.
     assert [coupled.trials[n].ended_s for n in (0, 1)] == [25.0, 20.0]
-    assert coupled.ledger.waited_s == pytest.approx(10.0)
+    assert coupled.totals.waited_s == pytest.approx(10.0)
     assert common_report(coupled)["waiting_s"] == pytest.approx(5.0)  # per device
     apart = simulate(trials, [all_join(2)], Scripted(plan), rules=Rules(coupled=True))
     assert [apart.trials[n].ended_s for n in (0, 1)] == [15.0, 20.0]
@@ -117,13 +117,13 @@ def test_the_device_of_an_ended_trial_idles_until_that_is_seen(seen_at, begun_s)
 
 def test_trials_start_no_sooner_than_they_are_submitted():
     trials = [trial(), trial(submit_s=3.0), trial(submit_s=70.0)]
-    run = EnsembleRun(trials=trials, num_devices=2, policy="baseline")
+    run = EnsembleScenario(trials=trials, num_devices=2, policy="baseline")
     assert [p.begun_s for p in run.run().trials.values()] == [0.0, 3.0, 70.0]
 
 
 def test_the_baseline_is_list_scheduling():
     trials = [trial(epochs=3) for _ in range(7)]
-    outcome = EnsembleRun(trials=trials, num_devices=3, policy="baseline").run()
+    outcome = EnsembleScenario(trials=trials, num_devices=3, policy="baseline").run()
     assert sorted(p.begun_s for p in outcome.trials.values()) == [0] * 3 + [30] * 3 + [60]
     assert outcome.end_s == 90.0
     assert all(len(devices) == 1 for _, devices, _, _ in spans_of(outcome))
@@ -131,8 +131,8 @@ def test_the_baseline_is_list_scheduling():
 
 def test_elastic_spreads_the_last_trials_over_the_fleet():
     trials = [trial(epochs=3) for _ in range(5)]
-    outcome = EnsembleRun(trials=trials, num_devices=4, policy="elastic").run()
-    baseline = EnsembleRun(trials=trials, num_devices=4, policy="baseline").run()
+    outcome = EnsembleScenario(trials=trials, num_devices=4, policy="elastic").run()
+    baseline = EnsembleScenario(trials=trials, num_devices=4, policy="baseline").run()
     assert baseline.end_s == 60.0
     assert 37.5 <= outcome.end_s < 50.0  # 150 s of work on 4 devices
     assert max(len(devices) for _, devices, _, _ in spans_of(outcome)) > 1

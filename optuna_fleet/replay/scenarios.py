@@ -22,7 +22,7 @@ _NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnsembleRun:
+class EnsembleScenario:
     """An ensemble on a fleet that stays.
 
     Attributes:
@@ -72,7 +72,9 @@ class EnsembleRun:
         )
 
 
-def simulation_report(run: EnsembleRun, outcome: Outcome, baseline: Outcome) -> dict[str, Any]:
+def simulation_report(
+    run: EnsembleScenario, outcome: Outcome, baseline: Outcome
+) -> dict[str, Any]:
     """What came of it, beside the baseline and the lower bound."""
     bound_s = lower_bound_s(run.trials, run.num_devices)
     return {
@@ -92,7 +94,7 @@ def _plain(num_devices: int | Mapping[str, int]) -> int | dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceRun:
+class TraceScenario:
     """A workload on nodes that come and go (BFTrainer, section 4).
 
     Attributes:
@@ -164,7 +166,7 @@ class TraceRun:
         )
 
 
-def trace_report(run: TraceRun, outcome: Outcome) -> dict[str, Any]:
+def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:
     """What came of it, with BFTrainer's measures."""
     trials = list(outcome.trials.values())
     seconds = min(outcome.end_s, run.trace.end_s)
@@ -185,5 +187,5 @@ def trace_report(run: TraceRun, outcome: Outcome) -> dict[str, Any]:
 
 
 def _idle_share(outcome: Outcome) -> float:
-    present = sum(outcome.ledger.present_s.values())
-    return 1 - sum(outcome.ledger.busy_s.values()) / present if present else 0.0
+    present = sum(outcome.totals.present_s.values())
+    return 1 - sum(outcome.totals.busy_s.values()) / present if present else 0.0

@@ -37,7 +37,7 @@ class Progress:
 
 
 @dataclass(slots=True, kw_only=True)
-class Flight:
+class SimulatedRun:
     """A run in the air; `version` changes with its pace, to tell outdated epoch ends."""
 
     run_id: int
@@ -117,7 +117,7 @@ class Span:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
+class Totals:
     """What a simulation adds up.
 
     Attributes:
@@ -134,7 +134,7 @@ class Ledger:
     solve_s: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
-    def add_run(self, flight: Flight, now: float) -> None:
+    def add_run(self, flight: SimulatedRun, now: float) -> None:
         """Takes the run of a flight that ends now."""
         for device in flight.devices:
             self.busy_s[device] = self.busy_s.get(device, 0.0) + now - flight.launched_s
