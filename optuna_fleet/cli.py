@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FleetConfigError, ImportError) as error:
         print(f"optuna-fleet: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("optuna-fleet: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0

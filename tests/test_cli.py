@@ -242,3 +242,14 @@ def test_a_reader_that_leaves_early_is_no_crash(ensemble: str, options: list[str
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+def test_an_interrupt_ends_it_in_one_line(
+    ensemble: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("optuna_fleet.replay.scenarios.EnsembleScenario.run", interrupted)
+    assert main(["simulate", ensemble, "--devices", "4"]) == 130
+    assert capsys.readouterr().err == "optuna-fleet: interrupted\n"
