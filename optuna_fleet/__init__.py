@@ -3,6 +3,8 @@
 Importing it gives `optuna.Study.optimize` the keyword ``executor=``.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from optuna_fleet.exceptions import (
     FleetConfigError,
     FleetError,
@@ -26,11 +28,26 @@ __all__ = [
     "FleetSummary",
     "LaunchError",
     "PreprocessingError",
+    "RandomResizedCrop",
     "SharedPipeline",
     "TrainerLostError",
     "TrialError",
     "install",
+    "read_image",
     "uninstall",
 ]
+
+if TYPE_CHECKING:
+    from optuna_fleet.pipeline.images import RandomResizedCrop, read_image
+else:
+
+    def __getattr__(name: str) -> Any:
+        """These import torch, which the driver does without."""
+        if name in ("RandomResizedCrop", "read_image"):
+            from optuna_fleet.pipeline import images
+
+            return getattr(images, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 install()

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from optuna_fleet.events import Ending
 from optuna_fleet.packing import Raised
-from optuna_fleet.pipeline import PipelineSpec
+from optuna_fleet.pipeline.spec import PipelineSetup
+from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.resources import Device
 
 # -- hello ----------------------------------------------------------------------------------------
@@ -85,19 +86,39 @@ class StoreLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineReport:
-    """Counters of the node's shared pipeline since its start."""
+class PipelineNotice:
+    """Something about the preprocessing that the user should know, as a sentence."""
 
-    preprocessed: int
-    consumed: int
-    resident_bytes: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineReport:
+    """What the node's shared pipeline has done since its start.
+
+    Sent when asked for, and by itself now and then while trials read.
+
+    Attributes:
+        preprocessed: Samples preprocessed.
+        consumed: Samples delivered to trials.
+        resident_bytes: Bytes of preprocessed data in memory now.
+        use: How preprocessors and readers spent their time, and how full the queues were.
+        is_answer: It was asked for.
+    """
+
+    preprocessed: int = 0
+    consumed: int = 0
+    resident_bytes: int = 0
+    use: PipelineUse = field(default_factory=PipelineUse)
+    is_answer: bool = False
 
     def since(self, last: PipelineReport) -> PipelineReport:
-        """What was counted after `last`."""
+        """What came after `last`."""
         return replace(
             self,
             preprocessed=self.preprocessed - last.preprocessed,
             consumed=self.consumed - last.consumed,
+            use=self.use.since(last.use),
         )
 
 
@@ -213,16 +234,6 @@ class Ended:
     value: bytes = b""
     error: Raised | None = None
     usage: Usage = field(default_factory=Usage)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSetup:
-    """The shared pipeline as an agent gets it: cloudpickled data sets and their budget."""
-
-    payload: bytes
-    spec: PipelineSpec
-    memory_bytes: int | None
-    num_preprocessors: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,8 @@ import optuna
 import pytest
 import torch
 
+from optuna_fleet.pipeline.batches import Batch
+from optuna_fleet.trainer.feed import CudaStage, ahead
 from tests.fleets import Leg, fleet_of, train
 
 pytestmark = [
@@ -36,3 +38,14 @@ def test_a_trial_trains_on_a_gpu_as_on_the_cpu() -> None:
 def test_two_gpus_give_the_losses_of_one() -> None:
     with fleet_of(devices=2, device_type="cuda") as gpus:
         assert losses_on(gpus, (0, 1)) == pytest.approx(losses_on(gpus, (0,)), rel=1e-10)
+
+
+def test_batches_arrive_pinned_ahead_and_finished():
+    batches = (
+        Batch(data={"x": torch.full((1 << 16,), n)}, local_size=1, global_size=1)
+        for n in range(20)
+    )
+    stage = CudaStage(torch.device("cuda", 0), lambda data: data["x"] + 1)
+    for number, (_, data) in enumerate(ahead(batches, stage)):
+        assert data.device.type == "cuda"
+        assert (data == number + 1).all()

@@ -12,9 +12,11 @@ from matplotlib.image import imread
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState
 
-from optuna_fleet.sampler_bridge.ledger import FLIGHTS_KEY
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import FLIGHTS_KEY, PIPELINE_KEY
 from optuna_fleet.visualization import plot_timeline, save_timeline
 from optuna_fleet.visualization.bars import Mark, bars_of, round_starts
+from optuna_fleet.visualization.lane import Curve, Lane, lane_of, steps
 from optuna_fleet.visualization.style import NO_FLIGHTS, colour_of
 
 START = 1.7e9
@@ -61,6 +63,28 @@ def study():
     )
     add_trial(study, flight([4], 14, 18, ending="raised"), state=TrialState.PRUNED)
     add_trial(study, flight([4], 18, 30, ending="raised"), state=TrialState.FAIL)
+    return study
+
+
+def add_span(study, index, start, end, *, busy=0.5, stalled=0.25, queue=0.75):
+    record = {
+        "start": START + start,
+        "end": START + end,
+        "num_preprocessors": 2.0,
+        "busy": busy,
+        "blocked": 0.125,
+        "stalled": stalled,
+        "queue": queue,
+    }
+    compat.set_study_record(study, PIPELINE_KEY.format(began=START, index=index), record)
+
+
+@pytest.fixture
+def watched(study):
+    """The same with what the pipeline did, first from 10 s to 18 s, then from 20 s to 40 s."""
+    add_span(study, 10, 14, 18, busy=1.0, stalled=0.5, queue=0.0)
+    add_span(study, 9, 10, 14)
+    add_span(study, 11, 20, 40, busy=0.25, stalled=0.0, queue=1.0)
     return study
 
 
@@ -268,6 +292,70 @@ def test_the_picture_has_the_colours_of_its_trials(study, tmp_path):
         hexes = colour_of(number).removeprefix("#")
         assert tuple(bytes.fromhex(hexes)) in shown
     assert (pixels[0, :, :3] == 1).all()  # white, in dark mode too
+
+
+def test_the_lane_has_what_the_study_recorded(watched):
+    lane = lane_of(watched, 3)
+    assert [(s.start, s.end, s.busy) for s in lane.spans] == [
+        (0, 4, 0.5),
+        (4, 8, 1.0),
+        (10, 30, 0.25),
+    ]
+    line = [(0, 0.75), (4, 0.75), (4, 0.0), (8, 0.0), None, (10, 1.0), (30, 1.0)]
+    assert steps(lane.spans, Curve.QUEUE) == line
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 200])
+def test_the_lane_lies_below_the_devices(num_devices, watched):
+    lane = lane_of(watched, num_devices)
+    assert lane.rows >= 1
+    assert num_devices - 0.5 < lane.place(1.0) < lane.place(0.5) < lane.place(0.0)
+    assert lane.place(0.0) < num_devices + lane.rows - 0.5
+    assert (lane.place(1.2), lane.place(-0.1)) == (lane.place(1.0), lane.place(0.0))
+
+
+def test_the_figure_draws_the_lane(watched):
+    figure = plot_timeline(watched)
+    lane = lane_of(watched, 3)
+    by_name = {trace.name: trace for trace in figure.data}
+    busy, stalled, queue = (by_name[curve.value] for curve in Curve)
+    assert busy.x[:6] == (0, 0, 4, 4, 0, None)
+    assert busy.y[:6] == (*[lane.bottom, *[lane.place(0.5)] * 2, *[lane.bottom] * 2], None)
+    assert stalled.y[7] == lane.place(0.5)
+    assert queue.x == (0, 4, 4, 8, None, 10, 30)
+    assert queue.y[0] == lane.place(0.75)
+    assert "2.0 preprocessors, busy for 25% of their time" in queue.customdata[-1]
+    assert figure.layout.yaxis.ticktext == ("0", "1", "4", "data")
+    assert figure.layout.yaxis.range[0] == 3 + lane.rows - 0.5
+
+
+def test_the_picture_shows_the_lane(watched, tmp_path):
+    save_timeline(watched, tmp_path / "with.png")
+    pixels = imread(tmp_path / "with.png")
+    shown = {tuple(p) for p in (pixels[:, :, :3].reshape(-1, 3) * 255).round().astype(int)}
+    for curve in Curve:
+        assert tuple(bytes.fromhex(curve.colour.removeprefix("#"))) in shown
+    assert pixels.shape[0] == imread(drawn_without_lane(tmp_path)).shape[0] + 60
+
+
+def drawn_without_lane(folder):
+    study = optuna.create_study()
+    add_trial(study, flight([0, 1, 4], 0, 1))
+    save_timeline(study, folder / "without.png")
+    return folder / "without.png"
+
+
+def test_studies_recorded_without_a_lane_are_drawn_without_one(study):
+    assert lane_of(study, 3) == Lane(num_devices=3)
+    assert not {curve.value for curve in Curve} & {
+        trace.name for trace in plot_timeline(study).data
+    }
+
+
+def test_a_lane_without_a_flight_is_no_picture():
+    study = optuna.create_study()
+    add_span(study, 0, 0, 1)
+    assert plot_timeline(study).data == ()
 
 
 @pytest.mark.parametrize("ending", ["svg", "pdf"])

@@ -6,8 +6,6 @@ stdout; each as a pickle after its length (8 bytes, big endian). Ends with its p
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -16,28 +14,20 @@ from typing import BinaryIO
 
 from optuna_fleet.alloc.isolation import HEADER
 from optuna_fleet.alloc.timing import timed
-
-_PR_SET_PDEATHSIG = 1
+from optuna_fleet.processes import die_with
 
 
 def main() -> None:
     """Answers requests until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with_parent()
+    if sys.platform == "linux":  # the end of stdin is not seen in mid-solve, which may hang
+        die_with(os.getppid())
     requests, answers = _private_pipes()
     with requests, answers:
         while (request := _read(requests)) is not None:
             body = _answer(request)
             answers.write(HEADER.pack(len(body)) + body)
             answers.flush()
-
-
-def _die_with_parent() -> None:
-    """The end of stdin is not seen in the middle of a solve that hangs."""
-    if sys.platform != "linux":
-        return
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:

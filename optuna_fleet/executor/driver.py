@@ -42,6 +42,7 @@ from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.judging import Judge
+from optuna_fleet.executor.pipeline_log import PipelineLog
 from optuna_fleet.executor.runs import Job, RunRecord, decision_of, model_of
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
@@ -50,6 +51,8 @@ from optuna_fleet.messages import (
     Checkpointed,
     Ended,
     Measured,
+    PipelineNotice,
+    PipelineReport,
     Reached,
     Reply,
     RunTrial,
@@ -82,6 +85,7 @@ class Driver:
         self._proposals = proposals
         self._job = job
         self._judge = Judge(job, ledger)
+        self.pipeline_log = PipelineLog(ledger.record_span, runtime.last_report, time.time())
         self._events: deque[Event] = deque()
         self._runs: dict[int, RunRecord] = {}
         self._where: dict[int, int] = {}
@@ -154,6 +158,10 @@ class Driver:
                 self._post(
                     RateMeasured(run_id=message.run_id, samples_per_s=message.samples_per_s)
                 )
+            case PipelineNotice():
+                compat.fleet_logger.warning(message.text)
+            case PipelineReport():
+                self.pipeline_log.note(message, time.time())
             case Checkpointed() if message.run_id in self._runs:
                 run = self._runs[message.run_id]
                 run.saved = time.time()

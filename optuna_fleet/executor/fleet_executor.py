@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -216,7 +217,8 @@ class FleetExecutor:
         try:
             driver.run()
             report = runtime.pipeline_report() if self._pipeline else None
-            self.summary = driver.tally.summary(len(self.fleet), report)
+            used = driver.pipeline_log.finish(report, time.time()) if report else None
+            self.summary = driver.tally.summary(len(self.fleet), used)
             compat.fleet_logger.info(str(self.summary))
         finally:
             if not runtime.is_alive():

@@ -26,7 +26,6 @@ from optuna_fleet.messages import (
     KillTrainer,
     OpenStore,
     PipelineReport,
-    PipelineSetup,
     ReportPipeline,
     StoreLost,
     StoreReady,
@@ -34,7 +33,8 @@ from optuna_fleet.messages import (
     TrainerReady,
 )
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.limits import default_preprocessors
+from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
+from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.resources import Fleet
 
 _MAX_STILLBORN = 3
@@ -49,6 +49,7 @@ class Runtime:
         profiles: Measured training rates by model structure; they serve later calls too.
         live: Process id of the ready trainer of each device.
         store: Address of the store where ranks rendezvous, once it is open.
+        last_report: What the pipeline had done when it was last asked.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Runtime:
         self._killed: set[int] = set()
         self._store_asked = False
         self._stores_lost = 0
-        self._last_report = PipelineReport(preprocessed=0, consumed=0, resident_bytes=0)
+        self.last_report = PipelineReport()
         self._newcomers: dict[int, int] = {}
         self._dead: set[int] = set()
         self._stillborn: dict[int, int] = {}
@@ -86,7 +87,7 @@ class Runtime:
 
     def _agent_config(self, pipeline: SharedPipeline | None, preload: bool) -> AgentConfig:
         setup = self._pipeline_setup(pipeline) if pipeline else None
-        cores_left = cpu_count() - (setup.num_preprocessors if setup else 0)
+        cores_left = cpu_count() - self._cores_set_aside(pipeline)
         return AgentConfig(
             node=0,
             host=self.hub.host,
@@ -101,16 +102,23 @@ class Runtime:
         )
 
     def _pipeline_setup(self, pipeline: SharedPipeline) -> PipelineSetup:
-        number = pipeline.num_preprocessors
-        if number is None:
-            cpu_slots = self.fleet.devices[0].kind == "cpu"
-            number = default_preprocessors(cpu_count(), cpu_slots=cpu_slots)
-        return PipelineSetup(
-            payload=pipeline.payload(),
-            spec=pipeline.spec(),
-            memory_bytes=pipeline.memory_bytes,
-            num_preprocessors=number,
+        cpus, cpu_slots = cpu_count(), self._has_cpu_slots()
+        return pipeline.setup(
+            most_preprocessors(cpus, num_slots=len(self.fleet), cpu_slots=cpu_slots),
+            is_adaptive=True,
+            niceness=NICENESS if cpu_slots else 0,
+            finish_on_device=not cpu_slots,
         )
+
+    def _cores_set_aside(self, pipeline: SharedPipeline | None) -> int:
+        """For preprocessors; there may be more of them, where that does not slow down trials."""
+        if pipeline is None:
+            return 0
+        default = default_preprocessors(cpu_count(), cpu_slots=self._has_cpu_slots())
+        return pipeline.num_preprocessors or default
+
+    def _has_cpu_slots(self) -> bool:
+        return self.fleet.devices[0].kind == "cpu"
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -227,14 +235,14 @@ class Runtime:
                     self.device_events(message)
 
     def pipeline_report(self) -> PipelineReport | None:
-        """Ask the pipeline for its counters since the last report."""
+        """Ask the pipeline what it has done by now."""
         self.hub.send(self.hub.agents.get(0), ReportPipeline())
         deadline = time.monotonic() + _REPORT_LIMIT_S
         while (left_s := deadline - time.monotonic()) > 0:
             for message in self.messages(left_s):
-                if isinstance(message, PipelineReport):
-                    last, self._last_report = self._last_report, message
-                    return message.since(last)
+                if isinstance(message, PipelineReport) and message.is_answer:
+                    self.last_report = message
+                    return message
                 if isinstance(message, TrainerReady | TrainerExited):
                     self.device_events(message)
         return None

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from optuna_fleet.messages import PipelineReport, Usage
+from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.sampler_bridge.ledger import Decision
 
 
@@ -26,8 +27,8 @@ class FleetSummary:
             away.
         decisions: Every allocation, with its reason, solver status, gap and time.
         rescales: How often a trial was moved to other devices.
-        preprocessed: Samples preprocessed for this call; epochs of earlier calls may serve it too.
-        consumed: Samples delivered to its trials.
+        pipeline: What the shared pipeline did for this call, how its processes spent their time
+            and how full its queues were; None without a pipeline.
     """
 
     trials: dict[str, int]
@@ -39,8 +40,17 @@ class FleetSummary:
     profiling_s: float
     decisions: tuple[Decision, ...]
     rescales: int
-    preprocessed: int
-    consumed: int
+    pipeline: PipelineReport | None
+
+    @property
+    def preprocessed(self) -> int:
+        """Samples preprocessed for this call; epochs of earlier calls may serve it too."""
+        return self.pipeline.preprocessed if self.pipeline else 0
+
+    @property
+    def consumed(self) -> int:
+        """Samples delivered to its trials."""
+        return self.pipeline.consumed if self.pipeline else 0
 
     @property
     def sharing_factor(self) -> float:
@@ -63,8 +73,8 @@ class FleetSummary:
             f"{_mean(list(self.waited_s.values())):.1f} s on average; probing took "
             f"{self.probing_share:.1%} of device time"
         )
-        if self.consumed:
-            text += f"; sharing factor {self.sharing_factor:.1f}"
+        if self.pipeline and self.consumed:
+            text += f"; sharing factor {self.sharing_factor:.1f}; {_in_words(self.pipeline.use)}"
         if self.decisions:
             solver_s = sum(decision.solve_time_s for decision in self.decisions)
             text += f"; solver {solver_s:.2f} s"
@@ -103,9 +113,22 @@ class Tally:
             profiling_s=self.profiling_s,
             decisions=tuple(self.decisions),
             rescales=self.rescales,
-            preprocessed=pipeline.preprocessed if pipeline else 0,
-            consumed=pipeline.consumed if pipeline else 0,
+            pipeline=pipeline,
         )
+
+
+def _in_words(use: PipelineUse) -> str:
+    """Pittman's Fig. 2 in a sentence: where it is full there is enough, where empty too little."""
+    text = (
+        f"preprocessors ({use.num_preprocessors:.1f} on average) were busy for "
+        f"{use.busy_share:.0%} of their time"
+    )
+    if use.blocked_share >= 0.005:
+        text += f" and short of memory for {use.blocked_share:.0%}"
+    return (
+        f"{text}, queues were {use.queue_share:.0%} full ({use.queue_chunks:.1f} chunks), "
+        f"readers waited for {use.stalled_share:.0%} of theirs"
+    )
 
 
 def _mean(values: list[float]) -> float:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,10 +13,8 @@ from torch.utils.data import default_collate
 
 from optuna_fleet.pipeline.columns import Column, leaf
 from optuna_fleet.pipeline.layout import ALIGNMENT, LENGTH, DenseHeader, ObjectHeader, aligned
+from optuna_fleet.pipeline.memory_files import map_privately
 from optuna_fleet.pipeline.structure import rebuild, rebuild_batch
-
-# The mapping keeps the file alive; Python 3.13 can spare the descriptor it would keep as well.
-_MAP: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 class ChunkView:
@@ -33,14 +29,7 @@ class ChunkView:
 
     def __init__(self, fd: int) -> None:
         try:
-            # Not ACCESS_COPY by name: trackfd wants flags, and the two mean the same.
-            self._memory = mmap.mmap(
-                fd,
-                os.fstat(fd).st_size,
-                flags=mmap.MAP_PRIVATE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                **_MAP,
-            )
+            self._memory = map_privately(fd)
         finally:
             os.close(fd)
         (length,) = LENGTH.unpack_from(self._memory)
@@ -48,6 +37,12 @@ class ChunkView:
         self.header: DenseHeader | ObjectHeader = pickle.loads(self._memory[LENGTH.size : end])
         self._body = aligned(end)
         self._columns: list[torch.Tensor | list[Any]] | None = None
+
+    def detach(self) -> None:
+        """Copies the chunk, so that its file's memory can be freed; batches cut before keep it."""
+        copy = mmap.mmap(-1, len(self._memory), flags=mmap.MAP_PRIVATE)
+        copy[:] = self._memory
+        self._memory, self._columns = memoryview(copy), None
 
     def columns(self, start: int, stop: int) -> list[torch.Tensor | list[Any]]:
         """Returns samples [start, stop) of each column of a dense chunk, without copying."""
@@ -60,9 +55,12 @@ class ChunkView:
     def samples(self, start: int, stop: int) -> list[Any]:
         """Returns samples [start, stop) one by one, as the data set gave them."""
         if isinstance(self.header, ObjectHeader):
-            offsets = self.header.offsets[start : stop + 1]
-            body = memoryview(self._memory)[self._body :]
-            return [pickle.loads(body[begin:end]) for begin, end in pairwise(offsets)]
+            body = self._memory[self._body :]
+            found = []
+            for blobs in self.header.blobs[start:stop]:
+                pickled, *buffers = (body[begin:end] for begin, end in blobs)
+                found.append(pickle.loads(pickled, buffers=buffers))
+            return found
         structure = self.header.structure
         parts = list(zip(self.header.columns, self.columns(start, stop), strict=True))
         return [
@@ -110,7 +108,7 @@ def _alike(parts: Sequence[Part]) -> bool:
         isinstance(chunk.header, DenseHeader)
         and chunk.header.structure == first.structure
         and [_looks(c) for c in chunk.header.columns] == [_looks(c) for c in first.columns]
-        for chunk, _, _ in parts
+        for chunk, _, _ in parts[1:]
     )
 
 

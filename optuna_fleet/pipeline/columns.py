@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+PIECE_BYTES = 8192
+"""Leaves of at least this size are written one by one, smaller ones in one array: measured."""
+
 ColumnKind = Literal["tensor", "array", "number", "scalar", "text"]
 
 
@@ -49,16 +52,25 @@ def describe(values: Sequence[Any]) -> Column | None:
     return None
 
 
-def write(column: Column, values: Sequence[Any], destination: torch.Tensor) -> None:
-    """Stores the leaves in ``destination``, of shape [len(values), *column.shape]."""
-    with torch.no_grad():
-        if column.kind == "tensor":
-            torch.stack([value.as_subclass(torch.Tensor) for value in values], out=destination)
-        elif column.kind == "array":
-            # By NumPy, as torch warns about arrays that are not writable.
-            np.stack(values, out=destination.numpy())
-        else:
-            destination.copy_(default_collate(list(values)))
+def pieces(column: Column, values: Sequence[Any]) -> list[Any]:
+    """Returns the leaves' bytes, in the order of the samples, as buffers to be written."""
+    if column.kind == "tensor":
+        tensors = [value.detach().as_subclass(torch.Tensor) for value in values]
+        if values[0].nbytes < PIECE_BYTES:
+            tensors = [torch.stack(tensors)]
+        return [raw_bytes(tensor) for tensor in tensors]
+    if column.kind == "array":
+        # By NumPy, as torch warns about arrays that are not writable.
+        arrays = values if values[0].nbytes >= PIECE_BYTES else [np.stack(values)]
+        return [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    return [raw_bytes(default_collate(list(values)))]
+
+
+def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Returns the bytes of a tensor's elements; a view of them where they lie in order."""
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    # Not reshape: the stride of a single element may be anything.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def leaf(column: Column, row: torch.Tensor) -> Any:

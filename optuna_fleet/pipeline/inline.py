@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,11 @@ import torch
 
 from optuna_fleet.pipeline.batches import Batch, ReadPlan
 from optuna_fleet.pipeline.chunk_view import ChunkView, cut_batch
-from optuna_fleet.pipeline.columns import without_images
 from optuna_fleet.pipeline.layout import write_chunk
-from optuna_fleet.pipeline.order import permutation, seed_sample
 from optuna_fleet.pipeline.reader import planned
-from optuna_fleet.pipeline.spec import PipelineSpec
-from optuna_fleet.pipeline.structure import map_leaves
+from optuna_fleet.pipeline.sampling import SampleError, Samples
+from optuna_fleet.pipeline.source import Source
+from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 
 
 class InlineClient:
@@ -29,17 +27,17 @@ class InlineClient:
 
     waited_s = 0.0
 
-    def __init__(
-        self, spec: PipelineSpec, datasets: Mapping[str, Any], collates: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, spec: PipelineSpec, source: Source, collates: Mapping[str, Any]) -> None:
         self._spec = spec
-        self._datasets = datasets
         self._collates = collates
-        self._order = lru_cache(maxsize=4)(permutation)
+        self._samples = Samples(lambda: source, spec)
 
     def sample_count(self, name: str) -> int:
         """Returns the length of a data set."""
         return self._spec.dataset(name).num_samples
+
+    def finisher(self, name: str) -> None:
+        """Samples are finished."""
 
     def read(self, name: str, **arguments: Any) -> InlineBatches:
         """Returns one epoch; the arguments are those of ``PipelineClient.read``."""
@@ -49,26 +47,18 @@ class InlineClient:
         """Preprocesses the batch of a step."""
         start, stop = plan.positions(step)
         with _own_randomness():
-            samples = self._samples(plan, range(start, stop))
+            samples = [self._sample(plan, position) for position in range(start, stop)]
         collate = self._collates.get(plan.name)
         # By way of a chunk, so that batches look exactly as they do from processes.
         view = ChunkView(write_chunk(samples, collated_by_user=collate is not None))
         data = cut_batch([(view, 0, len(samples))], collate)
         return Batch(data=data, local_size=plan.local_size(step), global_size=plan.size(step))
 
-    def _samples(self, plan: ReadPlan, positions: Sequence[int]) -> list[Any]:
-        spec = self._spec.dataset(plan.name)
-        order: Sequence[int] = range(spec.num_samples)
-        if spec.shuffled:
-            order = self._order(self._spec.seed, plan.name, plan.epoch, spec.num_samples).tolist()
-        samples = []
-        for position in positions:
-            seed_sample(self._spec.seed, plan.name, plan.epoch, order[position])
-            sample = self._datasets[plan.name][order[position]]
-            samples.append(
-                sample if plan.name in self._collates else map_leaves(sample, without_images)
-            )
-        return samples
+    def _sample(self, plan: ReadPlan, position: int) -> Any:
+        try:
+            return self._samples.sample(ChunkKey(plan.name, plan.epoch, 0), position)
+        except SampleError as failure:
+            raise failure.__cause__ or failure from None
 
 
 @contextmanager

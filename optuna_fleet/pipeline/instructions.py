@@ -6,15 +6,26 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from optuna_fleet.pipeline.messages import ChunkError
-from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.spec import ChunkKey, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """Hand the resident chunk to the pass, which holds it from now on."""
+    """Hand the resident chunk to the pass, which holds it from now on.
+
+    ``brief`` if memory is short: the reader is to copy what it needs and to give it back at once.
+    """
 
     pass_id: Hashable
     key: ChunkKey
+    brief: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Ask the pass to copy what it needs of the chunks it holds and to give them back."""
+
+    pass_id: Hashable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +39,18 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """Free the chunk's memory."""
+    """Free the chunk's memory, or its place on the disk."""
 
     key: ChunkKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Produce:
-    """Give the chunk to a preprocessor."""
+    """Have the chunk made, of at most ``max_bytes``, in memory or on the disk."""
 
     key: ChunkKey
+    max_bytes: int
+    place: Place = "memory"
 
 
-Instruction = Grant | Refuse | Drop | Produce
+Instruction = Grant | Recall | Refuse | Drop | Produce

@@ -2,32 +2,33 @@
 
 ``[length of header: 8 bytes][header: pickle][padding to 64 bytes][body]``. In the *dense* layout
 the body holds each leaf of all samples as one contiguous array, so a batch is a slice. Where
-samples differ in structure or shape, or the user collates, it is the *object* layout: pickled
-samples one after another. The header says which; the choice is made chunk by chunk.
+samples differ in structure or shape, or the user collates, it is the *object* layout: samples one
+after another, each a pickle and, beside it, its tensors and arrays, which come out as views of the
+chunk. The header says which; the choice is made chunk by chunk.
 """
 
 from __future__ import annotations
 
-import fcntl
-import io
-import mmap
-import os
-import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import cloudpickle
 import torch
 
 from optuna_fleet.pipeline import columns
 from optuna_fleet.pipeline.columns import Column
+from optuna_fleet.pipeline.memory_files import sealed_file as sealed_file
+from optuna_fleet.pipeline.memory_files import sealed_file_of
+from optuna_fleet.pipeline.pickling import dumps as dumps
+from optuna_fleet.pipeline.pickling import dumps_outside
 from optuna_fleet.pipeline.structure import Structure, flatten
 
 ALIGNMENT = 64
 """Bytes. Arrays begin at multiples of it, as torch's own do."""
+
+_ZEROS = bytes(ALIGNMENT)
 
 LENGTH = struct.Struct("<Q")
 
@@ -44,9 +45,12 @@ class DenseHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectHeader:
-    """Sample i is the pickle in bytes [offsets[i], offsets[i + 1]) of the body."""
+    """Where each sample's blobs begin and end in the body.
 
-    offsets: tuple[int, ...]
+    The first is its pickle, the others are the tensors and arrays that the pickle leaves out.
+    """
+
+    blobs: tuple[tuple[tuple[int, int], ...], ...]
 
 
 def aligned(nbytes: int) -> int:
@@ -77,7 +81,7 @@ def sample_bytes(sample: Any, *, collated_by_user: bool) -> int:
     if not collated_by_user and _plan([sample]):
         flatten(sample, leaves)
         return sum(map(columns.leaf_bytes, leaves))
-    return len(_dumps(sample))
+    return len(dumps(sample))
 
 
 def _plan(samples: Sequence[Any]) -> tuple[DenseHeader, list[Sequence[Any]]] | None:
@@ -112,83 +116,28 @@ def _nbytes(column: Column, num_samples: int) -> int:
 
 
 def _write_dense(header: DenseHeader, values: list[Sequence[Any]]) -> int:
-    head = _head(header)
-
-    def fill(memory: mmap.mmap) -> None:
-        memory[: len(head)] = head
-        for column, offset, leaves in zip(header.columns, header.offsets, values, strict=False):
-            if count := _nbytes(column, header.num_samples):
-                assert column.dtype is not None
-                destination = torch.frombuffer(
-                    memory,
-                    dtype=column.dtype,
-                    count=count // column.dtype.itemsize,
-                    offset=len(head) + offset,
-                )
-                columns.write(column, leaves, destination.view(header.num_samples, *column.shape))
-
-    return _sealed_file(len(head) + header.offsets[-1], fill)
+    written: list[Any] = [_head(header)]
+    for column, leaves in zip(header.columns, values, strict=True):
+        if nbytes := _nbytes(column, header.num_samples):
+            written += [*columns.pieces(column, leaves), bytes(-nbytes % ALIGNMENT)]
+    return sealed_file_of(written)
 
 
 def _write_objects(samples: Sequence[Any]) -> int:
-    pickles = [_dumps(sample) for sample in samples]
-    head = _head(ObjectHeader(offsets=tuple(accumulate(map(len, pickles), initial=0))))
-
-    def fill(memory: mmap.mmap) -> None:
-        for part in (head, *pickles):
-            memory.write(part)
-
-    return _sealed_file(len(head) + sum(map(len, pickles)), fill)
+    places, written, end = [], [], 0
+    for sample in samples:
+        place = []
+        for blob in dumps_outside(sample):
+            begin, end = end, end + len(blob)
+            place.append((begin, end))
+            padding = -end % ALIGNMENT
+            written += [blob, _ZEROS[:padding]]
+            end += padding
+        places.append(tuple(place))
+    return sealed_file_of([_head(ObjectHeader(blobs=tuple(places))), *written])
 
 
 def _head(header: DenseHeader | ObjectHeader) -> bytes:
-    packed = _dumps(header)
+    packed = dumps(header)
     head = LENGTH.pack(len(packed)) + packed
     return head.ljust(aligned(len(head)), b"\0")
-
-
-def _sealed_file(nbytes: int, fill: Callable[[mmap.mmap], None]) -> int:
-    """Makes an immutable memory file: no trainer can change what the others read."""
-    fd = os.memfd_create("optuna-fleet-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, nbytes)
-        memory = mmap.mmap(fd, nbytes)
-        fill(memory)
-        memory.close()  # a file that is mapped for writing can't be sealed
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-class _Pickler(pickle.Pickler):
-    """Stores CPU tensors as arrays: a tenth of the time that torch's own reduction takes."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and _like_array(obj):
-            return torch.from_numpy, (obj.detach().numpy(),)
-        return NotImplemented
-
-
-def _like_array(tensor: torch.Tensor) -> bool:
-    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    return plain and not tensor.requires_grad and tensor.dtype not in _NO_ARRAY
-
-
-_NO_ARRAY = {torch.bfloat16, torch.complex32} | {
-    dtype
-    for name, dtype in vars(torch).items()
-    if isinstance(dtype, torch.dtype) and name.startswith(("float8", "float4", "q"))
-}
-
-
-def _dumps(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        _Pickler(buffer, protocol=5).dump(value)
-    except Exception:
-        # Classes of the user's __main__, lambdas: cloudpickle's domain, at its price.
-        return bytes(cloudpickle.dumps(value, protocol=5))
-    return buffer.getvalue()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.decoded import Extent, Stored
+from optuna_fleet.pipeline.spec import ChunkKey, Place
 
 MAX_TEXT = 20_000
 """Characters of a remote traceback that are kept, so that a message fits into one packet."""
@@ -61,6 +62,14 @@ class Advance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnChunks:
+    """A pass has copied chunks, because memory was short, and gives them back."""
+
+    pass_id: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClosePass:
     """A pass ended, early or not: what it held is free. ``waited_s`` is its time without data."""
 
@@ -82,10 +91,21 @@ class PassOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReady:
-    """Carries a chunk's file descriptor."""
+    """Carries a chunk's file descriptor.
+
+    ``brief`` if memory is short: copy what is needed and give the chunk back at once.
+    """
 
     pass_id: int
     chunk: int
+    brief: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveBack:
+    """Others can't go on: copy what is needed of the chunks this pass holds and release them."""
+
+    pass_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,28 +121,88 @@ class ChunkFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProduceChunk:
-    """Work for a preprocessor, who measures the first sample if there is no ``chunk_size``."""
+class MeasureSample:
+    """Asks for the size of a preprocessed sample: the first of chunk ``key``."""
 
     key: ChunkKey
-    chunk_size: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleMeasured:
-    """The size of a preprocessed sample; sent before a chunk that was ordered without a size."""
+    """Answers it.
 
-    name: str
+    Attributes:
+        key: The chunk whose first sample was measured.
+        sample_bytes: Bytes one sample takes in a chunk.
+        header_bytes: Bytes a chunk takes beyond its samples.
+        prepared_bytes: Bytes of a sample after the deterministic beginning of its transform, in
+            the decoded store; None if that is not worth it, or no beginning can be told apart.
+    """
+
+    key: ChunkKey
     sample_bytes: int
+    header_bytes: int
+    prepared_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProduceChunk:
+    """Work for a preprocessor.
+
+    Attributes:
+        key: The chunk.
+        chunk_size: Samples of a chunk of this data set.
+        max_bytes: What the chunk's file may take.
+        place: Where to put it.
+        split: Whether the data set is in the decoded store.
+        extents: Pieces of the decoded store that may be filled.
+    """
+
+    key: ChunkKey
+    chunk_size: int
+    max_bytes: int
+    place: Place = "memory"
+    split: bool = False
+    extents: tuple[Extent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkProduced:
-    """Carries the sealed file of a chunk."""
+    """Carries the sealed file of a chunk.
+
+    Attributes:
+        key: The chunk.
+        num_samples: Its samples.
+        busy_s: Seconds it took.
+        stored: What was put into the decoded store.
+        num_loaded: Samples whose beginning came from the decoded store.
+        skipped: Indices of samples that raised and whose place another one took.
+        complaint: What the first of these raised.
+    """
 
     key: ChunkKey
     num_samples: int
     busy_s: float
+    stored: tuple[Stored, ...] = ()
+    num_loaded: int = 0
+    skipped: tuple[int, ...] = ()
+    complaint: ChunkError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOutgrew:
+    """The chunk takes more bytes than was allowed; its samples are kept for a second order."""
+
+    key: ChunkKey
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskFailed:
+    """The chunk could not be written to the spill folder."""
+
+    key: ChunkKey
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

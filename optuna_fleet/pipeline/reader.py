@@ -21,8 +21,10 @@ from optuna_fleet.pipeline.messages import (
     ChunkFailed,
     ChunkReady,
     ClosePass,
+    GiveBack,
     OpenPass,
     PassOpened,
+    ReturnChunks,
 )
 from optuna_fleet.pipeline.spec import PipelineSpec
 
@@ -111,6 +113,11 @@ class PipelineClient:
             ),
         )
 
+    def finisher(self, name: str) -> Callable[[Any], Any] | None:
+        """Returns what is left to do with each batch where the trial computes; None if nothing."""
+        packed = self._spec.dataset(name).finish
+        return None if packed is None else cloudpickle.loads(packed)
+
     # For Batches
 
     def collate_fn(self, name: str) -> Callable[[list[Any]], Any] | None:
@@ -179,6 +186,12 @@ class PipelineClient:
             except OSError:
                 return
 
+    def _give_back(self, number: int, chunks: list[int]) -> None:
+        """Memory is short: keep copies instead."""
+        for chunk in chunks:
+            self._inboxes[number].chunks[chunk].detach()
+        self._send(ReturnChunks(pass_id=number, chunks=tuple(chunks)))
+
     def _send(self, message: object) -> None:
         try:
             wire.send(self._sock, message)
@@ -200,7 +213,7 @@ class PipelineClient:
             message, fd = wire.receive(self._sock, flags)
         except EOFError:
             raise _agent_gone() from None
-        assert isinstance(message, PassOpened | ChunkReady | ChunkFailed)
+        assert isinstance(message, PassOpened | ChunkReady | GiveBack | ChunkFailed)
         inbox = self._inboxes.get(message.pass_id)
         if inbox is None:
             if fd is not None:
@@ -216,6 +229,10 @@ class PipelineClient:
                         "are kept keep theirs open: keep copies (`x.clone()`) instead."
                     )
                 inbox.chunks[message.chunk] = ChunkView(fd)
+                if message.brief:
+                    self._give_back(message.pass_id, [message.chunk])
+            case GiveBack():
+                self._give_back(message.pass_id, list(inbox.chunks))
             case ChunkFailed():
                 inbox.errors[message.chunk] = message.error
 
@@ -257,8 +274,8 @@ def planned(
 
 def _agent_gone() -> FleetError:
     return FleetError(
-        "The shared pipeline is gone: the agent of this node has ended or was killed. "
-        "Its log tells why."
+        "The shared pipeline is gone: the process that serves it (in a sweep, the agent of this "
+        "node) has ended or was killed. What it printed tells why."
     )
 
 

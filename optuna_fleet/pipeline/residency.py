@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.spec import ChunkKey, Place
 
 
 class _Victim(NamedTuple):
@@ -63,27 +63,34 @@ class Residency:
 
     def __init__(self, fixed: Iterable[str] = ()) -> None:
         self._fixed = frozenset(fixed)
-        self._nbytes: dict[ChunkKey, int] = {}
+        self._chunks: dict[ChunkKey, tuple[int, Place]] = {}
         self._pins: Counter[ChunkKey] = Counter()
         self._epochs: dict[tuple[str, int], _Epoch] = {}
-        self._total = 0
-        self._idle = 0
+        self._total: dict[Place, int] = {"memory": 0, "disk": 0}
+        self._idle: dict[Place, int] = {"memory": 0, "disk": 0}
+
+    def total_bytes(self, place: Place) -> int:
+        """Returns the bytes of all resident chunks."""
+        return self._total[place]
+
+    def idle_bytes(self, place: Place) -> int:
+        """Returns the bytes of those that nobody pins."""
+        return self._idle[place]
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all resident chunks."""
-        return self._total
+    def num_idle(self) -> int:
+        """Number of chunks that nobody pins."""
+        return len(self._chunks) - len(self._pins)
 
-    @property
-    def idle_bytes(self) -> int:
-        """Bytes of those that nobody pins."""
-        return self._idle
+    def place(self, key: ChunkKey) -> Place:
+        """Returns where a resident chunk is."""
+        return self._chunks[key][1]
 
     def __len__(self) -> int:
-        return len(self._nbytes)
+        return len(self._chunks)
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return key in self._nbytes
+        return key in self._chunks
 
     def set_cursor(self, reader: Hashable, name: str, epoch: int, chunk: int) -> None:
         """Notes the first chunk of the epoch that ``reader`` still needs."""
@@ -94,18 +101,19 @@ class Residency:
         del self._epochs[name, epoch].cursors[reader]
         self._forget_if_empty(name, epoch)
 
-    def add(self, key: ChunkKey, nbytes: int) -> None:
+    def add(self, key: ChunkKey, nbytes: int, place: Place) -> None:
         """A chunk is there; nobody pins it yet."""
-        self._nbytes[key] = nbytes
-        self._total += nbytes
-        self._idle += nbytes
+        self._chunks[key] = (nbytes, place)
+        self._total[place] += nbytes
+        self._idle[place] += nbytes
         self._epoch(key.name, key.epoch).idle.add(key.chunk)
 
     def pin(self, key: ChunkKey) -> None:
         """One more pass holds the chunk; held chunks are never dropped."""
         self._pins[key] += 1
         if self._pins[key] == 1:
-            self._idle -= self._nbytes[key]
+            nbytes, place = self._chunks[key]
+            self._idle[place] -= nbytes
             self._epoch(key.name, key.epoch).idle.discard(key.chunk)
 
     def unpin(self, key: ChunkKey) -> None:
@@ -113,7 +121,8 @@ class Residency:
         self._pins[key] -= 1
         if not self._pins[key]:
             del self._pins[key]
-            self._idle += self._nbytes[key]
+            nbytes, place = self._chunks[key]
+            self._idle[place] += nbytes
             self._epoch(key.name, key.epoch).idle.add(key.chunk)
 
     def drop_worst(self, *, spare: int) -> ChunkKey | None:
@@ -130,9 +139,9 @@ class Residency:
         if best is None:
             return None
         key = ChunkKey(*best[1], best[0].chunk)
-        nbytes = self._nbytes.pop(key)
-        self._total -= nbytes
-        self._idle -= nbytes
+        nbytes, where = self._chunks.pop(key)
+        self._total[where] -= nbytes
+        self._idle[where] -= nbytes
         self._epochs[best[1]].idle.discard(key.chunk)
         self._forget_if_empty(*best[1])
         return key

@@ -1,34 +1,34 @@
-"""The agent's side of the pipeline: carries out what the chunk store decides."""
+"""The agent's side of the pipeline: serves trainers what the chunk store grants them."""
 
 from __future__ import annotations
 
 import os
 import selectors
 import socket
-from collections.abc import Hashable, Iterable
+import time
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
-from optuna_fleet.pipeline.instructions import Drop, Grant, Instruction, Produce, Refuse
+from optuna_fleet.pipeline.exchange import Exchange, ExchangeConfig
+from optuna_fleet.pipeline.instructions import Drop, Grant, Instruction, Produce, Recall, Refuse
 from optuna_fleet.pipeline.messages import (
     Advance,
-    ChunkError,
     ChunkFailed,
-    ChunkNotProduced,
-    ChunkProduced,
     ChunkReady,
     ClosePass,
+    GiveBack,
     OpenPass,
     PassOpened,
-    ProduceChunk,
-    SampleMeasured,
+    ReturnChunks,
 )
-from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size, count_chunks
+from optuna_fleet.pipeline.production import Outlets, Production
+from optuna_fleet.pipeline.spec import ChunkKey, PipelineSetup
 from optuna_fleet.pipeline.stats import Counts, PipelineStats
 from optuna_fleet.pipeline.store import ChunkStore
 from optuna_fleet.pipeline.wire import Port
-from optuna_fleet.pipeline.workers import PreprocessorPool, Spawn
+from optuna_fleet.pipeline.workers import Spawn
 
 PassId = tuple[Hashable, int]
 
@@ -44,55 +44,72 @@ class PipelineServer:
 
     Its sockets register themselves with ``selector``, with a callable as ``data``: the agent's
     loop is ``for key, mask in selector.select(timeout): key.data(mask)``. Preprocessors are
-    started when there is work for them. The soft limit on open files is raised to the hard one.
+    started when there is work for them.
 
     Args:
-        payload: The data sets (``SharedPipeline.payload()``).
-        spec: Their description (``SharedPipeline.spec()``).
-        memory_bytes: Budget of resident chunks; None for a quarter of what is available.
-        num_preprocessors: Most preprocessors at a time.
+        setup: The data sets and what they may take (``SharedPipeline.setup()``).
         spawn: Starts a child process, see ``Spawn``.
         selector: The agent's selector.
-        chunk_bytes: Size of a chunk to aim at; None to choose.
+        notify: Given a sentence that the user should read, now and then.
+        on_event: Called after each message of a trainer.
+        clock: Seconds since any time.
+        exchange: How to share chunks with other nodes.
     """
 
     def __init__(
         self,
+        setup: PipelineSetup,
         *,
-        payload: bytes,
-        spec: PipelineSpec,
-        memory_bytes: int | None,
-        num_preprocessors: int,
         spawn: Spawn,
         selector: selectors.BaseSelector,
-        chunk_bytes: int | None = None,
+        notify: Callable[[str], None] = lambda text: None,
+        on_event: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        exchange: ExchangeConfig | None = None,
     ) -> None:
-        max_chunks = limits.raise_file_limit()
-        budget = limits.default_memory_bytes() if memory_bytes is None else memory_bytes
-        self._payload = payload
-        self._spec = spec
-        self._chunk_bytes = chunk_bytes or limits.default_chunk_bytes(budget, max_chunks)
+        spec = setup.spec
+        budgets = limits.budgets(
+            setup.wanted,
+            num_preprocessors=setup.num_preprocessors,
+            is_adaptive=setup.is_adaptive,
+            niceness=setup.niceness,
+        )
         self._selector = selector
+        self._on_event = on_event
+        self._counts = Counts()
+        self._files: dict[ChunkKey, int] = {}
         self._store = ChunkStore(
-            memory_bytes=budget,
-            max_chunks=max_chunks,
-            window=2 * num_preprocessors + 2,
+            memory_bytes=budgets.memory_bytes,
+            disk_bytes=budgets.spill_bytes,
+            max_chunks=budgets.max_chunks,
+            window=(2 * budgets.num_preprocessors + 2) * (exchange.num_nodes if exchange else 1),
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
         )
-        self._pool = PreprocessorPool(
-            limit=num_preprocessors,
+        self._production = Production(
+            payload=setup.payload,
+            spec=spec,
+            budgets=budgets,
+            store=self._store,
+            counts=self._counts,
             spawn=spawn,
-            main=self._preprocessor_main,
             selector=selector,
-            on_message=self._from_preprocessor,
-            on_lost=self._preprocessor_lost,
+            close_in_child=self._close_in_preprocessor,
+            outlets=Outlets(
+                carry_out=self._carry_out,
+                keep=self._files.__setitem__,
+                measured=self._open_waiting,
+                notify=notify,
+            ),
+            clock=clock,
+            exchange=exchange,
         )
         self._readers: dict[Hashable, _Reader] = {}
-        self._files: dict[ChunkKey, int] = {}
-        self._chunk_sizes: dict[str, int] = {}
-        self._measuring: set[str] = set()
         self._unopened: list[tuple[Hashable, OpenPass]] = []
-        self._counts = Counts()
+        sock = self._production.exchange.start(
+            spawn=spawn, selector=selector, close_in_child=self.close_in_child
+        )
+        if sock is not None:
+            self.add_reader("exchange", sock)
 
     # For the agent
 
@@ -114,30 +131,47 @@ class PipelineServer:
         reader.channel.close()
         self._unopened = [entry for entry in self._unopened if entry[0] != reader_id]
         for pass_id in reader.passes:
-            self._carry_out(self._store.close_pass((reader_id, pass_id)))
-        self._assign()
+            self._store.close_pass((reader_id, pass_id))
+        self._production.work()
 
     def child_died(self, pid: int) -> bool:
         """Tells that a child was reaped; returns whether it was a preprocessor of this server."""
-        return self._pool.child_died(pid)
+        return self._production.pool.child_died(pid)
 
     @property
     def preprocessor_pids(self) -> tuple[int, ...]:
         """Pids of the preprocessors that run."""
-        return self._pool.pids
+        return self._production.pool.pids
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange with other nodes."""
+        return self._production.exchange
+
+    def num_stalled(self) -> int:
+        """Returns how many passes wait for data, or for their first answer."""
+        return self._store.num_stalled() + len(self._unopened)
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
         return self._counts.snapshot(
-            resident_bytes=self._store.resident_bytes, num_lost=self._pool.num_lost
+            resident_bytes=self._resident_bytes(),
+            lent_bytes=self._store.lent_bytes(),
+            decoded_bytes=self._production.decoded_bytes,
+            spilled_bytes=self._store.resident_bytes("disk"),
+            num_lost=self._production.pool.num_lost,
+            use=self._production.foreman.use(),
         )
+
+    def _resident_bytes(self) -> int:
+        return self._store.resident_bytes() + self._production.decoded_bytes
 
     def close(self) -> None:
         """Frees all memory and cuts everyone off.
 
         Preprocessors exit when they notice, trainers' reads raise. The agent reaps.
         """
-        self._pool.close()
+        self._production.close()
         for reader in self._readers.values():
             reader.channel.close()
         self._readers.clear()
@@ -148,8 +182,11 @@ class PipelineServer:
 
         It would otherwise keep dropped chunks in memory and hide the death of its siblings.
         """
-        for channel in self._pool.channels:
-            channel.close_in_child()
+        self._close_in_preprocessor()
+        self._production.close_decoded()
+
+    def _close_in_preprocessor(self) -> None:
+        self._production.close_in_child()
         for reader in self._readers.values():
             reader.channel.close_in_child()
         self._close_files()
@@ -159,15 +196,6 @@ class PipelineServer:
             os.close(fd)
         self._files.clear()
 
-    def _preprocessor_main(self, sock: socket.socket) -> None:
-        self.close_in_child()
-        # Imported in the child: the agent itself never uses torch.
-        from optuna_fleet.pipeline.preprocessor import preprocessor_main
-
-        preprocessor_main(
-            sock, payload=self._payload, spec=self._spec, chunk_bytes=self._chunk_bytes
-        )
-
     # From trainers
 
     def _from_reader(self, reader_id: Hashable, message: object) -> None:
@@ -176,20 +204,21 @@ class PipelineServer:
                 self._open(reader_id, message)
             case Advance():
                 self._advance((reader_id, message.pass_id), message)
+            case ReturnChunks():
+                self._store.release((reader_id, message.pass_id), message.chunks)
             case ClosePass():
                 self._close_pass((reader_id, message.pass_id), message)
             case _:
                 raise ProtocolError(f"A trainer sent the pipeline an unexpected {message!r}.")
-        self._assign()
+        self._production.work()
+        self._on_event()
 
     def _open(self, reader_id: Hashable, message: OpenPass) -> None:
-        size = self._chunk_sizes.get(message.name)
+        size = self._production.chunk_size(message.name)
         if size is None:
             # How many samples make a chunk is known once one of them has been preprocessed.
             self._unopened.append((reader_id, message))
-            if message.name not in self._measuring:
-                self._measuring.add(message.name)
-                self._store.warm(ChunkKey(message.name, message.epoch, 0))
+            self._production.measure(message.name, message.epoch)
             return
         reader = self._readers[reader_id]
         reader.passes.add(message.pass_id)
@@ -203,9 +232,15 @@ class PipelineServer:
         )
         reader.channel.send(PassOpened(pass_id=message.pass_id, chunk_size=size))
 
+    def _open_waiting(self, name: str) -> None:
+        """The chunk size of a data set is known: its readers can begin."""
+        waiting, self._unopened = self._unopened, []
+        for reader_id, message in waiting:
+            self._open(reader_id, message)  # those of other data sets wait on
+
     def _advance(self, pass_id: PassId, message: Advance) -> None:
         self._store.move(pass_id, message.cursor)
-        self._carry_out(self._store.release(pass_id, message.released))
+        self._store.release(pass_id, message.released)
         for chunk in message.needed:
             self._carry_out(self._store.request(pass_id, chunk, urgent=True))
         for chunk in message.ahead:
@@ -217,90 +252,36 @@ class PipelineServer:
         passes = self._readers[pass_id[0]].passes
         if message.pass_id in passes:
             passes.remove(message.pass_id)
-            self._carry_out(self._store.close_pass(pass_id))
+            self._store.close_pass(pass_id)
         else:
             self._unopened = [
                 entry for entry in self._unopened if (entry[0], entry[1].pass_id) != pass_id
             ]
 
-    # From preprocessors
-
-    def _from_preprocessor(self, message: object, fd: int | None) -> None:
-        match message:
-            case SampleMeasured():
-                self._measured(message.name, message.sample_bytes)
-            case ChunkProduced():
-                assert fd is not None
-                self._counts.preprocessed += message.num_samples
-                self._counts.busy_s += message.busy_s
-                self._files[message.key] = fd
-                self._carry_out(self._store.produced(message.key, os.fstat(fd).st_size))
-            case ChunkNotProduced():
-                self._carry_out(self._store.failed(message.key, message.error))
-            case _:
-                raise ProtocolError(f"A preprocessor sent an unexpected {message!r}.")
-        self._assign()
-
-    def _measured(self, name: str, sample_bytes: int) -> None:
-        num_samples = self._spec.dataset(name).num_samples
-        size = choose_chunk_size(
-            num_samples=num_samples, sample_bytes=sample_bytes, chunk_bytes=self._chunk_bytes
-        )
-        self._measuring.discard(name)
-        self._chunk_sizes[name] = size
-        num_chunks = count_chunks(num_samples, size)
-        self._store.set_size(name, num_chunks=num_chunks, chunk_bytes=size * sample_bytes)
-        waiting, self._unopened = self._unopened, []
-        for reader_id, message in waiting:
-            self._open(reader_id, message)  # those of other data sets wait on
-
-    def _preprocessor_lost(self, key: ChunkKey | None) -> None:
-        if key is not None:
-            error = ChunkError(
-                summary=f"Preprocessors died over a chunk of data set {key.name!r}: "
-                "killed, out of memory, or a crash in native code."
-            )
-            self._carry_out(self._store.lost(key, error))
-            if key.name in self._measuring and self._store.has_failed(key):
-                # Nobody will tell the size now. Guess, so that readers get to hear of the failure.
-                self._measured(key.name, limits.guess_sample_bytes(self._chunk_bytes))
-        self._assign()
-
     # Instructions
 
-    def _assign(self) -> None:
-        """Gives preprocessors work while there is any that fits."""
-        while self._pool.has_room():
-            instructions = self._store.assign()
-            self._carry_out(instructions)
-            if not any(isinstance(instruction, Produce) for instruction in instructions):
-                return
-
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
-        # The peak is before the drops that bring it back into the budget.
-        self._counts.peak_bytes = max(self._counts.peak_bytes, self._store.resident_bytes)
         for instruction in instructions:
             match instruction:
-                case Grant():
-                    reader_id, number = _split(instruction.pass_id)
-                    ready = ChunkReady(pass_id=number, chunk=instruction.key.chunk)
-                    self._readers[reader_id].channel.send(ready, self._files[instruction.key])
-                case Refuse():
-                    self._refuse(instruction)
                 case Drop(key=key):
                     os.close(self._files.pop(key))
                     self._counts.num_dropped += 1
-                case Produce(key=key):
-                    size = self._chunk_sizes.get(key.name)
-                    self._pool.give(ProduceChunk(key=key, chunk_size=size))
+                case Produce():
+                    self._production.order(instruction)
+                case _:
+                    self._say(instruction)
+        self._counts.peak_bytes = max(self._counts.peak_bytes, self._resident_bytes())
 
-    def _refuse(self, refusal: Refuse) -> None:
-        reader_id, number = _split(refusal.pass_id)
-        failed = ChunkFailed(pass_id=number, chunk=refusal.key.chunk, error=refusal.error)
-        self._readers[reader_id].channel.send(failed)
-
-
-def _split(pass_id: Hashable) -> PassId:
-    assert isinstance(pass_id, tuple)
-    reader_id, number = pass_id
-    return reader_id, number
+    def _say(self, instruction: Grant | Recall | Refuse) -> None:
+        """Tells a reader what was decided about one of its passes."""
+        assert isinstance(instruction.pass_id, tuple)
+        reader_id, number = instruction.pass_id
+        send = self._readers[reader_id].channel.send
+        match instruction:
+            case Grant(key=key, brief=brief):
+                ready = ChunkReady(pass_id=number, chunk=key.chunk, brief=brief)
+                send(ready, self._files[key])
+            case Recall():
+                send(GiveBack(pass_id=number))
+            case Refuse(key=key, error=error):
+                send(ChunkFailed(pass_id=number, chunk=key.chunk, error=error))

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
+from optuna_fleet.pipeline import limits
+from optuna_fleet.pipeline.limits import Wanted
+from optuna_fleet.pipeline.source import Source
+from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSetup, PipelineSpec
+from optuna_fleet.pipeline.splitting import Stages
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.inline import InlineClient
+    from optuna_fleet.pipeline.standalone import DataBatches, PipelineHandle, Session
+    from optuna_fleet.pipeline.stats import PipelineStats
 
 Collate = Callable[[list[Any]], Any]
+Stage = Callable[[Any], Any]
 
 
 class SharedPipeline:
@@ -30,10 +40,26 @@ class SharedPipeline:
         shuffled: Names of the data sets that get a new order and new augmentation in every epoch;
             by default those whose name starts with "train". All others have one epoch, in the
             order of the data set, that is preprocessed once per sweep.
-        num_preprocessors: Processes that preprocess, per node; chosen from the number of cores if
-            not given.
+        prepare: The deterministic beginning of the preprocessing of ``dataset[index]``, whose
+            results are kept in the *decoded store*: one callable for all data sets, or one per
+            name. A data set whose ``transform`` is a torchvision ``Compose`` is split at its first
+            random step by itself.
+        augment: The random rest; one callable (for the shuffled data sets), or one per name. With
+            it ``dataset[index]`` must give the same in every epoch.
+        finish: The deterministic, elementwise end, such as a change of type or scale; it must give
+            the same for a sample and for a batch. One callable for all data sets, or one per name.
+        split: False leaves the data sets' own transforms whole. Splitting does not change a bit of
+            the samples: it is tried on one of them first, and left where that comes out different.
+        on_error: "raise" tells the trials that wait for a sample that raised, with index and
+            traceback; "skip" lets the next sample take its place and counts.
+        num_preprocessors: Most processes that preprocess, per node. If not given there are as many
+            as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
-            given.
+            given. It is never exceeded.
+        decoded_bytes: How much of it the decoded store may take; 0 for none. By default half, for
+            data sets where that saves time.
+        spill_dir: A folder on a local disk for preprocessed data that does not fit into memory.
+        spill_bytes: How much it may take there; half of what is free if not given.
         **datasets: Map-style data sets (``len(dataset)`` and ``dataset[index]``) by name.
 
     Raises:
@@ -43,14 +69,24 @@ class SharedPipeline:
         ``SharedPipeline(train=train_dataset, val=val_dataset)``
     """
 
+    _session: Session | None = None
+
     def __init__(
         self,
         *,
         seed: int = 0,
         collate_fn: Collate | Mapping[str, Collate] | None = None,
+        prepare: Stage | Mapping[str, Stage] | None = None,
+        augment: Stage | Mapping[str, Stage] | None = None,
+        finish: Stage | Mapping[str, Stage] | None = None,
+        split: bool = True,
+        on_error: OnError = "raise",
         shuffled: Collection[str] | None = None,
         num_preprocessors: int | None = None,
         memory_bytes: int | None = None,
+        decoded_bytes: int | None = None,
+        spill_dir: str | PathLike[str] | None = None,
+        spill_bytes: int | None = None,
         **datasets: Any,
     ) -> None:
         if not datasets:
@@ -58,15 +94,76 @@ class SharedPipeline:
                 "A SharedPipeline needs at least one data set: SharedPipeline(train=dataset)."
             )
         self._datasets = datasets
-        self._collates = _collates(collate_fn, datasets)
         self._shuffled = _shuffled(shuffled, datasets)
+        self._collates = _by_name("collate_fn", collate_fn, datasets, datasets)
+        self._stages = {
+            "prepare": _by_name("prepare", prepare, datasets, datasets),
+            "augment": _by_name("augment", augment, datasets, self._shuffled),
+            "finish": _by_name("finish", finish, datasets, datasets),
+        }
         self._lengths = {name: _length(name, dataset) for name, dataset in datasets.items()}
         self.seed = _positive("seed", seed, minimum=None)
         self.num_preprocessors = _optional("num_preprocessors", num_preprocessors)
-        self.memory_bytes = _optional("memory_bytes", memory_bytes)
+        self._on_error = _on_error(on_error)
+        self._split = bool(split)
+        self._wanted = Wanted(
+            memory_bytes=_optional("memory_bytes", memory_bytes),
+            decoded_bytes=_optional("decoded_bytes", decoded_bytes, minimum=0),
+            spill_dir=None if spill_dir is None else os.path.abspath(os.fspath(spill_dir)),
+            spill_bytes=_optional("spill_bytes", spill_bytes),
+        )
 
-    def spec(self) -> PipelineSpec:
-        """Returns the description that trainers get."""
+    def setup(
+        self,
+        default_preprocessors: int,
+        *,
+        is_adaptive: bool = False,
+        niceness: int = 0,
+        finish_on_device: bool = False,
+    ) -> PipelineSetup:
+        """Returns what whoever serves the pipeline on this machine needs.
+
+        Args:
+            default_preprocessors: Most preprocessors if the user gave no number.
+            is_adaptive: In that case run as many as are needed, not all.
+            niceness: What is added to theirs.
+            finish_on_device: Trainers do the elementwise end of the preprocessing.
+
+        Raises:
+            FleetConfigError: This machine does not have what was asked for, or something can't be
+                pickled.
+        """
+        limits.check(self._wanted)
+        return PipelineSetup(
+            payload=self.payload(),
+            spec=self.spec(finish_on_device=finish_on_device),
+            wanted=self._wanted,
+            num_preprocessors=self.num_preprocessors or default_preprocessors,
+            is_adaptive=is_adaptive and self.num_preprocessors is None,
+            niceness=niceness,
+        )
+
+    def spec(self, *, finish_on_device: bool = False) -> PipelineSpec:
+        """Returns the description that trainers get.
+
+        Args:
+            finish_on_device: Trainers do the elementwise end of the preprocessing, in batches.
+        """
+        spec = self._spec()
+        if not finish_on_device:
+            return spec
+        from optuna_fleet.pipeline.sampling import Samples
+
+        samples = Samples(self._source, spec)
+        finished = []
+        for dataset in spec.datasets:
+            # With a collate_fn, samples must be finished before they are collated.
+            end = samples.finisher(dataset.name) if dataset.collate is None else None
+            packed = _packed(f"end of the transform of data set {dataset.name!r}", end)
+            finished.append(replace(dataset, finish=packed))
+        return replace(spec, datasets=tuple(finished))
+
+    def _spec(self) -> PipelineSpec:
         return PipelineSpec(
             seed=self.seed,
             datasets=tuple(
@@ -78,19 +175,83 @@ class SharedPipeline:
                 )
                 for name, length in self._lengths.items()
             ),
+            on_error=self._on_error,
+            split=self._split,
         )
 
     def inline(self) -> InlineClient:
         """Returns a client that preprocesses in this process (imports torch)."""
         from optuna_fleet.pipeline.inline import InlineClient
 
-        return InlineClient(self.spec(), self._datasets, self._collates)
+        return InlineClient(self.spec(), self._source(), self._collates)
 
     def payload(self) -> bytes:
         """Returns the data sets as cloudpickle bytes, for the preprocessors."""
-        packed = _packed("data sets of the SharedPipeline", self._datasets)
+        packed = _packed("data sets of the SharedPipeline", self._source())
         assert packed is not None
         return packed
+
+    def _source(self) -> Source:
+        stages: dict[str, Stages] = {}
+        for name in self._datasets:
+            given = {what: found.get(name) for what, found in self._stages.items()}
+            stages[name] = Stages(**given)
+        return Source(datasets=self._datasets, stages=stages)
+
+    # Alone, without an executor
+
+    def __enter__(self) -> SharedPipeline:
+        """Starts the processes that preprocess; the end of the ``with`` block ends them."""
+        from optuna_fleet.pipeline.standalone import Session
+
+        if self._session is not None:
+            raise FleetConfigError(
+                "This SharedPipeline runs already: one `with` block at a time. Other processes "
+                "and threads read it by `pipeline.handle()`; two pipelines are two objects."
+            )
+        self._session = Session(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        session, self._session = self._running("__exit__"), None
+        session.close()
+
+    def batches(self, name: str, *, batch_size: int, epoch: int, **more: Any) -> DataBatches:
+        """Returns the batches of one epoch, in this process; only inside ``with pipeline:``.
+
+        Args:
+            name: The data set.
+            batch_size: Samples per batch.
+            epoch: From 0. A data set that is not shuffled is the same in all of them.
+            **more: As for ``PipelineReader.batches``: rank, world_size, drop_last, first_step.
+
+        Raises:
+            FleetConfigError: An argument can't work, or the pipeline does not run.
+        """
+        reader = self._running("batches").reader()
+        return reader.batches(name, batch_size=batch_size, epoch=epoch, **more)
+
+    def handle(self) -> PipelineHandle:
+        """Returns what other processes need to read: ``with handle.connect() as reader: ...``."""
+        return self._running("handle").handle
+
+    def stats(self) -> PipelineStats:
+        """Returns what the running pipeline has done so far."""
+        return self._running("stats").handle.stats()
+
+    def _running(self, method: str) -> Session:
+        if self._session is None:
+            raise FleetConfigError(
+                f"SharedPipeline.{method}() was called, but the pipeline does not run here: call "
+                "it inside `with pipeline:`. In a process that you started, use what "
+                "`pipeline.handle()` gave in the first one; in an Optuna objective, use "
+                "`trial.batches`."
+            )
+        return self._session
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy does not run."""
+        return {name: value for name, value in vars(self).items() if name != "_session"}
 
 
 def _length(name: str, dataset: Any) -> int:
@@ -109,19 +270,38 @@ def _length(name: str, dataset: Any) -> int:
     return int(length)
 
 
-def _collates(given: Collate | Mapping[str, Collate] | None, names: Collection[str]) -> Any:
+def _by_name(
+    argument: str, given: Any, names: Collection[str], default: Collection[str]
+) -> dict[str, Callable[..., Any]]:
+    """One callable per name, where one alone is for all of ``default``."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        given = dict.fromkeys(names, given)
-    _check_names("collate_fn", given, names)
-    for name, collate in given.items():
-        if not callable(collate):
+        given = dict.fromkeys(default, given)
+    _check_names(argument, given, names)
+    for name, function in given.items():
+        if not callable(function):
             raise FleetConfigError(
-                f"The collate_fn of data set {name!r} is {collate!r}, but must be callable: it "
-                "makes a batch from a list of samples."
+                f"The {argument} of data set {name!r} is {function!r}, but must be callable: "
+                f"{_PURPOSES[argument]}."
             )
     return dict(given)
+
+
+_PURPOSES = {
+    "collate_fn": "it makes a batch from a list of samples",
+    "prepare": "it does with dataset[index] what is the same in every epoch",
+    "augment": "it does with a prepared sample what is random",
+    "finish": "it makes the elementwise end of a sample, or of a batch",
+}
+
+
+def _on_error(value: Any) -> OnError:
+    if value not in ("raise", "skip"):
+        raise FleetConfigError(
+            f"The value of `on_error` is {value!r}, but must be 'raise' or 'skip'."
+        )
+    return cast("OnError", value)
 
 
 def _shuffled(given: Collection[str] | None, names: Collection[str]) -> frozenset[str]:
@@ -142,8 +322,8 @@ def _check_names(argument: str, given: Collection[str], names: Collection[str]) 
             )
 
 
-def _optional(argument: str, value: int | None) -> int | None:
-    return None if value is None else _positive(argument, value, minimum=1)
+def _optional(argument: str, value: int | None, *, minimum: int = 1) -> int | None:
+    return None if value is None else _positive(argument, value, minimum=minimum)
 
 
 def _positive(argument: str, value: Any, *, minimum: int | None) -> int:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.pipeline.limits import Wanted
 
 MIN_CHUNKS_PER_EPOCH = 16
 """An epoch is cut into at least this many chunks, so that several preprocessors can work on it."""
 
 MIN_CHUNK_SAMPLES = 8
 """Below this many samples a chunk is not made smaller just to have more of them."""
+
+Place = Literal["memory", "disk"]
+"""Where a chunk is: in a memory file, or in a file of the spill folder."""
+
+OnError = Literal["raise", "skip"]
+"""A sample that raises: tell those who wait for it, or let the next one take its place."""
 
 
 class ChunkKey(NamedTuple):
@@ -31,12 +38,15 @@ class DatasetSpec:
         num_samples: Its length.
         shuffled: Permuted and augmented anew in every epoch; if not: identity order, epoch 0.
         collate: The user's ``collate_fn`` as cloudpickle bytes, or None for torch's default.
+        finish: What trainers on accelerators do with each batch, as cloudpickle bytes; None where
+            preprocessors finish the samples.
     """
 
     name: str
     num_samples: int
     shuffled: bool
     collate: bytes | None = None
+    finish: bytes | None = None
 
     def canonical_epoch(self, epoch: int) -> int:
         """Returns the epoch whose content is served as ``epoch``: 0 for a fixed data set."""
@@ -50,10 +60,14 @@ class PipelineSpec:
     Attributes:
         seed: Seed of orders and augmentation.
         datasets: The data sets, in the order they were given.
+        on_error: What becomes of a sample that raises.
+        split: Whether transforms may be taken apart without the user's saying so.
     """
 
     seed: int
     datasets: tuple[DatasetSpec, ...]
+    on_error: OnError = "raise"
+    split: bool = True
 
     def dataset(self, name: str) -> DatasetSpec:
         """Returns the data set called ``name``.
@@ -69,6 +83,27 @@ class PipelineSpec:
             f"There is no data set {name!r} in the SharedPipeline; it has {names}. "
             f"Pass it as SharedPipeline(..., {name}=dataset)."
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSetup:
+    """The pipeline as whoever serves it gets it.
+
+    Attributes:
+        payload: The data sets and their stages, as cloudpickle bytes.
+        spec: Their description.
+        wanted: What the user lets it take.
+        num_preprocessors: Most preprocessors at a time.
+        is_adaptive: Run as many of them as are needed, not all.
+        niceness: What is added to theirs, so that trials that compute on the CPU go first.
+    """
+
+    payload: bytes
+    spec: PipelineSpec
+    wanted: Wanted
+    num_preprocessors: int
+    is_adaptive: bool = False
+    niceness: int = 0
 
 
 def choose_chunk_size(*, num_samples: int, sample_bytes: int, chunk_bytes: int) -> int:

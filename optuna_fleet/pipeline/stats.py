@@ -2,7 +2,80 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineUse:
+    """How preprocessors and readers spent their time; time in which nobody reads is left out.
+
+    Sums over time, so that the difference of two of them says what happened in between.
+
+    Attributes:
+        active_s: Seconds in which somebody read.
+        running_s: Seconds that preprocessors ran, summed over them.
+        full_s: Seconds of these they were idle since all windows were full.
+        blocked_s: Seconds of these they were idle since the budget allowed no more chunks.
+        reading_s: Seconds that passes were open, summed over them.
+        stalled_s: Seconds of these their readers waited for data.
+        starved_s: Seconds in which at least one reader waited.
+        ready_s: Chunks ready ahead of a pass, times the seconds for which they were.
+        window_s: The same had all windows been full.
+    """
+
+    active_s: float = 0.0
+    running_s: float = 0.0
+    full_s: float = 0.0
+    blocked_s: float = 0.0
+    reading_s: float = 0.0
+    stalled_s: float = 0.0
+    starved_s: float = 0.0
+    ready_s: float = 0.0
+    window_s: float = 0.0
+
+    @property
+    def num_preprocessors(self) -> float:
+        """Mean number of preprocessors."""
+        return _ratio(self.running_s, self.active_s)
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the preprocessors' time at work."""
+        return _ratio(self.running_s - self.full_s - self.blocked_s, self.running_s)
+
+    @property
+    def full_share(self) -> float:
+        """Share of their time idle, as all windows were full."""
+        return _ratio(self.full_s, self.running_s)
+
+    @property
+    def blocked_share(self) -> float:
+        """Share of their time idle, as the budget allowed no more."""
+        return _ratio(self.blocked_s, self.running_s)
+
+    @property
+    def stalled_share(self) -> float:
+        """Share of the readers' time that they waited for data."""
+        return _ratio(self.stalled_s, self.reading_s)
+
+    @property
+    def queue_chunks(self) -> float:
+        """Chunks ready ahead of a reader, on average over time and readers."""
+        return _ratio(self.ready_s, self.reading_s)
+
+    @property
+    def queue_share(self) -> float:
+        """The same as a share of the window: 1 is a queue that is always full."""
+        return _ratio(self.ready_s, self.window_s)
+
+    def since(self, last: PipelineUse) -> PipelineUse:
+        """Returns what was added after ``last``."""
+        names = [each.name for each in fields(self)]
+        return PipelineUse(**{name: getattr(self, name) - getattr(last, name) for name in names})
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +91,14 @@ class PipelineStats:
         peak_bytes: The most that it has been.
         num_dropped: Chunks dropped to make room.
         num_lost: Preprocessors that died.
+        repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
+        num_loaded: Samples whose beginning came from the decoded store.
+        received: Samples that other nodes preprocessed.
+        num_skipped: Samples that raised and whose place others took, in all epochs.
+        lent_bytes: Bytes of ``resident_bytes`` that readers hold, which can't be dropped.
+        decoded_bytes: Bytes of ``resident_bytes`` in the decoded store.
+        spilled_bytes: Bytes of the chunks on the disk now.
+        use: How preprocessors and readers spent their time.
     """
 
     preprocessed: int
@@ -28,6 +109,14 @@ class PipelineStats:
     peak_bytes: int
     num_dropped: int
     num_lost: int
+    repeated: int = 0
+    num_loaded: int = 0
+    received: int = 0
+    num_skipped: int = 0
+    lent_bytes: int = 0
+    decoded_bytes: int = 0
+    spilled_bytes: int = 0
+    use: PipelineUse = field(default_factory=PipelineUse)
 
     @property
     def sharing_factor(self) -> float:
@@ -45,16 +134,28 @@ class Counts:
     waited_s: float = 0.0
     peak_bytes: int = 0
     num_dropped: int = 0
+    repeated: int = 0
+    num_loaded: int = 0
+    received: int = 0
+    num_skipped: int = 0
 
-    def snapshot(self, *, resident_bytes: int, num_lost: int) -> PipelineStats:
+    def snapshot(
+        self,
+        *,
+        resident_bytes: int,
+        lent_bytes: int,
+        decoded_bytes: int,
+        spilled_bytes: int,
+        num_lost: int,
+        use: PipelineUse,
+    ) -> PipelineStats:
         """Returns the counts so far."""
         return PipelineStats(
-            preprocessed=self.preprocessed,
-            consumed=self.consumed,
-            busy_s=self.busy_s,
-            waited_s=self.waited_s,
+            **{each.name: getattr(self, each.name) for each in fields(self)},
             resident_bytes=resident_bytes,
-            peak_bytes=self.peak_bytes,
-            num_dropped=self.num_dropped,
+            lent_bytes=lent_bytes,
+            decoded_bytes=decoded_bytes,
+            spilled_bytes=spilled_bytes,
             num_lost=num_lost,
+            use=use,
         )

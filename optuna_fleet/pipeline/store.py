@@ -3,24 +3,37 @@
 Events go in, instructions come out; the server carries them out. A chunk is *absent*, *wanted*,
 *in production* or *resident*; these are derived from the records below, never stored beside them.
 
-Budget: resident bytes plus the expected bytes in production never exceed ``memory_bytes``, except
-that a chunk some pass waits for right now is produced in any case (otherwise nothing could go on).
-So the most that can be resident is the budget plus, per open pass, the chunks of one batch.
+Budgets: resident bytes plus those in production never exceed ``memory_bytes`` in memory and
+``disk_bytes`` on the disk. What passes hold is never dropped, so where memory is short they are
+asked to copy what they need and to give the chunks back: nobody waits while holding something.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from optuna_fleet.pipeline.instructions import Drop, Grant, Instruction, Produce, Refuse
+from optuna_fleet.pipeline.instructions import (
+    Drop,
+    Grant,
+    Instruction,
+    Produce,
+    Recall,
+    Refuse,
+)
 from optuna_fleet.pipeline.messages import ChunkError
 from optuna_fleet.pipeline.residency import Residency
-from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.spec import ChunkKey, Place
 
-MAX_DEATHS = 2
+MAX_DEATHS = 3
 """A chunk over which this many preprocessors died is an error for those who asked for it."""
+
+BRIEF_SHARE = 0.5
+"""Chunks beyond this part of the budget are only lent briefly, and not before they are needed.
+
+So readers that stand still can't keep the others from going on.
+"""
 
 
 @dataclass(slots=True)
@@ -31,51 +44,89 @@ class _Pass:
     continues: bool
     wanted: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
+    recalled: bool = False
 
     def key(self, chunk: int) -> ChunkKey:
         return ChunkKey(self.name, self.epoch, chunk)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """How far production is ahead of the open passes.
+
+    Attributes:
+        num_ready: Chunks in their windows that are there, beyond those they read just now.
+        num_ahead: The most that this could be.
+        has_work: Something is wanted that is neither there nor in production.
+    """
+
+    num_ready: int
+    num_ahead: int
+    has_work: bool
+
+
 @dataclass(slots=True)
 class _Size:
     num_chunks: int
-    chunk_bytes: int  # the largest seen so far: what the next one is expected to take
+    chunk_bytes: int  # the largest seen so far: what the next one may take
+    is_estimate: bool = True
 
 
 class ChunkStore:
     """Decides which chunks are produced, kept and dropped.
 
     Args:
-        memory_bytes: The budget.
+        memory_bytes: The budget of chunks in memory.
+        disk_bytes: The budget of chunks in the spill folder.
         max_chunks: Most chunks to keep, each being an open file of the agent.
         window: Chunks ahead of each open pass that are produced before they are asked for.
         fixed: Names of data sets whose only epoch is 0; their chunks are kept longest.
     """
 
     def __init__(
-        self, *, memory_bytes: int, max_chunks: int, window: int, fixed: Iterable[str] = ()
+        self,
+        *,
+        memory_bytes: int,
+        max_chunks: int,
+        window: int,
+        disk_bytes: int = 0,
+        fixed: Iterable[str] = (),
     ) -> None:
-        self._memory_bytes = memory_bytes
+        self._budgets: dict[Place, int] = {"memory": memory_bytes, "disk": disk_bytes}
         self._max_chunks = max_chunks
         self._window = window
         self._residency = Residency(fixed)
         self._sizes: dict[str, _Size] = {}
         self._passes: dict[Hashable, _Pass] = {}
         self._waiting: dict[ChunkKey, dict[Hashable, bool]] = {}  # pass -> can't go on without
-        self._warm: dict[ChunkKey, None] = {}
-        self._producing: dict[ChunkKey, int] = {}  # expected bytes
+        self._producing: dict[ChunkKey, Produce] = {}
         self._deaths: Counter[ChunkKey] = Counter()
         self._failed: set[ChunkKey] = set()
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of all resident chunks."""
-        return self._residency.total_bytes
 
     @property
     def num_resident(self) -> int:
         """Number of resident chunks."""
         return len(self._residency)
+
+    def resident_bytes(self, place: Place = "memory") -> int:
+        """Returns the bytes of all resident chunks."""
+        return self._residency.total_bytes(place)
+
+    def lent_bytes(self, place: Place = "memory") -> int:
+        """Returns the bytes of the chunks that passes hold."""
+        return self._residency.total_bytes(place) - self._residency.idle_bytes(place)
+
+    def planned_bytes(self) -> int:
+        """Returns the bytes of all chunks in memory, those in production included."""
+        return self.resident_bytes() + self._ordered_bytes("memory")
+
+    def set_budget(self, place: Place, nbytes: int) -> list[Instruction]:
+        """Changes a budget from now on."""
+        self._budgets[place] = nbytes
+        drops: list[Instruction] = []
+        while self._over(place, 0) and (key := self._residency.drop_worst(spare=0)):
+            drops.append(Drop(key=key))
+        return drops
 
     # Passes
 
@@ -108,25 +159,23 @@ class ChunkStore:
             return []
         key = record.key(chunk)
         if key in self._residency:
-            self._residency.pin(key)
-            record.held.add(chunk)
-            return [Grant(pass_id=pass_id, key=key)]
+            return self._lend(pass_id, key, urgent=urgent)
         self._failed.discard(key)
         record.wanted.add(chunk)
         waiting = self._waiting.setdefault(key, {})
         waiting[pass_id] = urgent or waiting.get(pass_id, False)
         return []
 
-    def release(self, pass_id: Hashable, chunks: Iterable[int]) -> list[Instruction]:
+    def release(self, pass_id: Hashable, chunks: Iterable[int]) -> None:
         """The pass gives chunks back."""
         record = self._passes[pass_id]
         for chunk in chunks:
             if chunk in record.held:
                 record.held.discard(chunk)
                 self._residency.unpin(record.key(chunk))
-        return self._shrink()
+        record.recalled &= bool(record.held)
 
-    def close_pass(self, pass_id: Hashable) -> list[Instruction]:
+    def close_pass(self, pass_id: Hashable) -> None:
         """Ends the pass, or its reader died: everything it held or wanted is let go."""
         record = self._passes.pop(pass_id)
         for chunk in record.wanted:
@@ -137,64 +186,118 @@ class ChunkStore:
         for chunk in record.held:
             self._residency.unpin(record.key(chunk))
         self._residency.remove_cursor(pass_id, record.name, record.epoch)
-        return self._shrink()
+
+    def _lend(self, pass_id: Hashable, key: ChunkKey, *, urgent: bool) -> list[Instruction]:
+        record = self._passes[pass_id]
+        record.wanted.discard(key.chunk)
+        self._residency.pin(key)
+        brief = self._is_short(self._residency.place(key))
+        if brief and not urgent:  # it will be asked for again
+            self._residency.unpin(key)
+            return []
+        record.held.add(key.chunk)
+        return [Grant(pass_id=pass_id, key=key, brief=brief)]
+
+    def _is_short(self, place: Place) -> bool:
+        """Whether what is left beside the lent chunks is too little for comfort."""
+        lent, budget = self.lent_bytes(place), self._budgets[place]
+        largest = max(size.chunk_bytes for size in self._sizes.values())
+        return lent > BRIEF_SHARE * budget or lent + largest > budget
+
+    @property
+    def num_passes(self) -> int:
+        """Number of open passes."""
+        return len(self._passes)
+
+    def num_stalled(self) -> int:
+        """Returns how many passes can't go on without a chunk that is not there."""
+        waiting = self._waiting.values()
+        return len({p for passes in waiting for p, urgent in passes.items() if urgent})
+
+    def queue(self) -> Queue:
+        """Returns how far production is ahead of the passes."""
+        num_ready = num_ahead = 0
+        for record in self._passes.values():
+            end = min(record.cursor + self._window, self._sizes[record.name].num_chunks)
+            ahead = range(record.cursor + 1, end)
+            num_ahead += len(ahead)
+            num_ready += sum(record.key(chunk) in self._residency for chunk in ahead)
+        has_work = next(self._candidates(), None) is not None
+        return Queue(num_ready=num_ready, num_ahead=num_ahead, has_work=has_work)
 
     # Production
 
-    def warm(self, key: ChunkKey) -> None:
-        """Produces a chunk although nobody asked yet (the one that tells a data set's size)."""
-        if key not in self._residency and key not in self._producing:
-            self._warm[key] = None
-
-    def assign(self) -> list[Instruction]:
+    def assign(self, accept: Callable[[ChunkKey], bool] = lambda key: True) -> list[Instruction]:
         """Returns the next chunk to produce, after drops that make room.
 
         Chunks that passes wait for come first, then those requested ahead, then the windows,
         last the beginnings of next epochs.
         Without a Produce in the answer there is nothing to do that fits.
-        """
-        for key, urgent in self._candidates():
-            expected = self._expected(key)
-            drops, fits = self._make_room(expected, urgent=urgent)
-            if not fits and not urgent:
-                return drops  # the others are no smaller and no more urgent
-            self._warm.pop(key, None)
-            self._producing[key] = expected
-            return [*drops, Produce(key=key)]
-        return self._assign_next_epoch()
 
-    def _assign_next_epoch(self) -> list[Instruction]:
+        Args:
+            accept: Whether somebody is free to produce this chunk now.
+        """
+        refusals: list[Instruction] = []
+        for key, urgent in self._candidates():
+            if not accept(key):
+                continue
+            nbytes = self._sizes[key.name].chunk_bytes
+            if nbytes > max(self._budgets.values()):
+                refusals += self._refuse(key, _too_large(key, nbytes, self._budgets["memory"]))
+                continue
+            drops, place = self._make_room(nbytes, urgent=urgent)
+            if place is None:  # the others are no smaller and no more urgent
+                return [*refusals, *drops, *(self._recalls() if urgent else [])]
+            return [*refusals, *drops, self._produce(key, nbytes, place)]
+        return [*refusals, *self._assign_next_epoch(accept)]
+
+    def _assign_next_epoch(self, accept: Callable[[ChunkKey], bool]) -> list[Instruction]:
         """Work for idle preprocessors: the beginning of the epoch that a pass will go on to.
 
         Nothing is dropped for it: no pass has its cursor there yet, so it would be the next to go.
         """
-        for key in self._upcoming():
-            expected = self._expected(key)
-            if self._over(expected, 1):
+        for key in filter(accept, self._upcoming()):
+            nbytes = self._sizes[key.name].chunk_bytes
+            if self._over("memory", nbytes, 1):
                 return []
-            self._producing[key] = expected
-            return [Produce(key=key)]
+            return [self._produce(key, nbytes, "memory")]
         return []
+
+    def _produce(self, key: ChunkKey, nbytes: int, place: Place) -> Produce:
+        self._producing[key] = Produce(key=key, max_bytes=nbytes, place=place)
+        return self._producing[key]
 
     def produced(self, key: ChunkKey, nbytes: int) -> list[Instruction]:
         """A chunk is there; everyone who waited for it gets it."""
-        del self._producing[key]
+        order = self._producing.pop(key)
+        assert nbytes <= order.max_bytes, (nbytes, order)
         self._deaths.pop(key, None)
-        self._residency.add(key, nbytes)
-        if size := self._sizes.get(key.name):
-            size.chunk_bytes = max(size.chunk_bytes, nbytes)
-        grants: list[Instruction] = []
-        for pass_id in self._waiting.pop(key, {}):
-            record = self._passes[pass_id]
-            record.wanted.discard(key.chunk)
-            record.held.add(key.chunk)
-            self._residency.pin(key)
-            grants.append(Grant(pass_id=pass_id, key=key))
-        return [*grants, *self._shrink()]
+        self._residency.add(key, nbytes, order.place)
+        size = self._sizes[key.name]
+        if size.is_estimate and key.chunk + 1 < size.num_chunks:
+            size.chunk_bytes, size.is_estimate = nbytes, False
+        lent: list[Instruction] = []
+        for pass_id, urgent in self._waiting.pop(key, {}).items():
+            lent += self._lend(pass_id, key, urgent=urgent)
+        return lent
+
+    def outgrew(self, key: ChunkKey, nbytes: int) -> None:
+        """A chunk is larger than any before: it is to be produced again where there is room."""
+        del self._producing[key]
+        size = self._sizes[key.name]
+        size.chunk_bytes, size.is_estimate = max(size.chunk_bytes, nbytes), False
+
+    def disk_failed(self, key: ChunkKey) -> list[Instruction]:
+        """A chunk could not be written to the disk: it is for those there are from now on."""
+        del self._producing[key]
+        return self.set_budget("disk", 0)
 
     def failed(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
         """A sample raised: those who waited are told; only a new request tries again."""
         del self._producing[key]
+        return self._refuse(key, error)
+
+    def _refuse(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
         self._deaths.pop(key, None)
         self._failed.add(key)
         refusals: list[Instruction] = []
@@ -209,13 +312,7 @@ class ChunkStore:
         if self._deaths[key] >= MAX_DEATHS:
             return self.failed(key, error)
         del self._producing[key]
-        if key.name not in self._sizes:
-            self._warm[key] = None
         return []
-
-    def has_failed(self, key: ChunkKey) -> bool:
-        """Returns whether the last attempt at the chunk failed for good."""
-        return key in self._failed
 
     # Choices
 
@@ -223,7 +320,6 @@ class ChunkStore:
         wanted = [key for key in self._waiting if key not in self._producing]
         urgent = [key for key in wanted if any(self._waiting[key].values())]
         yield from ((key, True) for key in urgent)
-        yield from ((key, True) for key in list(self._warm))
         yield from ((key, False) for key in wanted if key not in urgent)
         yield from ((key, False) for key in self._windows())
 
@@ -246,34 +342,56 @@ class ChunkStore:
         known = (self._residency, self._producing, self._failed)
         return not any(key in records for records in known)
 
-    def _expected(self, key: ChunkKey) -> int:
-        size = self._sizes.get(key.name)
-        return size.chunk_bytes if size else 0
-
-    def _over(self, extra_bytes: int, extra_chunks: int) -> bool:
-        """Whether so much more would break the budget."""
-        planned = self.resident_bytes + sum(self._producing.values()) + extra_bytes
+    def _over(self, place: Place, extra_bytes: int, extra_chunks: int = 0) -> bool:
+        """Whether so much more would break a budget."""
+        total = self.resident_bytes(place) + self._ordered_bytes(place) + extra_bytes
         chunks = self.num_resident + len(self._producing) + extra_chunks
-        return planned > self._memory_bytes or chunks > self._max_chunks
+        return total > self._budgets[place] or chunks > self._max_chunks
 
-    def _make_room(self, nbytes: int, *, urgent: bool) -> tuple[list[Instruction], bool]:
-        """Drops chunks until ``nbytes`` fit, and says whether they do.
+    def _ordered_bytes(self, place: Place) -> int:
+        orders = self._producing.values()
+        return sum(order.max_bytes for order in orders if order.place == place)
+
+    def _fitting(self, nbytes: int) -> Place | None:
+        places: tuple[Place, ...] = ("memory", "disk")
+        return next((place for place in places if not self._over(place, nbytes, 1)), None)
+
+    def _make_room(self, nbytes: int, *, urgent: bool) -> tuple[list[Instruction], Place | None]:
+        """Drops chunks until ``nbytes`` fit, and says where they do.
 
         What can wait may not push out what readers will come to next.
         """
-        if not urgent and self._over(nbytes - self._residency.idle_bytes, 1 - self.num_resident):
-            return [], False  # known beforehand: not even without all idle chunks
+        if not self._could_fit(nbytes):
+            return [], None  # known beforehand: not even without all idle chunks
         drops: list[Instruction] = []
-        while self._over(nbytes, 1):
+        while (place := self._fitting(nbytes)) is None:
             key = self._residency.drop_worst(spare=0 if urgent else self._window)
             if key is None:
-                return drops, False
+                break
             drops.append(Drop(key=key))
-        return drops, True
+        return drops, place
 
-    def _shrink(self) -> list[Instruction]:
-        """Returns to the budget after an urgent chunk went beyond it."""
-        drops: list[Instruction] = []
-        while self._over(0, 0) and (key := self._residency.drop_worst(spare=0)):
-            drops.append(Drop(key=key))
-        return drops
+    def _could_fit(self, nbytes: int) -> bool:
+        places: tuple[Place, ...] = ("memory", "disk")
+        return any(
+            not self._over(
+                place, nbytes - self._residency.idle_bytes(place), 1 - self._residency.num_idle
+            )
+            for place in places
+        )
+
+    def _recalls(self) -> list[Instruction]:
+        """Somebody can't go on for want of memory: whoever holds chunks is to copy them."""
+        recalls: list[Instruction] = []
+        for pass_id, record in self._passes.items():
+            if record.held and not record.recalled:
+                record.recalled = True
+                recalls.append(Recall(pass_id=pass_id))
+        return recalls
+
+
+def _too_large(key: ChunkKey, nbytes: int, budget: int) -> ChunkError:
+    return ChunkError(
+        summary=f"A chunk of data set {key.name!r} takes {nbytes} bytes, but all preprocessed "
+        f"data together may take {budget}: give SharedPipeline a larger memory_bytes."
+    )

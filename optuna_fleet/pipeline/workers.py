@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from optuna_fleet.pipeline.messages import ProduceChunk
+from optuna_fleet.pipeline.messages import MeasureSample, ProduceChunk
 from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.pipeline.wire import Port
 
@@ -22,6 +22,7 @@ class _Worker:
     pid: int
     channel: Port
     key: ChunkKey | None = None
+    is_fresh: bool = True
 
 
 class PreprocessorPool:
@@ -34,6 +35,11 @@ class PreprocessorPool:
         selector: The agent's selector.
         on_message: Called with what a preprocessor sent; owns the descriptor.
         on_lost: Called with the chunk that a dead preprocessor worked on, or None.
+
+    Attributes:
+        target: How many are wanted now, at most ``limit``. There is one in any case while there
+            is work.
+        num_lost: How many died.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class PreprocessorPool:
         on_lost: Callable[[ChunkKey | None], None],
     ) -> None:
         self._limit = limit
+        self.target = limit
         self._spawn = spawn
         self._main = main
         self._selector = selector
@@ -66,11 +73,28 @@ class PreprocessorPool:
         """Their channels."""
         return tuple(worker.channel for worker in self._workers)
 
+    @property
+    def num_busy(self) -> int:
+        """Number of preprocessors that work on a chunk."""
+        return sum(worker.key is not None for worker in self._workers)
+
+    @property
+    def has_fresh(self) -> bool:
+        """Whether some have yet to finish their first chunk: they still load the data sets."""
+        return any(worker.is_fresh for worker in self._workers)
+
     def has_room(self) -> bool:
         """Returns whether one more chunk could be worked on."""
-        return len(self._workers) < self._limit or any(w.key is None for w in self._workers)
+        return self.num_busy < max(1, min(self.target, self._limit))
 
-    def give(self, work: ProduceChunk) -> None:
+    def end_surplus(self) -> None:
+        """Ends idle preprocessors beyond the target, the latest first."""
+        for worker in reversed(self._workers[:]):
+            if len(self._workers) > self.target and worker.key is None:
+                self._workers.remove(worker)
+                worker.channel.close()  # it exits when it notices
+
+    def give(self, work: MeasureSample | ProduceChunk) -> None:
         """Hands work to an idle preprocessor, or to a new one; call only if there is room."""
         worker = next((w for w in self._workers if w.key is None), None) or self._start()
         worker.key = work.key
@@ -110,6 +134,7 @@ class PreprocessorPool:
         if getattr(message, "key", None) is not None:
             worker.key = None  # the chunk is done, one way or the other
         self._on_message(message, fd)
+        worker.is_fresh = False
 
     def _lose(self, worker: _Worker) -> None:
         # Its end of stream and its exit status both tell of one death.

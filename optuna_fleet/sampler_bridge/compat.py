@@ -108,6 +108,12 @@ def set_study_record(study: optuna.Study, key: str, value: Any) -> None:
     study._storage.set_study_system_attr(study._study_id, key, value)
 
 
+def study_records(study: optuna.Study, prefix: str) -> list[Any]:
+    """Our records of the study whose keys begin like this."""
+    records = study._storage.get_study_system_attrs(study._study_id)
+    return [value for key, value in records.items() if key.startswith(prefix)]
+
+
 def tell(
     study: optuna.Study,
     trial: optuna.Trial,

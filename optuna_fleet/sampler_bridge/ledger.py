@@ -22,6 +22,8 @@ Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
 
 FLIGHTS_KEY = "optuna_fleet:flights"
 DECISION_KEY = "optuna_fleet:decision:{began:.3f}:{round}"
+PIPELINE_PREFIX = "optuna_fleet:pipeline:"
+PIPELINE_KEY = PIPELINE_PREFIX + "{began:.3f}:{index}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,29 @@ class Decision:
     solve_time_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpan:
+    """What the shared pipeline did for some time, as recorded with the study.
+
+    Attributes:
+        start: When it began, seconds since the epoch.
+        end: When it ended.
+        num_preprocessors: Mean number of preprocessors.
+        busy: Share of their time at work.
+        blocked: Share of their time idle for want of memory.
+        stalled: Share of the readers' time that they waited for data.
+        queue: How full the readers' queues were, from 0 to 1.
+    """
+
+    start: float
+    end: float
+    num_preprocessors: float
+    busy: float
+    blocked: float
+    stalled: float
+    queue: float
+
+
 class Ledger:
     """Writes to one study in the name of the trials asked for by `proposals`."""
 
@@ -88,6 +113,7 @@ class Ledger:
         self._began = time.time()
         self._flights: dict[int, list[Flight]] = {}
         self._replayed: dict[int, frozenset[int]] = {}
+        self._num_spans = 0
 
     def carry_out(self, number: int, call: Call) -> Any:
         """Make a call of trial `number` on the real trial, study or storage and return its result.
@@ -139,6 +165,12 @@ class Ledger:
         """Store an allocation with the study; a record each, so that long sweeps stay cheap."""
         key = DECISION_KEY.format(began=self._began, round=decision.round)
         compat.set_study_record(self.study, key, asdict(decision))
+
+    def record_span(self, span: PipelineSpan) -> None:
+        """Store what the pipeline did with the study, likewise."""
+        key = PIPELINE_KEY.format(began=self._began, index=self._num_spans)
+        self._num_spans += 1
+        compat.set_study_record(self.study, key, asdict(span))
 
     def settle(
         self,

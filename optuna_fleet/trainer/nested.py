@@ -17,6 +17,13 @@ def to_device(data: Any, device: torch.device) -> Any:
     return map_children(data, lambda child: to_device(child, device))
 
 
+def map_tensors(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The nested `data` (dicts, lists, tuples) with `function` applied to every tensor."""
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    return map_children(data, lambda child: map_tensors(child, function))
+
+
 def map_children(data: Any, function: Callable[[Any], Any]) -> Any:
     """The same container with `function` applied to what it holds directly."""
     if isinstance(data, dict):

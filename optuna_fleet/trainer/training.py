@@ -18,8 +18,8 @@ from optuna_fleet.messages import Checkpointed, Measured, Reached, Usage
 from optuna_fleet.pipeline.inline import InlineClient
 from optuna_fleet.pipeline.reader import PipelineClient
 from optuna_fleet.trainer import checkpoint, reduction
+from optuna_fleet.trainer.feed import feed
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
-from optuna_fleet.trainer.nested import to_device
 from optuna_fleet.trainer.parallel import ShardWeights, wrap_module
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.stopwatch import Stopwatch
@@ -245,7 +245,8 @@ class Training:
         watch = self._stopwatch
         watch.start()
         waited_s = self._pipeline.waited_s
-        for batch in self._read(name, batch_size, drop_last):
+        batches = self._read(name, batch_size, drop_last)
+        for batch, data in feed(batches, self.device, self._pipeline.finisher(name)):
             # Every rank takes part in a step that trains, if need be with a stand-in sample.
             in_step = any(module.training for module in self._modules)
             if batch.local_size == 0 and not in_step:
@@ -254,7 +255,7 @@ class Training:
             self._weights.global_size = batch.global_size
             self._weights.lockstep = in_step
             timed = watch.active and in_step and torch.is_grad_enabled()
-            yield batch.data if self._kind == "cpu" else to_device(batch.data, self.device)
+            yield data
             if timed:
                 self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
                 waited_s = self._pipeline.waited_s

@@ -83,14 +83,23 @@ class RoundStart:
 
 def bars_of(study: optuna.Study) -> list[Bar]:
     """All flights of the study's trials, by start, trial and device; warns if there are none."""
-    seen: set[tuple[Any, ...]] = set()
-    bars = [b for t in study.get_trials(deepcopy=False) for b in _bars_of_trial(t, seen)]
+    bars = _bars_since_epoch(study)
     if not bars:
         fleet_logger.warning("Your study does not have any flights: no trial ran on a fleet.")
         return []
     zero = min(b.start_s for b in bars)
     bars = [replace(b, start_s=b.start_s - zero, end_s=b.end_s - zero) for b in bars]
     return sorted(bars, key=lambda b: (b.start_s, b.number, b.device))
+
+
+def first_start(study: optuna.Study) -> float:
+    """When the first flight started, in seconds since the epoch; 0 without any."""
+    return min((b.start_s for b in _bars_since_epoch(study)), default=0.0)
+
+
+def _bars_since_epoch(study: optuna.Study) -> list[Bar]:
+    seen: set[tuple[Any, ...]] = set()
+    return [b for t in study.get_trials(deepcopy=False) for b in _bars_of_trial(t, seen)]
 
 
 def simulated_bar(**facts: Any) -> Bar:

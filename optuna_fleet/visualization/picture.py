@@ -17,14 +17,22 @@ from optuna_fleet.visualization.bars import (
     duration_s,
     round_starts,
 )
+from optuna_fleet.visualization.lane import Curve, Lane, lane_of, steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _WIDTH_PX, _DPI = 1600, 200
-_LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 90, 30, 104, 92
+_LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 112, 30, 104, 92
 _SYMBOLS = {Mark.FAILED: "X", Mark.MOVED: ">", Mark.LOST: "D"}
+_LEGEND: dict[str, Any] = {
+    "fontsize": 7.5,
+    "frameon": False,
+    "borderpad": 0.2,
+    "handlelength": 1.6,
+    "columnspacing": 1.4,
+}
 _ROUND_LINE: dict[str, Any] = {"color": style.ROUND_LINE, "linewidth": 0.9}
 
 
@@ -38,11 +46,15 @@ def save_timeline(study: optuna.Study, path: str | os.PathLike[str]) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    save_bars(bars_of(study), study.study_name, path)
+    bars = bars_of(study)
+    save_bars(bars, study.study_name, path, lane_of(study, len(devices_of(bars))))
 
 
-def save_bars(bars: Sequence[Bar], name: str, path: str | os.PathLike[str]) -> None:
+def save_bars(
+    bars: Sequence[Bar], name: str, path: str | os.PathLike[str], lane: Lane | None = None
+) -> None:
     """Save a picture of the bars, titled with a name; see `save_timeline`."""
+    lane = lane or Lane()
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -52,21 +64,21 @@ def save_bars(bars: Sequence[Bar], name: str, path: str | os.PathLike[str]) -> N
             "install it with `pip install matplotlib`."
         ) from error
 
-    height_px = _height_px(bars)
+    height_px = _height_px(bars, lane)
     figure = Figure(figsize=(_WIDTH_PX / _DPI, height_px / _DPI), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     axes = _empty_axes(figure, height_px)
     axes.set_title(style.title_of(bars, name), loc="left", y=1.0, pad=20, fontsize=9)
     if bars:
-        _draw(axes, bars)
+        _draw(axes, bars, lane)
     else:
         axes.set_axis_off()
     figure.savefig(path)
 
 
-def _height_px(bars: Sequence[Bar]) -> int:
+def _height_px(bars: Sequence[Bar], lane: Lane) -> int:
     num_devices = max(len(devices_of(bars)), 1)
-    return _TOP_PX + _BOTTOM_PX + style.row_px(num_devices) * num_devices
+    return _TOP_PX + _BOTTOM_PX + style.row_px(num_devices) * (num_devices + lane.rows)
 
 
 def _empty_axes(figure: Figure, height_px: int) -> Axes:
@@ -82,13 +94,17 @@ def _empty_axes(figure: Figure, height_px: int) -> Axes:
     return axes
 
 
-def _draw(axes: Axes, bars: Sequence[Bar]) -> None:
+def _draw(axes: Axes, bars: Sequence[Bar], lane: Lane) -> None:
     devices = devices_of(bars)
     rows = {device: row for row, device in enumerate(devices)}
     axes.set_xlim(0, duration_s(bars) * 1.005)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_ylim(len(rows) + lane.rows - 0.5, -0.5)
     every = -(-16 // style.row_px(len(rows)))  # rows per label
-    axes.set_yticks(range(0, len(rows), every), labels=[str(d) for d in devices[::every]])
+    has_lane = bool(lane.spans)
+    axes.set_yticks(
+        [*range(0, len(rows), every), *[lane.centre] * has_lane],
+        labels=[*map(str, devices[::every]), *[style.LANE_LABEL] * has_lane],
+    )
     _draw_bars(axes, bars, rows)
     _draw_numbers(axes, bars, rows)
     rounds = round_starts(bars)
@@ -97,7 +113,51 @@ def _draw(axes: Axes, bars: Sequence[Bar]) -> None:
     for mark in _SYMBOLS:
         own = [b for b in bars if b.mark is mark]
         axes.plot([b.end_s for b in own], [rows[b.device] for b in own], **_mark_style(mark))
+    if has_lane:
+        _draw_lane(axes, lane)
     _draw_legend(axes, bars, has_rounds=bool(rounds))
+
+
+def _draw_lane(axes: Axes, lane: Lane) -> None:
+    for curve in (Curve.BUSY, Curve.STALLED):
+        axes.bar(
+            [span.start for span in lane.spans],
+            [-lane.height * curve.share(span) for span in lane.spans],
+            width=[span.end - span.start for span in lane.spans],
+            bottom=lane.bottom,
+            align="edge",
+            color=curve.colour,
+            zorder=2,
+        )
+    nowhere = float("nan")
+    corners = [corner or (nowhere, nowhere) for corner in steps(lane.spans, Curve.QUEUE)]
+    places = [lane.place(share) if share == share else nowhere for _, share in corners]
+    axes.plot([time_s for time_s, _ in corners], places, **_queue_style())
+    _draw_lane_legend(axes)
+
+
+def _draw_lane_legend(axes: Axes) -> None:
+    """To the right of the time's label, which makes room for it."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    areas = (Curve.BUSY, Curve.STALLED)
+    handles: list[Any] = [Patch(facecolor=curve.colour, label=curve.value) for curve in areas]
+    handles.append(Line2D([], [], label=Curve.QUEUE.value, **_queue_style()))
+    axes.set_xlabel(style.TIME_LABEL, fontsize=8, loc="left")
+    figure = axes.get_figure()
+    assert figure is not None
+    figure.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1 - _RIGHT_PX / _WIDTH_PX, 0),
+        ncols=len(handles),
+        **_LEGEND,
+    )
+
+
+def _queue_style() -> dict[str, Any]:
+    return {"color": Curve.QUEUE.colour, "linewidth": 0.9, "zorder": 4}
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> None:
@@ -175,10 +235,6 @@ def _draw_legend(axes: Axes, bars: Sequence[Bar], *, has_rounds: bool) -> None:
         loc="lower left",
         bbox_to_anchor=(0, 1.0),
         ncols=len(handles),
-        fontsize=7.5,
-        frameon=False,
-        borderpad=0.2,
         borderaxespad=0.1,
-        handlelength=1.6,
-        columnspacing=1.4,
+        **_LEGEND,
     )

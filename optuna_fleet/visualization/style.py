@@ -15,6 +15,11 @@ NO_FLIGHTS = "No flights are recorded: no trial of this study ran on a fleet"
 NEW_ROUND = "new round"
 TIME_LABEL = "time since the first start (s)"
 DEVICE_LABEL = "device"
+LANE_LABEL = "data"
+LANE_BUSY = "#9DB4C0"
+LANE_STALLED = ALERT
+LANE_QUEUE = INK
+LANE_PX = 44  # at least
 
 # Paul Tol's "light" scheme, then darker shades of it: told apart by colour-blind eyes, and dark
 # text is readable on each. Neighbours, which often fly at the same time, differ most.
@@ -41,6 +46,11 @@ def title_of(bars: Sequence[Bar], study_name: str) -> str:
 def row_px(num_devices: int) -> int:
     """Height of a row: less for many devices, so that the picture stays of a usable size."""
     return max(14, min(60, 1600 // max(num_devices, 1)))
+
+
+def lane_rows(num_devices: int) -> int:
+    """How many rows of devices the lane of the pipeline takes."""
+    return -(-LANE_PX // row_px(num_devices))
 
 
 def _count(number: int, thing: str) -> str:

@@ -18,6 +18,7 @@ from optuna_fleet.visualization.bars import (
     numbers_of,
     round_starts,
 )
+from optuna_fleet.visualization.lane import Curve, Lane, hover_text, lane_of, steps
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -34,6 +35,8 @@ def plot_timeline(study: optuna.Study) -> go.Figure:
 
     Trials of all `optimize` calls on the study are shown, unfinished ones with the flights that
     have ended. Pruned flights are hatched; failed, moved and lost ones have a mark at their end.
+    The lane at the bottom shows the shared pipeline: how busy its preprocessors were, for how much
+    of their time trials waited for data, and how full the queues before them were.
 
     Args:
         study: A study whose trials ran on a fleet.
@@ -46,20 +49,23 @@ def plot_timeline(study: optuna.Study) -> go.Figure:
     bars = bars_of(study)
     if not bars:
         return go.Figure(layout={"template": "plotly_white", "annotations": [_NOTE], **_NO_AXES})
-    figure = go.Figure(layout=_layout(bars, study.study_name))
     rows = {device: row for row, device in enumerate(devices_of(bars))}
+    lane = lane_of(study, len(rows))
+    figure = go.Figure(layout=_layout(bars, study.study_name, lane))
     figure.add_traces([go.Bar(**trace) for trace in _bar_traces(bars, rows)])
     figure.add_traces([go.Scatter(**trace) for trace in _mark_traces(bars, rows)])
+    figure.add_traces([go.Scatter(**trace) for trace in _lane_traces(lane)])
     figure.update_layout(shapes=_round_lines(bars))
     return figure
 
 
-def _layout(bars: Sequence[Bar], study_name: str) -> dict[str, Any]:
+def _layout(bars: Sequence[Bar], study_name: str, lane: Lane) -> dict[str, Any]:
     devices = devices_of(bars)
+    num_rows = len(devices) + lane.rows
     return {
         "template": "plotly_white",
         "title": {"text": html.escape(style.title_of(bars, study_name))},
-        "height": max(320, 140 + style.row_px(len(devices)) * len(devices)),
+        "height": max(320, 140 + style.row_px(len(devices)) * num_rows),
         "margin": {"t": 70, "b": 60},
         "barmode": "overlay",
         "uniformtext": {"minsize": 9, "mode": "hide"},  # no number where it does not fit
@@ -67,9 +73,9 @@ def _layout(bars: Sequence[Bar], study_name: str) -> dict[str, Any]:
         "xaxis": {"title": {"text": style.TIME_LABEL}, "range": [0, duration_s(bars) * 1.01]},
         "yaxis": {
             "title": {"text": style.DEVICE_LABEL},
-            "tickvals": list(range(len(devices))),
-            "ticktext": [str(device) for device in devices],
-            "range": [len(devices) - 0.5, -0.5],
+            "tickvals": [*range(len(devices)), *[lane.centre] * bool(lane.spans)],
+            "ticktext": [*map(str, devices), *[style.LANE_LABEL] * bool(lane.spans)],
+            "range": [num_rows - 0.5, -0.5],
             "showgrid": False,
             "zeroline": False,
         },
@@ -176,6 +182,46 @@ def _mark_traces(bars: Sequence[Bar], rows: dict[int, int]) -> list[dict[str, An
         for mark, own in marked.items()
         if own
     ]
+
+
+def _lane_traces(lane: Lane) -> list[dict[str, Any]]:
+    if not lane.spans:
+        return []
+    return [_lane_area(lane, Curve.BUSY), _lane_area(lane, Curve.STALLED), _lane_line(lane)]
+
+
+def _lane_area(lane: Lane, curve: Curve) -> dict[str, Any]:
+    """One rectangle for each span."""
+    return {
+        "mode": "lines",
+        "name": curve.value,
+        "legendrank": _FIRST,
+        "x": [x for s in lane.spans for x in (s.start, s.start, s.end, s.end, s.start, None)],
+        "y": [
+            y
+            for top in (lane.place(curve.share(span)) for span in lane.spans)
+            for y in (lane.bottom, top, top, lane.bottom, lane.bottom, None)
+        ],
+        "fill": "toself",
+        "fillcolor": curve.colour,
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+    }
+
+
+def _lane_line(lane: Lane) -> dict[str, Any]:
+    corners = steps(lane.spans, Curve.QUEUE)
+    texts = iter([text for s in lane.spans for text in [hover_text(s)] * 2])
+    return {
+        "mode": "lines",
+        "name": Curve.QUEUE.value,
+        "legendrank": _FIRST,
+        "x": [corner and corner[0] for corner in corners],
+        "y": [corner and lane.place(corner[1]) for corner in corners],
+        "customdata": [corner and next(texts) for corner in corners],
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "line": {"color": Curve.QUEUE.colour, "width": 1.5},
+    }
 
 
 def _hover_text(bar: Bar) -> str:

@@ -10,27 +10,30 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.pipeline import PipelineServer, PipelineStats, SharedPipeline, socket_pair
+from optuna_fleet.pipeline.exchange import ExchangeConfig
 from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.pipeline.spec import PipelineSetup
 
 
 class Agent:
     """Handle of the forked agent: orders go over a control socket, answered one by one."""
 
-    def __init__(self, pipeline: SharedPipeline, **options: Any) -> None:
+    def __init__(
+        self, pipeline: SharedPipeline, *, exchange: ExchangeConfig | None = None, **options: Any
+    ) -> None:
         self.spec = pipeline.spec()
-        payload = pipeline.payload()
-        options.setdefault("num_preprocessors", 2)
-        options.setdefault("memory_bytes", 64 << 20)
+        setup = _setup(pipeline, **options)
         self._ends: list[socket.socket] = []
         # Ends that trainers will use exist before the fork, as they will in the real agent.
         self._pairs = [socket_pair() for _ in range(20)]
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if self.pid == 0:
-            _exit_after(lambda: self._run(control, payload, options))
+            _exit_after(lambda: self._run(control, setup, exchange))
         control.close()
         for server_end, _ in self._pairs:
             server_end.close()
@@ -50,8 +53,15 @@ class Agent:
     def pids(self) -> tuple[int, ...]:
         return self._ask("pids")
 
+    def notices(self) -> list[str]:
+        return self._ask("notices")
+
+    def exchange(self) -> tuple[int | None, str]:
+        """The exchanger's pid and what is said about the plan."""
+        return self._ask("exchange")
+
     def close(self) -> None:
-        """Closes agent and children, and fails if a preprocessor did not exit by itself."""
+        """Closes agent and children, and fails if one of these did not exit by itself."""
         for end in [*self._ends, *self._free]:
             end.close()
         assert self._ask("close") == 0
@@ -72,21 +82,36 @@ class Agent:
 
     # In the agent's process
 
-    def _run(self, control: socket.socket, payload: bytes, options: dict[str, Any]) -> None:
+    def _run(
+        self, control: socket.socket, setup: PipelineSetup, exchange: ExchangeConfig | None
+    ) -> None:
         self._control.close()
         for _, end in self._pairs:
             end.close()
         loop = _Loop(control)
         loop.server = PipelineServer(
-            payload=payload,
-            spec=self.spec,
+            setup,
             spawn=loop.spawn,
             selector=loop.selector,
-            **options,
+            notify=loop.notices.append,
+            exchange=exchange,
         )
         for number, (end, _) in enumerate(self._pairs):
             loop.server.add_reader(number, end)
         loop.run()
+
+
+def _setup(
+    pipeline: SharedPipeline,
+    *,
+    num_preprocessors: int = 2,
+    memory_bytes: int = 64 << 20,
+    **wanted: Any,
+) -> PipelineSetup:
+    """The setup with budgets that a user can't ask for."""
+    setup = pipeline.setup(num_preprocessors)
+    wanted["memory_bytes"] = memory_bytes
+    return replace(setup, wanted=replace(setup.wanted, **wanted))
 
 
 class _Loop:
@@ -104,6 +129,7 @@ class _Loop:
         signal.set_wakeup_fd(wakeup_end)
         self.selector.register(self.wakeup, selectors.EVENT_READ, self.reap)
         self.running = True
+        self.notices: list[str] = []
 
     def run(self) -> None:
         while self.running:
@@ -137,6 +163,11 @@ class _Loop:
                 self.control.send(pickle.dumps(self.server.stats()))
             case b"pids":
                 self.control.send(pickle.dumps(self.server.preprocessor_pids))
+            case b"notices":
+                self.control.send(pickle.dumps(self.notices))
+            case b"exchange":
+                exchange = self.server.exchange
+                self.control.send(pickle.dumps((exchange.pid, exchange.status)))
             case b"close":
                 self.control.send(pickle.dumps(self._close()))
             case _:  # the test ended without closing
@@ -145,6 +176,8 @@ class _Loop:
     def _close(self) -> int:
         self.running = False
         pids = self.server.preprocessor_pids
+        if self.server.exchange.pid is not None:
+            pids += (self.server.exchange.pid,)
         self.server.close()
         return sum(os.waitpid(pid, 0)[1] for pid in pids)
 

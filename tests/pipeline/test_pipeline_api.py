@@ -40,7 +40,7 @@ def test_spec_describes_the_data_sets():
     assert spec.seed == 5
     assert spec.dataset("train_a").collate is None
     assert cloudpickle.loads(spec.dataset("val").collate) is list
-    assert list(cloudpickle.loads(pipeline.payload())) == ["train_a", "val"]
+    assert list(cloudpickle.loads(pipeline.payload()).datasets) == ["train_a", "val"]
 
 
 def test_shuffled_can_be_chosen():

@@ -1,17 +1,23 @@
 import collections
 import datetime
 import gc
+import mmap
 import os
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 from PIL import Image
 from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms.functional import pil_to_tensor
 
+from optuna_fleet.pipeline import columns, memory_files
 from optuna_fleet.pipeline.chunk_view import ChunkView, cut_batch
 from optuna_fleet.pipeline.columns import without_images
 from optuna_fleet.pipeline.layout import DenseHeader, ObjectHeader, write_chunk
@@ -36,6 +42,22 @@ def assert_same(got: Any, wanted: Any) -> None:
             assert_same(one, other)
     else:
         assert got == wanted
+
+
+def bits(value: Any) -> Any:
+    """Everything that must survive a chunk, in a form that ``==`` compares."""
+    kind = type(value)
+    if kind in (list, tuple, Point):
+        return kind, [bits(item) for item in value]
+    if isinstance(value, dict):
+        return kind, [(bits(key), bits(item)) for key, item in value.items()]
+    if isinstance(value, torch.Tensor):
+        looks = value.dtype, value.shape, value.layout, value.requires_grad, vars(value)
+        plain = value.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
+        return kind, *looks, columns.raw_bytes(plain).tolist()
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return kind, value.dtype, value.shape, value.tobytes()
+    return kind, pickle.dumps(value)
 
 
 def view(samples: list[Any], *, collated_by_user: bool = False) -> ChunkView:
@@ -112,6 +134,181 @@ def test_kept_batch_outlives_its_chunk():
     batch = cut_batch([(view([torch.arange(1000)] * 4), 0, 4)], None)
     gc.collect()
     assert torch.equal(batch, torch.arange(1000).expand(4, -1))
+
+
+TORCH_DTYPES = [
+    *(torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint16, torch.uint64, torch.bool),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2),
+]
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+KEYS = st.text("ab", max_size=2) | st.integers(0, 2) | st.booleans()
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype, shape = draw(st.sampled_from(TORCH_DTYPES)), draw(SHAPES)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    raw = torch.randint(0, 2, (count,), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype).view(shape)
+    if draw(st.booleans()):
+        tensor = tensor.mT if tensor.ndim > 1 else tensor[::2] if tensor.ndim else tensor
+    match draw(st.integers(0, 9)):
+        case 0 if dtype in (torch.float32, torch.complex64):
+            tensor = tensor.clone().requires_grad_()
+        case 1 if dtype is torch.complex64:
+            tensor = tensor.conj()
+        case 2:
+            tensor = tv_tensors.Image(torch.zeros(1, *shape, 1))
+        case 3 if dtype is not torch.complex32:  # which torch can't pickle
+            tensor.note = "mine"
+    return tensor
+
+
+PLAIN_ARRAYS = arrays.arrays(arrays.array_dtypes() | arrays.scalar_dtypes(), arrays.array_shapes())
+NUMBERS = st.integers() | st.floats() | st.booleans() | arrays.from_dtype(np.dtype("f4"))
+LEAVES = (
+    *(tensors(), PLAIN_ARRAYS, NUMBERS, st.none(), st.text(max_size=3), st.binary(max_size=3)),
+    arrays.scalar_dtypes().flatmap(arrays.from_dtype),
+    st.sampled_from([torch.Size([2]), datetime.date(2020, 1, 1), np.array(3.0), np.array(None)]),
+    st.sampled_from([np.zeros((0, 3)), np.arange(3)[::-1], np.arange(6).reshape(2, 3).T]),
+)
+NESTS = st.recursive(
+    st.one_of(LEAVES),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Point, inner, inner)
+        | st.dictionaries(KEYS, inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@settings(max_examples=300, deadline=None)
+@given(st.lists(NESTS, min_size=1, max_size=3))
+def test_collate_fn_gets_any_sample_bit_for_bit(samples):
+    chunk = view(samples, collated_by_user=True)
+    assert bits(cut_batch([(chunk, 0, len(samples))], list)) == bits(samples)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(LEAVES), st.integers(1, 3))
+def test_default_collate_of_any_leaf(leaf, count):
+    if isinstance(leaf, np.ndarray):
+        leaf = leaf.copy()  # negative strides: collated here, refused by torch
+    samples = [(leaf, i) for i in range(count)]
+    try:
+        wanted = default_collate(samples)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            cut_batch([(view(samples), 0, count)], None)
+        return
+    if isinstance(wanted[0], torch.Tensor):
+        wanted[0] = wanted[0].detach()  # no graph leads out of a chunk
+    got = cut_batch([(view(samples), 0, count)], None)
+    assert bits(got) == bits(wanted)
+
+
+def test_samples_of_unlike_shape_are_views_that_one_may_write_to():
+    samples = [{"x": torch.ones(i, 3), "a": np.ones(i), "none": None} for i in range(1, 5)]
+    samples[0]["a"].flags.writeable = False
+    fd = write_chunk(samples, collated_by_user=True)
+    first, second = ChunkView(os.dup(fd)), ChunkView(fd)
+    for sample in first.samples(0, 4):
+        for address in (sample["x"].data_ptr(), sample["a"].ctypes.data):
+            assert address % 64 == 0
+        sample["x"].zero_()
+        sample["a"][:] = 0
+    # What one has written is seen through its mapping, so there is no copy; and only there.
+    assert not any(sample["x"].any() or sample["a"].any() for sample in first.samples(0, 4))
+    assert bits(second.samples(0, 4)) == bits(samples)
+
+
+def test_kept_sample_outlives_its_chunk():
+    (kept,) = view([torch.arange(1000)], collated_by_user=True).samples(0, 1)
+    gc.collect()
+    assert torch.equal(kept, torch.arange(1000))
+
+
+def test_one_tensor_twice_in_a_sample_stays_one():
+    one = torch.ones(3)
+    ((left, right),) = view([(one, one)], collated_by_user=True).samples(0, 1)
+    assert left is right
+
+
+def test_object_of_main_beside_arrays():
+    local = type("Local", (), {"__module__": "__main__"})
+    item = local()
+    item.x = torch.arange(3)
+    ((array, got),) = view([(np.arange(2), item)], collated_by_user=True).samples(0, 1)
+    assert array.tolist() == [0, 1]
+    assert got.x.tolist() == [0, 1, 2]
+
+
+LARGE = 2 * memory_files.HUGE_PAGE + 70_000
+
+
+@pytest.mark.parametrize("has_huge_pages", [True, False])
+@pytest.mark.parametrize("by_user", [True, False])
+def test_large_chunks_with_and_without_huge_pages(monkeypatch, has_huge_pages, by_user):
+    monkeypatch.setattr(memory_files, "_MADV_COLLAPSE", 25 if has_huge_pages else 12345)
+    monkeypatch.setattr(memory_files, "_lacking", set())
+    samples = [torch.randint(0, 255, (LARGE // 3,), dtype=torch.uint8) for _ in range(3)]
+    fd = write_chunk(samples, collated_by_user=by_user)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    chunk = ChunkView(os.dup(fd))
+    if not has_huge_pages:
+        assert memory_files._lacking
+    cut_batch([(chunk, 0, 3)], torch.stack if by_user else None).zero_()
+    assert bits(ChunkView(fd).samples(0, 3)) == bits(samples)
+
+
+def test_more_pieces_than_one_system_call_takes():
+    samples = [torch.full((3000,), i) for i in range(1500)]
+    assert_same(cut_batch([(view(samples), 0, 1500)], None), torch.stack(samples))
+
+
+def test_write_that_is_cut_short_goes_on(monkeypatch):
+    whole = os.writev
+    monkeypatch.setattr(os, "writev", lambda fd, parts: whole(fd, [parts[0][:1000]]))
+    samples = [torch.full((3000,), i) for i in range(5)]
+    assert_same(cut_batch([(view(samples), 0, 5)], None), torch.stack(samples))
+
+
+def test_file_filled_by_its_mapping_is_sealed_too():
+    content = os.urandom(5000)
+
+    def fill(memory: mmap.mmap) -> None:
+        memory[:] = content
+
+    fd = memory_files.sealed_file(len(content), fill)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    assert bytes(memory_files.map_privately(fd)) == content
+    os.close(fd)
+
+
+def test_mappings_are_given_back():
+    def mapped() -> int:
+        with open("/proc/self/maps") as lines:
+            return sum("optuna-fleet-chunk" in line for line in lines)
+
+    gc.collect()
+    before = mapped()
+    chunk = view([torch.zeros(1000)] * 3)
+    batch = cut_batch([(chunk, 0, 3)], None)
+    assert mapped() == before + 1
+    del chunk
+    gc.collect()
+    assert mapped() == before + 1
+    del batch
+    gc.collect()
+    assert mapped() == before
 
 
 def test_ragged_samples_come_one_by_one():

@@ -5,17 +5,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from optuna_fleet.pipeline.instructions import Drop, Grant, Produce, Refuse
+from optuna_fleet.pipeline.instructions import Drop, Grant, Produce, Recall, Refuse
 from optuna_fleet.pipeline.messages import ChunkError
 from optuna_fleet.pipeline.spec import ChunkKey
-from optuna_fleet.pipeline.store import ChunkStore
+from optuna_fleet.pipeline.store import MAX_DEATHS, ChunkStore
 
 ERROR = ChunkError(summary="broken")
 NUM_CHUNKS = 6
 
 
-def make_store(budget=3, window=0, max_chunks=100) -> ChunkStore:
-    store = ChunkStore(memory_bytes=budget, max_chunks=max_chunks, window=window, fixed=["val"])
+def make_store(budget=3, window=0, max_chunks=100, disk=0) -> ChunkStore:
+    store = ChunkStore(
+        memory_bytes=budget,
+        disk_bytes=disk,
+        max_chunks=max_chunks,
+        window=window,
+        fixed=["val"],
+    )
     for name in ("train", "val"):
         store.set_size(name, num_chunks=NUM_CHUNKS, chunk_bytes=1)
     return store
@@ -78,7 +84,7 @@ def test_request_is_produced_then_granted():
     store.open_pass("b", "train", 0, 0)
     key = ChunkKey("train", 0, 0)
     assert store.request("a", 0, urgent=True) == store.request("b", 0, urgent=False) == []
-    assert store.assign() == [Produce(key=key)]
+    assert store.assign() == [Produce(key=key, max_bytes=1)]
     assert store.assign() == []
     assert store.produced(key, 1) == [Grant(pass_id="a", key=key), Grant(pass_id="b", key=key)]
     assert store.request("a", 0, urgent=True) == []
@@ -130,17 +136,88 @@ def test_what_a_reader_will_come_to_outlives_what_is_behind():
     assert order == [1, 0, 4, 3]
 
 
-def test_urgent_request_may_exceed_the_budget_and_is_paid_back():
-    store = make_store(budget=1)
+def test_chunks_in_use_are_recalled_before_the_budget_is_exceeded():
+    store = make_store(budget=2)
+    for name in ("a", "b"):
+        store.open_pass(name, "train", 0, 0)
+    store.request("a", 0, urgent=True)
+    store.request("b", 1, urgent=True)
+    assert [key.chunk for key in produce_all(store)] == [0, 1]
+    store.request("a", 2, urgent=False)
+    assert store.assign() == []
+    store.request("a", 2, urgent=True)
+    assert store.assign() == [Recall(pass_id="a"), Recall(pass_id="b")]
+    assert store.assign() == []  # once is enough
+    store.release("b", [1])
+    produce = Produce(key=ChunkKey("train", 0, 2), max_bytes=1)
+    assert store.assign() == [Drop(key=ChunkKey("train", 0, 1)), produce]
+
+
+def test_chunks_are_lent_briefly_where_memory_is_short():
+    store = make_store(budget=4)
+    store.open_pass("a", "train", 0, 0)
+    briefs = []
+    for chunk in range(4):
+        store.request("a", chunk, urgent=True)
+        (produce,) = store.assign()
+        (grant,) = store.produced(produce.key, 1)
+        briefs.append(grant.brief)
+    assert briefs == [False, False, True, True]
+    store.request("a", 4, urgent=False)
+    store.release("a", [2, 3])
+    assert produce_all(store) == [ChunkKey("train", 0, 4)]
+    assert store.lent_bytes() == 2  # the fifth waits until it is needed
+
+
+def test_chunk_larger_than_expected_is_ordered_again_where_it_fits():
+    store = make_store(budget=10)
     store.open_pass("a", "train", 0, 0)
     store.request("a", 0, urgent=True)
-    store.request("a", 1, urgent=False)
-    assert [key.chunk for key in produce_all(store)] == [0]
+    (produce,) = store.assign()
+    store.outgrew(produce.key, 7)
+    assert store.assign() == [Produce(key=produce.key, max_bytes=7)]
+    store.outgrew(produce.key, 11)
+    (refusal,) = store.assign()
+    assert isinstance(refusal, Refuse)
+    assert "larger memory_bytes" in refusal.error.summary
+
+
+def test_what_does_not_fit_into_memory_goes_to_the_disk_before_anything_is_dropped():
+    store = make_store(budget=2, disk=2)
+    store.open_pass("a", "train", 0, 0)
+    places, drops = [], []
+    for chunk in range(6):
+        store.move("a", chunk)
+        store.request("a", chunk, urgent=True)
+        *gone, produce = store.assign()
+        drops += [drop.key.chunk for drop in gone]
+        places.append(produce.place)
+        store.produced(produce.key, 1)
+        store.release("a", [chunk])
+    assert places == ["memory", "memory", "disk", "disk", "disk", "disk"]
+    assert drops == [3, 4]  # a reader to come begins at chunk 0
+    assert (store.resident_bytes("memory"), store.resident_bytes("disk")) == (2, 2)
+
+
+def test_disk_that_failed_is_not_used_again():
+    store = make_store(budget=1, disk=5)
+    store.open_pass("a", "train", 0, 0)
+    store.request("a", 0, urgent=True)
     store.request("a", 1, urgent=True)
-    assert [key.chunk for key in produce_all(store)] == [1]
-    assert store.resident_bytes == 2
-    assert dropped(store.release("a", [0])) == [ChunkKey("train", 0, 0)]
-    assert store.resident_bytes == 1
+    first, second = store.assign(), store.assign()
+    assert [order.place for order in (*first, *second)] == ["memory", "disk"]
+    store.produced(first[0].key, 1)
+    store.disk_failed(second[0].key)
+    assert store.assign() == [Recall(pass_id="a")]
+
+
+def test_smaller_budget_holds_at_once():
+    store = make_store(budget=4)
+    fill(store, "train", 0, [0, 1, 2, 3])
+    assert dropped(store.set_budget("memory", 2)) == [
+        ChunkKey("train", 0, 3),
+        ChunkKey("train", 0, 2),
+    ]
 
 
 def test_number_of_files_is_limited():
@@ -158,31 +235,20 @@ def test_failure_is_told_and_only_tried_again_on_request():
     assert store.failed(key, ERROR) == [Refuse(pass_id="a", key=key, error=ERROR)]
     assert key not in produce_all(store)
     store.request("a", 0, urgent=True)
-    assert store.assign() == [Produce(key=key)]
+    assert store.assign() == [Produce(key=key, max_bytes=1)]
 
 
-def test_second_death_over_a_chunk_is_a_failure():
+def test_repeated_death_over_a_chunk_is_a_failure():
     store = make_store()
     store.open_pass("a", "train", 0, 0)
     store.request("a", 0, urgent=True)
     key = ChunkKey("train", 0, 0)
-    assert store.assign() == [Produce(key=key)]
-    assert store.lost(key, ERROR) == []
-    assert store.assign() == [Produce(key=key)]
+    for _ in range(MAX_DEATHS - 1):
+        assert store.assign() == [Produce(key=key, max_bytes=1)]
+        assert store.lost(key, ERROR) == []
+    assert store.assign() == [Produce(key=key, max_bytes=1)]
     assert store.lost(key, ERROR) == [Refuse(pass_id="a", key=key, error=ERROR)]
     assert store.assign() == []
-
-
-def test_chunk_of_unknown_size_can_be_warmed():
-    store = ChunkStore(memory_bytes=10, max_chunks=10, window=2)
-    key = ChunkKey("train", 3, 0)
-    store.warm(key)
-    assert store.assign() == [Produce(key=key)]
-    store.lost(key, ERROR)
-    assert store.assign() == [Produce(key=key)]
-    store.set_size("train", num_chunks=2, chunk_bytes=1)
-    assert store.produced(key, 1) == []
-    assert store.resident_bytes == 1
 
 
 class AnySequence(RuleBasedStateMachine):
@@ -190,8 +256,9 @@ class AnySequence(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.store = make_store(budget=5, window=2)
+        self.store = make_store(budget=5, window=2, disk=2)
         self.number = 0
+        self.recalled = set()
         self.passes = {}  # id -> (name, epoch)
         self.wanted = {}  # (pass, key) -> urgent
         self.held = set()  # (pass, key)
@@ -213,9 +280,10 @@ class AnySequence(RuleBasedStateMachine):
                 case Produce(key=key):
                     assert key not in self.resident
                     assert key not in self.producing
-                    urgent = any(u for (_, k), u in self.wanted.items() if k == key)
                     self.producing.append(key)
-                    assert urgent or len(self.resident) + len(self.producing) <= 5
+                case Recall(pass_id=pass_id):
+                    assert pass_id in {holder for holder, _ in self.held}
+                    self.recalled.add(pass_id)
 
     def pick(self, data, items):
         return data.draw(st.sampled_from(sorted(items, key=repr)))
@@ -245,7 +313,7 @@ class AnySequence(RuleBasedStateMachine):
     def release(self, data):
         pass_id, key = self.pick(data, self.held)
         self.held.remove((pass_id, key))
-        self.follow(self.store.release(pass_id, [key.chunk]))
+        self.store.release(pass_id, [key.chunk])
 
     @precondition(lambda self: self.passes)
     @rule(data=st.data())
@@ -254,7 +322,7 @@ class AnySequence(RuleBasedStateMachine):
         del self.passes[pass_id]
         self.held = {pair for pair in self.held if pair[0] != pass_id}
         self.wanted = {pair: u for pair, u in self.wanted.items() if pair[0] != pass_id}
-        self.follow(self.store.close_pass(pass_id))
+        self.store.close_pass(pass_id)
 
     @rule(times=st.integers(1, 4))
     def assign(self, times):
@@ -262,39 +330,48 @@ class AnySequence(RuleBasedStateMachine):
             self.follow(self.store.assign())
 
     @precondition(lambda self: self.producing)
-    @rule(data=st.data(), outcome=st.sampled_from(["produced", "produced", "failed", "lost"]))
+    @rule(
+        data=st.data(),
+        outcome=st.sampled_from(["produced", "produced", "failed", "lost", "outgrew"]),
+    )
     def finish(self, data, outcome):
         key = self.pick(data, self.producing)
         self.producing.remove(key)
         if outcome == "produced":
             self.resident.add(key)
             self.follow(self.store.produced(key, 1))
+        elif outcome == "outgrew":
+            self.store.outgrew(key, 1)
         else:
             self.follow(getattr(self.store, outcome)(key, ERROR))
 
     @invariant()
     def accounts_agree(self):
-        assert self.store.resident_bytes == self.store.num_resident == len(self.resident)
-        held = {key for _, key in self.held}
-        assert self.store._residency.idle_bytes == len(self.resident - held)
+        in_memory, on_disk = (self.store.resident_bytes(place) for place in ("memory", "disk"))
+        assert in_memory + on_disk == self.store.num_resident == len(self.resident)
+        lent = self.store.lent_bytes("memory") + self.store.lent_bytes("disk")
+        assert lent == len({key for _, key in self.held})
 
     @invariant()
-    def what_exceeds_the_budget_is_held(self):
-        if len(self.resident) > 5:
-            assert {key for _, key in self.held} == self.resident
+    def budgets_are_kept(self):
+        assert self.store.planned_bytes() <= 5
+        assert self.store.resident_bytes("disk") <= 2
+        assert len(self.resident) + len(self.producing) <= 7
 
     def teardown(self):
-        """However it went, every request is answered once it is urgent."""
+        """However it went, every request is answered once it is urgent and readers play along."""
         for pass_id, key in list(self.wanted):
             self.wanted[pass_id, key] = True
             self.follow(self.store.request(pass_id, key.chunk, urgent=True))
         for _ in range(200):
             self.follow(self.store.assign())
-            if not self.producing:
-                break
-            key = self.producing.pop()
-            self.resident.add(key)
-            self.follow(self.store.produced(key, 1))
+            for pass_id, key in [pair for pair in self.held if pair[0] in self.recalled]:
+                self.held.remove((pass_id, key))
+                self.store.release(pass_id, [key.chunk])
+            if self.producing:
+                key = self.producing.pop()
+                self.resident.add(key)
+                self.follow(self.store.produced(key, 1))
         assert not self.wanted
         assert not self.producing
 

@@ -7,10 +7,6 @@ ends, and all its children with it, when its driver does.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import importlib
 import os
 import pickle
 import selectors
@@ -18,9 +14,7 @@ import shutil
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Callable
-from typing import NoReturn
+import time
 
 from optuna_fleet.channel import connect
 from optuna_fleet.messages import (
@@ -28,6 +22,7 @@ from optuna_fleet.messages import (
     AgentReady,
     KillTrainer,
     OpenStore,
+    PipelineNotice,
     PipelineReport,
     Quit,
     ReportPipeline,
@@ -36,15 +31,10 @@ from optuna_fleet.messages import (
     TrainerExited,
 )
 from optuna_fleet.pipeline import PipelineServer
+from optuna_fleet.processes import Forks, cause_of_death, end_session, preload, run_loop
 from optuna_fleet.resources import Device
 
-_PR_SET_PDEATHSIG = 1
-_HINTS: dict[int, str] = {
-    signal.SIGKILL: " (killed by someone, or the machine ran out of memory)",
-    signal.SIGSEGV: " (segmentation fault in native code)",
-    signal.SIGABRT: " (native code aborted)",
-    signal.SIGBUS: " (bus error: shared memory or a mapped file went away)",
-}
+_REPORT_EVERY_S = 2.0
 
 
 class Agent:
@@ -54,9 +44,10 @@ class Agent:
         self._config = config
         self._selector = selectors.DefaultSelector()
         self._channel = connect(config.host, config.port, config.secret)
+        self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._channel.close)
         self._trainers: dict[int, Device] = {}
-        self._children: dict[int, int] = {}
         self._pipeline: PipelineServer | None = None
+        self._report_due = time.monotonic() + _REPORT_EVERY_S
         self._store_pid: int | None = None
 
     def serve(self) -> None:
@@ -67,14 +58,11 @@ class Agent:
             self._open_pipeline()
             for device in self._config.devices:
                 self._start_trainer(device)
-            while True:
-                for key, mask in self._selector.select():
-                    if key.fd in self._selector.get_map():  # not closed by an earlier one
-                        key.data(mask)
+            run_loop(self._selector)
         except (EOFError, ConnectionError):
             pass
         finally:
-            self._end_children()
+            self._forks.kill_all()
             if self._config.private_folder is not None:
                 shutil.rmtree(self._config.private_folder, ignore_errors=True)
 
@@ -87,72 +75,29 @@ class Agent:
             case OpenStore():
                 self._start_store()
             case ReportPipeline():
-                self._channel.send(self._report())
+                self._channel.send(self._report(is_answer=True))
             case Quit():
                 raise EOFError
 
     # -- children ---------------------------------------------------------------------------------
-
-    def spawn(self, main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
-        """Fork a child running `main` on one end of a socket pair; return its pid and our end."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        agent_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            self._become_child(agent_pid, main, theirs)
-        theirs.close()
-        self._children[pid] = pidfd = os.pidfd_open(pid)
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda mask: self._reap(pid))
-        return pid, ours
-
-    def _become_child(
-        self, agent_pid: int, main: Callable[[socket.socket], None], sock: socket.socket
-    ) -> NoReturn:
-        # Whatever happens, this process must not run on into the agent's code.
-        code = 1
-        try:
-            _die_with(agent_pid)
-            self._channel.close()
-            main(sock)
-            code = 0
-        except SystemExit:
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
 
     def _close_inherited(self) -> None:
         """In a child: an evicted chunk's memory is only freed once no process has it open."""
         if self._pipeline is not None:
             self._pipeline.close_in_child()
 
-    def _reap(self, pid: int) -> None:
-        pidfd = self._children.pop(pid)
-        self._selector.unregister(pidfd)
-        os.close(pidfd)
-        _, status = os.waitpid(pid, 0)
+    def _exited(self, pid: int, exit_code: int) -> None:
+        cause = cause_of_death(exit_code)
         device = self._trainers.pop(pid, None)
         if device is not None:
-            self._channel.send(TrainerExited(device=device.index, pid=pid, cause=_cause(status)))
+            self._channel.send(TrainerExited(device=device.index, pid=pid, cause=cause))
             if self._pipeline is not None:
                 self._pipeline.remove_reader(device.index)
             self._start_trainer(device)
         elif pid == self._store_pid:
-            self._channel.send(StoreLost(cause=_cause(status)))
+            self._channel.send(StoreLost(cause=cause))
         elif self._pipeline is not None:
             self._pipeline.child_died(pid)
-
-    def _end_children(self) -> None:
-        for pid in self._children:
-            os.kill(pid, signal.SIGKILL)
-        for pid in self._children:
-            os.waitpid(pid, 0)
 
     # -- what the children are --------------------------------------------------------------------
 
@@ -173,7 +118,7 @@ class Agent:
                 num_threads=config.threads_per_slot,
             )
 
-        pid, sock = self.spawn(main)
+        pid, sock = self._forks.spawn(main)
         self._trainers[pid] = device
         if self._pipeline is not None:
             self._pipeline.add_reader(device.index, sock)
@@ -185,22 +130,28 @@ class Agent:
         if setup is None:
             return
         self._pipeline = PipelineServer(
-            payload=setup.payload,
-            spec=setup.spec,
-            memory_bytes=setup.memory_bytes,
-            num_preprocessors=setup.num_preprocessors,
-            spawn=self.spawn,
+            setup,
+            spawn=self._forks.spawn,
             selector=self._selector,
+            on_event=self._report_now_and_then,
+            notify=lambda text: self._channel.send(PipelineNotice(text=text)),
         )
 
-    def _report(self) -> PipelineReport:
+    def _report_now_and_then(self) -> None:
+        if time.monotonic() >= self._report_due:
+            self._report_due = time.monotonic() + _REPORT_EVERY_S
+            self._channel.send(self._report(is_answer=False))
+
+    def _report(self, *, is_answer: bool) -> PipelineReport:
         if self._pipeline is None:
-            return PipelineReport(preprocessed=0, consumed=0, resident_bytes=0)
+            return PipelineReport(is_answer=is_answer)
         stats = self._pipeline.stats()
         return PipelineReport(
             preprocessed=stats.preprocessed,
             consumed=stats.consumed,
             resident_bytes=stats.resident_bytes,
+            use=stats.use,
+            is_answer=is_answer,
         )
 
     def _start_store(self) -> None:
@@ -210,7 +161,7 @@ class Agent:
             self._close_inherited()
             _keep_store(sock)
 
-        self._store_pid, sock = self.spawn(main)
+        self._store_pid, sock = self._forks.spawn(main)
 
         def opened(mask: int) -> None:
             self._selector.unregister(sock)
@@ -231,35 +182,10 @@ def _keep_store(sock: socket.socket) -> None:
     del store
 
 
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _cause(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        try:
-            name = signal.Signals(number).name
-        except ValueError:  # a real-time signal
-            name = str(number)
-        return f"signal {name}{_HINTS.get(number, '')}"
-    return f"exit code {os.WEXITSTATUS(status)}"
-
-
 def main() -> None:
     """Run an agent as configured by a pickled `AgentConfig` on standard input."""
     config = pickle.loads(sys.stdin.buffer.read())  # from our parent, the driver
     sys.path[:] = config.sys_path
-    for name in config.preload:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # so that the children's collectors leave the shared pages alone
+    preload(config.preload)
     Agent(config).serve()
-    # Its modules were imported to be forked, not to be taken down in order.
-    sys.stderr.flush()
-    if os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # and with it what trainers have started
-    os._exit(0)
+    end_session()

@@ -1,0 +1,127 @@
+"""Who may read from a pipeline that serves processes it did not start.
+
+The server listens on an abstract Unix socket, which leaves no file behind. Both ends check that
+the other one runs as the same user and that it knows the pipeline's secret (HMAC-SHA256 over fresh
+nonces of both) before they unpickle anything from it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+from dataclasses import dataclass, field
+
+from optuna_fleet.exceptions import ProtocolError
+
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_CREDENTIALS = struct.Struct("3i")
+_LIMIT_S = 120.0
+_BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a pipeline is served, and the secret to be let in.
+
+    Attributes:
+        name: Name of the socket; abstract, so the kernel forgets it with the server.
+        secret: Never printed, never sent.
+    """
+
+    name: str = field(default_factory=lambda: f"\0optuna-fleet-{secrets.token_hex(16)}")
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    def listen(self) -> socket.socket:
+        """Returns a listening socket."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.bind(self.name)
+        sock.listen(_BACKLOG)
+        return sock
+
+    def connect(self, wish: bytes) -> socket.socket:
+        """Returns a connection to the server, which was told the wish (one byte).
+
+        Raises:
+            ProtocolError: It is an impostor.
+            OSError: It is gone.
+            EOFError: It went away, or refused.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.settimeout(_LIMIT_S)
+            sock.connect(self.name)
+            self._enter(sock, wish)
+            sock.settimeout(None)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _enter(self, sock: socket.socket, wish: bytes) -> None:
+        if peer_uid(sock) != os.geteuid():
+            raise ProtocolError("The pipeline's socket is held by another user's process.")
+        theirs, mine = _packet(sock), secrets.token_bytes(_NONCE_BYTES)
+        sock.sendall(mine + prove(self.secret, b"reader" + wish, theirs, mine) + wish)
+        if not hmac.compare_digest(_packet(sock), prove(self.secret, b"server", mine, theirs)):
+            raise ProtocolError("The process on the pipeline's socket does not know its secret.")
+
+
+class Applicant:
+    """The server's end of a connection whose peer has yet to prove that it may read.
+
+    Args:
+        sock: The accepted connection; from now on it is non-blocking.
+        secret: The pipeline's.
+
+    Raises:
+        ProtocolError: It is another user's process.
+        OSError: It is gone.
+    """
+
+    def __init__(self, sock: socket.socket, secret: bytes) -> None:
+        if peer_uid(sock) != os.geteuid():
+            raise ProtocolError("A process of another user tried to read from the pipeline.")
+        self._sock = sock
+        self._secret = secret
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        sock.setblocking(False)
+        sock.send(self._nonce)
+
+    def admit(self) -> bytes:
+        """Call when the socket is readable; returns what the peer wishes.
+
+        Raises:
+            ProtocolError: It does not know the secret.
+            OSError: It is gone.
+        """
+        answer = self._sock.recv(_NONCE_BYTES + _PROOF_BYTES + 1)
+        theirs, wish = answer[:_NONCE_BYTES], answer[_NONCE_BYTES + _PROOF_BYTES :]
+        proof = answer[_NONCE_BYTES : _NONCE_BYTES + _PROOF_BYTES]
+        if not hmac.compare_digest(
+            proof, prove(self._secret, b"reader" + wish, self._nonce, theirs)
+        ):
+            raise ProtocolError("A process that does not know the secret tried to read.")
+        self._sock.send(prove(self._secret, b"server", theirs, self._nonce))
+        return wish
+
+
+def prove(secret: bytes, role: bytes, peer_nonce: bytes, own_nonce: bytes) -> bytes:
+    """Returns what only who knows the secret can say about these nonces."""
+    return hmac.digest(secret, role + peer_nonce + own_nonce, "sha256")
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Returns the user of the process at the other end."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[1])
+
+
+def _packet(sock: socket.socket) -> bytes:
+    packet = sock.recv(_NONCE_BYTES)
+    if len(packet) != _NONCE_BYTES:
+        raise EOFError
+    return packet

@@ -1,0 +1,189 @@
+"""The decoded store: the deterministic beginning of each sample's transform, kept for all epochs.
+
+One memory file that the agent owns and all preprocessors map: who prepares a sample writes it into
+an *extent* lent with the order, the agent enters it into a table once the order is done. So the
+table has one writer, and a preprocessor that dies in the middle leaves nothing half written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+Extent = tuple[int, int]
+"""Offset and length of a piece of the file, in bytes."""
+
+Stored = tuple[int, int, int]
+"""Index of a sample, and the offset and length of its pickle."""
+
+SPARE_BYTES = 64
+"""Lent with each sample, as pickles of equal content differ by a few bytes; comes back."""
+
+_ENTRY = struct.Struct("<QQ")  # offset + 1 (0: not there), length
+
+
+class DecodedStore:
+    """The agent's side: lends extents, publishes what was written into them.
+
+    Args:
+        lengths: Number of samples of each data set.
+        max_bytes: Most bytes the store may take.
+    """
+
+    def __init__(self, lengths: Mapping[str, int], max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._first = _first_entries(lengths)
+        self._lengths = dict(lengths)
+        self._missing = dict(lengths)
+        self._prepared_bytes: dict[str, int] = {}
+        self._free: list[Extent] = []
+        self._lent: dict[object, list[Extent]] = {}
+        self._top = 0
+        self.file = os.memfd_create("optuna-fleet-decoded", os.MFD_CLOEXEC)
+        os.ftruncate(self.file, max(1, max_bytes))  # sparse: takes nothing until written
+        self.table = os.memfd_create("optuna-fleet-decoded-table", os.MFD_CLOEXEC)
+        os.ftruncate(self.table, max(1, sum(lengths.values()) * _ENTRY.size))
+        self._entries = mmap.mmap(self.table, 0)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of memory the store takes, lent extents included."""
+        return self._top
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes it will take in the end, as far as its data sets are known."""
+        wanted = sum(size * self._lengths[name] for name, size in self._prepared_bytes.items())
+        return min(self.max_bytes, max(wanted, self._top))
+
+    def serves(self, name: str) -> bool:
+        """Returns whether samples of this data set are kept."""
+        return name in self._prepared_bytes
+
+    def serve(self, name: str, prepared_bytes: int) -> None:
+        """Begins to keep samples of about this size of a data set."""
+        self._prepared_bytes[name] = prepared_bytes + SPARE_BYTES
+
+    def lend(self, order: object, name: str, num_samples: int, room_bytes: int) -> list[Extent]:
+        """Lends space for up to ``num_samples`` new samples; perhaps less, or none.
+
+        Args:
+            order: Whoever gets it, once at a time.
+            name: The data set.
+            num_samples: Samples it will come across.
+            room_bytes: Bytes of memory that the store may grow by.
+        """
+        each = self._prepared_bytes[name]
+        need = min(num_samples, self._missing[name]) * each
+        lent: list[Extent] = []
+        while need > 0 and self._free:
+            offset, length = self._free.pop()
+            part = min(length, need)
+            lent.append((offset, part))
+            if part < length:
+                self._free.append((offset + part, length - part))
+            need -= part
+        grown = min(need, room_bytes, self.max_bytes - self._top)
+        if grown >= each:
+            lent.append((self._top, grown))
+            self._top += grown
+        if lent:
+            self._lent[order] = lent
+        return lent
+
+    def publish(self, order: object, name: str, stored: Iterable[Stored]) -> None:
+        """Makes what an order has written known to all; takes back what it left."""
+        left = self._lent.pop(order, [])
+        for index, offset, length in stored:
+            left = _without(left, offset, length)
+            place = (self._first[name] + index) * _ENTRY.size
+            if _ENTRY.unpack_from(self._entries, place)[0]:
+                left.append((offset, length))  # another preprocessor was faster
+                continue
+            self._missing[name] -= 1
+            self._prepared_bytes[name] = max(self._prepared_bytes[name], length + SPARE_BYTES)
+            # The length first: a reader that sees the offset sees the length as well.
+            struct.pack_into("<Q", self._entries, place + 8, length)
+            struct.pack_into("<Q", self._entries, place, offset + 1)
+        self._free = _merged([*self._free, *left])
+
+    def close(self) -> None:
+        """Frees the memory, once the preprocessors are gone too."""
+        self._entries.close()
+        os.close(self.file)
+        os.close(self.table)
+
+
+class DecodedSamples:
+    """A preprocessor's side.
+
+    Args:
+        file: The store's memory file.
+        table: The file of its table.
+        lengths: Number of samples of each data set.
+    """
+
+    def __init__(self, file: int, table: int, lengths: Mapping[str, int]) -> None:
+        self._first = _first_entries(lengths)
+        self._entries = mmap.mmap(table, 0, prot=mmap.PROT_READ)
+        self._memory = mmap.mmap(file, 0)
+        self._extents: list[Extent] = []
+        self._stored: list[Stored] = []
+
+    def begin(self, extents: Iterable[Extent]) -> None:
+        """Begins an order that may write into these extents."""
+        self._extents = list(extents)
+        self._stored = []
+
+    def stored(self) -> tuple[Stored, ...]:
+        """Returns what the order has written so far."""
+        return tuple(self._stored)
+
+    def get(self, name: str, index: int) -> tuple[Any] | None:
+        """Returns a private copy of the prepared sample, in a tuple; None if it is not there."""
+        entry = self._first[name] + index
+        place, length = _ENTRY.unpack_from(self._entries, entry * _ENTRY.size)
+        if not place:
+            return None
+        with memoryview(self._memory) as memory:
+            return (pickle.loads(memory[place - 1 : place - 1 + length]),)
+
+    def put(self, index: int, packed: bytes) -> None:
+        """Keeps the pickle of a prepared sample, if there is room."""
+        length = len(packed)
+        for number, (offset, room) in enumerate(self._extents):
+            if length <= room:
+                self._memory[offset : offset + length] = packed
+                self._extents[number] = (offset + length, room - length)
+                self._stored.append((index, offset, length))
+                return
+
+
+def _first_entries(lengths: Mapping[str, int]) -> dict[str, int]:
+    return dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
+
+
+def _without(extents: Sequence[Extent], offset: int, length: int) -> list[Extent]:
+    """The extents less one piece that lies within one of them."""
+    left: list[Extent] = []
+    for start, size in extents:
+        if start <= offset < start + size:
+            left += [(start, offset - start), (offset + length, start + size - offset - length)]
+        else:
+            left.append((start, size))
+    return [extent for extent in left if extent[1]]
+
+
+def _merged(extents: Iterable[Extent]) -> list[Extent]:
+    merged: list[Extent] = []
+    for offset, length in sorted(extents):
+        if merged and sum(merged[-1]) == offset:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((offset, length))
+    return merged

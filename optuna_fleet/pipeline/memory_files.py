@@ -1,0 +1,129 @@
+"""Memory files that nobody can change any more, and private mappings of them.
+
+Memory is handed over page by page, and with pages of 4 KiB that costs as much as reading them.
+So files of some size are made of huge pages where the kernel gives them (MADV_COLLAPSE: Linux 6.1,
+whatever `shmem_enabled` says), and mapped at addresses where those can be used as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+HUGE_PAGE = 2 << 20
+
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_SMALL = 4096  # bytes: below it is cheaper to join pieces than to have the kernel gather them
+_MAX_PIECES = os.sysconf("SC_IOV_MAX")
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_lacking: set[str] = set()
+"""What this machine turned out not to have; not asked for again."""
+
+
+def sealed_file(nbytes: int, fill: Callable[[mmap.mmap], None]) -> int:
+    """Makes an immutable memory file: no trainer can change what the others read.
+
+    Args:
+        nbytes: Its size.
+        fill: Writes its content into the mapped file.
+
+    Returns:
+        The file's descriptor, which the caller must close.
+    """
+
+    def write(fd: int) -> None:
+        os.ftruncate(fd, nbytes)
+        memory = mmap.mmap(fd, nbytes)
+        fill(memory)
+        memory.close()  # a file that is mapped for writing can't be sealed
+
+    return _sealed(nbytes, write)
+
+
+def sealed_file_of(pieces: Sequence[Any]) -> int:
+    """Makes an immutable memory file of these buffers of bytes, one after another.
+
+    Half the price of ``sealed_file``: pages are neither cleared nor mapped before they are filled.
+    """
+    nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+    return _sealed(nbytes, lambda fd: _write_all(fd, pieces))
+
+
+def map_privately(fd: int) -> memoryview:
+    """Returns the bytes of a file, mapped copy-on-write; they outlive the descriptor."""
+    nbytes = os.fstat(fd).st_size
+    memory, shift = _map_aligned(fd, nbytes, mmap.MAP_PRIVATE)
+    return memoryview(memory)[shift : shift + nbytes]
+
+
+def _sealed(nbytes: int, write: Callable[[int], None]) -> int:
+    fd = os.memfd_create("optuna-fleet-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        _take_huge_pages(fd, nbytes // HUGE_PAGE * HUGE_PAGE)
+        write(fd)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _take_huge_pages(fd: int, nbytes: int) -> None:
+    """Gives an empty file huge pages for its first bytes, if the machine has them."""
+    if not nbytes or "huge pages" in _lacking:
+        return
+    os.ftruncate(fd, nbytes)
+    for offset in range(0, nbytes, HUGE_PAGE):
+        os.pwrite(fd, b"\0", offset)  # a hole is not collapsed
+    memory, shift = _map_aligned(fd, nbytes, mmap.MAP_SHARED)
+    try:
+        memory.madvise(_MADV_COLLAPSE, shift, nbytes)
+    except OSError:
+        _lacking.add("huge pages")
+    finally:
+        memory.close()
+
+
+def _map_aligned(fd: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
+    """Maps a file at a multiple of the huge page.
+
+    Returns:
+        A larger mapping that has the file in it, and where it begins there.
+    """
+    room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    outer = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=room)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(outer))
+    shift = -begin % HUGE_PAGE
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    where = begin + shift
+    if nbytes and _libc.mmap(where, nbytes, access, flags | _MAP_FIXED, fd, 0) != where:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{nbytes} bytes of a chunk could not be mapped")
+    return outer, shift
+
+
+def _write_all(fd: int, pieces: Iterable[Any]) -> None:
+    rest = (view for view in (memoryview(piece).cast("B") for piece in pieces) if view.nbytes)
+    while batch := list(islice(rest, _MAX_PIECES)):
+        if sum(piece.nbytes for piece in batch) < len(batch) * _SMALL:
+            batch = [memoryview(b"".join(batch))]
+        while batch:
+            written = os.writev(fd, batch)
+            while batch and written >= batch[0].nbytes:
+                written -= batch.pop(0).nbytes
+            if batch:  # cut short, by a signal or the kernel's limit of 2 GiB
+                batch[0] = batch[0][written:]

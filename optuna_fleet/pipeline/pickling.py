@@ -1,0 +1,78 @@
+"""Pickles of samples whose tensors and arrays stay outside, so that reading need not copy them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from optuna_fleet.pipeline.columns import raw_bytes
+
+_BufferCallback = Callable[[pickle.PickleBuffer], Any]
+
+_NO_BYTES = {
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and name.startswith(("float4", "q", "bits"))
+}
+
+
+def dumps(value: Any) -> bytes:
+    """Returns the pickle of a value."""
+    return _dumped(value, None)
+
+
+def dumps_outside(value: Any) -> list[Any]:
+    """Returns the pickle of a value, followed by the bytes of each of its tensors and arrays."""
+    buffers: list[pickle.PickleBuffer] = []
+    return [_dumped(value, buffers), *(buffer.raw() for buffer in buffers)]
+
+
+class _Pickler(pickle.Pickler):
+    """Takes tensors and arrays as bytes: a tenth of the time that torch's own reduction takes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and _is_usual(obj):
+            raw = _outside(raw_bytes(obj)) if obj.numel() else None
+            return _tensor, (raw, obj.dtype, (*obj.shape,))
+        if type(obj) is np.ndarray and obj.size and obj.itemsize and not obj.dtype.hasobject:
+            # A trainer may write into its own, whatever the original allows.
+            array = np.ascontiguousarray(obj) if obj.flags.writeable else obj.copy()
+            return np.ndarray, (obj.shape, obj.dtype, _outside(array))
+        return NotImplemented
+
+
+def _dumped(value: Any, buffers: list[pickle.PickleBuffer] | None) -> bytes:
+    keep: _BufferCallback | None = None if buffers is None else buffers.append
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, protocol=5, buffer_callback=keep).dump(value)
+    except Exception:
+        # Classes of the user's __main__, lambdas: cloudpickle's domain, at its price.
+        if buffers is not None:
+            buffers.clear()
+        return bytes(cloudpickle.dumps(value, protocol=5, buffer_callback=keep))
+    return stream.getvalue()
+
+
+def _is_usual(tensor: torch.Tensor) -> bool:
+    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    same_bits = not (tensor.is_conj() or tensor.is_neg())
+    bare = not tensor.requires_grad and not tensor.__dict__
+    return plain and same_bits and bare and tensor.dtype not in _NO_BYTES
+
+
+def _outside(array: np.ndarray[Any, Any]) -> pickle.PickleBuffer:
+    raw: Any = array.reshape(-1).view(np.uint8)
+    return pickle.PickleBuffer(raw)
+
+
+def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if buffer is None:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)

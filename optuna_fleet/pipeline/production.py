@@ -1,0 +1,366 @@
+"""How chunks get made: measures data sets, orders from preprocessors, reads their answers."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.pipeline import limits
+from optuna_fleet.pipeline.decoded import DecodedStore
+from optuna_fleet.pipeline.exchange import Exchange, ExchangeConfig, Inlets
+from optuna_fleet.pipeline.instructions import Instruction, Produce
+from optuna_fleet.pipeline.messages import (
+    ChunkError,
+    ChunkNotProduced,
+    ChunkOutgrew,
+    ChunkProduced,
+    DiskFailed,
+    MeasureSample,
+    ProduceChunk,
+    SampleMeasured,
+)
+from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size, count_chunks
+from optuna_fleet.pipeline.staffing import Foreman
+from optuna_fleet.pipeline.stats import Counts
+from optuna_fleet.pipeline.store import MAX_DEATHS, ChunkStore
+from optuna_fleet.pipeline.workers import PreprocessorPool, Spawn
+
+HEADER_SPARE_BYTES = 1024
+"""Room for what a chunk's header holds beyond that of a single sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlets:
+    """Whom production tells what has happened.
+
+    Attributes:
+        carry_out: Given the instructions that follow from it.
+        keep: Given the file of a chunk that is there now; before the instructions.
+        measured: Given the name of a data set whose chunk size is known now.
+        notify: Given a sentence for the user.
+    """
+
+    carry_out: Callable[[list[Instruction]], None]
+    keep: Callable[[ChunkKey, int], None]
+    measured: Callable[[str], None]
+    notify: Callable[[str], None]
+
+
+class Production:
+    """Has chunks made by preprocessors, from the decoded store where it helps.
+
+    Args:
+        payload: The data sets (``SharedPipeline.payload()``).
+        spec: Their description.
+        budgets: What it may take.
+        store: The chunk store, which is told of all results.
+        counts: Where to count.
+        spawn: Starts a child process.
+        selector: The agent's selector.
+        close_in_child: Called first in each preprocessor.
+        outlets: Whom to tell.
+        clock: Seconds since any time.
+        exchange: How to share chunks with other nodes.
+    """
+
+    def __init__(
+        self,
+        *,
+        payload: bytes,
+        spec: PipelineSpec,
+        budgets: limits.Budgets,
+        store: ChunkStore,
+        counts: Counts,
+        spawn: Spawn,
+        selector: selectors.BaseSelector,
+        close_in_child: Callable[[], None],
+        outlets: Outlets,
+        clock: Callable[[], float] = time.monotonic,
+        exchange: ExchangeConfig | None = None,
+    ) -> None:
+        self._payload = payload
+        self._spec = spec
+        self._budgets = budgets
+        self._store = store
+        self._counts = counts
+        self._outlets = outlets
+        self._close_in_child = close_in_child
+        self._lengths = {dataset.name: dataset.num_samples for dataset in spec.datasets}
+        self._decoded = DecodedStore(self._lengths, budgets.decoded_bytes)
+        self._chunk_sizes: dict[str, int] = {}
+        self._to_measure: dict[str, ChunkKey] = {}
+        self._measuring: set[str] = set()
+        self._deaths: Counter[str] = Counter()
+        self._made: set[ChunkKey] = set()
+        self._told: set[str] = set()
+        self.pool = PreprocessorPool(
+            limit=budgets.num_preprocessors,
+            spawn=spawn,
+            main=self._preprocessor_main,
+            selector=selector,
+            on_message=self._received,
+            on_lost=self._lost,
+        )
+        self.foreman = Foreman(self.pool, store, budgets, clock)
+        self._unsized: dict[str, SampleMeasured] = {}
+        self._unfetched: deque[Produce] = deque()
+        self.exchange = Exchange(
+            exchange,
+            spec=spec,
+            inlets=Inlets(
+                fetched=self._fetched,
+                outgrew=store.outgrew,
+                unfetched=self._unfetched.append,
+                sized=self._sized,
+                changed=self.work,
+            ),
+            room_bytes=budgets.memory_bytes // 8,
+        )
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes that the decoded store takes."""
+        return self._decoded.used_bytes
+
+    def chunk_size(self, name: str) -> int | None:
+        """Returns the number of samples per chunk; None before it was measured."""
+        return self._chunk_sizes.get(name)
+
+    def measure(self, name: str, epoch: int) -> None:
+        """Has the chunk size of a data set found out, from a sample of this epoch."""
+        if name not in self._measuring:
+            self._to_measure.setdefault(name, ChunkKey(name, epoch, 0))
+
+    def work(self) -> None:
+        """Gives preprocessors work, of whom there may be more or fewer from now on."""
+        self._give_work()
+        if self.foreman.review(num_measuring=len(self._measuring)):
+            self._give_work()
+
+    def _give_work(self) -> None:
+        """Gives preprocessors work while there is any that fits."""
+        while self._to_measure and self.pool.has_room():
+            name, key = self._to_measure.popitem()
+            self._measuring.add(name)
+            self.pool.give(MeasureSample(key=key))
+        while self._unfetched and self.pool.has_room():
+            self._make(self._unfetched.popleft())
+        while self.pool.has_room() or self.exchange.has_room():
+            instructions = self._store.assign(self._accepts)
+            self._outlets.carry_out(instructions)
+            if not any(isinstance(instruction, Produce) for instruction in instructions):
+                return
+
+    def order(self, produce: Produce) -> None:
+        """Has a chunk made here, or fetched from the node that makes it."""
+        node = self.exchange.source(produce.key)
+        if node is None:
+            self._make(produce)
+            return
+        size = self._chunk_sizes[produce.key.name]
+        spill_dir = self._budgets.spill_dir
+        self.exchange.fetch(produce, node=node, chunk_size=size, spill_dir=spill_dir)
+
+    def _make(self, produce: Produce) -> None:
+        key = produce.key
+        size = self._chunk_sizes[key.name]
+        split = self._decoded.serves(key.name)
+        self.pool.give(
+            ProduceChunk(
+                key=key,
+                chunk_size=size,
+                max_bytes=produce.max_bytes,
+                place=produce.place,
+                split=split,
+                extents=tuple(self._lend(key, size)) if split else (),
+            )
+        )
+
+    def close(self) -> None:
+        """Ends the preprocessors and frees the decoded store."""
+        self.exchange.close()
+        self.pool.close()
+        self._decoded.close()
+
+    def close_in_child(self) -> None:
+        """Closes what any forked child inherited."""
+        self.exchange.close_in_child()
+        for channel in self.pool.channels:
+            channel.close_in_child()
+
+    def close_decoded(self) -> None:
+        """Closes the decoded store, in a child that does not preprocess."""
+        self._decoded.close()
+
+    def _accepts(self, key: ChunkKey) -> bool:
+        """Whether somebody is free to make this chunk."""
+        node = self.exchange.source(key)
+        return self.pool.has_room() if node is None else self.exchange.has_room(node)
+
+    def _lend(self, key: ChunkKey, size: int) -> list[tuple[int, int]]:
+        room = self._budgets.memory_bytes - self._decoded.used_bytes - self._store.planned_bytes()
+        return self._decoded.lend(key, key.name, size, max(0, room))
+
+    def _preprocessor_main(self, sock: socket.socket) -> None:
+        self._close_in_child()
+        os.nice(self._budgets.niceness)
+        # Imported in the child: the agent itself never uses torch.
+        from optuna_fleet.pipeline.decoded import DecodedSamples
+        from optuna_fleet.pipeline.preprocessor import preprocessor_main
+
+        preprocessor_main(
+            sock,
+            payload=self._payload,
+            spec=self._spec,
+            budgets=self._budgets,
+            decoded=DecodedSamples(self._decoded.file, self._decoded.table, self._lengths),
+        )
+
+    # What preprocessors say
+
+    def _received(self, message: object, fd: int | None) -> None:
+        match message:
+            case SampleMeasured():
+                self._measured(message)
+            case ChunkProduced():
+                assert fd is not None
+                self._produced(message, fd)
+            case ChunkOutgrew():
+                self._decoded.publish(message.key, message.key.name, ())
+                self._store.outgrew(message.key, message.nbytes)
+            case DiskFailed():
+                self._disk_failed(message)
+            case ChunkNotProduced():
+                self._decoded.publish(message.key, message.key.name, ())
+                self._outlets.carry_out(self._store.failed(message.key, message.error))
+            case _:
+                raise ProtocolError(f"A preprocessor sent an unexpected {message!r}.")
+        self.work()
+
+    def _measured(self, message: SampleMeasured) -> None:
+        name = message.key.name
+        if self.exchange.ask_size(name):
+            self._unsized[name] = message
+            return
+        size = choose_chunk_size(
+            num_samples=self._lengths[name],
+            sample_bytes=message.sample_bytes,
+            chunk_bytes=self._budgets.chunk_bytes,
+        )
+        self._set_size(message, size)
+
+    def _sized(self, name: str, size: int | None) -> None:
+        """Another node said how many samples make a chunk, or is not there to say it."""
+        message = self._unsized.pop(name)
+        if size is None:
+            self._measured(message)
+        else:
+            self._set_size(message, size)
+
+    def _set_size(self, message: SampleMeasured, size: int) -> None:
+        name = message.key.name
+        num_samples = self._lengths[name]
+        self._measuring.discard(name)
+        self._chunk_sizes[name] = size
+        nbytes = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
+        num_chunks = count_chunks(num_samples, size)
+        self._store.set_size(name, num_chunks=num_chunks, chunk_bytes=nbytes)
+        if message.prepared_bytes is not None:
+            self._decoded.serve(name, message.prepared_bytes)
+            left = self._budgets.memory_bytes - self._decoded.wanted_bytes
+            self._outlets.carry_out(self._store.set_budget("memory", left))
+        self._outlets.measured(name)
+
+    def _produced(self, message: ChunkProduced, fd: int) -> None:
+        key, counts = message.key, self._counts
+        counts.preprocessed += message.num_samples
+        counts.busy_s += message.busy_s
+        self.foreman.count(key.name, message.num_samples, message.busy_s)
+        counts.num_loaded += message.num_loaded
+        again = key in self._made
+        self._made.add(key)
+        if again:
+            counts.repeated += message.num_samples
+            self._tell_of_repetition(key.name)
+        if message.complaint is not None:
+            self._tell_of_skipping(message, message.complaint)
+        self._decoded.publish(key, key.name, message.stored)
+        nbytes = os.fstat(fd).st_size
+        self.exchange.preprocessed(
+            num_samples=message.num_samples,
+            busy_s=message.busy_s,
+            nbytes=nbytes,
+            workers=self._budgets.num_preprocessors,
+        )
+        self._outlets.keep(key, fd)
+        self._outlets.carry_out(self._store.produced(key, nbytes))
+
+    def _fetched(self, key: ChunkKey, fd: int) -> None:
+        start = key.chunk * self._chunk_sizes[key.name]
+        stop = min(start + self._chunk_sizes[key.name], self._lengths[key.name])
+        self._counts.received += stop - start
+        self._outlets.keep(key, fd)
+        self._outlets.carry_out(self._store.produced(key, os.fstat(fd).st_size))
+
+    def _disk_failed(self, message: DiskFailed) -> None:
+        self._decoded.publish(message.key, message.key.name, ())
+        self._outlets.notify(
+            f"Preprocessed data is no longer spilled to {self._budgets.spill_dir}: "
+            f"{message.reason}. What does not fit into memory is preprocessed again when needed."
+        )
+        self._outlets.carry_out(self._store.disk_failed(message.key))
+
+    def _lost(self, key: ChunkKey | None) -> None:
+        if key is not None and key.name in self._measuring:
+            self._lost_measuring(key)
+        elif key is not None:
+            self._decoded.publish(key, key.name, ())
+            error = ChunkError(
+                summary=f"Preprocessors died over a chunk of data set {key.name!r}: "
+                "killed, out of memory, or a crash in native code."
+            )
+            self._outlets.carry_out(self._store.lost(key, error))
+        self.work()
+
+    def _lost_measuring(self, key: ChunkKey) -> None:
+        self._measuring.discard(key.name)
+        self._deaths[key.name] += 1
+        if self._deaths[key.name] < MAX_DEATHS:
+            self._to_measure[key.name] = key
+            return
+        # Nobody will tell the size now. Guess, so that readers get to hear of the failure.
+        guess = limits.guess_sample_bytes(self._budgets.chunk_bytes)
+        self._measured(SampleMeasured(key=key, sample_bytes=guess, header_bytes=0))
+
+    # What the user should know
+
+    def _tell_of_skipping(self, message: ChunkProduced, complaint: ChunkError) -> None:
+        name = message.key.name
+        self._counts.num_skipped += len(message.skipped)
+        self._once(
+            f"skipped {name}",
+            f"Skipped sample(s) {', '.join(map(str, message.skipped))} of data set {name!r}; "
+            f"others take their places. More of them are only counted. {complaint.text()}",
+        )
+
+    def _tell_of_repetition(self, name: str) -> None:
+        each_s = self._counts.busy_s / self._counts.preprocessed
+        self._once(
+            f"repeated {name}",
+            f"The preprocessed epochs of data set {name!r} that are in use do not fit into "
+            f"{self._budgets.memory_bytes >> 20} MiB: what was dropped is preprocessed again, at "
+            f"{1e3 * each_s:.3g} ms of a core per sample, up to "
+            f"{each_s * self._lengths[name]:.3g} s per epoch for each group of trials of a like "
+            "pace. A larger memory_bytes or a spill_dir would avoid that.",
+        )
+
+    def _once(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._outlets.notify(text)

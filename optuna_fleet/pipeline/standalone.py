@@ -1,0 +1,290 @@
+"""A pipeline without an executor: its processes, and readers in whatever process wants to read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optuna_fleet.exceptions import FleetConfigError, FleetError
+from optuna_fleet.pipeline.admission import Address
+from optuna_fleet.pipeline.limits import default_preprocessors
+from optuna_fleet.pipeline.spec import PipelineSetup, PipelineSpec
+from optuna_fleet.pipeline.stats import PipelineStats
+from optuna_fleet.pipeline.wire import MAX_PACKET, socket_pair
+from optuna_fleet.processes import ModuleProcess, cause_of_death
+
+if TYPE_CHECKING:
+    from optuna_fleet.pipeline.batches import Batches
+    from optuna_fleet.pipeline.shared_pipeline import SharedPipeline
+
+READ, COUNT = b"r", b"c"
+"""What a process may wish for: to read, or to be told the counts."""
+
+_SERVER = "optuna_fleet.pipeline.standalone_server"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """All that the server process needs to know to start; the descriptors are inherited."""
+
+    setup: PipelineSetup
+    secret: bytes
+    listener: int
+    lifeline: int
+    owner_pid: int
+    sys_path: tuple[str, ...]
+    preload: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineHandle:
+    """Lets any process of this machine and user read a running `SharedPipeline`.
+
+    Small, and picklable: pass it to the processes you start.
+
+    Example:
+        ``with handle.connect() as reader: reader.batches("train", batch_size=32, epoch=0)``
+    """
+
+    address: Address
+    spec: PipelineSpec
+
+    def connect(self) -> PipelineReader:
+        """Returns a reader for one thread of this process.
+
+        Raises:
+            FleetError: The pipeline runs no more.
+        """
+        return PipelineReader(self)
+
+    def stats(self) -> PipelineStats:
+        """Returns what the pipeline has done so far.
+
+        Raises:
+            FleetError: The pipeline runs no more.
+        """
+        try:
+            with self.address.connect(COUNT) as sock:
+                stats = pickle.loads(sock.recv(MAX_PACKET))
+        except (OSError, EOFError) as error:
+            raise _gone() from error
+        assert isinstance(stats, PipelineStats)
+        return stats
+
+
+class PipelineReader:
+    """A connection to a running pipeline, for one thread; give it back by ``with`` or `close`."""
+
+    def __init__(self, handle: PipelineHandle, server: ModuleProcess | None = None) -> None:
+        # Imported here: a process that only passes handles on needs no torch.
+        from optuna_fleet.pipeline.reader import PipelineClient
+
+        try:
+            self._sock = handle.address.connect(READ)
+        except (OSError, EOFError) as error:
+            raise _gone(server) from error
+        self._client = PipelineClient(self._sock, handle.spec)
+        self._server = server
+        self._pid = os.getpid()
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds spent waiting for data so far."""
+        return self._client.waited_s
+
+    def batches(
+        self,
+        name: str,
+        *,
+        batch_size: int,
+        epoch: int,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        first_step: int = 0,
+        continues: bool = True,
+    ) -> DataBatches:
+        """Returns the batches of one epoch; iterable any number of times, with a ``len()``.
+
+        Args:
+            name: The data set.
+            epoch: From 0. A data set that is not shuffled is the same in all of them.
+            batch_size: Samples per batch, over all ranks.
+            rank: Whose share of each batch to read, for data-parallel training.
+            world_size: Number of ranks that share each batch.
+            drop_last: Leave out the last batch if it is smaller than the others.
+            first_step: Batches to skip, to go on in the middle of an epoch.
+            continues: The next epoch will be read too: its beginning is preprocessed in good time.
+
+        Raises:
+            FleetConfigError: An argument can't work, or this process or reader may not read.
+        """
+        self._check()
+        batches = self._client.read(
+            name,
+            epoch=epoch,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            first_step=first_step,
+            continues=continues,
+        )
+        _check_shares(self._client.sample_count(name), batch_size, world_size, drop_last)
+        return DataBatches(self, batches)
+
+    def close(self) -> None:
+        """Give everything back. Batches that were read stay valid."""
+        if self._pid == os.getpid():
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)  # forks of this process may have copies
+        self._sock.close()
+
+    def __enter__(self) -> PipelineReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if self._sock.fileno() < 0:
+            raise FleetConfigError(
+                "This reader is closed: its `with` block was left. "
+                "Read inside the block, or call handle.connect() again."
+            )
+        if self._pid != os.getpid():
+            raise FleetConfigError(
+                "This reader belongs to the process that this one was forked from. "
+                "Call handle.connect() in each process that reads."
+            )
+
+    def iterate(self, batches: Batches) -> Iterator[Any]:
+        """Yields the data of each batch."""
+        self._check()
+        try:
+            for batch in batches:
+                data = batch.data
+                del batch  # or it would keep the data while the next batch is made
+                yield data
+                del data
+        except FleetError as error:
+            self._check()
+            if type(error) is FleetError and self._server and not self._server.is_alive():
+                raise _gone(self._server) from error
+            raise
+
+
+class DataBatches:
+    """The data of the batches of one epoch, in canonical order; ``len()`` is their number."""
+
+    def __init__(self, reader: PipelineReader, batches: Batches) -> None:
+        self._reader = reader
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._reader.iterate(self._batches)
+
+
+class Session:
+    """A running pipeline: the server process, and the readers of the process that started it."""
+
+    def __init__(self, pipeline: SharedPipeline) -> None:
+        address = Address()
+        self.handle = PipelineHandle(address=address, spec=pipeline.spec())
+        self._owner_pid = os.getpid()
+        self._readers: dict[tuple[int, int], PipelineReader] = {}
+        self._lifeline, lifeline = socket_pair()
+        try:
+            with lifeline, address.listen() as listener:
+                config = ServerConfig(
+                    setup=_setup(pipeline),
+                    secret=address.secret,
+                    listener=listener.fileno(),
+                    lifeline=lifeline.fileno(),
+                    owner_pid=self._owner_pid,
+                    sys_path=tuple(sys.path),
+                    preload=_modules_to_preload(),
+                )
+                self._server = ModuleProcess(
+                    _SERVER,
+                    config,
+                    # Data sets may compute with more than torch: one core per preprocessor.
+                    environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+                    pass_fds=(listener.fileno(), lifeline.fileno()),
+                )
+        except BaseException:
+            self._lifeline.close()
+            raise
+
+    @property
+    def server_pid(self) -> int:
+        """Pid of the server process."""
+        return self._server.pid
+
+    def reader(self) -> PipelineReader:
+        """Returns the reader of the calling thread, also in a fork of the owner."""
+        key = os.getpid(), threading.get_ident()
+        if key not in self._readers:
+            server = self._server if os.getpid() == self._owner_pid else None
+            self._readers[key] = PipelineReader(self.handle, server)
+        return self._readers[key]
+
+    def close(self) -> None:
+        """End the processes; in a fork of the owner, only let go of them."""
+        for reader in self._readers.values():
+            reader.close()
+        with self._lifeline:
+            if os.getpid() == self._owner_pid:
+                with contextlib.suppress(OSError):
+                    self._lifeline.shutdown(socket.SHUT_RDWR)
+                self._server.close()
+
+
+def _setup(pipeline: SharedPipeline) -> PipelineSetup:
+    return pipeline.setup(default_preprocessors(len(os.sched_getaffinity(0)), cpu_slots=False))
+
+
+def _modules_to_preload() -> tuple[str, ...]:
+    """What the server imports once for its preprocessors."""
+    wanted = ("torchvision", "torchvision.transforms.v2")
+    loaded = (name for name in wanted if name in sys.modules)
+    return ("torch", "optuna_fleet.pipeline.preprocessor", *loaded)
+
+
+def _check_shares(num_samples: int, batch_size: int, world_size: int, drop_last: bool) -> None:
+    """Refuses what would leave a rank without a sample in a step: it would break its loop."""
+    rest = num_samples % batch_size
+    if batch_size < world_size:
+        raise FleetConfigError(
+            f"The value of `batch_size` is {batch_size}, but `world_size` is {world_size}: each "
+            "rank needs at least one sample of each batch."
+        )
+    if 0 < rest < world_size and not drop_last:
+        raise FleetConfigError(
+            f"The last batch of the epoch has {rest} of {num_samples} samples, but `world_size` "
+            f"is {world_size}: some ranks would get none. Use drop_last=True, another "
+            "`batch_size`, or read the whole data set on every rank."
+        )
+
+
+def _gone(server: ModuleProcess | None = None) -> FleetError:
+    code = server.exit_code if server is not None else None
+    if code is not None:
+        return FleetError(
+            f"The server process of the SharedPipeline ended with {cause_of_death(code)}; what it "
+            "printed says more. Enter `with pipeline:` again to go on."
+        )
+    return FleetError(
+        "The SharedPipeline runs no more: the `with` block that started it was left, or its "
+        "processes were killed. It can be read on the machine where it runs, while it runs."
+    )

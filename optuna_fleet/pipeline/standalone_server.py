@@ -1,0 +1,113 @@
+"""The server process of a pipeline that runs without an executor.
+
+Like an agent, it imports what preprocessors need and forks them, never uses torch itself, and ends
+with its owner: when the owner says so, or is no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import selectors
+import socket
+import sys
+from itertools import count
+
+from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.pipeline import wire
+from optuna_fleet.pipeline.admission import Applicant
+from optuna_fleet.pipeline.server import PipelineServer
+from optuna_fleet.pipeline.standalone import COUNT, READ, ServerConfig
+from optuna_fleet.processes import Forks, end_session, preload, run_loop
+
+
+class _Server:
+    def __init__(self, config: ServerConfig) -> None:
+        self._secret = config.secret
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(fileno=config.listener)
+        self._lifeline = socket.socket(fileno=config.lifeline)
+        self._owner = os.pidfd_open(config.owner_pid)
+        self._applicants: set[socket.socket] = set()
+        self._numbers = count()
+        self._forks = Forks(
+            self._selector,
+            on_exit=self._exited,
+            in_child=self._close_inherited,
+        )
+        setup = config.setup
+        self._pipeline = PipelineServer(
+            setup,
+            spawn=self._forks.spawn,
+            selector=self._selector,
+            notify=logging.getLogger(__name__).warning,
+        )
+
+    def serve(self) -> None:
+        """Serve until the owner ends."""
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._lifeline, selectors.EVENT_READ, _end)
+        self._selector.register(self._owner, selectors.EVENT_READ, _end)
+        try:
+            run_loop(self._selector)
+        except EOFError:
+            pass
+        finally:
+            self._forks.kill_all()
+
+    def _accept(self, mask: int) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # it went away again
+            return
+        try:
+            applicant = Applicant(sock, self._secret)
+        except (OSError, ProtocolError):
+            sock.close()
+            return
+        self._applicants.add(sock)
+        self._selector.register(
+            sock, selectors.EVENT_READ, lambda mask: self._admit(sock, applicant)
+        )
+
+    def _admit(self, sock: socket.socket, applicant: Applicant) -> None:
+        self._applicants.remove(sock)
+        self._selector.unregister(sock)
+        try:
+            wish = applicant.admit()
+        except (OSError, ProtocolError):
+            sock.close()
+            return
+        if wish == READ:
+            self._pipeline.add_reader(next(self._numbers), sock)
+            return
+        with sock, contextlib.suppress(OSError):
+            if wish == COUNT:
+                wire.send(sock, self._pipeline.stats())
+
+    def _exited(self, pid: int, exit_code: int) -> None:
+        self._pipeline.child_died(pid)
+
+    def _close_inherited(self) -> None:
+        os.close(self._owner)
+        for sock in (self._listener, self._lifeline, *self._applicants):
+            sock.close()
+
+
+def _end(mask: int) -> None:
+    raise EOFError
+
+
+def main() -> None:
+    """Run a server as configured by a pickled `ServerConfig` on standard input."""
+    config: ServerConfig = pickle.loads(sys.stdin.buffer.read())  # from our parent, the owner
+    if os.getppid() != config.owner_pid:
+        return
+    sys.path[:] = config.sys_path
+    server = _Server(config)
+    preload(config.preload)
+    server.serve()
+    end_session()

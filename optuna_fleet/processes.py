@@ -1,0 +1,228 @@
+"""Processes of ours: started afresh or forked, and none outlives the one that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import optuna_fleet
+
+_PR_SET_PDEATHSIG = 1
+_GRACE_S = 5.0
+_START = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: " (killed by someone, or the machine ran out of memory)",
+    signal.SIGSEGV: " (segmentation fault in native code)",
+    signal.SIGABRT: " (native code aborted)",
+    signal.SIGBUS: " (bus error: shared memory or a mapped file went away)",
+}
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process as soon as its parent, whose pid is given, is gone.
+
+    More exactly, the parent's thread that started it: for children of single-threaded processes.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def cause_of_death(exit_code: int) -> str:
+    """Returns how a process ended, in words; a negative code is a signal."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # a real-time signal
+        name = str(-exit_code)
+    return f"signal {name}{_HINTS.get(-exit_code, '')}"
+
+
+class ModuleProcess:
+    """``main()`` of a module of ours in a new process, in a session of its own.
+
+    Ctrl-C is thus for the process that started it. It ends by itself when it has no more work.
+
+    Args:
+        module: Name of the module.
+        config: What ``main`` finds pickled on its standard input.
+        environment: Variables beyond those of this process.
+        pass_fds: Descriptors to inherit, under the same numbers.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        config: Any,
+        *,
+        environment: Mapping[str, str],
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        root = str(Path(optuna_fleet.__file__).parents[1])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START.format(root=root, module=module)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, **environment},
+            pass_fds=pass_fds,
+        )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self._configure(config)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _configure(self, config: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as stdin:
+                stdin.write(pickle.dumps(config))
+        except BrokenPipeError:
+            pass  # it ended at once; whoever waits for it will see how
+
+    @property
+    def pid(self) -> int:
+        """Pid of the process."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, a signal's number negated, or None while it runs."""
+        return self._process.poll()
+
+    def fileno(self) -> int:
+        """File descriptor that becomes readable when the process ends."""
+        return self._pidfd
+
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        return self.exit_code is None
+
+    def kill(self) -> None:
+        """End it now, with all that it started in its session."""
+        if self.is_alive():
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self._pidfd)
+
+    def close(self) -> None:
+        """Wait for it to end, which it was told to; then insist."""
+        try:
+            self._process.wait(_GRACE_S)
+        except BaseException as reason:
+            self.kill()
+            if not isinstance(reason, subprocess.TimeoutExpired):
+                raise
+        else:
+            os.close(self._pidfd)
+
+
+class Forks:
+    """Forked children of a process that is one loop around a selector, and single-threaded.
+
+    Args:
+        selector: The loop's selector; what is registered has a callable as ``data``.
+        on_exit: Called with (pid, exit code) of each child that was reaped.
+        in_child: Called first in each child, to close what only the parent may have.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        *,
+        on_exit: Callable[[int, int], None],
+        in_child: Callable[[], None],
+    ) -> None:
+        self._selector = selector
+        self._on_exit = on_exit
+        self._in_child = in_child
+        self._pidfds: dict[int, int] = {}
+
+    def spawn(self, main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
+        """Fork a child running `main` on one end of a socket pair; return its pid and our end."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._become_child(parent, main, theirs)
+        theirs.close()
+        self._pidfds[pid] = pidfd = os.pidfd_open(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda mask: self._reap(pid))
+        return pid, ours
+
+    def _become_child(
+        self, parent: int, main: Callable[[socket.socket], None], sock: socket.socket
+    ) -> NoReturn:
+        # Whatever happens, this process must not run on into the parent's code.
+        code = 1
+        try:
+            die_with(parent)
+            self._in_child()
+            main(sock)
+            code = 0
+        except SystemExit:
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self, pid: int) -> None:
+        pidfd = self._pidfds.pop(pid)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        self._on_exit(pid, os.waitstatus_to_exitcode(status))
+
+    def kill_all(self) -> None:
+        """Kill the children and wait until they are gone."""
+        for pid in self._pidfds:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._pidfds:
+            os.waitpid(pid, 0)
+
+
+def preload(modules: Iterable[str]) -> None:
+    """Import what children to be forked will need, as far as it is installed."""
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that the children's collectors leave the shared pages alone
+
+
+def end_session() -> NoReturn:
+    """End this process, a `ModuleProcess`, and with it whatever its children have started."""
+    # Its modules were imported to be forked, not to be taken down in order.
+    sys.stderr.flush()
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def run_loop(selector: selectors.BaseSelector) -> NoReturn:
+    """Handle the selector's events until one of their handlers raises."""
+    while True:
+        for key, mask in selector.select():
+            if key.fd in selector.get_map():  # not closed by an earlier one
+                key.data(mask)

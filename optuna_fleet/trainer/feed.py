@@ -1,0 +1,88 @@
+"""From shared memory to an accelerator: pinned, asynchronous, a batch ahead, finished there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from optuna_fleet.pipeline.batches import Batch
+from optuna_fleet.trainer.nested import map_tensors, to_device
+
+Finish = Callable[[Any], Any]
+"""The elementwise end of the preprocessing (types, normalisation), left to whoever trains."""
+
+Arrive = Callable[[], Any]
+"""Returns the data where the trial computes, ready for its next kernel."""
+
+
+def feed(
+    batches: Iterable[Batch], device: torch.device, finish: Finish | None
+) -> Iterator[tuple[Batch, Any]]:
+    """Yields each batch and its data on the device.
+
+    Args:
+        batches: What the pipeline gives.
+        device: Where the trial computes.
+        finish: What preprocessors left to do.
+    """
+    if device.type != "cpu":
+        yield from ahead(batches, CudaStage(device, finish))
+        return
+    for batch in batches:
+        yield batch, batch.data if finish is None else finish(batch.data)
+
+
+def ahead(batches: Iterable[Batch], stage: Callable[[Any], Arrive]) -> Iterator[tuple[Batch, Any]]:
+    """Yields each batch and its data as they arrive; the next one is on its way meanwhile.
+
+    Args:
+        batches: What the pipeline gives.
+        stage: Starts the transfer of a batch's data.
+    """
+    on_the_way: tuple[Batch, Arrive] | None = None
+    for batch in batches:
+        staged = (batch, stage(batch.data))
+        if on_the_way is not None:
+            yield on_the_way[0], on_the_way[1]()
+        on_the_way = staged
+    if on_the_way is not None:
+        yield on_the_way[0], on_the_way[1]()
+
+
+class CudaStage:
+    """Copies by way of pinned memory on a stream of its own.
+
+    The chunk is free as soon as its samples are in pinned memory, which PyTorch's caching
+    allocator keeps until the transfer is done.
+
+    Args:
+        device: Where to.
+        finish: What to do there: images travel as uint8.
+    """
+
+    def __init__(self, device: torch.device, finish: Finish | None = None) -> None:
+        self._device = device
+        self._finish = finish
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, data: Any) -> Arrive:
+        """Starts the transfer of a batch."""
+        pinned = map_tensors(data, torch.Tensor.pin_memory)
+        with torch.cuda.stream(self._stream):
+            moved = to_device(pinned, self._device)
+            there = self._stream.record_event()
+
+        def arrive() -> Any:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(there)
+            map_tensors(moved, lambda tensor: _used_on(tensor, current))
+            return moved if self._finish is None else self._finish(moved)
+
+        return arrive
+
+
+def _used_on(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    tensor.record_stream(stream)
+    return tensor

@@ -1,0 +1,109 @@
+"""What a sweep keeps of its pipeline's work: spans in the study, words in the summary."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet.executor.pipeline_log import MIN_SPAN_S, PipelineLog
+from optuna_fleet.executor.summary import Tally
+from optuna_fleet.messages import PipelineReport
+from optuna_fleet.pipeline.stats import PipelineUse
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import PIPELINE_PREFIX, PipelineSpan
+from optuna_fleet.visualization import plot_timeline
+from optuna_fleet.visualization.lane import Curve
+from tests.fleets import Leg, fleet_of, train
+
+
+def report(seconds: float, *, stalled: float = 0.25, **more: Any) -> PipelineReport:
+    """Two preprocessors for so many seconds, busy for half of them; one reader."""
+    use = PipelineUse(
+        active_s=seconds,
+        running_s=2 * seconds,
+        full_s=0.75 * seconds,
+        blocked_s=0.25 * seconds,
+        reading_s=seconds,
+        stalled_s=stalled * seconds,
+        starved_s=stalled * seconds,
+        ready_s=3 * seconds,
+        window_s=4 * seconds,
+    )
+    return PipelineReport(use=use, **more)
+
+
+def test_a_span_is_what_came_since_the_last_one() -> None:
+    spans: list[PipelineSpan] = []
+    log = PipelineLog(spans.append, report(100.0), began=1000.0)
+    log.note(report(101.0), 1001.0)  # too early
+    log.note(report(104.0), 1004.0)
+    log.finish(report(104.5), 1005.0)
+    assert [(s.start, s.end) for s in spans] == [(1000.0, 1004.0), (1004.0, 1005.0)]
+    for span in spans:
+        assert (span.num_preprocessors, span.busy, span.blocked) == (2.0, 0.5, 0.125)
+        assert (span.stalled, span.queue) == (0.25, 0.75)
+
+
+def test_time_without_readers_is_no_span() -> None:
+    spans: list[PipelineSpan] = []
+    log = PipelineLog(spans.append, report(1.0), began=0.0)
+    log.note(report(1.0), 5.0)
+    log.note(report(4.0), 10.0)
+    log.finish(report(4.0), 20.0)
+    assert [(s.start, s.end) for s in spans] == [(5.0, 10.0)]
+
+
+@pytest.mark.parametrize(("hours", "most"), [(0.01, 32), (10, 450), (100, 650)])
+def test_long_sweeps_have_few_spans(hours: float, most: int) -> None:
+    spans: list[PipelineSpan] = []
+    log = PipelineLog(spans.append, PipelineReport(), began=0.0)
+    now = 0.0
+    while now < 3600 * hours:
+        now += MIN_SPAN_S
+        log.note(report(now), now)
+    assert 0.01 * most < len(spans) <= most
+    assert all(a.end == b.start for a, b in itertools.pairwise(spans))
+
+
+def test_the_call_has_only_its_own_share() -> None:
+    log = PipelineLog(lambda span: None, report(100.0, preprocessed=10, consumed=20), began=0.0)
+    log.note(report(110.0, preprocessed=15, consumed=25), 10.0)
+    used = log.finish(report(120.0, preprocessed=40, consumed=70), 20.0)
+    assert (used.preprocessed, used.consumed, used.use.active_s) == (30, 50, 20.0)
+
+
+def test_the_summary_says_where_the_bottleneck_is() -> None:
+    summary = Tally().summary(2, report(10.0, preprocessed=10, consumed=40))
+    assert (summary.preprocessed, summary.consumed, summary.sharing_factor) == (10, 40, 4.0)
+    assert (
+        "sharing factor 4.0; preprocessors (2.0 on average) were busy for 50% of their time and "
+        "short of memory for 12%, queues were 75% full (3.0 chunks), readers waited for 25% of "
+        "theirs"
+    ) in str(summary)
+    without = Tally().summary(2, None)
+    assert (without.preprocessed, without.sharing_factor) == (0, 0.0)
+    assert "preprocessors" not in str(without)
+
+
+def test_a_sweep_leaves_its_pipelines_work_in_summary_study_and_timeline() -> None:
+    with fleet_of(devices=2) as fleet:
+        for _ in range(2):  # the second call counts its own
+            study = optuna.create_study()
+            fleet.script = {0: [Leg((0,))], 1: [Leg((1,))]}
+            study.optimize(train, n_trials=2, executor=fleet)
+            use = fleet.summary.pipeline.use
+            assert 0.0 < use.active_s <= fleet.summary.duration_s
+            assert 0.0 < use.reading_s <= 2 * use.active_s
+            assert use.num_preprocessors <= 1.0
+            assert "queues were" in str(fleet.summary)
+            spans = compat.study_records(study, PIPELINE_PREFIX)
+            assert spans
+            assert all(0.0 <= span[share] <= 1.0 for span in spans for share in SHARES)
+            names = {trace.name for trace in plot_timeline(study).data}
+            assert {curve.value for curve in Curve} <= names
+
+
+SHARES = ("busy", "blocked", "stalled", "queue")

@@ -1,0 +1,115 @@
+"""Readers of any batch size and speed that come, leave and die in any order: none is harmed."""
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_datasets import COUNTS, Counted
+from pipeline_harness import Agent, serving
+
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.batches import shard
+from optuna_fleet.pipeline.order import permutation
+from optuna_fleet.pipeline.reader import PipelineClient
+
+
+@dataclass
+class Reader:
+    """One trial's rank: how it reads, and what it has got so far."""
+
+    client: PipelineClient
+    batch_size: int
+    rank: int
+    world_size: int
+    epoch: int
+    got: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.batches = self._open()
+
+    def _open(self):
+        return iter(
+            self.client.read(
+                "train",
+                epoch=self.epoch,
+                batch_size=self.batch_size,
+                rank=self.rank,
+                world_size=self.world_size,
+                continues=self.epoch % 2 == 0,
+            )
+        )
+
+    def step(self, n):
+        """Reads a batch, or ends the epoch and goes on to the next one."""
+        batch = next(self.batches, None)
+        if batch is not None:
+            self.got += [] if batch.data is None else batch.data[1].tolist()
+            return
+        assert self.got == self.wanted(n)
+        self.epoch, self.got = self.epoch + 1, []
+        self.batches = self._open()
+
+    def wanted(self, n):
+        order = permutation(3, "train", self.epoch, n).tolist()
+        wanted = []
+        for begin in range(0, n, self.batch_size):
+            size = min(self.batch_size, n - begin)
+            start, stop = shard(size, self.rank, self.world_size)
+            wanted += order[begin + start : begin + stop]
+        return wanted
+
+
+def join(agent: Agent, data) -> Reader:
+    world_size = data.draw(st.integers(1, 3))
+    return Reader(
+        client=agent.client(),
+        batch_size=data.draw(st.sampled_from([1, 3, 7, 32, 128])),
+        rank=data.draw(st.integers(0, world_size - 1)),
+        world_size=world_size,
+        epoch=data.draw(st.integers(0, 2)),
+    )
+
+
+@given(
+    data=st.data(),
+    n=st.integers(1, 200),
+    memory_bytes=st.sampled_from([4_000, 12_000, 1 << 20]),
+    num_preprocessors=st.integers(1, 3),
+    spilled=st.booleans(),
+)
+@settings(max_examples=40, deadline=None, database=None)
+def test_every_reader_gets_its_epoch_whatever_the_others_do(
+    data, n, memory_bytes, num_preprocessors, spilled, tmp_path_factory
+):
+    COUNTS[:] = 0
+    folder = str(tmp_path_factory.mktemp("spill")) if spilled else None
+    pipeline = SharedPipeline(train=Counted(n), seed=3)
+    options = {"num_preprocessors": num_preprocessors, "chunk_bytes": 500}
+    options |= {"spill_dir": folder, "spill_bytes": 10_000 if spilled else None}
+    with serving(pipeline, memory_bytes=memory_bytes, **options) as agent:
+        readers: list[Reader] = [join(agent, data)]
+        for _ in range(data.draw(st.integers(1, 60))):
+            what = data.draw(st.sampled_from(["step"] * 6 + ["join", "leave", "die"]))
+            if what == "join" and len(readers) < 6:
+                readers.append(join(agent, data))
+            elif readers:
+                reader = data.draw(st.sampled_from(readers))
+                match what:
+                    case "leave":
+                        readers.remove(reader)
+                        reader.batches.close()
+                    case "die":
+                        readers.remove(reader)
+                        reader.client._sock.close()
+                    case _:
+                        reader.step(n)
+        for reader in readers:  # those left finish their epoch
+            epoch = reader.epoch
+            while reader.epoch == epoch:
+                reader.step(n)
+            reader.batches.close()
+        stats = agent.stats()
+        assert stats.lent_bytes == 0
+        assert stats.peak_bytes <= memory_bytes
+        if memory_bytes > 1 << 19:
+            assert stats.repeated == 0

@@ -1,0 +1,167 @@
+"""The decoded store: what is the same in every epoch is done once, and nothing looks different."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_datasets import COUNTS
+from pipeline_harness import serving
+from torchvision.transforms import v2
+
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.decoded import DecodedSamples, DecodedStore
+
+
+class Pictures:
+    """Counts how often each picture is loaded."""
+
+    def __init__(self, n, transform=None):
+        self.n = n
+        self.transform = transform
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        COUNTS[index] += 1
+        generator = torch.Generator().manual_seed(index)
+        shape = (3, 20 + index % 3, 30)
+        image = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        return (self.transform(image) if self.transform else image), index
+
+
+CROP = v2.Compose([v2.CenterCrop(18), v2.RandomCrop(16), v2.ToDtype(torch.float32, scale=True)])
+
+
+def epochs(client, number=3):
+    return [
+        torch.cat([batch.data[0] for batch in client.read("train", epoch=e, batch_size=7)])
+        for e in range(number)
+    ]
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Without a decoded store."""
+    pipeline = SharedPipeline(train=Pictures(40, CROP), decoded_bytes=0)
+    with serving(pipeline) as agent:
+        read = epochs(agent.client())
+        assert agent.stats().num_loaded == 0
+    return read
+
+
+def test_later_epochs_load_no_sample_again_and_look_the_same(plain):
+    with serving(SharedPipeline(train=Pictures(40, CROP), decoded_bytes=1 << 20)) as agent:
+        assert same(epochs(agent.client(), 1), plain[:1])
+        loaded = COUNTS[:40].copy()
+        assert same(epochs(agent.client()), plain)
+        # Splitting is tried on sample 0; the one that told the size was not stored yet.
+        assert (COUNTS[1:40] - loaded[1:]).sum() <= 4
+        stats = agent.stats()
+    assert stats.num_loaded >= 76
+    assert 40 * 3 * 18 * 18 <= stats.decoded_bytes <= 1 << 20
+
+
+def test_store_that_is_too_small_keeps_what_it_can(plain):
+    pipeline = SharedPipeline(train=Pictures(40, CROP), decoded_bytes=20 * 1200)
+    with serving(pipeline, memory_bytes=200_000) as agent:
+        assert same(epochs(agent.client()), plain)
+        stats = agent.stats()
+    assert 10 <= stats.num_loaded <= 40
+    assert stats.decoded_bytes <= 20 * 1200
+    assert stats.peak_bytes <= 200_000
+
+
+def test_stages_given_by_the_user():
+    def augment(sample):
+        image, index = sample
+        return image.float() + torch.rand(()), index
+
+    def prepare(sample):
+        image, index = sample
+        return image[:, :8, :8], index
+
+    stages = {"prepare": prepare, "augment": augment}
+    wanted = []
+    for decoded_bytes in (0, 1 << 20):
+        COUNTS[:] = 0
+        pipeline = SharedPipeline(train=Pictures(30), **stages, decoded_bytes=decoded_bytes)
+        with serving(pipeline) as agent:
+            wanted.append(epochs(agent.client()))
+            assert (agent.stats().num_loaded > 0) == (decoded_bytes > 0)
+    assert same(*wanted)
+    assert not torch.equal(wanted[0][0], wanted[0][1])
+    assert COUNTS[:30].sum() <= 45  # 90 without the store
+
+
+def test_finish_is_applied_to_every_sample():
+    def finish(sample):
+        image, index = sample
+        return image.float() / 255, index
+
+    pictures = Pictures(6, v2.CenterCrop(8))
+    with serving(SharedPipeline(val=pictures, finish=finish)) as agent:
+        (batch,) = agent.client().read("val", epoch=0, batch_size=6)
+    assert torch.equal(batch.data[0][3], pictures[3][0].float() / 255)
+
+
+def test_killed_preprocessor_leaves_no_half_written_sample(plain):
+    pipeline = SharedPipeline(train=Pictures(40, CROP), decoded_bytes=1 << 20)
+    with serving(pipeline, chunk_bytes=1000) as agent:
+        client = agent.client()
+        read = []
+        for epoch in range(3):
+            batches = iter(client.read("train", epoch=epoch, batch_size=5))
+            parts = [next(batches).data[0]]
+            for pid in agent.pids():
+                os.kill(pid, 9)
+            parts += [batch.data[0] for batch in batches]
+            read.append(torch.cat(parts))
+        assert agent.stats().num_loaded > 0
+    assert same(read, plain)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, database=None)
+def test_extents_never_overlap_and_samples_come_back(data):
+    store = DecodedStore({"a": 5, "b": 9}, 1000)
+    samples = {}  # (name, index) -> bytes
+    for name in ("a", "b"):
+        store.serve(name, 60)
+    try:
+        reader = DecodedSamples(store.file, store.table, {"a": 5, "b": 9})
+        orders = {}
+        for number in range(data.draw(st.integers(0, 25))):
+            if orders and data.draw(st.booleans()):
+                order = data.draw(st.sampled_from(sorted(orders)))
+                name, writer = orders.pop(order)
+                dies = data.draw(st.booleans())
+                store.publish(order, name, () if dies else writer.stored())
+                for index, _, _ in () if dies else writer.stored():
+                    samples.setdefault((name, index), True)
+            else:
+                name = data.draw(st.sampled_from("ab"))
+                writer = DecodedSamples(store.file, store.table, {"a": 5, "b": 9})
+                writer.begin(store.lend(number, name, data.draw(st.integers(1, 5)), 500))
+                for index in data.draw(st.sets(st.integers(0, 4))):
+                    length = data.draw(st.integers(0, 60))
+                    writer.put(index, _packed(name, index, length))
+                orders[number] = (name, writer)
+            for name, index in samples:
+                ((text, *_),) = reader.get(name, index)
+                assert text == f"{name}{index}"
+            assert store.used_bytes <= 1000
+    finally:
+        store.close()
+
+
+def _packed(name, index, length):
+    import pickle
+
+    return pickle.dumps((f"{name}{index}", bytes(length)))

@@ -1,0 +1,325 @@
+"""Decoding, and crops that are torchvision's."""
+
+import hashlib
+import io
+import random
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+import optuna_fleet
+from optuna_fleet.pipeline import images
+from optuna_fleet.pipeline.images import RandomResizedCrop, read_image
+
+FORMATS = [
+    ("JPEG", {"quality": 90}),
+    ("JPEG", {"quality": 90, "progressive": True}),
+    ("JPEG", {"quality": 90, "subsampling": 0}),
+    ("PNG", {}),
+    ("WEBP", {"quality": 80}),
+    ("WEBP", {"lossless": True}),
+    ("BMP", {}),
+]
+
+
+def photograph(width=97, height=64, seed=0):
+    """Smooth shapes with some noise on them."""
+    noise = np.random.default_rng(seed)
+    small = noise.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    smooth = np.array(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+    grain = noise.normal(0, 3, smooth.shape)
+    return Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8))
+
+
+def encoded(picture, kind="JPEG", **options):
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def by_pil(data):
+    pixels = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+@pytest.fixture(params=["simplejpeg", "pillow"])
+def decoder(request, monkeypatch):
+    if request.param == "simplejpeg":
+        pytest.importorskip("simplejpeg")
+    else:
+        monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+    return request.param
+
+
+# -- read_image -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize(("kind", "options"), FORMATS)
+def test_reads_what_pil_reads(kind, options, tmp_path):
+    data = encoded(photograph(), kind, **options)
+    path = tmp_path / f"image.{kind.lower()}"
+    path.write_bytes(data)
+    image = read_image(data)
+    assert (image.dtype, tuple(image.shape)) == (torch.uint8, (3, 64, 97))
+    assert torch.equal(image, by_pil(data))
+    assert torch.equal(image, read_image(path))
+    assert torch.equal(image, read_image(str(path)))
+    image += 1  # it is writable, and nobody else's
+    assert not torch.equal(image, read_image(data))
+
+
+def unusual():
+    rgb = photograph()
+    rgba = rgb.convert("RGBA")
+    rgba.putalpha(photograph(seed=1).convert("L"))
+    deep = Image.fromarray((np.arange(64 * 97).reshape(64, 97) * 10).astype(np.uint16))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # on its side
+    return {
+        "cmyk jpeg": encoded(rgb.convert("CMYK")),
+        "gray jpeg": encoded(rgb.convert("L")),
+        "rotated jpeg": encoded(rgb, exif=exif),
+        "palette png": encoded(rgb.convert("P"), "PNG"),
+        "transparent palette png": encoded(rgb.convert("P"), "PNG", transparency=3),
+        "transparent colour png": encoded(rgb, "PNG", transparency=(1, 2, 3)),
+        "rgba png": encoded(rgba, "PNG"),
+        "gray png": encoded(rgb.convert("L"), "PNG"),
+        "gray alpha png": encoded(rgba.convert("LA"), "PNG"),
+        "16-bit png": encoded(deep, "PNG"),
+        "1-bit png": encoded(rgb.convert("1"), "PNG"),
+        "rgba webp": encoded(rgba, "WEBP"),
+        "animated webp": encoded(
+            rgb, "WEBP", save_all=True, append_images=[photograph(seed=2)], lossless=True
+        ),
+    }
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize("name", unusual())
+def test_unusual_images_come_out_as_from_pil(name):
+    data = unusual()[name]
+    assert torch.equal(read_image(data), by_pil(data))
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 64), (101, 65), (103, 71), (57, 107)])
+@pytest.mark.parametrize("min_side", [1, 8, 9, 33, 40, 64, 65, 1000])
+def test_min_side(decoder, width, height, min_side):
+    data = encoded(photograph(width, height))
+    eighths = range(1, 9) if decoder == "simplejpeg" else (1, 2, 4, 8)
+    sizes = [(-(-height * k // 8), -(-width * k // 8)) for k in eighths]
+    wanted = next((size for size in sizes if min(size) >= min_side), (height, width))
+    image = read_image(data, min_side=min_side)
+    assert tuple(image.shape[1:]) == wanted
+    assert torch.equal(image, read_image(data, min_side=min_side))
+    if wanted != (height, width):
+        small = photograph(width, height).resize(wanted[::-1], Image.Resampling.BOX)
+        wanted_pixels = np.array(small).transpose(2, 0, 1).ravel()
+        assert np.corrcoef(image.reshape(-1), wanted_pixels)[0, 1] > 0.7  # the same, only smaller
+
+
+def test_min_side_leaves_other_formats_alone():
+    data = encoded(photograph(), "PNG")
+    assert torch.equal(read_image(data, min_side=8), by_pil(data))
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"Not an image."])
+def test_no_image_at_all(content, tmp_path):
+    path = tmp_path / "0001.jpg"
+    path.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"0001.jpg' can't be decoded: .*truncated, corrupt or no"
+    ):
+        read_image(path)
+    with pytest.raises(ValueError, match=f"An image of {len(content)} bytes can't be decoded"):
+        read_image(content)
+    with pytest.raises(ValueError, match=r"0001.jpg' can't be decoded"):
+        RandomResizedCrop(8)(path)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_image(tmp_path / "none.jpg")
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize(("kind", "options"), FORMATS)
+def test_truncated_image(kind, options):
+    data = encoded(photograph(), kind, **options)
+    for share in (0.2, 0.5, 0.9):
+        with pytest.raises(ValueError, match="can't be decoded"):
+            read_image(data[: int(share * len(data))])
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize(("kind", "options"), FORMATS)
+def test_damaged_image_is_an_image_or_one_clear_error(kind, options):
+    """Whatever can be read is what PIL reads; and PIL reads no more."""
+    data, dice = encoded(photograph(), kind, **options), random.Random(0)
+    readable = 0
+    for _ in range(100):
+        damaged = bytearray(data)
+        for _ in range(dice.choice([1, 3, 20])):
+            damaged[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PIL's, about odd EXIF data
+            try:
+                wanted = by_pil(bytes(damaged))
+            except Exception:
+                with pytest.raises(ValueError, match="can't be decoded"):
+                    read_image(bytes(damaged))
+            else:
+                assert torch.equal(read_image(bytes(damaged)), wanted)
+                readable += 1
+    assert readable > 0 or kind == "PNG"
+
+
+@pytest.mark.usefixtures("decoder")
+def test_image_that_claims_to_be_huge(monkeypatch):
+    data = encoded(photograph())
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(ValueError, match="can't be decoded: Image size"):
+        read_image(data)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+    assert torch.equal(read_image(data), by_pil(data))
+
+
+def test_same_pixels_in_another_process(tmp_path):
+    (tmp_path / "image.jpg").write_bytes(encoded(photograph(400, 300)))
+    code = (
+        "import sys, hashlib, torch; from optuna_fleet import read_image, RandomResizedCrop;"
+        "torch.manual_seed(3); crop = RandomResizedCrop(32)(sys.argv[1]);"
+        "image = read_image(sys.argv[1], min_side=150);"
+        "print(hashlib.sha256(image.numpy().tobytes() + crop.numpy().tobytes()).hexdigest())"
+    )
+    path = str(tmp_path / "image.jpg")
+    run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, check=True)
+    torch.manual_seed(3)
+    crop = RandomResizedCrop(32)(path)
+    pixels = read_image(path, min_side=150).numpy().tobytes() + crop.numpy().tobytes()
+    assert run.stdout.decode().strip() == hashlib.sha256(pixels).hexdigest()
+
+
+def test_loader_of_an_image_folder(tmp_path):
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "1.jpg").write_bytes(encoded(photograph()))
+    plain = ImageFolder(str(tmp_path), transform=v2.PILToTensor())
+    ours = ImageFolder(str(tmp_path), loader=read_image)
+    assert torch.equal(plain[0][0], ours[0][0])
+
+
+def test_public_names_are_lazy():
+    assert optuna_fleet.read_image is read_image
+    assert optuna_fleet.RandomResizedCrop is RandomResizedCrop
+    with pytest.raises(AttributeError, match="no attribute 'read_picture'"):
+        _ = optuna_fleet.read_picture
+
+
+# -- RandomResizedCrop ----------------------------------------------------------------------------
+
+SIZES = [(375, 500), (64, 97), (64, 2000), (2000, 64), (3, 5), (1, 1)]
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"scale": (0.5, 0.6)}, {"scale": (0.9, 1.0), "ratio": (1.9, 2.0)}]
+)
+def test_draws_torchvisions_crops(height, width, arguments):
+    theirs, ours = v2.RandomResizedCrop(16, **arguments), RandomResizedCrop(16, **arguments)
+    empty = torch.empty(3, height, width)
+    for seed in range(200):
+        torch.manual_seed(seed)
+        wanted = theirs.make_params([empty])
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        box = ours.draw(height, width)
+        assert box == tuple(wanted[side] for side in ("top", "left", "height", "width"))
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize("size", [24, (24,), (20, 31)])
+def test_pixels_of_torchvision(size):
+    data = encoded(photograph())
+    image = read_image(data)
+    theirs, ours = v2.RandomResizedCrop(size), RandomResizedCrop(size)
+    exact = RandomResizedCrop(size, scaled_decoding=False)
+    for seed in range(30):
+        crops = []
+        inputs = [image, image.contiguous(), image.float(), Image.open(io.BytesIO(data))]
+        for crop, given in [*((theirs, i) for i in inputs), *((ours, i) for i in inputs)]:
+            torch.manual_seed(seed)
+            crops.append(crop(given))
+        for wanted, got in zip(crops[:3], crops[4:7], strict=True):
+            assert torch.equal(wanted, got)
+        assert crops[3].tobytes() == crops[7].tobytes()
+        torch.manual_seed(seed)
+        assert torch.equal(exact(data), crops[0])
+
+
+def test_tv_tensors_stay_what_they_are():
+    image = tv_tensors.Image(read_image(encoded(photograph())))
+    torch.manual_seed(0)
+    wanted = v2.RandomResizedCrop(16)(image)
+    torch.manual_seed(0)
+    got = RandomResizedCrop(16)(image)
+    assert type(got) is tv_tensors.Image
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize(("width", "height"), [(400, 300), (303, 401), (640, 200)])
+def test_scaled_decoding_gives_nearly_the_same_picture(width, height, monkeypatch):
+    data = encoded(photograph(width, height))
+    decoded = []
+    decode = images._decode
+
+    def spy(*args, **kwargs):
+        decoded.append(decode(*args, **kwargs))
+        assert tuple(decoded[-1].shape[1:]) == kwargs["min_size"]
+        return decoded[-1]
+
+    monkeypatch.setattr(images, "_decode", spy)
+    scaled, exact = RandomResizedCrop(32), RandomResizedCrop(32, scaled_decoding=False)
+    for seed in range(30):
+        torch.manual_seed(seed)
+        got = scaled(data)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        wanted = exact(data)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert got.shape == wanted.shape == (3, 32, 32)
+        assert (got.float() - wanted.float()).abs().mean() < 8
+    shapes = {tuple(image.shape[1:]) for image in decoded}
+    assert len(shapes) > 2
+    assert shapes <= {(-(-height * k // 8), -(-width * k // 8)) for k in (1, 2, 4, 8)}
+
+
+def test_scale_is_chosen_by_the_crop():
+    crop = RandomResizedCrop((10, 20))
+    boxes = [(80, 160), (79, 400), (40, 80), (20, 40), (19, 40), (20, 39), (400, 30)]
+    assert [crop._eighths((0, 0, h, w)) for h, w in boxes] == [1, 2, 2, 4, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 0}, "`size` is 0"),
+        ({"size": (1, 2, 3)}, "`size` is"),
+        ({"size": 8.0}, "`size` is 8.0"),
+        ({"size": 8, "scale": (0.0, 1.0)}, "`scale` is"),
+        ({"size": 8, "ratio": (2.0, 1.0)}, "`ratio` is"),
+    ],
+)
+def test_arguments_that_can_not_work(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RandomResizedCrop(**arguments)

@@ -1,0 +1,180 @@
+"""How the number of preprocessors and the measures follow what happens."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from pipeline_datasets import Counted
+from yard import yard
+
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.limits import most_preprocessors
+from optuna_fleet.pipeline.meter import Levels, Meter
+from optuna_fleet.pipeline.scaling import PATIENCE_S
+from optuna_fleet.pipeline.stats import PipelineUse
+
+
+def small(dataset: Any, **more: Any) -> SharedPipeline:
+    return SharedPipeline(train=dataset, val=Counted(64), **more)
+
+
+def epochs(*numbers: int, name: str = "train", size: int = 150) -> Any:
+    def read(client: Any) -> None:
+        for epoch in numbers:
+            batches = client.read(name, epoch=epoch, batch_size=7)
+            labels = torch.cat([batch.data[1] for batch in batches])
+            assert sorted(labels.tolist()) == list(range(size))
+
+    return read
+
+
+# The meter
+
+
+def test_levels_are_summed_over_time_while_somebody_reads():
+    meter = Meter(100.0)
+    meter.advance(200.0)  # nobody reads
+    meter.levels = Levels(running=3, busy=2, reading=2, stalled=1, ready=3, window=8)
+    meter.advance(210.0)
+    meter.levels = Levels(running=3, busy=1, is_blocked=True, reading=1, ready=1, window=2)
+    meter.advance(211.0)
+    assert meter.use() == PipelineUse(
+        active_s=11.0,
+        running_s=33.0,
+        full_s=10.0,
+        blocked_s=2.0,
+        reading_s=21.0,
+        stalled_s=10.0,
+        starved_s=10.0,
+        ready_s=31.0,
+        window_s=82.0,
+    )
+
+
+def test_use_is_a_difference_of_sums():
+    early = PipelineUse(active_s=1.0, running_s=1.0, reading_s=2.0, stalled_s=2.0)
+    late = PipelineUse(
+        active_s=11.0,
+        running_s=21.0,
+        full_s=5.0,
+        blocked_s=10.0,
+        reading_s=12.0,
+        stalled_s=3.0,
+        ready_s=30.0,
+        window_s=40.0,
+    )
+    use = late.since(early)
+    assert use.num_preprocessors == 2.0
+    assert (use.busy_share, use.full_share, use.blocked_share) == (0.25, 0.25, 0.5)
+    assert use.stalled_share == 0.1
+    assert (use.queue_chunks, use.queue_share) == (3.0, 0.75)
+    assert PipelineUse().queue_share == PipelineUse().busy_share == 0.0
+
+
+def test_a_clock_set_back_takes_nothing_away():
+    meter = Meter(10.0, Levels(reading=1))
+    meter.advance(5.0)
+    meter.advance(6.0)
+    assert meter.active_s == 1.0
+
+
+# Processes
+
+
+def test_preprocessors_are_doubled_while_readers_wait_and_it_pays():
+    with yard(small(Counted(150)), is_adaptive=True) as here:
+        here.read(epochs(*range(6)))
+        here.starve(lambda number: 1.0 / number)
+        assert here.numbers == [1, 2, 4]
+        use = here.server.stats().use
+    assert use.busy_share > 0.8
+    assert use.stalled_share > 0.9
+    assert use.queue_share < 0.5
+    assert 1.0 < use.num_preprocessors < 4.0
+
+
+def test_preprocessors_that_are_no_help_are_ended():
+    with yard(small(Counted(150)), is_adaptive=True) as here:
+        here.read(epochs(*range(4)))
+        here.starve(lambda number: 1.0)
+        assert here.numbers == [1, 2, 1]
+        here.read(epochs(9))
+        here.starve(lambda number: 1.0)
+        assert here.exits == [0]
+        assert here.server.stats().num_lost == 0
+
+
+def test_one_is_enough_where_trainers_are_slow():
+    with yard(small(Counted(150)), is_adaptive=True) as here:
+        here.read(epochs(*range(3)))
+        here.read(epochs(*range(3)))
+        here.feed(0.1)
+        assert here.numbers == [1]
+        use = here.server.stats().use
+    assert use.full_share > 0.5
+    assert use.queue_share > 0.5
+
+
+def test_a_number_that_the_user_gave_is_kept():
+    with yard(small(Counted(150), num_preprocessors=3), limit=8, is_adaptive=True) as here:
+        here.read(epochs(*range(4)))
+        here.starve(lambda number: 1.0)
+        assert here.numbers == [1, 3]
+        here.read(epochs(*range(4, 8)))
+        here.feed(PATIENCE_S)
+        assert here.numbers == [1, 3]
+
+
+def test_idle_preprocessors_are_ended_and_come_back_with_the_work():
+    with yard(small(Counted(150)), is_adaptive=True) as here:
+        here.read(epochs(*range(5)))
+        here.starve(lambda number: 1.0 / number)
+        assert here.numbers[-1] == 4
+        here.read(epochs(*[0] * 9, name="val", size=64))  # preprocessed once
+        here.feed(PATIENCE_S / 4)
+        assert here.numbers[-1] == 0
+        here.read(epochs(10))
+        here.feed(0.01)
+        assert here.numbers[-2:] == [0, 1]
+        assert here.exits == [0] * 4
+        assert here.server.stats().num_lost == 0
+
+
+def test_a_full_budget_is_told_from_full_windows():
+    # Room for a few chunks only; the reader needs the next one when it has given back the last.
+    with yard(small(Counted(150)), memory_bytes=6000, is_adaptive=True) as here:
+        here.read(epochs(0, 1))
+        here.feed(1.0)
+        use = here.server.stats().use
+    assert use.blocked_share > 0.5
+    assert use.full_share < 0.5
+
+
+class Nice(Counted):
+    """Sample i is (niceness of who made it, i)."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return os.nice(0), index
+
+
+def test_preprocessors_are_nice():
+    wanted = os.nice(0) + 7
+
+    def read(client: Any) -> None:
+        (batch,) = client.read("train", epoch=0, batch_size=8)
+        assert batch.data[0].tolist() == [wanted] * 8
+
+    with yard(small(Nice(8)), niceness=7) as here:
+        here.read(read)
+        here.feed(0.0)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_slots", "cpu_slots", "most"),
+    [(2, 2, True, 1), (8, 4, True, 4), (1, 1, True, 1), (2, 4, False, 1), (64, 8, False, 56)],
+)
+def test_limits_of_machines(cpus, num_slots, cpu_slots, most):
+    assert most_preprocessors(cpus, num_slots=num_slots, cpu_slots=cpu_slots) == most

@@ -1,0 +1,509 @@
+"""A SharedPipeline by itself: readers in processes and threads that no executor started."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_datasets import Augmented
+from pipeline_harness import Forked
+from torch.utils.data import Dataset
+
+from optuna_fleet.exceptions import FleetConfigError, FleetError, PreprocessingError, ProtocolError
+from optuna_fleet.pipeline import SharedPipeline, admission
+from optuna_fleet.pipeline.admission import Address
+from optuna_fleet.pipeline.standalone import PipelineHandle
+
+SIZE = 150
+READ, COUNT = b"r", b"c"
+
+
+class Fatal(Dataset[int]):
+    """Kills the process that first asks for sample 40; raises on sample 999."""
+
+    def __init__(self, folder: Path, size: int = 100) -> None:
+        self.flag, self.size = folder / "killed", size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        if index == 40 and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 999:
+            raise ValueError("broken image")
+        return index
+
+
+def new_pipeline(**more: Any) -> SharedPipeline:
+    datasets = {"train": Augmented(SIZE), "val": Augmented(20)}
+    return SharedPipeline(num_preprocessors=2, seed=3, **datasets, **more)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[SharedPipeline]:
+    with new_pipeline() as pipeline:
+        yield pipeline
+
+
+def held() -> tuple[int, set[str], set[str]]:
+    """Descriptors, children and shared memory of this process."""
+    gc.collect()  # tracebacks keep batches
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return (
+        len(os.listdir("/proc/self/fd")),
+        set(children.split()),
+        {name for name in os.listdir("/dev/shm") if "optuna" in name or "torch" in name},
+    )
+
+
+def server_of(pipeline: SharedPipeline) -> int:
+    assert pipeline._session is not None
+    return pipeline._session.server_pid
+
+
+def is_listening(handle: PipelineHandle) -> bool:
+    return f"@{handle.address.name[1:]}" in Path("/proc/net/unix").read_text()
+
+
+def children_of(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+@contextlib.contextmanager
+def watched(*pids: int) -> Iterator[Callable[[], None]]:
+    """Yields what waits for the end of processes that need not be our children."""
+    fds = [os.pidfd_open(pid) for pid in pids]
+
+    def wait() -> None:
+        for fd in fds:
+            assert select.select([fd], [], [], 60)[0], "a process was left behind"
+
+    yield wait
+    for fd in fds:
+        os.close(fd)
+
+
+def indices(batches: Any) -> list[int]:
+    return [int(index) for batch in batches for index in batch[0]]
+
+
+# -- what is read -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 32, "epoch": 0},
+        {"batch_size": 7, "epoch": 1, "drop_last": True},
+        {"batch_size": 32, "epoch": 1, "rank": 1, "world_size": 3, "first_step": 2},
+        {"name": "val", "batch_size": 8, "epoch": 5},
+    ],
+)
+def test_the_same_bits_as_by_any_other_way(
+    running: SharedPipeline, arguments: dict[str, Any]
+) -> None:
+    arguments = {"name": "train", **arguments}
+    batches = running.batches(**arguments)
+    expected = [batch.data for batch in running.inline().read(**arguments)]
+    assert len(batches) == len(expected)
+    for _ in range(2):
+        for ours, theirs in zip(batches, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_passes_may_be_interleaved_and_left_early(running: SharedPipeline) -> None:
+    first = iter(running.batches("train", batch_size=10, epoch=0))
+    second = iter(running.batches("train", batch_size=4, epoch=1))
+    seen = [indices([next(first)]), indices([next(second)]), indices(first)]
+    second.close()
+    assert sorted(seen[0] + seen[2]) == list(range(SIZE))
+
+
+def read_in_spawned(rank: int, handle: PipelineHandle, folder: Path) -> None:
+    with handle.connect() as reader:
+        batches = reader.batches("train", batch_size=30, epoch=0, rank=rank, world_size=2)
+        (folder / str(rank)).write_bytes(pickle.dumps(indices(batches)))
+
+
+def test_ranks_that_torch_spawned(running: SharedPipeline, tmp_path: Path) -> None:
+    handle = running.handle()
+    assert len(pickle.dumps(handle)) < 1000
+    torch.multiprocessing.spawn(read_in_spawned, args=(handle, tmp_path), nprocs=2)
+    shares = [pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(2)]
+    whole = indices(running.batches("train", batch_size=30, epoch=0))
+    assert shares[0][:15] + shares[1][:15] == whole[:30]
+    assert sorted(shares[0] + shares[1]) == list(range(SIZE))
+
+
+def test_readers_of_own_batch_sizes_in_forks(running: SharedPipeline) -> None:
+    def read(batch_size: int) -> list[int]:
+        with running.handle().connect() as reader:
+            return indices(reader.batches("train", batch_size=batch_size, epoch=3))
+
+    forks = [Forked(lambda size=size: read(size)) for size in (3, 50, 128)]
+    first, *others = [fork.result() for fork in forks]
+    assert sorted(first) == list(range(SIZE))
+    assert others == [first, first]
+
+
+def test_a_fork_gets_a_reader_of_its_own(running: SharedPipeline) -> None:
+    mine = iter(running.batches("train", batch_size=30, epoch=0))
+    begun = indices([next(mine)])
+    theirs = Forked(lambda: indices(running.batches("train", batch_size=30, epoch=0))).result()
+    assert begun + indices(mine) == theirs
+
+
+def test_threads_read_at_once(running: SharedPipeline) -> None:
+    seen: dict[int, list[int]] = {}
+
+    def read(epoch: int) -> None:
+        seen[epoch] = indices(running.batches("train", batch_size=8, epoch=epoch))
+
+    threads = [threading.Thread(target=read, args=(epoch,)) for epoch in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [sorted(seen[epoch]) for epoch in range(3)] == [list(range(SIZE))] * 3
+    assert seen[0] != seen[1]
+
+
+def test_stats_tell_what_was_shared() -> None:
+    with new_pipeline() as pipeline:
+        for _ in range(4):
+            indices(pipeline.batches("train", batch_size=32, epoch=0, continues=False))
+        stats = pipeline.stats()
+        assert (stats.preprocessed, stats.consumed) == (SIZE, 4 * SIZE)
+        assert stats.sharing_factor == 4
+        assert Forked(pipeline.stats).result() == stats
+
+
+# -- begin and end ----------------------------------------------------------------------------
+
+
+def test_use_outside_of_with_says_what_to_do() -> None:
+    pipeline = new_pipeline()
+    for use in (lambda: pipeline.batches("train", batch_size=1, epoch=0), pipeline.stats):
+        with pytest.raises(FleetConfigError, match=r"inside `with pipeline:`.*pipeline\.handle"):
+            use()
+    with pytest.raises(FleetConfigError, match=r"SharedPipeline\.handle\(\)"):
+        pipeline.handle()
+
+
+def test_nothing_is_left_and_it_can_be_entered_again() -> None:
+    pipeline, before = new_pipeline(), held()
+    for _ in range(2):
+        with pipeline:
+            handle, server = pipeline.handle(), server_of(pipeline)
+            indices(pipeline.batches("val", batch_size=8, epoch=0))
+            preprocessors = children_of(server)
+            assert preprocessors
+            assert is_listening(handle)
+            with pytest.raises(FleetConfigError, match="runs already"):
+                pipeline.__enter__()
+        for pid in (server, *preprocessors):
+            assert not Path(f"/proc/{pid}").exists()
+        assert not is_listening(handle)
+        assert held() == before
+    with pytest.raises(FleetError, match="runs no more"):
+        handle.connect()
+    with pytest.raises(FleetError, match="runs no more"):
+        handle.stats()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_the_block_ends_it(error: type[BaseException]) -> None:
+    pipeline, before = new_pipeline(), held()
+
+    def use() -> None:
+        with pipeline:
+            for _ in pipeline.batches("train", batch_size=8, epoch=0):
+                raise error
+
+    with pytest.raises(error):
+        use()
+    assert held() == before
+
+
+def test_a_pipeline_that_can_not_start_leaves_nothing() -> None:
+    pipeline, before = SharedPipeline(train=[threading.Lock()]), held()
+    with pytest.raises(FleetConfigError, match="can't be pickled"):
+        pipeline.__enter__()
+    assert held() == before
+
+
+def test_two_pipelines_at_once(running: SharedPipeline) -> None:
+    with SharedPipeline(train=range(10), shuffled=[]) as other:
+        both = zip(
+            running.batches("train", batch_size=15, epoch=0),
+            other.batches("train", batch_size=1, epoch=0),
+            strict=True,
+        )
+        assert [int(number) for _, number in both] == list(range(10))
+
+
+def test_a_fork_that_leaves_the_block_ends_nothing() -> None:
+    with contextlib.ExitStack() as stack:
+        pipeline = stack.enter_context(new_pipeline())
+        indices(pipeline.batches("val", batch_size=8, epoch=0))
+        Forked(stack.close).result()
+        assert len(indices(pipeline.batches("train", batch_size=8, epoch=0))) == SIZE
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from optuna_fleet import SharedPipeline
+
+class Squares:  # of __main__, which has no file
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return index * index
+
+with SharedPipeline(train=Squares(), num_preprocessors=2) as pipeline:
+    for epoch in range(10**9):
+        for batch in pipeline.batches("train", batch_size=10, epoch=epoch):
+            assert all(int(x) ** 0.5 % 1 == 0 for x in batch)
+        if epoch == 2:
+            server = pipeline._session.server_pid
+            children = Path(f"/proc/{server}/task/{server}/children").read_text()
+            print(server, children, flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_owners_end_is_the_end_of_all(number: signal.Signals) -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        text=True,
+    )
+    assert owner.stdout is not None
+    with watched(*map(int, owner.stdout.readline().split())) as wait:
+        owner.send_signal(number)
+        _, errors = owner.communicate(timeout=60)
+        wait()
+    assert owner.returncode == -number
+    assert errors.rstrip().endswith("KeyboardInterrupt" if number == signal.SIGINT else "")
+
+
+def test_a_fork_that_outlives_the_owner_keeps_nothing_alive() -> None:
+    ours, theirs = multiprocessing.Pipe()
+
+    def own() -> None:
+        with new_pipeline() as pipeline:
+            indices(pipeline.batches("val", batch_size=8, epoch=0))
+            server = server_of(pipeline)
+            heir = os.fork()
+            if heir == 0:
+                signal.pause()
+            theirs.send((heir, server, *children_of(server)))
+            os._exit(0)  # as if it were killed
+
+    owner = multiprocessing.get_context("fork").Process(target=own)
+    owner.start()
+    heir, *pids = ours.recv()
+    try:
+        with watched(*pids) as wait:
+            wait()
+    finally:
+        for pid in (heir, *pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        owner.join()
+        ours.close()
+        theirs.close()
+
+
+# -- faults -----------------------------------------------------------------------------------
+
+
+def test_a_killed_server_is_reported_to_all_readers() -> None:
+    pipeline, before = new_pipeline(), held()
+    with pipeline:
+        batches = iter(pipeline.batches("train", batch_size=8, epoch=0))
+        kept = next(batches)[0]
+        reader = pipeline.handle().connect()
+        with watched(server_of(pipeline), *children_of(server_of(pipeline))) as wait:
+            os.kill(server_of(pipeline), signal.SIGKILL)
+            wait()
+        assert len(kept.unique()) == 8  # what was read stays
+        with pytest.raises(FleetError, match=r"ended with signal SIGKILL.*again"):
+            indices(pipeline.batches("train", batch_size=8, epoch=7))
+        with pytest.raises(FleetError, match="gone"):
+            indices(reader.batches("train", batch_size=8, epoch=7))
+        with pytest.raises(FleetError, match="runs no more"):
+            pipeline.stats()
+        reader.close()
+        del kept
+        batches.close()
+    assert held() == before
+    with pipeline:
+        assert len(indices(pipeline.batches("train", batch_size=8, epoch=0))) == SIZE
+
+
+def test_readers_killed_in_mid_batch_cost_the_others_nothing() -> None:
+    ours, theirs = multiprocessing.Pipe()
+
+    def hang(handle: PipelineHandle) -> None:
+        batches = iter(handle.connect().batches("train", batch_size=40, epoch=0))
+        next(batches)
+        theirs.send(None)
+        signal.pause()
+
+    # Room for a third of an epoch: what the dead hold must be dropped, or the living are stuck.
+    with new_pipeline(memory_bytes=20_000) as pipeline:
+        for _ in range(3):
+            fork = Forked(lambda: hang(pipeline.handle()))
+            ours.recv()
+            fork.kill()
+        for epoch in range(2):
+            seen = indices(pipeline.batches("train", batch_size=8, epoch=epoch))
+            assert sorted(seen) == list(range(SIZE))
+        stats = pipeline.stats()
+        assert stats.num_dropped > 0
+        assert stats.resident_bytes <= 20_000
+    ours.close()
+    theirs.close()
+
+
+def test_a_killed_preprocessor_is_replaced(tmp_path: Path) -> None:
+    with SharedPipeline(train=Fatal(tmp_path), num_preprocessors=1) as pipeline:
+        batches = pipeline.batches("train", batch_size=9, epoch=0)
+        assert sorted(int(i) for batch in batches for i in batch) == list(range(100))
+        assert pipeline.stats().num_lost == 1
+
+
+def test_a_sample_that_raises_is_reported_and_the_pipeline_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "killed").touch()
+    with SharedPipeline(data=Fatal(tmp_path, 1000), num_preprocessors=1) as pipeline:
+        with pytest.raises(PreprocessingError, match=r"Sample 999 .*broken image"):
+            list(pipeline.batches("data", batch_size=100, epoch=0))
+        assert len(next(iter(pipeline.batches("data", batch_size=100, epoch=0)))) == 100
+
+
+# -- misuse -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "test"}, "no data set 'test'"),
+        ({"batch_size": 0}, "`batch_size` is 0"),
+        ({"batch_size": 3, "world_size": 4}, "`batch_size` is 3, but `world_size` is 4"),
+        ({"batch_size": 74, "world_size": 4}, "last batch of the epoch has 2 of 150"),
+    ],
+)
+def test_arguments_that_can_not_work(
+    running: SharedPipeline, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FleetConfigError, match=message):
+        running.batches(**{"name": "train", "batch_size": 8, "epoch": 0, **arguments})
+
+
+def test_readers_are_for_their_process_and_their_block(running: SharedPipeline) -> None:
+    def refusal(reader: Any) -> str:
+        with pytest.raises(FleetConfigError) as caught:
+            reader.batches("train", batch_size=8, epoch=0)
+        return str(caught.value)
+
+    with running.handle().connect() as reader:
+        left = iter(reader.batches("train", batch_size=8, epoch=0))
+        next(left)
+        assert "forked" in Forked(lambda: refusal(reader)).result()
+        assert len(indices(reader.batches("train", batch_size=8, epoch=0))) == SIZE
+    assert "closed" in refusal(reader)
+    with pytest.raises(FleetConfigError, match="closed"):
+        indices(left)
+
+
+def test_a_copy_does_not_run(running: SharedPipeline) -> None:
+    copy = pickle.loads(pickle.dumps(running))
+    with pytest.raises(FleetConfigError, match="does not run here"):
+        copy.batches("train", batch_size=8, epoch=0)
+
+
+def test_who_does_not_know_the_secret_is_not_let_in(running: SharedPipeline) -> None:
+    address = running.handle().address
+    assert address.secret.hex() not in repr(address)
+    impostor = Address(name=address.name)
+    for wish in (READ, COUNT):
+        with pytest.raises(EOFError):
+            impostor.connect(wish)
+    assert len(indices(running.batches("val", batch_size=8, epoch=0))) == 20
+
+
+def test_a_proof_is_of_one_connection_and_one_wish(running: SharedPipeline) -> None:
+    address = running.handle().address
+    sock = admission.socket.socket(admission.socket.AF_UNIX, admission.socket.SOCK_SEQPACKET)
+    sock.connect(address.name)
+    theirs, mine = sock.recv(32), bytes(32)
+    sock.send(mine + admission.prove(address.secret, b"reader" + COUNT, theirs, mine) + READ)
+    assert sock.recv(32) == b""
+    sock.close()
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_read() -> None:
+    address = Address()
+    with Address(name=address.name).listen() as listener:
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.send(bytes(32))
+                sock.recv(100)
+                sock.send(bytes(32))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(ProtocolError, match="secret"):
+            address.connect(READ)
+        thread.join()
+
+
+def test_other_users_are_neither_read_nor_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = Address()
+    monkeypatch.setattr(admission, "peer_uid", lambda sock: os.geteuid() + 1)
+    with address.listen() as listener:
+        with pytest.raises(ProtocolError, match="another user"):
+            address.connect(READ)
+        sock, _ = listener.accept()
+        with sock, pytest.raises(ProtocolError, match="another user"):
+            admission.Applicant(sock, address.secret)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become someone else")
+def test_the_kernel_says_who_asks() -> None:
+    address = Address()
+
+    def connect_as_nobody() -> str:
+        os.setuid(65534)
+        with pytest.raises(ProtocolError) as caught:
+            address.connect(READ)
+        return str(caught.value)
+
+    with address.listen() as listener:
+        fork = Forked(connect_as_nobody)
+        sock, _ = listener.accept()
+        with sock:
+            assert admission.peer_uid(sock) == 65534
+        assert "another user" in fork.result()

@@ -1,0 +1,143 @@
+"""A server in the test's own process, in a time that the test makes: who is slow is decided."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from optuna_fleet.pipeline import PipelineServer, SharedPipeline
+from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.pipeline.wire import Port
+from optuna_fleet.processes import Forks
+
+
+class Yard:
+    """Preprocessors and readers are processes; the loop hears whom it wants to hear.
+
+    Attributes:
+        now_s: The server's time.
+        numbers: How many preprocessors there were, each time that changed.
+        exits: Exit codes of the preprocessors that ended.
+    """
+
+    def __init__(
+        self, pipeline: SharedPipeline, limit: int, memory_bytes: int, **how: Any
+    ) -> None:
+        self.now_s = 0.0
+        self.numbers: list[int] = []
+        self.exits: list[int] = []
+        self.selector = selectors.DefaultSelector()
+        self.spec = pipeline.spec()
+        self.forks = Forks(self.selector, on_exit=self._exited, in_child=self._in_child)
+        setup = pipeline.setup(limit, **how)
+        wanted = replace(setup.wanted, chunk_bytes=700, memory_bytes=memory_bytes)
+        self.server = PipelineServer(
+            replace(setup, wanted=wanted),
+            spawn=self.forks.spawn,
+            selector=self.selector,
+            clock=lambda: self.now_s,
+        )
+        self.readers: dict[int, int] = {}
+        self._chunk_s: Callable[[int], float] = lambda number: 0.0
+        deliver, self._pool._on_message = self._pool._on_message, self._delivered
+        self._deliver = deliver
+
+    def read(self, function: Callable[[PipelineClient], None]) -> None:
+        """Starts a process that reads."""
+
+        def main(sock: socket.socket) -> None:
+            self.server.close_in_child()
+            function(PipelineClient(sock, self.spec))
+
+        pid, sock = self.forks.spawn(main)
+        self.readers[pid] = len(self.readers)
+        self.server.add_reader(pid, sock)
+
+    def starve(self, chunk_s: Callable[[int], float]) -> None:
+        """Runs until all readers are done; they are so fast that they always wait for data.
+
+        Args:
+            chunk_s: Time from one chunk to the next, of so many preprocessors.
+        """
+        self._chunk_s = chunk_s
+        while self.readers:
+            waits = self.server.num_stalled() >= len(self.readers)
+            for key in self._ready(waits, not waits):
+                self._handle(key)
+                break  # what others said may have to wait now
+
+    def feed(self, message_s: float) -> None:
+        """Runs until all readers are done; they are so slow that all preprocessors are idle.
+
+        Args:
+            message_s: Time from one message of a reader to the next.
+        """
+        self._chunk_s = lambda number: 0.0
+        while self.readers:
+            works = self._pool.num_busy > 0
+            for key in self._ready(works, not works):
+                if not self._is_preprocessor(key):
+                    self.now_s += message_s
+                self._handle(key)
+                break
+
+    def _delivered(self, message: object, fd: int | None) -> None:
+        self.now_s += self._chunk_s(len(self.server.preprocessor_pids))
+        self._deliver(message, fd)
+
+    @property
+    def _pool(self) -> Any:
+        return self.server._production.pool
+
+    def _is_preprocessor(self, key: selectors.SelectorKey) -> bool:
+        return key.data in self._pool.channels
+
+    def _ready(self, preprocessors: bool, readers: bool) -> list[selectors.SelectorKey]:
+        """Waits for something of these, or the end of a child."""
+        wanted = {
+            key.fd: key
+            for key in self.selector.get_map().values()
+            if not isinstance(key.data, Port)
+            or (preprocessors if self._is_preprocessor(key) else readers)
+        }
+        writing = [fd for fd, key in wanted.items() if key.events & selectors.EVENT_WRITE]
+        readable, writable, _ = select.select(list(wanted), writing, [])
+        # Messages first: a reader's end is seen when all it said has been heard.
+        fds = sorted({*readable, *writable}, key=lambda fd: not isinstance(wanted[fd].data, Port))
+        return [wanted[fd] for fd in fds]
+
+    def _handle(self, key: selectors.SelectorKey) -> None:
+        key.data(selectors.EVENT_READ | (key.events & selectors.EVENT_WRITE))
+        if (number := len(self.server.preprocessor_pids)) != (self.numbers or [None])[-1]:
+            self.numbers.append(number)
+
+    def _exited(self, pid: int, exit_code: int) -> None:
+        if self.readers.pop(pid, None) is not None:
+            assert exit_code == 0
+            self.server.remove_reader(pid)
+        else:
+            self.exits.append(exit_code)
+            assert self.server.child_died(pid)
+
+    def _in_child(self) -> None:
+        self.selector.close()
+
+
+@contextlib.contextmanager
+def yard(
+    pipeline: SharedPipeline, limit: int = 4, memory_bytes: int = 1 << 24, **how: Any
+) -> Iterator[Yard]:
+    here = Yard(pipeline, limit, memory_bytes, **how)
+    try:
+        yield here
+    finally:
+        here.server.close()
+        here.forks.kill_all()
+        for key in [*here.selector.get_map().values()]:
+            here.selector.unregister(key.fileobj)
+        here.selector.close()
