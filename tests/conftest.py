@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import optuna
 import pytest
 
+from tests import leftovers
 from tests.fleets import fleet_of
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    os.environ[leftovers.MARK] = str(os.getpid())
+    segments = leftovers.shared_memory()
+    yield
+    assert leftovers.processes() == []
+    assert leftovers.sockets() == set()
+    assert leftovers.shared_memory() <= segments
 
 
 @pytest.fixture(autouse=True)

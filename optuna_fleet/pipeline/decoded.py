@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
 
 Extent = tuple[int, int]
 """Offset and length of a piece of the file, in bytes."""
 
 Stored = tuple[int, int, int]
-"""Index of a sample, and the offset and length of its pickle."""
+"""Index of a sample, and the offset and length of its record."""
 
 SPARE_BYTES = 64
 """Lent with each sample, as pickles of equal content differ by a few bytes; comes back."""
 
-_ENTRY = struct.Struct("<QQ")  # offset + 1 (0: not there), length
+ENTRY = struct.Struct("<QQ")
+"""A sample's entry in the table: offset + 1 (0: it is not there), length."""
 
 
 class DecodedStore:
@@ -37,7 +36,7 @@ class DecodedStore:
 
     def __init__(self, lengths: Mapping[str, int], max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._first = _first_entries(lengths)
+        self._first = first_entries(lengths)
         self._lengths = dict(lengths)
         self._missing = dict(lengths)
         self._prepared_bytes: dict[str, int] = {}
@@ -47,7 +46,7 @@ class DecodedStore:
         self.file = os.memfd_create("optuna-fleet-decoded", os.MFD_CLOEXEC)
         os.ftruncate(self.file, max(1, max_bytes))  # sparse: takes nothing until written
         self.table = os.memfd_create("optuna-fleet-decoded-table", os.MFD_CLOEXEC)
-        os.ftruncate(self.table, max(1, sum(lengths.values()) * _ENTRY.size))
+        os.ftruncate(self.table, max(1, sum(lengths.values()) * ENTRY.size))
         self._entries = mmap.mmap(self.table, 0)
 
     @property
@@ -101,8 +100,8 @@ class DecodedStore:
         left = self._lent.pop(order, [])
         for index, offset, length in stored:
             left = _without(left, offset, length)
-            place = (self._first[name] + index) * _ENTRY.size
-            if _ENTRY.unpack_from(self._entries, place)[0]:
+            place = (self._first[name] + index) * ENTRY.size
+            if ENTRY.unpack_from(self._entries, place)[0]:
                 left.append((offset, length))  # another preprocessor was faster
                 continue
             self._missing[name] -= 1
@@ -119,52 +118,8 @@ class DecodedStore:
         os.close(self.table)
 
 
-class DecodedSamples:
-    """A preprocessor's side.
-
-    Args:
-        file: The store's memory file.
-        table: The file of its table.
-        lengths: Number of samples of each data set.
-    """
-
-    def __init__(self, file: int, table: int, lengths: Mapping[str, int]) -> None:
-        self._first = _first_entries(lengths)
-        self._entries = mmap.mmap(table, 0, prot=mmap.PROT_READ)
-        self._memory = mmap.mmap(file, 0)
-        self._extents: list[Extent] = []
-        self._stored: list[Stored] = []
-
-    def begin(self, extents: Iterable[Extent]) -> None:
-        """Begins an order that may write into these extents."""
-        self._extents = list(extents)
-        self._stored = []
-
-    def stored(self) -> tuple[Stored, ...]:
-        """Returns what the order has written so far."""
-        return tuple(self._stored)
-
-    def get(self, name: str, index: int) -> tuple[Any] | None:
-        """Returns a private copy of the prepared sample, in a tuple; None if it is not there."""
-        entry = self._first[name] + index
-        place, length = _ENTRY.unpack_from(self._entries, entry * _ENTRY.size)
-        if not place:
-            return None
-        with memoryview(self._memory) as memory:
-            return (pickle.loads(memory[place - 1 : place - 1 + length]),)
-
-    def put(self, index: int, packed: bytes) -> None:
-        """Keeps the pickle of a prepared sample, if there is room."""
-        length = len(packed)
-        for number, (offset, room) in enumerate(self._extents):
-            if length <= room:
-                self._memory[offset : offset + length] = packed
-                self._extents[number] = (offset + length, room - length)
-                self._stored.append((index, offset, length))
-                return
-
-
-def _first_entries(lengths: Mapping[str, int]) -> dict[str, int]:
+def first_entries(lengths: Mapping[str, int]) -> dict[str, int]:
+    """Returns the number of each data set's first entry in the table."""
     return dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
 
 

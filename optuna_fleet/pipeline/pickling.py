@@ -62,9 +62,8 @@ def _dumped(value: Any, buffers: list[pickle.PickleBuffer] | None) -> bytes:
 
 def _is_usual(tensor: torch.Tensor) -> bool:
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
-    same_bits = not (tensor.is_conj() or tensor.is_neg())
     bare = not tensor.requires_grad and not tensor.__dict__
-    return plain and same_bits and bare and tensor.dtype not in _NO_BYTES
+    return plain and bare and tensor.dtype not in _NO_BYTES
 
 
 def _outside(array: np.ndarray[Any, Any]) -> pickle.PickleBuffer:

@@ -11,7 +11,7 @@ import cloudpickle
 import torch
 
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.decoded import DecodedSamples
+from optuna_fleet.pipeline.decoded_samples import DecodedSamples
 from optuna_fleet.pipeline.layout import sample_bytes, write_chunk
 from optuna_fleet.pipeline.limits import Budgets, guess_sample_bytes
 from optuna_fleet.pipeline.messages import (

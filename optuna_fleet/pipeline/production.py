@@ -94,6 +94,8 @@ class Production:
         self._lengths = {dataset.name: dataset.num_samples for dataset in spec.datasets}
         self._decoded = DecodedStore(self._lengths, budgets.decoded_bytes)
         self._chunk_sizes: dict[str, int] = {}
+        self._recurring: set[str] = set()
+        self._prepared_bytes: dict[str, int] = {}
         self._to_measure: dict[str, ChunkKey] = {}
         self._measuring: set[str] = set()
         self._deaths: Counter[str] = Counter()
@@ -131,6 +133,18 @@ class Production:
     def chunk_size(self, name: str) -> int | None:
         """Returns the number of samples per chunk; None before it was measured."""
         return self._chunk_sizes.get(name)
+
+    def expect_more(self, name: str) -> None:
+        """There will be several epochs of this data set: the first fills the decoded store."""
+        self._recurring.add(name)
+        self._use_decoded(name)
+
+    def _use_decoded(self, name: str) -> None:
+        known = name in self._recurring and name in self._prepared_bytes
+        if known and not self._decoded.serves(name):
+            self._decoded.serve(name, self._prepared_bytes[name])
+            left = self._budgets.memory_bytes - self._decoded.wanted_bytes
+            self._outlets.carry_out(self._store.set_budget("memory", left))
 
     def measure(self, name: str, epoch: int) -> None:
         """Has the chunk size of a data set found out, from a sample of this epoch."""
@@ -211,7 +225,7 @@ class Production:
         self._close_in_child()
         os.nice(self._budgets.niceness)
         # Imported in the child: the agent itself never uses torch.
-        from optuna_fleet.pipeline.decoded import DecodedSamples
+        from optuna_fleet.pipeline.decoded_samples import DecodedSamples
         from optuna_fleet.pipeline.preprocessor import preprocessor_main
 
         preprocessor_main(
@@ -272,9 +286,8 @@ class Production:
         num_chunks = count_chunks(num_samples, size)
         self._store.set_size(name, num_chunks=num_chunks, chunk_bytes=nbytes)
         if message.prepared_bytes is not None:
-            self._decoded.serve(name, message.prepared_bytes)
-            left = self._budgets.memory_bytes - self._decoded.wanted_bytes
-            self._outlets.carry_out(self._store.set_budget("memory", left))
+            self._prepared_bytes[name] = message.prepared_bytes
+            self._use_decoded(name)
         self._outlets.measured(name)
 
     def _produced(self, message: ChunkProduced, fd: int) -> None:

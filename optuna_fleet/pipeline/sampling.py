@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,8 +13,7 @@ from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.columns import without_images
-from optuna_fleet.pipeline.decoded import DecodedSamples
-from optuna_fleet.pipeline.layout import dumps
+from optuna_fleet.pipeline.decoded_samples import DecodedSamples, pack, unpack
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.order import permutation, seed_sample
 from optuna_fleet.pipeline.source import Source
@@ -113,8 +111,9 @@ class Samples:
         try:
             if (found := self._split(spec.name)) is None:
                 return None
-            prepare_s, packed = _timed(lambda: dumps(found.prepared(index)))
-            load_s, _ = _timed(lambda: pickle.loads(packed))
+            prepare_s, prepared = _timed(lambda: found.prepared(index))
+            packed = b"".join(pack(prepared))
+            load_s, _ = _timed(lambda: unpack(memoryview(packed)))
         except Exception:
             return None  # it is reported when the sample is wanted
         worth = self._force_decoded or prepare_s > WORTH * load_s
@@ -166,7 +165,7 @@ class Samples:
             self.num_loaded += 1
             return loaded[0]
         prepared = found.prepared(index)
-        self._decoded.put(index, dumps(prepared))
+        self._decoded.put(index, pack(prepared))
         return prepared
 
     def _split(self, name: str) -> SplitDataset | None:

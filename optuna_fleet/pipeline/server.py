@@ -214,6 +214,8 @@ class PipelineServer:
         self._on_event()
 
     def _open(self, reader_id: Hashable, message: OpenPass) -> None:
+        if message.continues or message.epoch:
+            self._production.expect_more(message.name)
         size = self._production.chunk_size(message.name)
         if size is None:
             # How many samples make a chunk is known once one of them has been preprocessed.

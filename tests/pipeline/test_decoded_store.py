@@ -11,7 +11,8 @@ from pipeline_harness import serving
 from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.decoded import DecodedSamples, DecodedStore
+from optuna_fleet.pipeline.decoded import DecodedStore
+from optuna_fleet.pipeline.decoded_samples import DecodedSamples, pack
 
 
 class Pictures:
@@ -37,7 +38,12 @@ CROP = v2.Compose([v2.CenterCrop(18), v2.RandomCrop(16), v2.ToDtype(torch.float3
 
 def epochs(client, number=3):
     return [
-        torch.cat([batch.data[0] for batch in client.read("train", epoch=e, batch_size=7)])
+        torch.cat(
+            [
+                batch.data[0]
+                for batch in client.read("train", epoch=e, batch_size=7, continues=True)
+            ]
+        )
         for e in range(number)
     ]
 
@@ -130,10 +136,10 @@ def test_killed_preprocessor_leaves_no_half_written_sample(plain):
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, database=None)
 def test_extents_never_overlap_and_samples_come_back(data):
-    store = DecodedStore({"a": 5, "b": 9}, 1000)
+    store = DecodedStore({"a": 5, "b": 9}, 3000)
     samples = {}  # (name, index) -> bytes
     for name in ("a", "b"):
-        store.serve(name, 60)
+        store.serve(name, 150)
     try:
         reader = DecodedSamples(store.file, store.table, {"a": 5, "b": 9})
         orders = {}
@@ -148,7 +154,7 @@ def test_extents_never_overlap_and_samples_come_back(data):
             else:
                 name = data.draw(st.sampled_from("ab"))
                 writer = DecodedSamples(store.file, store.table, {"a": 5, "b": 9})
-                writer.begin(store.lend(number, name, data.draw(st.integers(1, 5)), 500))
+                writer.begin(store.lend(number, name, data.draw(st.integers(1, 5)), 1500))
                 for index in data.draw(st.sets(st.integers(0, 4))):
                     length = data.draw(st.integers(0, 60))
                     writer.put(index, _packed(name, index, length))
@@ -156,12 +162,10 @@ def test_extents_never_overlap_and_samples_come_back(data):
             for name, index in samples:
                 ((text, *_),) = reader.get(name, index)
                 assert text == f"{name}{index}"
-            assert store.used_bytes <= 1000
+            assert store.used_bytes <= 3000
     finally:
         store.close()
 
 
 def _packed(name, index, length):
-    import pickle
-
-    return pickle.dumps((f"{name}{index}", bytes(length)))
+    return pack((f"{name}{index}", bytes(length)))

@@ -1,0 +1,80 @@
+"""The decoded store as a preprocessor sees it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+from optuna_fleet.pipeline.decoded import ENTRY, Extent, Stored, first_entries
+from optuna_fleet.pipeline.pickling import dumps_outside
+
+
+class DecodedSamples:
+    """Reads the store, and writes into what was lent to it.
+
+    Args:
+        file: The store's memory file.
+        table: The file of its table.
+        lengths: Number of samples of each data set.
+    """
+
+    def __init__(self, file: int, table: int, lengths: Mapping[str, int]) -> None:
+        self._first = first_entries(lengths)
+        self._entries = mmap.mmap(table, 0, prot=mmap.PROT_READ)
+        self._file = file
+        self._memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+        self._extents: list[Extent] = []
+        self._stored: list[Stored] = []
+
+    def begin(self, extents: Iterable[Extent]) -> None:
+        """Begins an order that may write into these extents."""
+        self._extents = list(extents)
+        self._stored = []
+
+    def stored(self) -> tuple[Stored, ...]:
+        """Returns what the order has written so far."""
+        return tuple(self._stored)
+
+    def get(self, name: str, index: int) -> tuple[Any] | None:
+        """Returns a private copy of the prepared sample, in a tuple; None if it is not there."""
+        entry = self._first[name] + index
+        place, length = ENTRY.unpack_from(self._entries, entry * ENTRY.size)
+        if not place:
+            return None
+        with memoryview(self._memory) as memory, memory[place - 1 : place - 1 + length] as record:
+            return (unpack(record),)
+
+    def put(self, index: int, blobs: Sequence[Any]) -> None:
+        """Keeps a prepared sample as `pack` made it, if there is room."""
+        length = sum(map(_nbytes, blobs))
+        for number, (offset, room) in enumerate(self._extents):
+            if length <= room:
+                os.pwritev(self._file, blobs, offset)  # cheaper than the mapping's page faults
+                self._extents[number] = (offset + length, room - length)
+                self._stored.append((index, offset, length))
+                return
+
+
+def pack(prepared: Any) -> list[Any]:
+    """Returns a prepared sample as buffers of bytes, to be written one after another."""
+    blobs = dumps_outside(prepared)
+    lengths = [_nbytes(blob) for blob in blobs]
+    return [struct.pack(f"<{1 + len(blobs)}Q", len(blobs), *lengths), *blobs]
+
+
+def unpack(record: memoryview) -> Any:
+    """Returns a private copy of the sample that these bytes hold."""
+    (count,) = struct.unpack_from("<Q", record)
+    lengths = struct.unpack_from(f"<{count}Q", record, 8)
+    ends = list(accumulate(lengths, initial=8 * (1 + count)))
+    head, *blobs = (record[begin:end] for begin, end in pairwise(ends))
+    return pickle.loads(head, buffers=[bytearray(blob) for blob in blobs])
+
+
+def _nbytes(blob: Any) -> int:
+    return memoryview(blob).nbytes

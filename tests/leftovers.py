@@ -1,0 +1,42 @@
+"""What processes started by the tests could leave behind on this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MARK = "OPTUNA_FLEET_TESTS"
+"""Environment variable that all processes started from here inherit."""
+
+
+def shared_memory() -> set[str]:
+    """Names of shared-memory segments."""
+    return set(os.listdir("/dev/shm"))
+
+
+def sockets() -> set[str]:
+    """Names of the package's Unix sockets."""
+    names = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines())
+    return {name for name in names if "optuna-fleet" in name}
+
+
+def processes() -> list[str]:
+    """Command lines of the processes that come from here and still live."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                command = (folder / "cmdline").read_text().replace("\0", " ")
+                if _is_ours(folder) and "resource_tracker" not in command:  # Python's own
+                    found.append(f"{folder.name}: {command}")
+            except OSError:  # it has just ended
+                continue
+    return found
+
+
+def _is_ours(folder: Path) -> bool:
+    state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+    if state == "Z":
+        return int(parent) == os.getpid()
+    marked = f"{MARK}={os.getpid()}\0".encode() in (folder / "environ").read_bytes()
+    return marked or int(parent) == os.getpid()
