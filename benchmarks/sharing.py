@@ -135,7 +135,7 @@ def measure_sweep(effort: Effort) -> Iterator[Row]:
 
 def measure_handover(effort: Effort) -> Iterator[Row]:
     """Ready batches handed to eight trainers."""
-    epochs = 10
+    epochs = 50
     runs = []
     for _ in range(effort.rounds):
         done = run("ours", effort, [{"epochs": epochs}] * 8, data="ready")

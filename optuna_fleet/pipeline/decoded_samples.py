@@ -6,6 +6,7 @@ import mmap
 import os
 import pickle
 import struct
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -40,14 +41,16 @@ class DecodedSamples:
         """Returns what the order has written so far."""
         return tuple(self._stored)
 
-    def get(self, name: str, index: int) -> tuple[Any] | None:
-        """Returns a private copy of the prepared sample, in a tuple; None if it is not there."""
+    def get(self, name: str, index: int, *, copy: bool) -> tuple[Any] | None:
+        """Returns the prepared sample in a tuple; None if it is not there.
+
+        Without a ``copy`` its tensors are views of memory that must not be written to.
+        """
         entry = self._first[name] + index
         place, length = ENTRY.unpack_from(self._entries, entry * ENTRY.size)
         if not place:
             return None
-        with memoryview(self._memory) as memory, memory[place - 1 : place - 1 + length] as record:
-            return (unpack(record),)
+        return (unpack(memoryview(self._memory)[place - 1 : place - 1 + length], copy=copy),)
 
     def put(self, index: int, blobs: Sequence[Any]) -> None:
         """Keeps a prepared sample as `pack` made it, if there is room."""
@@ -67,13 +70,17 @@ def pack(prepared: Any) -> list[Any]:
     return [struct.pack(f"<{1 + len(blobs)}Q", len(blobs), *lengths), *blobs]
 
 
-def unpack(record: memoryview) -> Any:
-    """Returns a private copy of the sample that these bytes hold."""
+def unpack(record: memoryview, *, copy: bool) -> Any:
+    """Returns the sample that these bytes hold, as a private copy or as a view of them."""
     (count,) = struct.unpack_from("<Q", record)
     lengths = struct.unpack_from(f"<{count}Q", record, 8)
     ends = list(accumulate(lengths, initial=8 * (1 + count)))
     head, *blobs = (record[begin:end] for begin, end in pairwise(ends))
-    return pickle.loads(head, buffers=[bytearray(blob) for blob in blobs])
+    if copy:
+        return pickle.loads(head, buffers=[bytearray(blob) for blob in blobs])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
+        return pickle.loads(head, buffers=blobs)
 
 
 def _nbytes(blob: Any) -> int:

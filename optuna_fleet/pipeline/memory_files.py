@@ -2,7 +2,8 @@
 
 Memory is handed over page by page, and with pages of 4 KiB that costs as much as reading them.
 So files of some size are made of huge pages where the kernel gives them (MADV_COLLAPSE: Linux 6.1,
-whatever `shmem_enabled` says), and mapped at addresses where those can be used as they are.
+whatever `shmem_enabled` says), and mapped at addresses where those can be used as they are. Where
+a machine must get each huge page from its host first, which takes milliseconds, it goes without.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import ctypes
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 HUGE_PAGE = 2 << 20
+
+_PATIENCE_S = 1e-3
+"""For a huge page; clearing one takes a tenth of that."""
 
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -90,12 +95,14 @@ def _take_huge_pages(fd: int, nbytes: int) -> None:
     for offset in range(0, nbytes, HUGE_PAGE):
         os.pwrite(fd, b"\0", offset)  # a hole is not collapsed
     memory, shift = _map_aligned(fd, nbytes, mmap.MAP_SHARED)
+    began = time.perf_counter()
     try:
         memory.madvise(_MADV_COLLAPSE, shift, nbytes)
     except OSError:
         _lacking.add("huge pages")
-    finally:
-        memory.close()
+    if time.perf_counter() - began > _PATIENCE_S * nbytes / HUGE_PAGE:
+        _lacking.add("huge pages")
+    memory.close()
 
 
 def _map_aligned(fd: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import time
@@ -27,6 +28,9 @@ from optuna_fleet.pipeline.sampling import SampleError, Samples, reported
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 from optuna_fleet.pipeline.spill import to_disk
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes; glibc takes no more
+
 
 def preprocessor_main(
     sock: socket.socket,
@@ -47,6 +51,7 @@ def preprocessor_main(
     """
     # One core each: there is one preprocessor per core it may use.
     torch.set_num_threads(1)
+    _keep_freed_memory(4 * budgets.chunk_bytes)
     sock.setblocking(True)
     samples = Samples(
         lambda: cloudpickle.loads(payload), spec, decoded, force_decoded=budgets.force_decoded
@@ -62,6 +67,17 @@ def preprocessor_main(
                     producer.produce(order)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the agent is gone, or has no more use for this process
+
+
+def _keep_freed_memory(nbytes: int) -> None:
+    """Has the C library reuse what is freed instead of returning it to the kernel.
+
+    Page faults would otherwise cost a float32 image as much as its augmentation.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        mallopt(_M_TRIM_THRESHOLD, nbytes)
 
 
 class _Producer:

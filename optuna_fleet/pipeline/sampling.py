@@ -18,7 +18,7 @@ from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.order import permutation, seed_sample
 from optuna_fleet.pipeline.source import Source
 from optuna_fleet.pipeline.spec import ChunkKey, DatasetSpec, PipelineSpec
-from optuna_fleet.pipeline.splitting import SplitDataset, agrees, split
+from optuna_fleet.pipeline.splitting import SplitDataset, Stages, agrees, split
 from optuna_fleet.pipeline.structure import map_leaves
 from optuna_fleet.pipeline.transform_split import AnotherWayError
 
@@ -34,9 +34,8 @@ _OURS = str(Path(__file__).parent)
 class SampleError(Exception):
     """Something of the user's raised, in the making of a sample or of what it needs."""
 
-    def __init__(self, error: ChunkError, *, of_sample: bool) -> None:
+    def __init__(self, error: ChunkError) -> None:
         self.error = error
-        self.of_sample = of_sample
 
 
 class Samples:
@@ -89,17 +88,28 @@ class Samples:
             SampleError: It raised, or as many samples in a row as may be skipped.
         """
         spec = self._spec.dataset(key.name)
-        first = self._index(spec, key.epoch, position)
-        num_attempts = 1 if self._spec.on_error == "raise" else MAX_SUBSTITUTES
-        for attempt in range(num_attempts):
-            index = (first + attempt) % spec.num_samples
+        index = self._index(spec, key.epoch, position)
+        self._load_once()
+        try:
+            return self._make(spec, key.epoch, index, use_store)
+        except Exception as error:
+            if self._spec.on_error == "raise":
+                raise _sample_error(spec, index, error) from error
+            return self._substitute(spec, key.epoch, index, use_store, error)
+
+    def _substitute(
+        self, spec: DatasetSpec, epoch: int, index: int, use_store: bool, error: Exception
+    ) -> Any:
+        """The next sample that does not raise."""
+        for step in range(1, MAX_SUBSTITUTES):
+            self.skipped.append(index)
+            self.complaint = self.complaint or _sample_error(spec, index, error).error
+            index = (index + 1) % spec.num_samples
             try:
-                return self._reported(spec, key.epoch, index, use_store=use_store)
-            except SampleError as failure:
-                if attempt + 1 == num_attempts or not failure.of_sample:
-                    raise
-                self.skipped.append(index)
-                self.complaint = self.complaint or failure.error
+                return self._make(spec, epoch, index, use_store)
+            except Exception as another:
+                if step + 1 == MAX_SUBSTITUTES:
+                    raise _sample_error(spec, index, another) from another
         raise AssertionError
 
     def prepared_bytes(self, key: ChunkKey) -> int | None:
@@ -113,7 +123,7 @@ class Samples:
                 return None
             prepare_s, prepared = _timed(lambda: found.prepared(index))
             packed = b"".join(pack(prepared))
-            load_s, _ = _timed(lambda: unpack(memoryview(packed)))
+            load_s, _ = _timed(lambda: unpack(memoryview(packed), copy=True))
         except Exception:
             return None  # it is reported when the sample is wanted
         worth = self._force_decoded or prepare_s > WORTH * load_s
@@ -124,48 +134,56 @@ class Samples:
             return position
         return int(self._order(self._spec.seed, spec.name, epoch, spec.num_samples)[position])
 
-    def _reported(self, spec: DatasetSpec, epoch: int, index: int, *, use_store: bool) -> Any:
-        if self._source is None:
-            with reported("Unpickling the data sets in a preprocessor", of_sample=False):
-                self._source = self._load()
-        with reported(f"Sample {index} of data set {spec.name!r}", of_sample=True):
-            sample = self._make(spec.name, epoch, index, use_store=use_store)
-            return sample if spec.collate is not None else map_leaves(sample, without_images)
+    def _make(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Any:
+        stages = self._sources().stages[spec.name]
+        if use_store or spec.finish is not None or stages.in_parts:
+            sample = self._in_parts(spec, epoch, index, use_store)
+        else:
+            sample = self._whole(spec, stages, epoch, index)
+        return sample if spec.collate is not None else map_leaves(sample, without_images)
 
-    def _make(self, name: str, epoch: int, index: int, *, use_store: bool) -> Any:
+    def _whole(self, spec: DatasetSpec, stages: Stages, epoch: int, index: int) -> Any:
+        seed_sample(self._spec.seed, spec.name, epoch, index)
+        sample = self._sources().datasets[spec.name][index]
+        return sample if spec.finish or stages.finish is None else stages.finish(sample)
+
+    def _in_parts(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Any:
         source = self._sources()
-        dataset, stages = source.datasets[name], source.stages[name]
-        deferred = self._spec.dataset(name).finish is not None
-        seed = partial(seed_sample, self._spec.seed, name, epoch, index)
-        needed = use_store or deferred or stages.in_parts
-        found = self._split(name) if needed else None
+        found = self._split(spec.name)
         if found is None:
-            seed()
-            sample = dataset[index]
-            return sample if deferred or stages.finish is None else stages.finish(sample)
-        if not use_store and not deferred:
-            return found.whole(dataset, index, seed)
-        seed()
+            return self._whole(spec, source.stages[spec.name], epoch, index)
+        seed = partial(seed_sample, self._spec.seed, spec.name, epoch, index)
+        if not use_store and spec.finish is None:
+            return found.whole(source.datasets[spec.name], index, seed)
         try:
-            prepared = self._prepared(found, name, index, use_store=use_store)
+            prepared = self._prepared(found, spec.name, index, seed, use_store)
         except AnotherWayError:
-            if deferred:
+            if spec.finish is not None:
                 raise
-            return found.whole(dataset, index, seed)
+            return found.whole(source.datasets[spec.name], index, seed)
         seed()
         augmented = found.augmented(prepared)
-        return augmented if deferred else found.finished(augmented)
+        return augmented if spec.finish is not None else found.finished(augmented)
 
-    def _prepared(self, found: SplitDataset, name: str, index: int, *, use_store: bool) -> Any:
-        if not use_store:
-            return found.prepared(index)
-        assert self._decoded is not None
-        loaded = self._decoded.get(name, index)
+    def _prepared(
+        self,
+        found: SplitDataset,
+        name: str,
+        index: int,
+        seed: Callable[[], None],
+        use_store: bool,
+    ) -> Any:
+        store = self._decoded if use_store else None
+        # What is random is told apart from its input by now: it does not write into it.
+        copy = not found.has_augment
+        loaded = store.get(name, index, copy=copy) if store is not None else None
         if loaded is not None:
             self.num_loaded += 1
             return loaded[0]
+        seed()
         prepared = found.prepared(index)
-        self._decoded.put(index, pack(prepared))
+        if store is not None:
+            store.put(index, pack(prepared))
         return prepared
 
     def _split(self, name: str) -> SplitDataset | None:
@@ -182,6 +200,11 @@ class Samples:
                 )
             self._splits[name] = found
         return self._splits[name]
+
+    def _load_once(self) -> None:
+        if self._source is None:
+            with reported("Unpickling the data sets in a preprocessor"):
+                self._source = self._load()
 
     def _sources(self) -> Source:
         if self._source is None:
@@ -200,17 +223,24 @@ class Samples:
 
 
 @contextmanager
-def reported(what: str, *, of_sample: bool = False) -> Iterator[None]:
+def reported(what: str) -> Iterator[None]:
     """An exception within becomes a `SampleError`, which can be sent."""
     try:
         yield
     except Exception as error:
-        summary = f"{what} raised {type(error).__name__}: {error}"
-        lines = traceback.format_exception(type(error), error, _theirs(error.__traceback__))
-        raise SampleError(
-            ChunkError(summary=summary[:MAX_TEXT], traceback="".join(lines)[-MAX_TEXT:]),
-            of_sample=of_sample,
-        ) from error
+        raise _error(what, error) from error
+
+
+def _sample_error(spec: DatasetSpec, index: int, error: Exception) -> SampleError:
+    return _error(f"Sample {index} of data set {spec.name!r}", error)
+
+
+def _error(what: str, error: Exception) -> SampleError:
+    summary = f"{what} raised {type(error).__name__}: {error}"
+    lines = traceback.format_exception(type(error), error, _theirs(error.__traceback__))
+    return SampleError(
+        ChunkError(summary=summary[:MAX_TEXT], traceback="".join(lines)[-MAX_TEXT:])
+    )
 
 
 def _theirs(frames: TracebackType | None) -> TracebackType | None:

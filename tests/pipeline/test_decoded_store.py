@@ -160,7 +160,7 @@ def test_extents_never_overlap_and_samples_come_back(data):
                     writer.put(index, _packed(name, index, length))
                 orders[number] = (name, writer)
             for name, index in samples:
-                ((text, *_),) = reader.get(name, index)
+                ((text, *_),) = reader.get(name, index, copy=True)
                 assert text == f"{name}{index}"
             assert store.used_bytes <= 3000
     finally:
