@@ -134,6 +134,7 @@ class SampleMeasured:
     Attributes:
         key: The chunk whose first sample was measured.
         sample_bytes: Bytes one sample takes in a chunk.
+        sample_s: Seconds it takes to make one; 0 if that was not measured.
         header_bytes: Bytes a chunk takes beyond its samples.
         prepared_bytes: Bytes of a sample after the deterministic beginning of its transform, in
             the decoded store; None if that is not worth it, or no beginning can be told apart.
@@ -142,6 +143,7 @@ class SampleMeasured:
     key: ChunkKey
     sample_bytes: int
     header_bytes: int
+    sample_s: float = 0.0
     prepared_bytes: int | None = None
 
 

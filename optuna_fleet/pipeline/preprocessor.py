@@ -101,16 +101,15 @@ class _Producer:
         """Answers how large a preprocessed sample of the data set is."""
         by_user = self._spec.dataset(key.name).collate is not None
         nbytes = guess_sample_bytes(self._budgets.chunk_bytes)
-        header_bytes, prepared_bytes = 0, None
+        header_bytes, prepared_bytes, sample_s = 0, None, 0.0
         try:
-            # First of all, as it has the data set prepare a sample more than once.
             sample = self._samples.sample(key, 0)
+            sample_s = self._second_sample(key, sample)
             prepared_bytes = self._samples.prepared_bytes(key)
             nbytes = sample_bytes(sample, collated_by_user=by_user)
             fd = write_chunk([sample], collated_by_user=by_user)
             header_bytes = max(0, os.fstat(fd).st_size - nbytes)
             os.close(fd)
-            self._kept = (key, [sample])
         except SampleError:
             pass  # The size is a guess then; the order for the chunk will tell the error.
         wire.send(
@@ -119,9 +118,23 @@ class _Producer:
                 key=key,
                 sample_bytes=nbytes,
                 header_bytes=header_bytes,
+                sample_s=sample_s,
                 prepared_bytes=prepared_bytes,
             ),
         )
+
+    def _second_sample(self, key: ChunkKey, first: Any) -> float:
+        """Makes one more sample, as the first had much to load, and returns the seconds."""
+        self._kept = (key, [first])
+        if self._spec.dataset(key.name).num_samples == 1:
+            return 0.0
+        began = time.perf_counter()
+        try:
+            second = self._samples.sample(key, 1)
+        except SampleError:
+            return 0.0  # the order for its chunk will tell
+        self._kept = (key, [first, second])
+        return time.perf_counter() - began
 
     def produce(self, order: ProduceChunk) -> None:
         """Makes a chunk and sends it."""
@@ -144,9 +157,12 @@ class _Producer:
 
     def _make(self, order: ProduceChunk) -> list[Any]:
         key, size = order.key, order.chunk_size
-        samples = self._kept[1] if self._kept and self._kept[0] == key else []
+        samples: list[Any] = []
+        if self._kept is not None and self._kept[0] == key:
+            samples = self._kept[1][:size]
+        else:
+            self._samples.begin()
         self._kept = None
-        self._samples.begin()
         self._decoded.begin(order.extents)
         start = key.chunk * size
         stop = min(start + size, self._spec.dataset(key.name).num_samples)

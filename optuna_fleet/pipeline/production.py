@@ -266,6 +266,7 @@ class Production:
             num_samples=self._lengths[name],
             sample_bytes=message.sample_bytes,
             chunk_bytes=self._budgets.chunk_bytes,
+            sample_s=message.sample_s,
         )
         self._set_size(message, size)
 

@@ -11,6 +11,9 @@ from optuna_fleet.pipeline.limits import Wanted
 MIN_CHUNKS_PER_EPOCH = 16
 """An epoch is cut into at least this many chunks, so that several preprocessors can work on it."""
 
+CHUNK_S = 0.25
+"""A chunk should not take longer than this to make."""
+
 MIN_CHUNK_SAMPLES = 8
 """Below this many samples a chunk is not made smaller just to have more of them."""
 
@@ -106,16 +109,20 @@ class PipelineSetup:
     niceness: int = 0
 
 
-def choose_chunk_size(*, num_samples: int, sample_bytes: int, chunk_bytes: int) -> int:
+def choose_chunk_size(
+    *, num_samples: int, sample_bytes: int, chunk_bytes: int, sample_s: float = 0.0
+) -> int:
     """Returns how many samples a chunk of this data set holds.
 
-    About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks. A
+    About ``chunk_bytes`` worth of them, but few enough for an epoch to have several chunks, and
+    for readers not to wait long for the first, at ``sample_s`` seconds per sample. A
     power of two where possible: batches of usual sizes then seldom straddle two chunks. It never
     changes what a batch contains.
     """
     by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
     by_count = max(MIN_CHUNK_SAMPLES, num_samples // MIN_CHUNKS_PER_EPOCH)
-    size = min(by_bytes, by_count)
+    by_time = max(MIN_CHUNK_SAMPLES, int(CHUNK_S / max(sample_s, 1e-6)))
+    size = min(by_bytes, by_count, by_time)
     return min(num_samples, 1 << (size.bit_length() - 1))
 
 

@@ -162,6 +162,8 @@ def test_chunk_sizes():
     assert choose_chunk_size(num_samples=10**6, sample_bytes=10**8, chunk_bytes=4 << 20) == 1
     assert choose_chunk_size(num_samples=3, sample_bytes=4, chunk_bytes=4 << 20) == 3
     assert choose_chunk_size(num_samples=1600, sample_bytes=4, chunk_bytes=4 << 20) == 64
+    sizes = {"num_samples": 10**6, "sample_bytes": 4, "chunk_bytes": 4 << 20}
+    assert [choose_chunk_size(**sizes, sample_s=s) for s in (1.0, 0.005)] == [8, 32]
 
 
 def test_defaults_fit_the_machine():
