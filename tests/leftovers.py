@@ -27,7 +27,7 @@ def processes() -> list[str]:
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
                 command = (folder / "cmdline").read_text().replace("\0", " ")
-                if _is_ours(folder) and "resource_tracker" not in command:  # Python's own
+                if _is_ours(folder) and "from multiprocessing" not in command:  # Python's own
                     found.append(f"{folder.name}: {command}")
             except OSError:  # it has just ended
                 continue

@@ -12,6 +12,12 @@ def counts_reset() -> None:
     COUNTS[:] = 0
 
 
+@pytest.fixture(autouse=True)
+def no_interface_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process groups of other tests were on the loopback interface."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+
+
 @pytest.fixture(scope="module")
 def agent() -> Iterator[Agent]:
     """One agent for all tests of a module that only read."""

