@@ -18,6 +18,8 @@ from optuna_fleet.pipeline.exchange import ExchangeConfig
 from optuna_fleet.pipeline.reader import PipelineClient
 from optuna_fleet.pipeline.spec import PipelineSetup
 
+_PATIENCE_S = 60.0  # an agent that takes longer for an answer hangs
+
 
 class Agent:
     """Handle of the forked agent: orders go over a control socket, answered one by one."""
@@ -35,6 +37,7 @@ class Agent:
         if self.pid == 0:
             _exit_after(lambda: self._run(control, setup, exchange))
         control.close()
+        self._control.settimeout(_PATIENCE_S)
         for server_end, _ in self._pairs:
             server_end.close()
         self._free = [end for _, end in self._pairs]
@@ -64,9 +67,14 @@ class Agent:
         """Closes agent and children, and fails if one of these did not exit by itself."""
         for end in [*self._ends, *self._free]:
             end.close()
-        assert self._ask("close") == 0
-        self._control.close()
-        os.waitpid(self.pid, 0)
+        try:
+            assert self._ask("close") == 0
+        except TimeoutError:
+            os.kill(self.pid, signal.SIGKILL)
+            raise
+        finally:
+            self._control.close()
+            os.waitpid(self.pid, 0)
 
     @contextlib.contextmanager
     def killed(self) -> Iterator[None]:
@@ -133,8 +141,12 @@ class _Loop:
 
     def run(self) -> None:
         while self.running:
-            for key, mask in self.selector.select():
+            # Orders come last: they are answered after all that was sent before them.
+            for key, mask in sorted(self.selector.select(), key=self.is_order):
                 key.data(mask)
+
+    def is_order(self, event: tuple[selectors.SelectorKey, int]) -> bool:
+        return event[0].fileobj is self.control
 
     def spawn(self, main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
         ours, theirs = socket_pair()
@@ -155,9 +167,6 @@ class _Loop:
 
     def ordered(self, _: int) -> None:
         order = self.control.recv(100)
-        for key, mask in self.selector.select(0):  # what readers said before the order came
-            if key.fileobj is not self.control:
-                key.data(mask)
         match order:
             case b"stats":
                 self.control.send(pickle.dumps(self.server.stats()))
