@@ -228,6 +228,7 @@ def main() -> None:
             dtype=arguments.dtype,
             preprocessors=arguments.preprocessors,
             systems=tuple(arguments.systems or _installed()),
+            touch_bytes=arguments.touch << 20,
         )
         rows = []
         for name in arguments.only or MEASURES:
@@ -262,6 +263,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fastest", default="simplejpeg", help="decoder of that row")
     parser.add_argument("--dtype", choices=SAMPLE_BYTES, default="float32", help="uint8: raw")
     parser.add_argument("--preprocessors", type=int, default=2, help="of the shared systems")
+    parser.add_argument(
+        "--touch", type=int, default=6144, help="MiB of memory that the machine has ready; or 0"
+    )
     parser.add_argument("--quick", action="store_true", help="short runs, for trying out")
     parser.add_argument("--plot", type=Path, help="draw the picture of the README")
     return parser.parse_args()
