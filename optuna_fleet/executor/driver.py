@@ -9,7 +9,6 @@ import logging
 import select
 import time
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 from typing_extensions import assert_never
@@ -42,6 +41,7 @@ from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.judging import Judge
+from optuna_fleet.executor.launcher import Launcher
 from optuna_fleet.executor.pipeline_log import PipelineLog
 from optuna_fleet.executor.runs import Job, RunRecord, decision_of, model_of
 from optuna_fleet.executor.runtime import Runtime
@@ -55,7 +55,6 @@ from optuna_fleet.messages import (
     PipelineReport,
     Reached,
     Reply,
-    RunTrial,
     TrainerExited,
     TrainerReady,
 )
@@ -90,10 +89,7 @@ class Driver:
         self._runs: dict[int, RunRecord] = {}
         self._where: dict[int, int] = {}
         self._deadlines: dict[int, float] = {}
-        self._unsent: list[tuple[int, RunTrial]] = []
-        self._knows_objective: set[int] = set()
-        self._checkpointed: set[int] = set()
-        self._launched: set[int] = set()
+        self._launcher = Launcher(runtime, job)
         self._deciding = False
         self.failure: BaseException | None = None
 
@@ -165,15 +161,15 @@ class Driver:
             case Checkpointed() if message.run_id in self._runs:
                 run = self._runs[message.run_id]
                 run.saved = time.time()
-                self._checkpointed.add(run.launch.number)
+                self._launcher.checkpointed.add(run.launch.number)
             case Ended() if message.run_id in self._runs:
                 self._rank_ended(self._runs[message.run_id], message)
             case _:
-                self._send_unsent()
+                self._launcher.send_waiting()
 
     def _trainer_changed(self, message: TrainerReady | TrainerExited) -> None:
         if isinstance(message, TrainerExited):
-            self._knows_objective.discard(message.device)
+            self._launcher.trainer_died(message.device)
             self._deadlines.pop(message.device, None)
             run = self._runs.get(self._where.get(message.device, -1))
             if run is not None and not run.has_ended(message.device):
@@ -223,10 +219,7 @@ class Driver:
 
     def _reply(self, run: RunRecord, replies: list[tuple[int, Reply]]) -> None:
         for rank, reply in replies:
-            self._send(run.launch.devices[rank], reply)
-
-    def _send(self, device: int, message: Any) -> None:
-        self._runtime.send(device, message)
+            self._runtime.send(run.launch.devices[rank], reply)
 
     # -- instructions -----------------------------------------------------------------------------
 
@@ -287,48 +280,15 @@ class Driver:
         self._post(ProposalsExhausted() if number is None else TrialProposed(number=number))
 
     def _launch(self, launch: Launch) -> None:
-        size = len(launch.devices)
-        calls = RunCalls(world_size=size)
         now = time.time()
-        self._runs[launch.run_id] = RunRecord(launch=launch, start=now, saved=now, calls=calls)
-        self._launched.add(launch.number)
-        for rank, device in enumerate(launch.devices):
-            self._where[device] = launch.run_id
-            self._unsent.append((device, self._run_trial(launch, rank, device)))
-        self._send_unsent()
-
-    def _run_trial(self, launch: Launch, rank: int, device: int) -> RunTrial:
-        job = self._job
-        objective = None if device in self._knows_objective else job.objective
-        self._knows_objective.add(device)
-        path = str(self._runtime.checkpoint_of(job.study_name, launch.number))
-        return RunTrial(
-            run_id=launch.run_id,
-            number=launch.number,
-            trial_id=compat.id_of(self._proposals[launch.number]),
-            rank=rank,
-            world_size=len(launch.devices),
-            seed=job.seed,
-            objective_id=job.objective_id,
-            objective=objective,
-            measure=launch.measure,
-            group=self._runtime.group_name(launch.run_id),
-            store=None,
-            checkpoint=path if launch.number in self._checkpointed else None,
-            checkpoint_to=path,
-            gc_after_trial=job.gc_after_trial,
+        self._runs[launch.run_id] = RunRecord(
+            launch=launch,
+            start=now,
+            saved=now,
+            calls=RunCalls(world_size=len(launch.devices)),
         )
-
-    def _send_unsent(self) -> None:
-        """Send the launches; those on several devices wait until their ranks can rendezvous."""
-        kept = []
-        for device, message in self._unsent:
-            if message.world_size > 1 and self._runtime.store is None:
-                self._runtime.open_store()
-                kept.append((device, message))
-            else:
-                self._send(device, replace(message, store=self._runtime.store))
-        self._unsent = kept
+        self._where.update(dict.fromkeys(launch.devices, launch.run_id))
+        self._launcher.launch(launch, trial_id=compat.id_of(self._proposals[launch.number]))
 
     def _start_round(self, instruction: StartRound) -> None:
         decision = decision_of(instruction)
@@ -389,7 +349,7 @@ class Driver:
         busy = {device for run in self._runs.values() for device in run.launch.devices}
         try:
             for number in self._proposals.unfinished():
-                if number in self._launched:
+                if number in self._launcher.launched:
                     self._ledger.abandon(number, error)
                 else:
                     self._proposals.give_back(number)
