@@ -9,9 +9,11 @@ from optuna_fleet.exceptions import (
     FleetConfigError,
     FleetError,
     LaunchError,
+    OutOfMemoryError,
     PreprocessingError,
     TrainerLostError,
     TrialError,
+    TrialTimeoutError,
 )
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.fleet_executor import FleetExecutor
@@ -27,11 +29,13 @@ __all__ = [
     "FleetExecutor",
     "FleetSummary",
     "LaunchError",
+    "OutOfMemoryError",
     "PreprocessingError",
     "RandomResizedCrop",
     "SharedPipeline",
     "TrainerLostError",
     "TrialError",
+    "TrialTimeoutError",
     "install",
     "read_image",
     "uninstall",

@@ -125,6 +125,13 @@ class DeviceLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunCondemned:
+    """A run broke a limit of its trial: it has to end at once, and the trial with it."""
+
+    run_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceJoined:
     """A trainer is ready on a device."""
 
@@ -147,6 +154,7 @@ Event: TypeAlias = (
     | EpochEnded
     | RankEnded
     | DeviceLost
+    | RunCondemned
     | DeviceJoined
     | PlanDecided
 )

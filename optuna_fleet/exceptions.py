@@ -36,9 +36,25 @@ class PreprocessingError(TrialError):
     """A sample could not be preprocessed; carries the data set's name, index and traceback."""
 
 
+class TrialTimeoutError(TrialError, TimeoutError):
+    """A trial took longer than `trial_timeout_s`."""
+
+
+class OutOfMemoryError(TrialError, MemoryError):
+    """A trial took more than `trial_memory_bytes`, or the kernel killed it for want of memory."""
+
+
 class RemoteObjectiveError(TrialError):
     """Stands in for an exception of the objective whose own type can't be sent to the driver."""
 
 
 class ProtocolError(FleetError):
     """A message on the control channel breaks the protocol, or its sender is an impostor."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, of whatever library, tells of a want of memory."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if names & {"MemoryError", "OutOfMemoryError"}:  # the second is torch's
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -63,11 +63,15 @@ class Quit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerExited:
-    """A trainer process ended; `cause` is its exit code or signal in words."""
+    """A trainer process ended; `cause` is its exit code or signal in words.
+
+    `out_of_memory` if the kernel killed it for want of memory.
+    """
 
     device: int
     pid: int
     cause: str
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,7 @@ class RunTrial:
         store: Where the ranks find each other; needed for more than one.
         checkpoint: Path of the checkpoint to resume from, or None.
         checkpoint_to: Path to write the checkpoint to when told to yield.
+        pulse_s: Seconds between two `Pulse` messages; None for none.
     """
 
     run_id: int
@@ -152,6 +157,7 @@ class RunTrial:
     checkpoint: str | None
     checkpoint_to: str
     gc_after_trial: bool
+    pulse_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +217,27 @@ class Checkpointed:
     """The run has written its checkpoint and goes on."""
 
     run_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """A sign of life of one rank.
+
+    Attributes:
+        num_batches: Batches that it has asked for.
+        num_calls: Calls that it has made.
+        is_waiting: It waits for the driver's answer to a call.
+        where: The line it is at, in words.
+        memory_bytes: Private memory of its process.
+    """
+
+    run_id: int
+    rank: int
+    num_batches: int
+    num_calls: int
+    is_waiting: bool
+    where: str
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,11 @@ import optuna_fleet
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0
 _START = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+_STATES = {
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "D": "waiting for a disk or a device",
+}
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (killed by someone, or the machine ran out of memory)",
     signal.SIGSEGV: " (segmentation fault in native code)",
@@ -50,6 +55,24 @@ def cause_of_death(exit_code: int) -> str:
     except ValueError:  # a real-time signal
         name = str(-exit_code)
     return f"signal {name}{_HINTS.get(-exit_code, '')}"
+
+
+def state_in_words(pid: int | None) -> str:
+    """Returns what keeps a process of this machine from running, or ""."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return _STATES.get(stat.rpartition(")")[2].split()[0], "")
+
+
+def num_out_of_memory() -> int:
+    """Returns how many processes the kernel has killed for want of memory since it started."""
+    try:
+        counters = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in counters if line.startswith("oom_kill ")), 0)
 
 
 class ModuleProcess:

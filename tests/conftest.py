@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +30,15 @@ def _quiet() -> Iterator[None]:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     yield
     optuna.logging.set_verbosity(optuna.logging.INFO)
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What Optuna's loggers, and ours below them, print."""
+    handler = logging.StreamHandler(io.StringIO())
+    logging.getLogger("optuna").addHandler(handler)
+    yield handler.stream
+    logging.getLogger("optuna").removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,7 @@ from optuna_fleet.events import (
     RankEnded,
     RateMeasured,
     Requeue,
+    RunCondemned,
     Settle,
     StartRound,
     TrialProposed,
@@ -104,6 +105,8 @@ class Controller:
                 return self._rank_ended(event.run_id, event.device, event.ending)
             case DeviceLost():
                 return self._device_lost(event)
+            case RunCondemned():
+                return self._condemn(event.run_id)
             case DeviceJoined():
                 self._roster.idle.add(event.device)
                 self._joined[event.device] = next(self._joins)
@@ -180,10 +183,20 @@ class Controller:
         if self._roster.end_rank(run, device, ending):
             return self._run_ended(run)
         if ending in (Ending.RAISED, Ending.CUT_OFF, Ending.LOST) and not run.cut:
-            run.cut = True
-            remaining = tuple(d for d in run.devices if d not in run.endings)
-            return [CutOff(run_id=run_id, devices=remaining, lost=run.lost)]
+            return self._cut_off(run, at_once=run.lost)
         return []
+
+    def _cut_off(self, run: Run, *, at_once: bool) -> list[Instruction]:
+        run.cut = True
+        remaining = tuple(d for d in run.devices if d not in run.endings)
+        return [CutOff(run_id=run.run_id, devices=remaining, lost=at_once)]
+
+    def _condemn(self, run_id: int) -> list[Instruction]:
+        run = self._roster.runs.get(run_id)
+        if run is None:
+            return []
+        run.condemned = True
+        return self._cut_off(run, at_once=True)
 
     def _device_lost(self, event: DeviceLost) -> list[Instruction]:
         self._roster.lose(event.device)
@@ -202,12 +215,12 @@ class Controller:
         if not (run.leaving and has_yielded):  # what the plan asked for is no news
             self._changed = True
         names = {"number": run.number, "run_id": run.run_id}
-        if run.lost:
+        if run.lost and not run.condemned:
             trial.restarts += 1
             if trial.restarts > self.policy.max_restarts:
                 self._roster.remove(run.number)
                 return [GiveUp(**names, restarts=trial.restarts)]
-        elif not has_yielded:
+        elif run.condemned or not has_yielded:
             self._roster.remove(run.number)
             self._finished_epochs.append(trial.epochs_done + 1)  # it ended within the next one
             return [Settle(**names)]

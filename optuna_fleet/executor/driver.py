@@ -33,19 +33,22 @@ from optuna_fleet.events import (
     RankEnded,
     RateMeasured,
     Requeue,
+    RunCondemned,
     Settle,
     StartRound,
     TrialProposed,
 )
-from optuna_fleet.exceptions import TrainerLostError
+from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
+from optuna_fleet.executor.desk import Desk
 from optuna_fleet.executor.judging import Judge
 from optuna_fleet.executor.launcher import Launcher
 from optuna_fleet.executor.pipeline_log import PipelineLog
 from optuna_fleet.executor.runs import Job, RunRecord, decision_of, model_of
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
+from optuna_fleet.executor.watchdog import Broken, Hung, Watchdog
 from optuna_fleet.messages import (
     Call,
     Checkpointed,
@@ -53,12 +56,11 @@ from optuna_fleet.messages import (
     Measured,
     PipelineNotice,
     PipelineReport,
+    Pulse,
     Reached,
-    Reply,
     TrainerExited,
     TrainerReady,
 )
-from optuna_fleet.packing import pack, pack_error, unpack
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
@@ -84,10 +86,12 @@ class Driver:
         self._proposals = proposals
         self._job = job
         self._judge = Judge(job, ledger)
+        self._desk = Desk(runtime, ledger)
         self.pipeline_log = PipelineLog(ledger.record_span, runtime.last_report, time.time())
         self._events: deque[Event] = deque()
         self._runs: dict[int, RunRecord] = {}
         self._where: dict[int, int] = {}
+        self._watchdog = Watchdog(job.limits, runtime.process_state)
         self._deadlines: dict[int, float] = {}
         self._launcher = Launcher(runtime, job)
         self._deciding = False
@@ -125,6 +129,8 @@ class Driver:
             if time.monotonic() >= deadline:
                 del self._deadlines[device]
                 self._runtime.kill(device)
+        for fault in self._watchdog.check():
+            self._stop_faulty(fault)
 
     def _is_answered(self) -> bool:
         allocator = self._runtime.allocator
@@ -137,7 +143,10 @@ class Driver:
         deadlines = [*self._deadlines.values()]
         if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
             deadlines.append(deadline)
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        waits = [deadline - time.monotonic() for deadline in deadlines]
+        if (patience_s := self._watchdog.patience_s()) is not None:
+            waits.append(patience_s)
+        return max(0.0, min(waits)) if waits else None
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -158,6 +167,8 @@ class Driver:
                 compat.fleet_logger.warning(message.text)
             case PipelineReport():
                 self.pipeline_log.note(message, time.time())
+            case Pulse():
+                self._watchdog.hear(message)
             case Checkpointed() if message.run_id in self._runs:
                 run = self._runs[message.run_id]
                 run.saved = time.time()
@@ -172,15 +183,42 @@ class Driver:
             self._launcher.trainer_died(message.device)
             self._deadlines.pop(message.device, None)
             run = self._runs.get(self._where.get(message.device, -1))
-            if run is not None and not run.has_ended(message.device):
-                run.causes.append(f"the trainer of device {message.device} died: {message.cause}")
+            if run is not None and not run.has_ended(message.device) and not run.is_killed:
+                self._trainer_died(run, message)
         for event in self._runtime.device_events(message):
             self._post(event)
 
+    def _trainer_died(self, run: RunRecord, message: TrainerExited) -> None:
+        text = f"the trainer of device {message.device} died: {message.cause}"
+        if message.out_of_memory:
+            number = run.launch.number
+            self._condemn(run, OutOfMemoryError(f"Trial {number} ran out of memory: {text}."))
+        else:
+            run.causes.append(text)
+
+    def _stop_faulty(self, fault: Hung | Broken) -> None:
+        run = self._runs[fault.run_id]
+        if isinstance(fault, Broken):
+            self._condemn(run, fault.error)
+            return
+        run.is_killed = True
+        run.causes.append(
+            f"it made no progress for {fault.after_s:g} s ({'; '.join(fault.where)})"
+        )
+        for device in run.launch.devices:
+            if not run.has_ended(device):
+                self._runtime.kill(device)
+
+    def _condemn(self, run: RunRecord, error: BaseException) -> None:
+        """End a run at once, and its trial with this error."""
+        run.verdict, run.is_killed = error, True
+        self._post(RunCondemned(run_id=run.launch.run_id))
+
     def _rank_ended(self, run: RunRecord, message: Ended) -> None:
         run.ended.append(message)
+        self._watchdog.rank_ended(message.run_id, message.rank)
         if message.rank == 0:
-            self._reply(run, run.calls.close())
+            self._desk.close(run)
         if message.ending is Ending.CUT_OFF and message.error is not None:
             run.causes.append(f"device {message.device} was cut off: {message.error.description}")
         self._deadlines.pop(message.device, None)
@@ -189,37 +227,9 @@ class Driver:
         self._post(RankEnded(run_id=message.run_id, device=message.device, ending=message.ending))
 
     def _called(self, run: RunRecord, call: Call) -> None:
-        if call.rank > 0:
-            self._reply(run, run.calls.follow(call))
-        elif (call.target, call.name) == ("fleet", "end_epoch"):
-            self._epoch_ended(run, call)
-        else:
-            self._answer(run, call, self._carried_out(run, call))
-
-    def _carried_out(self, run: RunRecord, call: Call) -> Reply:
-        number = run.launch.number
-        try:
-            if (call.target, call.name) == ("fleet", "warn"):
-                (text,), _ = unpack(call.arguments)
-                compat.fleet_logger.warning(f"Trial {number}: {text}")
-                value = None
-            else:
-                value = self._ledger.carry_out(number, call)
-            return Reply(run_id=call.run_id, index=call.index, value=pack(value))
-        except Exception as error:
-            return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
-
-    def _epoch_ended(self, run: RunRecord, call: Call) -> None:
-        run.pending_epoch = call
-        (epoch,), _ = unpack(call.arguments)
-        self._post(self._judge.epoch_ended(call.run_id, run.launch.number, epoch + 1))
-
-    def _answer(self, run: RunRecord, call: Call, reply: Reply) -> None:
-        self._reply(run, run.calls.answer(reply, call.name))
-
-    def _reply(self, run: RunRecord, replies: list[tuple[int, Reply]]) -> None:
-        for rank, reply in replies:
-            self._runtime.send(run.launch.devices[rank], reply)
+        ended = self._desk.take(run, call)
+        if ended is not None:
+            self._post(self._judge.epoch_ended(call.run_id, run.launch.number, ended + 1))
 
     # -- instructions -----------------------------------------------------------------------------
 
@@ -264,12 +274,10 @@ class Driver:
                 assert_never(instruction)
 
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
-        call, run.pending_epoch = run.pending_epoch, None
-        assert call is not None
         is_due = time.time() - run.saved >= self._job.checkpoint_interval_s
         if decision is EpochDecision.GO and is_due:
             decision = EpochDecision.CHECKPOINT
-        self._answer(run, call, Reply(run_id=call.run_id, index=call.index, value=pack(decision)))
+        self._desk.answer_epoch(run, decision)
 
     def _propose(self) -> None:
         number = None
@@ -288,6 +296,7 @@ class Driver:
             calls=RunCalls(world_size=len(launch.devices)),
         )
         self._where.update(dict.fromkeys(launch.devices, launch.run_id))
+        self._watchdog.launched(launch)
         self._launcher.launch(launch, trial_id=compat.id_of(self._proposals[launch.number]))
 
     def _start_round(self, instruction: StartRound) -> None:
@@ -300,12 +309,12 @@ class Driver:
     # -- endings ----------------------------------------------------------------------------------
 
     def _settle(self, instruction: Settle) -> None:
-        run = self._finish_run(instruction.run_id)
+        run = self._finish_run(instruction.run_id, is_done=True)
         self._runtime.drop_checkpoint(self._job.study_name, instruction.number)
         self._tell(instruction.number, *run.outcome())
 
     def _requeue(self, instruction: Requeue) -> None:
-        run = self._finish_run(instruction.run_id)
+        run = self._finish_run(instruction.run_id, is_done=False)
         if run.causes:
             self._ledger.note_restart(instruction.number)
             compat.fleet_logger.warning(
@@ -316,7 +325,7 @@ class Driver:
             self.tally.rescales += 1
 
     def _give_up(self, instruction: GiveUp) -> None:
-        run = self._finish_run(instruction.run_id)
+        run = self._finish_run(instruction.run_id, is_done=True)
         self._runtime.drop_checkpoint(self._job.study_name, instruction.number)
         error = TrainerLostError(
             f"Trial {instruction.number} lost its devices {instruction.restarts} times, the last "
@@ -324,8 +333,9 @@ class Driver:
         )
         self._tell(instruction.number, None, error)
 
-    def _finish_run(self, run_id: int) -> RunRecord:
+    def _finish_run(self, run_id: int, *, is_done: bool) -> RunRecord:
         run = self._runs.pop(run_id)
+        self._watchdog.ended(run_id, is_done=is_done)
         self._ledger.record(run.launch.number, run.flight(end=time.time()))
         return run
 

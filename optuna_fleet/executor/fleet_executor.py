@@ -25,6 +25,7 @@ from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.executor.trials import Paradigm
+from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.packing import pack_objective
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
@@ -71,8 +72,15 @@ class FleetExecutor:
             the calling process, on the CPU, under your debugger.
         seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
         solver_time_limit_s: Time limit of one allocation, in seconds.
-        max_restarts: How often a trial may lose its devices (killed processes) before it is
-            failed.
+        max_restarts: How often a trial may lose its devices (killed processes, hangs) before it
+            is failed.
+        hang_timeout_s: A run is ended, and its trial run again from its last checkpoint, when one
+            of its processes gives no sign of life for this long, or when none of them asks for a
+            batch or makes a call meanwhile (after its first batch); None for never.
+        trial_timeout_s: Seconds on devices, over all its runs, after which a trial fails with a
+            `TrialTimeoutError`; None for never.
+        trial_memory_bytes: A trial fails with an `OutOfMemoryError` when one of its processes has
+            more private memory than this; looked at every few seconds. None for no limit.
 
     Raises:
         FleetConfigError: An argument is out of range, or the devices asked for do not exist.
@@ -101,6 +109,9 @@ class FleetExecutor:
         seed: int | None = None,
         solver_time_limit_s: float = 1.0,
         max_restarts: int = 3,
+        hang_timeout_s: float | None = 600.0,
+        trial_timeout_s: float | None = None,
+        trial_memory_bytes: int | None = None,
     ) -> None:
         if pipeline is not None and not isinstance(pipeline, SharedPipeline):
             raise FleetConfigError(
@@ -143,6 +154,7 @@ class FleetExecutor:
                 f"cluster='local' needs Linux 5.3 or later, but this is {sys.platform!r}; "
                 "cluster='inline' runs everywhere."
             )
+        self._limits = _limits(hang_timeout_s, trial_timeout_s, trial_memory_bytes)
         self._cluster = cluster
         self._checkpoint_interval_s = checkpoint_interval_s
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
@@ -212,6 +224,7 @@ class FleetExecutor:
             predictor=self._predictor,
             checkpoint_interval_s=self._checkpoint_interval_s,
             maximize=loop.maximize,
+            limits=self._limits,
         )
         driver = Driver(runtime, controller, loop.ledger, loop.proposals, job)
         try:
@@ -271,6 +284,20 @@ class FleetExecutor:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _limits(
+    hang_timeout_s: float | None, trial_timeout_s: float | None, trial_memory_bytes: int | None
+) -> Limits:
+    given = {
+        "hang_timeout_s": hang_timeout_s,
+        "trial_timeout_s": trial_timeout_s,
+        "trial_memory_bytes": trial_memory_bytes,
+    }
+    for name, value in given.items():
+        if value is not None and not value > 0:
+            raise FleetConfigError(f"`{name}` is {value}, but must be > 0, or None for no limit.")
+    return Limits(hang_s=hang_timeout_s, trial_s=trial_timeout_s, memory_bytes=trial_memory_bytes)
 
 
 def _packed(func: Any, study: optuna.Study) -> bytes:

@@ -53,6 +53,7 @@ class Launcher:
             checkpoint=path if launch.number in self.checkpointed else None,
             checkpoint_to=path,
             gc_after_trial=job.gc_after_trial,
+            pulse_s=job.limits.pulse_s,
         )
 
     def send_waiting(self) -> None:

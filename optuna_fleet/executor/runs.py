@@ -11,6 +11,7 @@ from optuna_fleet.events import Ending, Launch, Model, StartRound
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.messages import Call, Ended, Reached
 from optuna_fleet.packing import unpack, unpack_error
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
@@ -29,6 +30,7 @@ class Job:
     predictor: Callable[[Any], float | None] | None
     checkpoint_interval_s: float
     maximize: bool
+    limits: Limits
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an exception
@@ -45,6 +47,8 @@ class RunRecord:
         causes: What became of ranks that were lost.
         saved: When its last checkpoint was made or resumed from, seconds since the epoch.
         pending_epoch: Rank 0's unanswered question what to do after an epoch.
+        verdict: The error that the trial fails with, if it broke a limit.
+        is_killed: Its processes are being killed by us: their deaths are no news.
     """
 
     launch: Launch
@@ -54,12 +58,16 @@ class RunRecord:
     ended: list[Ended] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     pending_epoch: Call | None = None
+    verdict: BaseException | None = None
+    is_killed: bool = False
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """The value that rank 0 returned, or the exception that ended the trial.
 
         Of several ranks' exceptions the earliest counts: the others are mostly its consequences.
         """
+        if self.verdict is not None:
+            return None, self.verdict
         raised = [ended for ended in self.ended if ended.error is not None]
         if raised:
             return None, self._unpacked(min(raised, key=lambda ended: ended.time_s))

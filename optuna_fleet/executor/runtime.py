@@ -35,6 +35,7 @@ from optuna_fleet.messages import (
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.spec import PipelineSetup
+from optuna_fleet.processes import state_in_words
 from optuna_fleet.resources import Fleet
 
 _MAX_STILLBORN = 3
@@ -198,6 +199,10 @@ class Runtime:
             self._killed.add(pid)
             node = self.fleet.devices[device].node
             self.hub.send(self.hub.agents.get(node), KillTrainer(pid=pid))
+
+    def process_state(self, device: int) -> str:
+        """What keeps the trainer of a device from running, in words; "" if nothing does."""
+        return state_in_words(self.live.get(device))
 
     def open_store(self) -> None:
         """Have the store started where the ranks of a trial find each other, once."""

@@ -86,7 +86,8 @@ class Run:
     """A run that has not ended on all its devices.
 
     It is `at_rest` while it waits for the answer to `EpochEnded`, `leaving` once it is to yield,
-    `cut` once its ranks were told to end, `lost` if a rank's process died.
+    `cut` once its ranks were told to end, `lost` if a rank's process died, `condemned` if its
+    trial ends with it whatever becomes of its ranks.
     """
 
     run_id: int
@@ -97,6 +98,7 @@ class Run:
     leaving: bool = False
     cut: bool = False
     lost: bool = False
+    condemned: bool = False
     endings: dict[int, Ending] = field(default_factory=dict)
 
 

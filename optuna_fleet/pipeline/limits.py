@@ -97,7 +97,7 @@ def budgets(
     memory_bytes = wanted.memory_bytes or default_memory_bytes()
     decoded_bytes = wanted.decoded_bytes
     if decoded_bytes is None:
-        decoded_bytes = memory_bytes // 2
+        decoded_bytes = memory_bytes // 3  # what it keeps is larger, and saves less, than a pool
     spill_bytes = 0
     if wanted.spill_dir is not None:
         spill_bytes = wanted.spill_bytes or int(SPILL_SHARE * _disk_free(wanted.spill_dir))

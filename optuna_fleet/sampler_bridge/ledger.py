@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.exceptions import FleetError, ProtocolError, is_out_of_memory
 from optuna_fleet.messages import Call
 from optuna_fleet.packing import unpack
 from optuna_fleet.sampler_bridge import compat
@@ -21,6 +21,7 @@ from optuna_fleet.sampler_bridge.proposals import Proposals
 Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
 
 FLIGHTS_KEY = "optuna_fleet:flights"
+REASON_KEY = "optuna_fleet:reason"
 DECISION_KEY = "optuna_fleet:decision:{began:.3f}:{round}"
 PIPELINE_PREFIX = "optuna_fleet:pipeline:"
 PIPELINE_KEY = PIPELINE_PREFIX + "{began:.3f}:{index}"
@@ -221,6 +222,9 @@ class Ledger:
         if error is not None:
             pruned = isinstance(error, optuna.TrialPruned)
             told, value = (TrialState.PRUNED if pruned else TrialState.FAIL), None
+            if isinstance(error, FleetError) or is_out_of_memory(error):
+                reason = f"{type(error).__name__}: {error}"
+                compat.set_trial_record(self.study, trial, REASON_KEY, reason)
         try:
             state, values, problem = compat.tell(self.study, trial, value, told)
         except Exception:  # the sampler's after_trial raised; the state is stored all the same

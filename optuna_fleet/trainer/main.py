@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.channel import Channel, connect
 from optuna_fleet.events import Ending
-from optuna_fleet.exceptions import FleetError, RetryableError, TrialError
+from optuna_fleet.exceptions import FleetError, RetryableError, TrialError, is_out_of_memory
 from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
 from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.resources import Device
+from optuna_fleet.trainer.pulse import Heart
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
 from optuna_fleet.trainer.trial import FleetTrial, Remote
@@ -39,6 +40,7 @@ class Trainer:
         self._num_threads = num_threads
         self._objectives: dict[int, Any] = {}
         self._session: Session | None = None
+        self._is_spent = False
 
     def serve(self) -> None:
         """Run trials until told to quit or cut off."""
@@ -50,7 +52,7 @@ class Trainer:
                     _flush()
                     usable = self._clean_up(collect=message.gc_after_trial)
                     self._channel.send(ended)
-                    if not usable:
+                    if self._is_spent or not usable:
                         return
                 case Quit():
                     return
@@ -60,6 +62,7 @@ class Trainer:
     def _run(self, run: RunTrial) -> Ended:
         session = self._session = Session(self._channel, run)
         training: Training | None = None
+        heart: Heart | None = None
 
         def open_training() -> Training:
             nonlocal training
@@ -74,6 +77,8 @@ class Trainer:
             objective = self._objective(run)
             seed_run(run.seed, run.number)
             self._limit_threads()
+            if run.pulse_s is not None:
+                heart = Heart(session, run.pulse_s)
             if run.world_size > 1:
                 open_training()
             value = _sendable(objective(FleetTrial(session, open_training)))
@@ -86,7 +91,10 @@ class Trainer:
             ending, error = Ending.CUT_OFF, pack_error(trouble)
         except BaseException as raised:
             ending, error = Ending.RAISED, pack_error(raised)
+            self._is_spent = is_out_of_memory(raised)
         ended_s = time.time()
+        if heart is not None:
+            heart.stop()
         usage = training.end(failed=error is not None) if training else Usage()
         return Ended(
             run_id=run.run_id,

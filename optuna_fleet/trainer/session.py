@@ -34,10 +34,17 @@ class Session:
         self.run = run
         self.began = time.perf_counter()
         self.reported: list[float] = []
+        self.num_batches = 0
+        self.is_waiting = False
         self._channel = channel
         self._index = 0
         # Callbacks of training frameworks may report from threads of their own.
         self._lock = threading.RLock()
+
+    @property
+    def num_calls(self) -> int:
+        """Calls made so far."""
+        return self._index
 
     def call(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``target.name(*args, **kwargs)`` in the driver and return its result on every rank.
@@ -68,6 +75,19 @@ class Session:
             except OSError as error:
                 raise DriverGoneError from error
 
+    def send_aside(self, message: Any) -> None:
+        """`send` from another thread, which need not wait until a call is answered.
+
+        Raises:
+            DriverGoneError: The control channel broke.
+        """
+        if self._channel is None:
+            return
+        try:
+            self._channel.send(message)
+        except OSError as error:
+            raise DriverGoneError from error
+
     def exchange(
         self,
         target: str,
@@ -93,7 +113,9 @@ class Session:
                     is_read=is_read,
                 )
             )
+            self.is_waiting = True
             reply = self._await_reply(index)
+            self.is_waiting = False
         if reply.error is not None:
             raise unpack_error(reply.error)
         return unpack(reply.value)

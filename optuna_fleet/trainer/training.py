@@ -248,6 +248,7 @@ class Training:
         batches = self._read(name, batch_size, drop_last)
         for batch, data in feed(batches, self.device, self._pipeline.finisher(name)):
             # Every rank takes part in a step that trains, if need be with a stand-in sample.
+            self._session.num_batches += 1
             in_step = any(module.training for module in self._modules)
             if batch.local_size == 0 and not in_step:
                 continue

@@ -197,15 +197,6 @@ def test_only_the_first_failure_is_raised(fleet: Any) -> None:
     assert states(study) == dict.fromkeys(range(4), FAIL)
 
 
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    """What Optuna's loggers, and ours below them, print."""
-    handler = logging.StreamHandler(io.StringIO())
-    logging.getLogger("optuna").addHandler(handler)
-    yield handler.stream
-    logging.getLogger("optuna").removeHandler(handler)
-
-
 def test_the_log_shows_the_remote_traceback(fleet: Any, log: io.StringIO) -> None:
     study = optuna.create_study()
     study.optimize(fail_first, n_trials=2, catch=OwnError, executor=fleet)

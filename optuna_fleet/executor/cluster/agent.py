@@ -31,7 +31,14 @@ from optuna_fleet.messages import (
     TrainerExited,
 )
 from optuna_fleet.pipeline import PipelineServer
-from optuna_fleet.processes import Forks, cause_of_death, end_session, preload, run_loop
+from optuna_fleet.processes import (
+    Forks,
+    cause_of_death,
+    end_session,
+    num_out_of_memory,
+    preload,
+    run_loop,
+)
 from optuna_fleet.resources import Device
 
 _REPORT_EVERY_S = 2.0
@@ -49,6 +56,7 @@ class Agent:
         self._pipeline: PipelineServer | None = None
         self._report_due = time.monotonic() + _REPORT_EVERY_S
         self._store_pid: int | None = None
+        self._num_out_of_memory = num_out_of_memory()
 
     def serve(self) -> None:
         """Start everything, then act on events until told to quit or the driver is gone."""
@@ -90,7 +98,16 @@ class Agent:
         cause = cause_of_death(exit_code)
         device = self._trainers.pop(pid, None)
         if device is not None:
-            self._channel.send(TrainerExited(device=device.index, pid=pid, cause=cause))
+            num_before, self._num_out_of_memory = self._num_out_of_memory, num_out_of_memory()
+            self._channel.send(
+                TrainerExited(
+                    device=device.index,
+                    pid=pid,
+                    cause=cause,
+                    out_of_memory=exit_code == -signal.SIGKILL
+                    and self._num_out_of_memory > num_before,
+                )
+            )
             if self._pipeline is not None:
                 self._pipeline.remove_reader(device.index)
             self._start_trainer(device)

@@ -1,0 +1,205 @@
+"""Which runs hang, or break a limit of their trial: judged by the signs of life of their ranks.
+
+A rank lives while its process gives signs of life, and progresses while the batches and calls that
+it counts in them become more. A rank that never asked for a batch can't be told from one that
+computes for long: only its life is watched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from optuna_fleet.events import Launch
+from optuna_fleet.exceptions import OutOfMemoryError, TrialError, TrialTimeoutError
+from optuna_fleet.messages import Pulse
+
+PULSES = 4
+"""Signs of life that a rank gives within the time after which it counts as hung."""
+
+_LONGEST_PULSE_S = 2.0
+_SHORTEST_PULSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a trial may take; None for no limit.
+
+    Attributes:
+        hang_s: Seconds without a sign of life of a rank, or without progress of all ranks, after
+            which a run is ended and its trial run again.
+        trial_s: Seconds on devices, over all its runs, after which a trial fails.
+        memory_bytes: Private memory of a trainer process at which its trial fails.
+    """
+
+    hang_s: float | None = None
+    trial_s: float | None = None
+    memory_bytes: int | None = None
+
+    @property
+    def pulse_s(self) -> float | None:
+        """Seconds between two signs of life; None if nobody looks at them."""
+        if self.hang_s is not None:
+            return min(max(self.hang_s / PULSES, _SHORTEST_PULSE_S), _LONGEST_PULSE_S)
+        return _LONGEST_PULSE_S if self.memory_bytes is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hung:
+    """A run that hangs; `where` tells of each rank where it stands."""
+
+    run_id: int
+    after_s: float
+    where: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """A run whose trial has broken a limit, and the error that it fails with."""
+
+    run_id: int
+    error: TrialError
+
+
+@dataclass(slots=True, kw_only=True)
+class _Watched:
+    launch: Launch
+    launched: float
+    progressed: float
+    heard: dict[int, float]
+    pulses: dict[int, Pulse] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+
+
+class Watchdog:
+    """Watches the runs of one call.
+
+    Args:
+        limits: What is allowed.
+        describe: Returns in words what is seen from outside of the process of a device.
+        clock: Seconds since any time; one that stands still while the machine sleeps.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        describe: Callable[[int], str] = lambda device: "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._describe = describe
+        self._clock = clock
+        self._runs: dict[int, _Watched] = {}
+        self._flown_s: dict[int, float] = {}
+        self._checked = clock()
+
+    def launched(self, launch: Launch) -> None:
+        """A run begins."""
+        now = self._clock()
+        heard = dict.fromkeys(range(len(launch.devices)), now)
+        self._runs[launch.run_id] = _Watched(
+            launch=launch, launched=now, progressed=now, heard=heard
+        )
+
+    def ended(self, run_id: int, *, is_done: bool) -> None:
+        """A run has ended, and with it the trial if that `is_done`."""
+        run = self._runs.pop(run_id, None)
+        if run is None:
+            return
+        number = run.launch.number
+        if is_done:
+            self._flown_s.pop(number, None)
+        else:
+            self._flown_s[number] = self._flown(run)
+
+    def rank_ended(self, run_id: int, rank: int) -> None:
+        """A rank has left the objective: there is nothing more to hear of it."""
+        if run := self._runs.get(run_id):
+            run.heard.pop(rank, None)
+
+    def hear(self, pulse: Pulse) -> None:
+        """A rank gives a sign of life."""
+        run = self._runs.get(pulse.run_id)
+        if run is None or pulse.rank not in run.heard:
+            return
+        now = self._clock()
+        run.heard[pulse.rank] = now
+        run.pulses[pulse.rank] = pulse
+        count = pulse.num_batches + pulse.num_calls
+        # Before the first batch, imports and downloads take what they take.
+        waits_for_us = pulse.is_waiting and pulse.rank == 0
+        if count != run.counts.get(pulse.rank) or not pulse.num_batches or waits_for_us:
+            run.progressed = now
+        run.counts[pulse.rank] = count
+
+    def patience_s(self) -> float | None:
+        """Seconds until the next `check`; None if there is nothing to check."""
+        limits = self._limits
+        waits = [limits.hang_s / PULSES] if limits.hang_s is not None else []
+        if limits.trial_s is not None:
+            waits += [limits.trial_s - self._flown(run) for run in self._runs.values()]
+        return max(0.0, min(waits)) if waits and self._runs else None
+
+    def check(self) -> list[Hung | Broken]:
+        """Returns what is wrong now; each run is named once."""
+        now, before = self._clock(), self._checked
+        self._checked = now
+        if self._limits.hang_s is not None and now - before > self._limits.hang_s / 2:
+            self._pardon(now)  # we were away ourselves, and signs of life wait to be read
+        found = [fault for run in self._runs.values() if (fault := self._fault(run, now))]
+        for fault in found:
+            self.ended(fault.run_id, is_done=isinstance(fault, Broken))
+        return found
+
+    def _pardon(self, now: float) -> None:
+        for run in self._runs.values():
+            run.progressed = now
+            run.heard = dict.fromkeys(run.heard, now)
+
+    def _fault(self, run: _Watched, now: float) -> Hung | Broken | None:
+        launch, limits = run.launch, self._limits
+        if limits.trial_s is not None and self._flown(run) >= limits.trial_s:
+            error: TrialError = TrialTimeoutError(
+                f"Trial {launch.number} took more than trial_timeout_s={limits.trial_s:g} seconds "
+                "on its devices."
+            )
+            return Broken(run_id=launch.run_id, error=error)
+        if limits.memory_bytes is not None and (rank := self._too_large(run)) is not None:
+            error = OutOfMemoryError(
+                f"Trial {launch.number}, rank {rank}, took {run.pulses[rank].memory_bytes} bytes "
+                f"of memory, more than trial_memory_bytes={limits.memory_bytes}."
+            )
+            return Broken(run_id=launch.run_id, error=error)
+        if limits.hang_s is not None and self._hangs(run, now, limits.hang_s):
+            where = tuple(self._stand(run, rank, now) for rank in sorted(run.heard))
+            return Hung(run_id=launch.run_id, after_s=limits.hang_s, where=where)
+        return None
+
+    def _too_large(self, run: _Watched) -> int | None:
+        limit = self._limits.memory_bytes
+        over = [
+            rank
+            for rank, pulse in run.pulses.items()
+            if limit is not None and pulse.memory_bytes > limit
+        ]
+        return over[0] if over else None
+
+    def _hangs(self, run: _Watched, now: float, limit_s: float) -> bool:
+        if any(now - heard >= limit_s for heard in run.heard.values()):
+            return True
+        return bool(run.heard) and now - run.progressed >= limit_s
+
+    def _stand(self, run: _Watched, rank: int, now: float) -> str:
+        pulse = run.pulses.get(rank)
+        outside = self._describe(run.launch.devices[rank])
+        silent_s = now - run.heard[rank]
+        parts = [f"rank {rank}: {pulse.where if pulse else 'gave no sign of life'}"]
+        if pulse is not None:
+            parts.append(f"after {pulse.num_batches} batches")
+        if pulse is not None and silent_s > 2 * (self._limits.pulse_s or 0):
+            parts.append(f"no sign of life for {silent_s:.3g} s")
+        return ", ".join([*parts, *([outside] if outside else [])])
+
+    def _flown(self, run: _Watched) -> float:
+        return self._flown_s.get(run.launch.number, 0.0) + self._clock() - run.launched

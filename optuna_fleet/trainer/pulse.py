@@ -1,0 +1,74 @@
+"""Signs of life of a trainer: a thread that says how far the main thread is, and where."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+
+from optuna_fleet.messages import Pulse
+from optuna_fleet.trainer.session import DriverGoneError, Session
+
+_NOT_THE_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib")))
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+class Heart:
+    """Sends a `Pulse` for the present run again and again.
+
+    Started in the main thread, in a run's beginning.
+    """
+
+    def __init__(self, session: Session, interval_s: float) -> None:
+        self._session = session
+        self._interval_s = interval_s
+        self._main = threading.get_ident()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="optuna-fleet-pulse", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The run is over: say nothing more."""
+        self._over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._interval_s):
+            session = self._session
+            pulse = Pulse(
+                run_id=session.run.run_id,
+                rank=session.run.rank,
+                num_batches=session.num_batches,
+                num_calls=session.num_calls,
+                is_waiting=session.is_waiting,
+                where=_where(self._main),
+                memory_bytes=_private_bytes(),
+            )
+            try:
+                session.send_aside(pulse)
+            except DriverGoneError:
+                return
+
+
+def _where(thread: int) -> str:
+    """The innermost line of the user's that a thread is in, and what it has called."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "has ended"
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    innermost = stack[0]
+    users = next((f for f in stack if not f.filename.startswith(_NOT_THE_USERS)), innermost)
+    place = f"in {users.name} ({users.filename}:{users.lineno})"
+    return place if users is innermost else f"{place}, within {innermost.name}"
+
+
+def _private_bytes() -> int:
+    """Memory of this process that it shares with no other; chunks of data are shared."""
+    try:
+        resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    except (OSError, ValueError):  # not Linux
+        return 0
+    return (resident - shared) * _PAGE_BYTES

@@ -1,0 +1,296 @@
+"""Runs that hang are run again; trials that break a limit fail, with a reason."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import torch.distributed as dist
+from optuna.trial import TrialState
+
+from optuna_fleet import FleetConfigError, FleetExecutor, OutOfMemoryError, TrialTimeoutError
+from optuna_fleet.events import Launch
+from optuna_fleet.executor.watchdog import Broken, Hung, Limits, Watchdog
+from optuna_fleet.messages import Pulse
+from tests.fleets import fleet_of, small_model
+
+COMPLETE, FAIL = TrialState.COMPLETE, TrialState.FAIL
+
+
+def states(study: optuna.Study) -> list[TrialState]:
+    return [trial.state for trial in study.trials]
+
+
+def reason(trial: optuna.trial.FrozenTrial) -> str:
+    return str(trial.system_attrs["optuna_fleet:reason"])
+
+
+# -- judging, without processes -------------------------------------------------------------------
+
+
+class World:
+    """A watchdog with a clock that is turned by hand, and one run on two devices."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.now = 0.0
+        self.watchdog = Watchdog(Limits(**limits), clock=lambda: self.now)
+        self.watchdog.launched(self.launch(0))
+
+    def launch(self, run_id: int, number: int = 7) -> Launch:
+        return Launch(
+            run_id=run_id, number=number, devices=(3, 5), probe=False, measure=False, round=1
+        )
+
+    def pulse(self, rank: int, batches: int, *, calls: int = 0, **more: Any) -> None:
+        told = {"is_waiting": False, "where": "in objective", "memory_bytes": 10} | more
+        self.watchdog.hear(
+            Pulse(run_id=0, rank=rank, num_batches=batches, num_calls=calls, **told)
+        )
+
+    def after(self, seconds: float) -> list[Hung | Broken]:
+        """Lets time pass in steps, as the driver does; what is found ends it."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(until, self.now + (self.watchdog.patience_s() or 1.0))
+            if found := self.watchdog.check():
+                return found
+        return []
+
+
+def test_a_rank_without_a_sign_of_life_hangs() -> None:
+    world = World(hang_s=8.0)
+    for step in range(3):
+        world.pulse(0, step)
+        world.pulse(1, step)
+        assert world.after(2.0) == []
+    for step in range(3, 6):
+        world.pulse(0, step)
+        assert world.after(1.9) == []
+    world.pulse(0, 7)
+    (hung,) = world.after(8.0)
+    assert isinstance(hung, Hung)
+    assert hung.run_id == 0
+    assert hung.where[0].startswith("rank 0: in objective, after 7 batches")
+    assert "rank 1: in objective, after 2 batches, no sign of life for" in hung.where[1]
+    assert world.after(100.0) == []  # told once
+
+
+def test_ranks_that_make_no_progress_hang() -> None:
+    world = World(hang_s=8.0)
+    world.pulse(0, 5)
+    world.pulse(1, 5)
+    for _ in range(3):
+        assert world.after(2.0) == []
+        world.pulse(0, 5)
+        world.pulse(1, 5)
+    world.pulse(1, 5, calls=1)  # a call is progress
+    for _ in range(3):
+        assert world.after(2.0) == []
+        world.pulse(0, 5)
+        world.pulse(1, 5, calls=1)
+    assert [type(fault) for fault in world.after(2.0)] == [Hung]
+
+
+@pytest.mark.parametrize(
+    "pulse",
+    [
+        pytest.param({"batches": 0}, id="no batch was asked for yet: imports, downloads"),
+        pytest.param({"batches": 5, "is_waiting": True}, id="the driver owes an answer"),
+    ],
+)
+def test_what_is_no_hang(pulse: dict[str, Any]) -> None:
+    world = World(hang_s=8.0)
+    for _ in range(20):
+        world.pulse(0, **pulse)
+        world.pulse(1, 0)
+        assert world.after(1.9) == []
+
+
+def test_a_rank_that_waits_for_the_first_ones_call_hangs_with_it() -> None:
+    world = World(hang_s=8.0)
+    found = []
+    for _ in range(10):
+        world.pulse(0, 5)
+        world.pulse(1, 5, is_waiting=True)
+        found += world.after(1.9)
+    assert [type(fault) for fault in found] == [Hung]
+
+
+def test_the_drivers_own_absence_is_no_hang() -> None:
+    world = World(hang_s=8.0)
+    world.pulse(0, 1)
+    world.pulse(1, 1)
+    world.now += 1000.0  # a sampler thought for long; signs of life wait in the sockets
+    assert world.watchdog.check() == []
+    assert [type(fault) for fault in world.after(8.0)] == [Hung]
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    world = World(hang_s=8.0)
+    world.watchdog.rank_ended(0, 1)
+    for step in range(20):
+        world.pulse(0, step)
+        assert world.after(1.9) == []
+
+
+def test_time_on_devices_is_summed_over_the_runs_of_a_trial() -> None:
+    world = World(trial_s=10.0)
+    assert world.after(6.0) == []
+    world.watchdog.ended(0, is_done=False)
+    world.now += 100.0  # it waits for devices
+    world.watchdog.launched(world.launch(1))
+    assert world.after(3.9) == []
+    (broken,) = world.after(0.2)
+    assert isinstance(broken, Broken)
+    assert isinstance(broken.error, TrialTimeoutError)
+    assert "Trial 7 took more than trial_timeout_s=10 seconds" in str(broken.error)
+
+
+def test_a_process_that_grows_too_large_breaks_the_limit() -> None:
+    world = World(memory_bytes=1000)
+    world.pulse(1, 0, memory_bytes=1000)
+    assert world.watchdog.check() == []
+    world.pulse(1, 0, memory_bytes=1001)
+    (broken,) = world.watchdog.check()
+    assert isinstance(broken, Broken)
+    assert isinstance(broken.error, OutOfMemoryError)
+    assert isinstance(broken.error, MemoryError)
+
+
+@pytest.mark.parametrize("name", ["hang_timeout_s", "trial_timeout_s", "trial_memory_bytes"])
+def test_a_limit_out_of_range_is_refused(name: str) -> None:
+    with pytest.raises(FleetConfigError, match=rf"`{name}` is 0, but must be > 0, or None"):
+        FleetExecutor(devices=1, device_type="cpu", **{name: 0})
+
+
+# -- with processes -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[Any]:
+    """A fleet that notices soon; with patience enough for a loaded machine."""
+    with fleet_of(devices=2, hang_timeout_s=4.0) as executor:
+        yield executor
+
+
+def hang_once(trial: Any, *, folder: Path, how: str) -> float:
+    """Train alone until it flies on two devices, there hang the first time over."""
+    model = trial.prepare(small_model())
+    done = trial.state.setdefault("done", [])
+    for epoch in trial.epochs(10**6):
+        for images, labels in trial.batches("train", batch_size=4):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+        if trial.world_size > 1 and trial.rank == 1 and not (folder / "hung").exists():
+            (folder / "hung").touch()
+            if how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                threading.Event().wait()
+        done.append(epoch)
+        if trial.sum(float((folder / "hung").exists())) > 0:
+            break
+    assert done == list(range(len(done)))
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("stopped", "stopped by a signal"), ("waits", "in hang_once")]
+)
+def test_a_hung_rank_is_noticed_and_its_trial_run_again(
+    watched: Any, tmp_path: Path, how: str, words: str, log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(hang_once, folder=tmp_path, how=how)
+    study.optimize(objective, n_trials=1, executor=watched)
+    assert states(study) == [COMPLETE]
+    assert "it made no progress for 4 s (rank 0: in " in log.getvalue()
+    assert words in log.getvalue()
+    flights = study.trials[0].system_attrs["optuna_fleet:flights"]
+    assert "lost" in [flight["ending"] for flight in flights]
+
+
+def wait_for_nobody(trial: Any) -> float:
+    """A collective that only one rank takes part in."""
+    model = trial.prepare(small_model())
+    for _ in trial.epochs(10**6):
+        for images, labels in trial.batches("train", batch_size=4):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+        if trial.world_size > 1 and trial.rank == 0:
+            dist.barrier()
+    return 1.0
+
+
+def test_a_trial_that_always_hangs_is_given_up_with_a_reason() -> None:
+    study = optuna.create_study()
+    with fleet_of(devices=2, hang_timeout_s=2.0, max_restarts=0) as executor:
+        study.optimize(wait_for_nobody, n_trials=1, catch=Exception, executor=executor)
+    assert states(study) == [FAIL]
+    assert "within barrier" in reason(study.trials[0])
+
+
+def forever(trial: Any) -> float:
+    if trial.number == 0:
+        threading.Event().wait()
+    return 1.0
+
+
+def test_a_trial_that_takes_too_long_fails_and_its_device_goes_on() -> None:
+    study = optuna.create_study()
+    with FleetExecutor(devices=1, device_type="cpu", trial_timeout_s=2.0) as executor:
+        study.optimize(forever, n_trials=2, catch=TrialTimeoutError, executor=executor)
+        assert states(study) == [FAIL, COMPLETE]
+        assert reason(study.trials[0]).startswith("TrialTimeoutError: Trial 0 took more than")
+        with pytest.raises(TimeoutError, match="trial_timeout_s=2"):
+            study.optimize(functools.partial(sleep_as, number=2), n_trials=1, executor=executor)
+
+
+def sleep_as(trial: Any, *, number: int) -> float:
+    if trial.number == number:
+        threading.Event().wait()
+    return 1.0
+
+
+def grow(trial: Any) -> float:
+    if trial.number == 0:
+        block = bytearray(400 << 20)
+        block[::4096] = bytes(len(block[::4096])).replace(b"\0", b"\1")
+        threading.Event().wait()
+    return 1.0
+
+
+def test_a_trial_that_takes_too_much_memory_fails() -> None:
+    study = optuna.create_study()
+    with FleetExecutor(devices=1, device_type="cpu", trial_memory_bytes=300 << 20) as executor:
+        study.optimize(grow, n_trials=2, catch=MemoryError, executor=executor)
+    assert states(study) == [FAIL, COMPLETE]
+    assert reason(study.trials[0]).startswith("OutOfMemoryError: Trial 0, rank 0, took ")
+
+
+def out_of_memory(trial: Any) -> float:
+    trial.set_user_attr("pid", os.getpid())
+    if trial.number == 0:
+        raise MemoryError("no room")
+    if trial.number == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return 1.0
+
+
+def test_a_process_that_ran_out_of_memory_is_not_used_again() -> None:
+    study = optuna.create_study()
+    catch = (MemoryError, torch.OutOfMemoryError)
+    with FleetExecutor(devices=1, device_type="cpu") as executor:
+        study.optimize(out_of_memory, n_trials=4, catch=catch, executor=executor)
+    assert states(study) == [FAIL, FAIL, COMPLETE, COMPLETE]
+    pids = [trial.user_attrs["pid"] for trial in study.trials]
+    assert len(set(pids)) == 3
+    assert pids[2] == pids[3]
+    assert reason(study.trials[0]) == "MemoryError: no room"
