@@ -27,10 +27,11 @@ class AgentReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReady:
-    """First message of a trainer."""
+    """First message of a trainer; `agent` is the process id of the agent that started it."""
 
     device: int
     pid: int
+    agent: int
 
 
 # -- driver to agent ------------------------------------------------------------------------------
@@ -72,6 +73,16 @@ class TrainerExited:
     pid: int
     cause: str
     out_of_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLost:
+    """The agent died, and all it had started with it; another one takes its place.
+
+    Nobody sends it: it stands for the news of the agent's death among the messages.
+    """
+
+    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

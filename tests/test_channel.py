@@ -26,6 +26,12 @@ from optuna_fleet.resources import Device, Fleet
 SECRET = b"s" * 32
 PATIENCE_S = 20.0
 
+AGENT = 5
+
+
+def ready(pid: int) -> TrainerReady:
+    return TrainerReady(device=0, pid=pid, agent=AGENT)
+
 
 class Welcomed:
     """A listener and the channels it let in."""
@@ -168,7 +174,7 @@ class Peers:
         self.agent = self.connect()
         self.agent.send(AgentReady(node=0, pid=1))
         self.trainer = self.connect()
-        self.trainer.send(TrainerReady(device=0, pid=7))
+        self.trainer.send(ready(7))
         self.collect(2)
 
     def connect(self) -> Channel:
@@ -233,6 +239,8 @@ def test_a_handshake_that_ends_after_the_hub_closed_is_harmless() -> None:
 
 
 class FakeAgent:
+    pid = AGENT
+
     def __init__(self, config: Any) -> None:
         self.config = config
 
@@ -251,8 +259,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[runtime
 
 
 def test_a_successor_is_announced_after_the_loss(runtime: runtimes.Runtime) -> None:
-    assert runtime.device_events(TrainerReady(device=0, pid=7)) == [DeviceJoined(device=0)]
-    assert runtime.device_events(TrainerReady(device=0, pid=8)) == []
+    assert runtime.device_events(ready(7)) == [DeviceJoined(device=0)]
+    assert runtime.device_events(ready(8)) == []
     lost, joined = runtime.device_events(TrainerExited(device=0, pid=7, cause="exit code 1"))
     assert joined == DeviceJoined(device=0)
     assert lost != joined
@@ -263,8 +271,8 @@ def test_a_trainer_whose_death_was_told_before_its_hello_is_never_announced(
 ) -> None:
     """Its hello is still in its socket when the agent tells of its death: it is not up."""
     assert runtime.device_events(TrainerExited(device=0, pid=7, cause="signal SIGKILL")) == []
-    assert runtime.device_events(TrainerReady(device=0, pid=7)) == []
-    assert runtime.device_events(TrainerReady(device=0, pid=8)) == [DeviceJoined(device=0)]
+    assert runtime.device_events(ready(7)) == []
+    assert runtime.device_events(ready(8)) == [DeviceJoined(device=0)]
 
 
 def test_no_temporary_folder_stays_if_the_agent_cannot_start(

@@ -50,6 +50,7 @@ from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.executor.watchdog import Broken, Hung, Watchdog
 from optuna_fleet.messages import (
+    AgentLost,
     Call,
     Checkpointed,
     Ended,
@@ -150,7 +151,7 @@ class Driver:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def _receive(self, message: Any) -> None:
+    def _receive(self, message: Any) -> None:  # noqa: C901 - one arm per message
         match message:
             case TrainerReady() | TrainerExited():
                 self._trainer_changed(message)
@@ -162,6 +163,12 @@ class Driver:
             case Measured():
                 self._post(
                     RateMeasured(run_id=message.run_id, samples_per_s=message.samples_per_s)
+                )
+            case AgentLost():
+                self.pipeline_log.restart()
+                compat.fleet_logger.warning(
+                    f"The fleet's agent process ended with {message.cause}; another one was "
+                    "started. The trials that flew are run again from their last checkpoints."
                 )
             case PipelineNotice():
                 compat.fleet_logger.warning(message.text)

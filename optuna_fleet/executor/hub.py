@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from optuna_fleet.channel import Channel, Listener
-from optuna_fleet.exceptions import FleetError
 from optuna_fleet.messages import AgentReady, TrainerExited, TrainerReady
 
 
@@ -55,11 +54,7 @@ class Hub:
             self._waker.send(b"\0")
 
     def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
-        """Yield messages, waiting at most `timeout_s`; stop early if one of `others` is ready.
-
-        Raises:
-            FleetError: An agent's channel broke.
-        """
+        """Yield messages, waiting at most `timeout_s`; stop early if one of `others` is ready."""
         for other in others:
             self._selector.register(other, selectors.EVENT_READ, other)
         try:
@@ -102,11 +97,7 @@ class Hub:
         self._selector.unregister(channel)
         channel.close()
         self.trainers = {pid: c for pid, c in self.trainers.items() if c is not channel}
-        for node, agent in self.agents.items():
-            if agent is channel:
-                raise FleetError(
-                    f"The agent of node {node} ended unexpectedly; its messages above say why."
-                )
+        self.agents = {node: c for node, c in self.agents.items() if c is not channel}
 
     def send(self, channel: Channel | None, message: Any) -> None:
         """Send a message; a peer that is gone is found out by its end of stream."""

@@ -36,6 +36,10 @@ class PipelineLog:
         if now - self._noted >= max(MIN_SPAN_S, (now - self._began) / RESOLUTION):
             self._end_span(report, now)
 
+    def restart(self) -> None:
+        """The pipeline begins to count anew; what it did before is not in the call's total."""
+        self._base = self._last = PipelineReport()
+
     def finish(self, report: PipelineReport, now: float) -> PipelineReport:
         """The call is over; returns what the pipeline did for it."""
         self._end_span(report, now)

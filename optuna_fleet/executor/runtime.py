@@ -23,6 +23,7 @@ from optuna_fleet.executor.cluster.local import AgentProcess
 from optuna_fleet.executor.hub import Hub, Readable
 from optuna_fleet.messages import (
     AgentConfig,
+    AgentLost,
     KillTrainer,
     OpenStore,
     PipelineReport,
@@ -35,7 +36,7 @@ from optuna_fleet.messages import (
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.spec import PipelineSetup
-from optuna_fleet.processes import state_in_words
+from optuna_fleet.processes import cause_of_death, state_in_words
 from optuna_fleet.resources import Fleet
 
 _MAX_STILLBORN = 3
@@ -71,6 +72,7 @@ class Runtime:
         self._killed: set[int] = set()
         self._store_asked = False
         self._stores_lost = 0
+        self._has_worked = False
         self.last_report = PipelineReport()
         self._newcomers: dict[int, int] = {}
         self._dead: set[int] = set()
@@ -80,7 +82,8 @@ class Runtime:
         self._owner = os.getpid()
         self.hub = Hub()
         try:
-            self._agent = AgentProcess(self._agent_config(pipeline, preload))
+            self._config = self._agent_config(pipeline, preload)
+            self._agent = AgentProcess(self._config)
         except BaseException:
             self.hub.close()
             self._remove_private_folder()
@@ -127,9 +130,11 @@ class Runtime:
         """Wait for messages as `Hub.messages` does; what is about processes is noted on the way.
 
         Raises:
-            FleetError: The agent ended.
+            LaunchError: The agent ended before any trainer was ready.
         """
-        self._agent.check()
+        if not self._agent.is_alive():
+            yield from self._replace_agent()
+            return
         for message in self.hub.messages(timeout_s, self._agent, *others):
             match message:
                 case StoreReady():
@@ -137,6 +142,24 @@ class Runtime:
                 case StoreLost():
                     self._store_lost(message)
             yield message
+
+    def _replace_agent(self) -> Iterator[Any]:
+        """Start another agent; yield the news that the old one took all its processes along."""
+        cause = cause_of_death(self._agent.exit_code or 0)
+        self._agent.close()
+        if not self._has_worked:
+            raise LaunchError(
+                f"The fleet's agent process ended with {cause} before any trainer was ready; what "
+                "it printed says why."
+            )
+        self.last_report = PipelineReport()
+        self.store, self._store_asked, self._has_worked = None, False, False
+        self._newcomers.clear()
+        lost = dict(self.live)
+        self._agent = AgentProcess(self._config)
+        yield AgentLost(cause=cause)
+        for device, pid in lost.items():
+            yield TrainerExited(device=device, pid=pid, cause=f"its agent ended with {cause}")
 
     def send(self, device: int, message: Any) -> None:
         """Send to the trainer that the controller knows; the end of a dead one is told anyway."""
@@ -159,6 +182,9 @@ class Runtime:
         """
         device, pid = message.device, message.pid
         if isinstance(message, TrainerReady):
+            if message.agent != self._agent.pid:
+                return []  # it died with its agent
+            self._has_worked = True
             if pid in self._dead:  # its hello was overtaken by the news of its death
                 self._dead.remove(pid)
                 return []

@@ -182,7 +182,7 @@ def trainer_main(
         os.environ["CUDA_VISIBLE_DEVICES"] = device.visible
     pipeline = _client(data, spec) if spec is not None else None
     channel = connect(host, port, secret)
-    channel.send(TrainerReady(device=device.index, pid=os.getpid()))
+    channel.send(TrainerReady(device=device.index, pid=os.getpid(), agent=os.getppid()))
     # The end of the channel is the end of the sweep: the agent ends this process too.
     with contextlib.suppress(EOFError, OSError, DriverGoneError):
         Trainer(device, channel, pipeline, num_threads).serve()

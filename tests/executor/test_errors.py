@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import os
 import re
 import signal
@@ -603,21 +602,32 @@ def test_no_restarts_means_none(breakable: Any) -> None:
         study.optimize(always_die, n_trials=1, executor=breakable)
 
 
-def kill_agent(trial: Any) -> float:
-    until(lambda: len(trial.study.trials) == 2)
-    if trial.number == 0:
-        os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
-    return 0.0
+def kill_agent(trial: Any, *, folder: Path) -> float:
+    """Train; the agent is killed once, when both trials have done an epoch."""
+    model = trial.prepare(small_model())
+    for epoch in trial.epochs(4):
+        for images, labels in trial.batches("train", batch_size=10):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+        trial.report(epoch, epoch)
+        if epoch == 1:
+            (folder / str(trial.number)).touch()
+            until(lambda: all((folder / number).exists() for number in "01"))
+            if trial.number == 0 and once(folder / "killed"):
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(60)
+    return 1.0
 
 
-def test_a_killed_agent_ends_the_call_and_the_next_one_works(breakable: Any) -> None:
+def test_a_killed_agent_costs_nothing_but_time(tmp_path: Path, log: io.StringIO) -> None:
     study = optuna.create_study()
-    with pytest.raises(FleetError, match="agent"):
-        study.optimize(kill_agent, n_trials=2, executor=breakable)
-    assert states(study) == {0: FAIL, 1: FAIL}
-    study.optimize(train, n_trials=1, executor=breakable)
-    assert study.trials[2].state is COMPLETE
+    with fleet_of(devices=2, max_restarts=1, checkpoint_interval_s=0.0) as fleet:
+        objective = functools.partial(kill_agent, folder=tmp_path)
+        study.optimize(objective, n_trials=2, executor=fleet)
+        assert states(study) == {0: COMPLETE, 1: COMPLETE}
+        assert [len(trial.intermediate_values) for trial in study.trials] == [4, 4]
+        study.optimize(train, n_trials=2, executor=fleet)
+        assert states(study) == dict.fromkeys(range(4), COMPLETE)
+    assert "agent process ended with signal SIGKILL" in log.getvalue()
 
 
 # -- what the constructor refuses ----------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.messages import AgentConfig
 from optuna_fleet.processes import ModuleProcess
 
@@ -23,15 +22,3 @@ class AgentProcess(ModuleProcess):
     def __init__(self, config: AgentConfig) -> None:
         environment = {**_DEFAULTS, **os.environ, "OMP_NUM_THREADS": str(config.threads_per_slot)}
         super().__init__("optuna_fleet.executor.cluster.agent", config, environment=environment)
-
-    def check(self) -> None:
-        """Raise if the agent ended.
-
-        Raises:
-            LaunchError: It did.
-        """
-        if not self.is_alive():
-            raise LaunchError(
-                f"The fleet's agent process ended with exit code {self.exit_code}; what it "
-                "printed says why."
-            )
