@@ -278,7 +278,8 @@ class Ended:
 class AgentConfig:
     """All an agent needs to know to start; travels over its standard input.
 
-    The agent removes `private_folder` in the end: it outlives a driver that is killed.
+    The agent removes `private_folder` in the end: it outlives a driver that is killed. A
+    preprocessor that works on one chunk for `stuck_s` seconds is killed.
     """
 
     node: int
@@ -291,3 +292,4 @@ class AgentConfig:
     threads_per_slot: int
     pipeline: PipelineSetup | None
     private_folder: str | None
+    stuck_s: float | None = None

@@ -243,9 +243,21 @@ def end_session() -> NoReturn:
     os._exit(0)
 
 
-def run_loop(selector: selectors.BaseSelector) -> NoReturn:
-    """Handle the selector's events until one of their handlers raises."""
+def run_loop(
+    selector: selectors.BaseSelector,
+    *,
+    every_s: float | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> NoReturn:
+    """Handle the selector's events until one of their handlers raises.
+
+    Args:
+        selector: Waited on; what is registered has a callable as ``data``.
+        every_s: At least this often, in seconds, `tick` is called; None for never.
+        tick: Looks after what no event tells of.
+    """
     while True:
-        for key, mask in selector.select():
+        for key, mask in selector.select(every_s):
             if key.fd in selector.get_map():  # not closed by an earlier one
                 key.data(mask)
+        tick()

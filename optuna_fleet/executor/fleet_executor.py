@@ -76,7 +76,8 @@ class FleetExecutor:
             is failed.
         hang_timeout_s: A run is ended, and its trial run again from its last checkpoint, when one
             of its processes gives no sign of life for this long, or when none of them asks for a
-            batch or makes a call meanwhile (after its first batch); None for never.
+            batch or makes a call meanwhile (after its first batch); None for never. Preprocessors
+            that work on one chunk for half as long are replaced.
         trial_timeout_s: Seconds on devices, over all its runs, after which a trial fails with a
             `TrialTimeoutError`; None for never.
         trial_memory_bytes: A trial fails with an `OutOfMemoryError` when one of its processes has
@@ -264,6 +265,7 @@ class FleetExecutor:
                 ),
                 self._checkpoint_dir,
                 preload=preload or self._pipeline is not None,
+                stuck_s=self._limits.stuck_s,
             )
             self._finalizer = weakref.finalize(self, self._runtime.close_if_owner)
         return self._runtime

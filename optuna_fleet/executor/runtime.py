@@ -62,6 +62,7 @@ class Runtime:
         checkpoint_dir: Path | None,
         *,
         preload: bool,
+        stuck_s: float | None = None,
     ) -> None:
         self.fleet = fleet
         self.allocator = allocator
@@ -82,14 +83,16 @@ class Runtime:
         self._owner = os.getpid()
         self.hub = Hub()
         try:
-            self._config = self._agent_config(pipeline, preload)
+            self._config = self._agent_config(pipeline, preload, stuck_s)
             self._agent = AgentProcess(self._config)
         except BaseException:
             self.hub.close()
             self._remove_private_folder()
             raise
 
-    def _agent_config(self, pipeline: SharedPipeline | None, preload: bool) -> AgentConfig:
+    def _agent_config(
+        self, pipeline: SharedPipeline | None, preload: bool, stuck_s: float | None
+    ) -> AgentConfig:
         setup = self._pipeline_setup(pipeline) if pipeline else None
         cores_left = cpu_count() - self._cores_set_aside(pipeline)
         return AgentConfig(
@@ -102,6 +105,7 @@ class Runtime:
             devices=self.fleet.devices,
             threads_per_slot=max(1, cores_left // len(self.fleet)),
             pipeline=setup,
+            stuck_s=stuck_s,
             private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
         )
 

@@ -38,6 +38,11 @@ class Limits:
     memory_bytes: int | None = None
 
     @property
+    def stuck_s(self) -> float | None:
+        """Seconds after which a preprocessor is replaced: before trials that wait for it starve."""
+        return None if self.hang_s is None else self.hang_s / 2
+
+    @property
     def pulse_s(self) -> float | None:
         """Seconds between two signs of life; None if nobody looks at them."""
         if self.hang_s is not None:

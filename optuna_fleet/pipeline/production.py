@@ -108,6 +108,7 @@ class Production:
             selector=selector,
             on_message=self._received,
             on_lost=self._lost,
+            clock=clock,
         )
         self.foreman = Foreman(self.pool, store, budgets, clock)
         self._unsized: dict[str, SampleMeasured] = {}
@@ -337,7 +338,7 @@ class Production:
             self._decoded.publish(key, key.name, ())
             error = ChunkError(
                 summary=f"Preprocessors died over a chunk of data set {key.name!r}: "
-                "killed, out of memory, or a crash in native code."
+                "killed, out of memory, a crash in native code, or stuck in it for too long."
             )
             self._outlets.carry_out(self._store.lost(key, error))
         self.work()

@@ -138,6 +138,14 @@ class PipelineServer:
         """Tells that a child was reaped; returns whether it was a preprocessor of this server."""
         return self._production.pool.child_died(pid)
 
+    def kill_stuck(self, limit_s: float) -> None:
+        """Ends preprocessors that have worked on one chunk for so many seconds.
+
+        A chunk takes a fraction of a second, unless a sample does; three that got stuck in it make
+        it an error.
+        """
+        self._production.pool.kill_stuck(limit_s)
+
     @property
     def preprocessor_pids(self) -> tuple[int, ...]:
         """Pids of the preprocessors that run."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import selectors
+import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +25,7 @@ class _Worker:
     pid: int
     channel: Port
     key: ChunkKey | None = None
+    began: float = 0.0
     is_fresh: bool = True
 
 
@@ -35,6 +39,7 @@ class PreprocessorPool:
         selector: The agent's selector.
         on_message: Called with what a preprocessor sent; owns the descriptor.
         on_lost: Called with the chunk that a dead preprocessor worked on, or None.
+        clock: Seconds since any time.
 
     Attributes:
         target: How many are wanted now, at most ``limit``. There is one in any case while there
@@ -51,6 +56,7 @@ class PreprocessorPool:
         selector: selectors.BaseSelector,
         on_message: Callable[[object, int | None], None],
         on_lost: Callable[[ChunkKey | None], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit = limit
         self.target = limit
@@ -59,6 +65,7 @@ class PreprocessorPool:
         self._selector = selector
         self._on_message = on_message
         self._on_lost = on_lost
+        self._clock = clock
         self._workers: list[_Worker] = []
         self._unreaped: set[int] = set()
         self.num_lost = 0
@@ -97,8 +104,15 @@ class PreprocessorPool:
     def give(self, work: MeasureSample | ProduceChunk) -> None:
         """Hands work to an idle preprocessor, or to a new one; call only if there is room."""
         worker = next((w for w in self._workers if w.key is None), None) or self._start()
-        worker.key = work.key
+        worker.key, worker.began = work.key, self._clock()
         worker.channel.send(work)
+
+    def kill_stuck(self, limit_s: float) -> None:
+        """Kills those who have worked on one chunk for so long; others try it again."""
+        for worker in self._workers:
+            if worker.key is not None and self._clock() - worker.began >= limit_s:
+                os.kill(worker.pid, signal.SIGKILL)
+                worker.began = self._clock()  # once is enough
 
     def child_died(self, pid: int) -> bool:
         """Tells that a child was reaped; returns whether it was a preprocessor of this pool."""

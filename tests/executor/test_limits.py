@@ -17,11 +17,18 @@ import torch
 import torch.distributed as dist
 from optuna.trial import TrialState
 
-from optuna_fleet import FleetConfigError, FleetExecutor, OutOfMemoryError, TrialTimeoutError
+from optuna_fleet import (
+    FleetConfigError,
+    FleetExecutor,
+    OutOfMemoryError,
+    PreprocessingError,
+    SharedPipeline,
+    TrialTimeoutError,
+)
 from optuna_fleet.events import Launch
 from optuna_fleet.executor.watchdog import Broken, Hung, Limits, Watchdog
 from optuna_fleet.messages import Pulse
-from tests.fleets import fleet_of, small_model
+from tests.fleets import Noise, fleet_of, small_model
 
 COMPLETE, FAIL = TrialState.COMPLETE, TrialState.FAIL
 
@@ -216,6 +223,38 @@ def test_a_hung_rank_is_noticed_and_its_trial_run_again(
     assert words in log.getvalue()
     flights = study.trials[0].system_attrs["optuna_fleet:flights"]
     assert "lost" in [flight["ending"] for flight in flights]
+
+
+class Sticky(Noise):
+    """Its preprocessor is stopped over a sample, the first time over."""
+
+    def __init__(self, folder: Path, *, always: bool = False) -> None:
+        super().__init__(40)
+        self.folder, self.always = folder, always
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17 and (self.always or not (self.folder / "stopped").exists()):
+            (self.folder / "stopped").touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)
+
+
+def read_all(trial: Any, *, name: str) -> int:
+    trial.prepare(small_model())
+    return sum(len(labels) for _ in trial.epochs(1) for _, labels in trial.batches(name, 8))
+
+
+def test_a_preprocessor_that_is_stuck_is_replaced(tmp_path: Path) -> None:
+    data = SharedPipeline(once=Sticky(tmp_path), always=Sticky(tmp_path, always=True))
+    study = optuna.create_study()
+    with fleet_of(devices=1, pipeline=data, hang_timeout_s=2.0) as executor:
+        study.optimize(functools.partial(read_all, name="once"), n_trials=1, executor=executor)
+        assert study.trials[0].value == 40
+        assert (tmp_path / "stopped").exists()
+    with fleet_of(devices=1, pipeline=data, hang_timeout_s=1.0) as executor:
+        stuck = functools.partial(read_all, name="always")
+        with pytest.raises(PreprocessingError, match=r"data set .always.: .*stuck"):
+            study.optimize(stuck, n_trials=1, executor=executor)
 
 
 def wait_for_nobody(trial: Any) -> float:

@@ -66,7 +66,8 @@ class Agent:
             self._open_pipeline()
             for device in self._config.devices:
                 self._start_trainer(device)
-            run_loop(self._selector)
+            stuck_s = self._config.stuck_s
+            run_loop(self._selector, every_s=stuck_s and stuck_s / 4, tick=self._look_after)
         except (EOFError, ConnectionError):
             pass
         finally:
@@ -86,6 +87,10 @@ class Agent:
                 self._channel.send(self._report(is_answer=True))
             case Quit():
                 raise EOFError
+
+    def _look_after(self) -> None:
+        if self._pipeline is not None and self._config.stuck_s is not None:
+            self._pipeline.kill_stuck(self._config.stuck_s)
 
     # -- children ---------------------------------------------------------------------------------
 
