@@ -56,8 +56,8 @@ class SharedPipeline:
             as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
             given. It is never exceeded.
-        decoded_bytes: How much of it the decoded store may take; 0 for none. By default half, for
-            data sets where that saves time.
+        decoded_bytes: How much of it the decoded store may take; 0 for none. By default a third,
+            for data sets where that saves time.
         spill_dir: A folder on a local disk for preprocessed data that does not fit into memory.
         spill_bytes: How much it may take there; half of what is free if not given.
         **datasets: Map-style data sets (``len(dataset)`` and ``dataset[index]``) by name.
