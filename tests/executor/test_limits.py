@@ -333,3 +333,41 @@ def test_a_process_that_ran_out_of_memory_is_not_used_again() -> None:
     assert len(set(pids)) == 3
     assert pids[2] == pids[3]
     assert reason(study.trials[0]) == "MemoryError: no room"
+
+
+@pytest.fixture
+def small_group(tmp_path: Path) -> Iterator[Path]:
+    """A memory control group of 64 MiB, where this machine lets us make one."""
+    kinds = {"memory": "memory.limit_in_bytes", ".": "memory.max"}  # versions 1 and 2
+    for folder, limit in kinds.items():
+        group = Path("/sys/fs/cgroup") / folder / f"fleet-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        if (group / limit).exists():
+            (group / limit).write_text(str(64 << 20))
+            yield group
+            group.rmdir()
+            return
+        group.rmdir()
+    pytest.skip("memory control groups can't be made here")
+
+
+def eat(trial: Any, *, group: Path) -> float:
+    if trial.number == 0:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        block = bytearray(200 << 20)
+        block[::4096] = b"\1" * len(block[::4096])
+    return 1.0
+
+
+def test_a_trial_that_the_kernel_kills_for_want_of_memory_is_not_tried_again(
+    small_group: Path,
+) -> None:
+    study = optuna.create_study()
+    with FleetExecutor(devices=1, device_type="cpu") as executor:
+        objective = functools.partial(eat, group=small_group)
+        study.optimize(objective, n_trials=2, catch=OutOfMemoryError, executor=executor)
+    assert states(study) == [FAIL, COMPLETE]
+    assert "Trial 0 ran out of memory: the trainer of device 0" in reason(study.trials[0])
