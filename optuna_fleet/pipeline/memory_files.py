@@ -3,13 +3,15 @@
 Memory is handed over page by page, and with pages of 4 KiB that costs as much as reading them.
 So files of some size are made of huge pages where the kernel gives them (MADV_COLLAPSE: Linux 6.1,
 whatever `shmem_enabled` says), and mapped at addresses where those can be used as they are. Where
-a machine must get each huge page from its host first, which takes milliseconds, it goes without.
+they take long to get (memory is scattered, or has to come from a host first), few files have them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import math
 import mmap
 import os
 import time
@@ -20,7 +22,10 @@ from typing import Any
 HUGE_PAGE = 2 << 20
 
 _PATIENCE_S = 1e-3
-"""For a huge page; clearing one takes a tenth of that."""
+"""For a huge page, in time of this thread; clearing one takes a tenth of that."""
+
+_LONGEST_PAUSE = 32
+"""Files without huge pages after one that had to wait for them, and the next, and the next..."""
 
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
@@ -35,8 +40,31 @@ _libc.mmap.argtypes = (
     *(ctypes.c_void_p, ctypes.c_size_t),
     *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
 )
-_lacking: set[str] = set()
-"""What this machine turned out not to have; not asked for again."""
+
+
+class HugePages:
+    """Whether the next file is to have huge pages; seldom, where they are slow to come."""
+
+    def __init__(self) -> None:
+        self.exist = True
+        self._pause = 0
+        self._left = 0
+
+    def wanted(self) -> bool:
+        """Says whether to try; called once for each file."""
+        if self._left:
+            self._left -= 1
+            return False
+        return self.exist
+
+    def took(self, seconds: float, number: int) -> None:
+        """Learns how long so many of them took."""
+        is_slow = seconds > _PATIENCE_S * number
+        self._pause = min(2 * self._pause or 1, _LONGEST_PAUSE) if is_slow else 0
+        self._left = self._pause
+
+
+_huge_pages = HugePages()
 
 
 def sealed_file(nbytes: int, fill: Callable[[mmap.mmap], None]) -> int:
@@ -89,19 +117,19 @@ def _sealed(nbytes: int, write: Callable[[int], None]) -> int:
 
 def _take_huge_pages(fd: int, nbytes: int) -> None:
     """Gives an empty file huge pages for its first bytes, if the machine has them."""
-    if not nbytes or "huge pages" in _lacking:
+    if not nbytes or not _huge_pages.wanted():
         return
     os.ftruncate(fd, nbytes)
     for offset in range(0, nbytes, HUGE_PAGE):
         os.pwrite(fd, b"\0", offset)  # a hole is not collapsed
     memory, shift = _map_aligned(fd, nbytes, mmap.MAP_SHARED)
-    began = time.perf_counter()
+    began = time.thread_time()
     try:
         memory.madvise(_MADV_COLLAPSE, shift, nbytes)
-    except OSError:
-        _lacking.add("huge pages")
-    if time.perf_counter() - began > _PATIENCE_S * nbytes / HUGE_PAGE:
-        _lacking.add("huge pages")
+        _huge_pages.took(time.thread_time() - began, nbytes // HUGE_PAGE)
+    except OSError as error:
+        _huge_pages.exist = _huge_pages.exist and error.errno != errno.EINVAL
+        _huge_pages.took(math.inf, 1)  # none free now
     memory.close()
 
 

@@ -21,6 +21,7 @@ from optuna_fleet.pipeline import columns, memory_files, pickling
 from optuna_fleet.pipeline.chunk_view import ChunkView, cut_batch
 from optuna_fleet.pipeline.columns import without_images
 from optuna_fleet.pipeline.layout import DenseHeader, ObjectHeader, write_chunk
+from optuna_fleet.pipeline.memory_files import HugePages
 from optuna_fleet.pipeline.structure import map_leaves
 
 Point = collections.namedtuple("Point", "x y")
@@ -263,16 +264,30 @@ LARGE = 2 * memory_files.HUGE_PAGE + 70_000
 @pytest.mark.parametrize("by_user", [True, False])
 def test_large_chunks_with_and_without_huge_pages(monkeypatch, has_huge_pages, by_user):
     monkeypatch.setattr(memory_files, "_MADV_COLLAPSE", 25 if has_huge_pages else 12345)
-    monkeypatch.setattr(memory_files, "_lacking", set())
+    monkeypatch.setattr(memory_files, "_huge_pages", HugePages())
     samples = [torch.randint(0, 255, (LARGE // 3,), dtype=torch.uint8) for _ in range(3)]
     fd = write_chunk(samples, collated_by_user=by_user)
     with pytest.raises(PermissionError):
         os.pwrite(fd, b"x", 0)
     chunk = ChunkView(os.dup(fd))
     if not has_huge_pages:
-        assert memory_files._lacking
+        assert not memory_files._huge_pages.wanted()
     cut_batch([(chunk, 0, 3)], torch.stack if by_user else None).zero_()
     assert bits(ChunkView(fd).samples(0, 3)) == bits(samples)
+
+
+def test_huge_pages_that_are_slow_to_come_are_asked_for_less_and_less() -> None:
+    pages = HugePages()
+    tries = []
+    for file in range(100):
+        if pages.wanted():
+            tries.append(file)
+            pages.took(1.0, 3)
+    assert tries == [0, 2, 5, 10, 19, 36, 69]
+    while not pages.wanted():
+        pass
+    pages.took(1e-6, 3)
+    assert all(pages.wanted() for _ in range(10))
 
 
 def test_more_pieces_than_one_system_call_takes():
