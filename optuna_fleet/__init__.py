@@ -5,12 +5,14 @@ Importing it gives `optuna.Study.optimize` the keyword ``executor=``.
 
 from typing import TYPE_CHECKING, Any
 
+from optuna_fleet.checkpoints import load_best_model
 from optuna_fleet.exceptions import (
     FleetConfigError,
     FleetError,
     LaunchError,
     OutOfMemoryError,
     PreprocessingError,
+    StorageLostError,
     TrainerLostError,
     TrialError,
     TrialTimeoutError,
@@ -20,9 +22,11 @@ from optuna_fleet.executor.fleet_executor import FleetExecutor
 from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.keyword import install, uninstall
+from optuna_fleet.trainer.checkpoint_file import CheckpointError
 
 __version__ = "0.1.0"
 __all__ = [
+    "CheckpointError",
     "Convergence",
     "FleetConfigError",
     "FleetError",
@@ -33,10 +37,12 @@ __all__ = [
     "PreprocessingError",
     "RandomResizedCrop",
     "SharedPipeline",
+    "StorageLostError",
     "TrainerLostError",
     "TrialError",
     "TrialTimeoutError",
     "install",
+    "load_best_model",
     "read_image",
     "uninstall",
 ]

@@ -1,7 +1,9 @@
 """The control channel: authenticated, framed messages between driver, agents and trainers.
 
-Both ends prove that they know the sweep's secret (HMAC-SHA256 over fresh nonces of both sides)
-before anything is unpickled; nothing is ever unpickled from a peer that has not.
+Both ends prove that they know the sweep's secret (HMAC-SHA256 over fresh nonces of both). From
+then on every frame carries proofs under keys that only the two ends of this one connection have:
+what was altered, repeated, left out or sent back is noticed, and the connection is over. Nothing
+is unpickled, and not even a length is believed, before it is proven.
 """
 
 from __future__ import annotations
@@ -12,144 +14,247 @@ import pickle
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+import time
+from hashlib import blake2b
 from typing import Any
 
 from optuna_fleet.exceptions import ProtocolError
 
-_NONCE_BYTES = 32
-_HANDSHAKE_LIMIT_S = 10.0
+HELLO = b"optuna-fleet 2"
+NONCE_BYTES = 32
+HANDSHAKE_LIMIT_S = 10.0
+
 _RETRY_S = 0.1
-_HELLO = b"optuna-fleet 1"
+_HASH_BYTES = 32
+_PROOF_BYTES = 16
+_LENGTH = struct.Struct("!Q")
+_HEAD_BYTES = _LENGTH.size + _PROOF_BYTES
+_MAX_BYTES = 4 << 30
 
 
 class Channel:
-    """One end of an authenticated connection; it carries records of `optuna_fleet.messages`."""
+    """One end of an authenticated connection; it carries records of `optuna_fleet.messages`.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    A frame is the length of the pickled message and its proof, the message's proof, the message.
+
+    Args:
+        sock: Connected; the channel owns it from now on.
+        outgoing: Key for what is sent.
+        incoming: Key for what is received.
+    """
+
+    def __init__(self, sock: socket.socket, *, outgoing: bytes, incoming: bytes) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(None)
+        self._sock = sock
         self._sending = threading.Lock()
+        self._outgoing, self._incoming = _Proofs(outgoing), _Proofs(incoming)
+        self._unsent = bytearray()
+        self._expect(_HEAD_BYTES)
+        self._has_head = False
+
+    # -- sending ----------------------------------------------------------------------------------
 
     def send(self, message: Any) -> None:
-        """Send one message.
+        """Send one message, waiting until the peer can take it.
+
+        Raises:
+            ProtocolError: It is too large.
+            OSError: The peer is gone.
+        """
+        with self._sending:
+            self._sock.sendall(self._frame(message))
+
+    def post(self, message: Any) -> None:
+        """Send one message without waiting: `flush` sends what the peer does not take now.
+
+        Raises:
+            ProtocolError: It is too large.
+            OSError: The peer is gone.
+        """
+        self._unsent += self._frame(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send of what was posted as much as the peer takes now.
 
         Raises:
             OSError: The peer is gone.
         """
+        try:
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()
+            raise
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something that was posted waits for the peer."""
+        return bool(self._unsent)
+
+    def _frame(self, message: Any) -> bytes:
         data = pickle.dumps(message)
-        with self._sending:
-            self._connection.send_bytes(data)
+        if len(data) > _MAX_BYTES:
+            raise ProtocolError(
+                f"A {type(message).__name__} takes {len(data):,} bytes, but at most "
+                f"{_MAX_BYTES:,} can be sent. Does the objective hold data? Then give them to the "
+                "SharedPipeline, or load them inside the objective."
+            )
+        length = _LENGTH.pack(len(data))
+        return b"".join((length, self._outgoing.of(length), self._outgoing.of(data), data))
+
+    # -- receiving --------------------------------------------------------------------------------
 
     def receive(self) -> Any:
         """Return the next message, waiting for it.
 
         Raises:
             EOFError: The peer is gone.
+            ConnectionAbortedError: What arrived is not what the peer sent.
+            OSError: The connection broke.
         """
-        return pickle.loads(self._connection.recv_bytes())
+        self._take_in(0)
+        proof, data = self._piece[:_PROOF_BYTES], memoryview(self._piece)[_PROOF_BYTES:]
+        self._incoming.check(proof, data)
+        self._expect(_HEAD_BYTES)
+        self._has_head = False
+        return pickle.loads(data)
 
     def has_message(self) -> bool:
-        """Whether `receive` would return at once."""
-        return self._connection.poll(0)
+        """Whether `receive` would return, or raise, at once; a part of a message is none."""
+        try:
+            self._take_in(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):
+            pass  # `receive` says it
+        return True
+
+    def _expect(self, num_bytes: int) -> None:
+        self._piece, self._filled = bytearray(num_bytes), 0
+
+    def _take_in(self, flags: int) -> None:
+        """Read up to the end of a message, and no further: what is left keeps us readable."""
+        if not self._has_head:
+            self._fill(flags)
+            length = self._piece[: _LENGTH.size]
+            self._incoming.check(self._piece[_LENGTH.size :], length)
+            self._expect(_PROOF_BYTES + _LENGTH.unpack(length)[0])
+            self._has_head = True
+        self._fill(flags)
+
+    def _fill(self, flags: int) -> None:
+        while self._filled < len(self._piece):
+            received = self._sock.recv_into(memoryview(self._piece)[self._filled :], 0, flags)
+            if not received:
+                raise EOFError
+            self._filled += received
+
+    # -- both -------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         """File descriptor that becomes readable when a message or the end arrives."""
-        return self._connection.fileno()
+        return self._sock.fileno()
 
     @property
     def is_closed(self) -> bool:
         """Whether this end was closed."""
-        return self._connection.closed
+        return self._sock.fileno() < 0
 
     def close(self) -> None:
         """Close this end."""
-        self._connection.close()
+        self._sock.close()
+
+
+class _Proofs:
+    """Proofs of what goes one way, each for its place in the order of things.
+
+    Args:
+        key: Known to the two ends of this connection only, and used for this direction only.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._place = 0
+
+    def of(self, piece: bytes | bytearray | memoryview) -> bytes:
+        """Return the proof of the next piece."""
+        proof = blake2b(_LENGTH.pack(self._place), key=self._key, digest_size=_PROOF_BYTES)
+        proof.update(piece)
+        self._place += 1
+        return proof.digest()
+
+    def check(self, proof: bytes | bytearray, piece: bytearray | memoryview) -> None:
+        """Check the next piece.
+
+        Raises:
+            ConnectionAbortedError: It is not what the peer sent, now and for ever.
+        """
+        place = self._place
+        if not hmac.compare_digest(proof, self.of(piece)):
+            self._place = place
+            raise ConnectionAbortedError(
+                "Somebody tampered with a connection of the control channel: a message on it is "
+                "not what its sender sent. The connection was cut."
+            )
 
 
 def connect(host: str, port: int, secret: bytes) -> Channel:
     """Connect to a `Listener` and prove knowledge of `secret`.
 
     Raises:
-        ProtocolError: The listener does not know the secret.
+        ProtocolError: One of the two does not know the secret.
         OSError: It can't be reached.
     """
-    sock = socket.create_connection((host, port), timeout=_HANDSHAKE_LIMIT_S)
-    return _authenticated(sock, secret, b"client", b"server")
-
-
-class Listener:
-    """Accepts authenticated connections on a background thread.
-
-    Args:
-        host: Address to bind; loopback for a local cluster.
-        secret: Shared secret of the sweep.
-        on_connect: Called on a background thread with each authenticated channel.
-    """
-
-    def __init__(self, host: str, secret: bytes, on_connect: Callable[[Channel], None]) -> None:
-        self._secret = secret
-        self._on_connect = on_connect
-        self._closed = threading.Event()
-        self._socket = socket.create_server((host, 0), backlog=128)
-        self.host, self.port = self._socket.getsockname()[:2]
-        threading.Thread(target=self._accept, name="optuna-fleet-accept", daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-                # A thread each: a peer that stalls its handshake must not keep the others out.
-                threading.Thread(target=self._welcome, args=(sock,), daemon=True).start()
-            except (OSError, RuntimeError):
-                # Closed, or out of file descriptors or threads, which may pass.
-                if self._closed.wait(_RETRY_S):
-                    return
-
-    def _welcome(self, sock: socket.socket) -> None:
+    deadline = time.monotonic() + HANDSHAKE_LIMIT_S
+    while True:
         try:
-            channel = _authenticated(sock, self._secret, b"server", b"client")
-        except (ProtocolError, OSError, EOFError):
-            return
-        self._on_connect(channel)
-
-    def close(self) -> None:
-        """Accept no more connections."""
-        self._closed.set()
-        # shutdown() wakes the accepting thread; close() alone would leave it and the port behind.
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            return _enter(host, port, secret)
+        except ConnectionRefusedError:
+            raise
+        except ConnectionError:  # so many strangers that they crowd us out
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_RETRY_S)
 
 
-def _authenticated(sock: socket.socket, secret: bytes, me: bytes, peer: bytes) -> Channel:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    limit = struct.pack("ll", int(_HANDSHAKE_LIMIT_S), 0)
-    no_limit = struct.pack("ll", 0, 0)
-    sock.setblocking(True)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-    connection = Connection(sock.detach())
+def _enter(host: str, port: int, secret: bytes) -> Channel:
+    sock = socket.create_connection((host, port), timeout=HANDSHAKE_LIMIT_S)
     try:
-        _handshake(connection, secret, me, peer)
+        hello, server = _exactly(sock, len(HELLO)), _exactly(sock, NONCE_BYTES)
+        if hello != HELLO:
+            raise ProtocolError(f"The process at {host}:{port} does not speak this protocol.")
+        client = os.urandom(NONCE_BYTES)
+        sock.sendall(HELLO + client + derived(secret, b"client", client, server))
+        proof = derived(secret, b"server", client, server)
+        if not hmac.compare_digest(_exactly(sock, _HASH_BYTES), proof):
+            raise ProtocolError(
+                f"The process at {host}:{port} and this one do not know the same secret: they "
+                "belong to different sweeps."
+            )
+        return Channel(
+            sock,
+            outgoing=derived(secret, b"from client", client, server),
+            incoming=derived(secret, b"from server", client, server),
+        )
     except BaseException:
-        connection.close()
+        sock.close()
         raise
-    with socket.fromfd(connection.fileno(), socket.AF_INET, socket.SOCK_STREAM) as duplicate:
-        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, no_limit)
-    return Channel(connection)
 
 
-def _handshake(connection: Connection, secret: bytes, me: bytes, peer: bytes) -> None:
-    mine = os.urandom(_NONCE_BYTES)
-    connection.send_bytes(_HELLO + mine)
-    hello = connection.recv_bytes(len(_HELLO) + _NONCE_BYTES)
-    theirs = hello[len(_HELLO) :]
-    if not hello.startswith(_HELLO) or len(theirs) != _NONCE_BYTES:
-        raise ProtocolError("The peer on the control channel does not speak this protocol.")
-    connection.send_bytes(_proof(secret, me, mine, theirs))
-    proof = connection.recv_bytes(64)
-    if not hmac.compare_digest(proof, _proof(secret, peer, theirs, mine)):
-        raise ProtocolError("The peer on the control channel does not know this sweep's secret.")
+def derived(secret: bytes, purpose: bytes, client: bytes, server: bytes) -> bytes:
+    """Return what only who knows the secret can derive from the nonces of a connection's ends."""
+    return hmac.digest(secret, purpose + client + server, "sha256")
 
 
-def _proof(secret: bytes, role: bytes, own_nonce: bytes, peer_nonce: bytes) -> bytes:
-    return hmac.digest(secret, role + own_nonce + peer_nonce, "sha256")
+def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        received = sock.recv(num_bytes - len(data))
+        if not received:
+            raise ConnectionResetError("The other end hung up during the handshake.")
+        data += received
+    return data

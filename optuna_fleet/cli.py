@@ -1,4 +1,4 @@
-"""The command line: `optuna-fleet simulate` and `optuna-fleet replay`."""
+"""The command line: `optuna-fleet simulate`, `optuna-fleet replay`, `optuna-fleet checkpoints`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from optuna_fleet.checkpoint_folder import holder_of
+from optuna_fleet.checkpoints import entries, prune, table
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.policies import POLICIES
 from optuna_fleet.replay.ensemble import load_ensemble
@@ -31,13 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        report, outcome = options.run(options)
-        if options.json:
-            _write(options.json, json.dumps(report, indent=2) + "\n")
-        if options.gantt:
-            save_gantt(outcome, options.gantt, options.policy)
-        if str(options.json) != "-":
-            print("\n".join(lines(report)), flush=True)
+        return options.run(options)  # type: ignore[no-any-return]
     except (FleetConfigError, ImportError) as error:
         print(f"optuna-fleet: error: {error}", file=sys.stderr)
         return 2
@@ -47,6 +43,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, say `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _run_and_report(options: argparse.Namespace) -> int:
+    report, outcome = options.scenario(options)
+    if options.json:
+        _write(options.json, json.dumps(report, indent=2) + "\n")
+    if options.gantt:
+        save_gantt(outcome, options.gantt, options.policy)
+    if str(options.json) != "-":
+        print("\n".join(lines(report)), flush=True)
+    return 0
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    folder: Path = options.folder
+    if options.prune:
+        removed = list(prune(folder))
+        print(f"Removed {len(removed)} files.", *removed, sep="\n")
+    found = entries(folder, verify=options.verify)
+    print("\n".join(table(found, verified=options.verify)))
+    if holder := holder_of(folder):
+        print(f"In use by {holder}.")
+    elif any(entry.kind != "final" for entry in found):
+        print("The driver of the unfinished ones died: the same call made again resumes them.")
+    return 1 if any(entry.problem for entry in found) else 0
 
 
 def _simulate(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
@@ -95,12 +116,29 @@ def _write(path: Path, text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="optuna-fleet", description="Simulate how sweeps would run on a fleet."
+        prog="optuna-fleet",
+        description="Simulate how sweeps would run on a fleet; look after checkpoints.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_simulate(commands)
     _add_replay(commands)
+    _add_checkpoints(commands)
     return parser
+
+
+def _add_checkpoints(commands: Any) -> None:
+    command = commands.add_parser(
+        "checkpoints", help="list, verify and prune the checkpoints in a `checkpoint_dir`"
+    )
+    command.add_argument("folder", type=Path, metavar="DIR")
+    command.add_argument("--verify", action="store_true", help="read them and compare checksums")
+    command.add_argument(
+        "--prune",
+        action="store_true",
+        help="remove all but the good checkpoints of trials that are done; those that a dead "
+        "driver left unfinished then begin anew",
+    )
+    command.set_defaults(run=_checkpoints)
 
 
 def _add_simulate(commands: Any) -> None:
@@ -163,7 +201,7 @@ def _add_outputs(command: argparse.ArgumentParser, run: Callable[..., Any]) -> N
     command.add_argument(
         "--gantt", type=Path, metavar="OUT.png", help="picture of devices over time (matplotlib)"
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=_run_and_report, scenario=run)
 
 
 def _at_least(least: int) -> Callable[[str], int]:

@@ -44,6 +44,10 @@ class OutOfMemoryError(TrialError, MemoryError):
     """A trial took more than `trial_memory_bytes`, or the kernel killed it for want of memory."""
 
 
+class StorageLostError(FleetError):
+    """The study's storage was gone for longer than `storage_patience_s`."""
+
+
 class RemoteObjectiveError(TrialError):
     """Stands in for an exception of the objective whose own type can't be sent to the driver."""
 

@@ -147,10 +147,11 @@ class RunTrial:
     Attributes:
         objective: cloudpickle of the objective; None if this trainer already has `objective_id`.
         measure: Measure the training rate over the first batches.
-        group: Name of the run's process group in the store; nobody else can guess it.
+        group: Name of the run's process group in the store; not used by any other run.
         store: Where the ranks find each other; needed for more than one.
         checkpoint: Path of the checkpoint to resume from, or None.
-        checkpoint_to: Path to write the checkpoint to when told to yield.
+        checkpoint_to: Path to write checkpoints to while it trains.
+        final_to: Path to write the checkpoint to that it leaves when it is done; None for none.
         pulse_s: Seconds between two `Pulse` messages; None for none.
     """
 
@@ -168,6 +169,7 @@ class RunTrial:
     checkpoint: str | None
     checkpoint_to: str
     gc_after_trial: bool
+    final_to: str | None = None
     pulse_s: float | None = None
 
 
@@ -224,10 +226,11 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpointed:
-    """The run has written its checkpoint and goes on."""
+class CheckpointFailed:
+    """The run could not make a checkpoint, and goes on without; `problem` says why."""
 
     run_id: int
+    problem: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +288,7 @@ class AgentConfig:
     node: int
     host: str
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     sys_path: tuple[str, ...]
     preload: tuple[str, ...]
     devices: tuple[Device, ...]

@@ -6,10 +6,12 @@ spoils its own call or trial and not the channel.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
 import traceback
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,12 +59,31 @@ def pack_objective(objective: Any, names: Mapping[int, str]) -> bytes:
 def unpack_objective(data: bytes, resolve: Callable[[str], Any]) -> Any:
     """Return an objective; what was named instead of copied is what `resolve` gives for its name.
 
+    Its script becomes this process's ``__main__``.
+
     Raises:
         Exception: It can't be unpickled here.
     """
     unpickler = pickle.Unpickler(io.BytesIO(data))
     unpickler.persistent_load = resolve  # type: ignore[method-assign]
-    return unpickler.load()
+    objective = unpickler.load()
+    _become_main(objective)
+    return objective
+
+
+def _become_main(objective: Any) -> None:
+    """Let pickle, and processes that the objective spawns, find its script's names as usual."""
+    function = objective
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__globals__"):  # an object that can be called
+        function = getattr(function, "__call__", None)  # noqa: B004
+    names = getattr(function, "__globals__", {})
+    if names.get("__name__") == "__main__":
+        main = types.ModuleType("__main__")
+        vars(main).update(names)
+        # The second is what spawned processes call it.
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
 class _NamingPickler(cloudpickle.Pickler):  # type: ignore[misc]

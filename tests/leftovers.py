@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -15,9 +16,17 @@ def shared_memory() -> set[str]:
 
 
 def sockets() -> set[str]:
-    """Names of the package's Unix sockets."""
-    names = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines())
-    return {name for name in names if "optuna-fleet" in name}
+    """Names of the package's Unix sockets that this process has open; others died with theirs."""
+    held = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of this very listing
+            held.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    lines = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
+    return {
+        fields[-1]
+        for fields in lines
+        if "optuna-fleet" in fields[-1] and f"socket:[{fields[6]}]" in held
+    }
 
 
 def processes() -> list[str]:

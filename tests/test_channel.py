@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
+import logging
 import os
+import pickle
 import queue
+import resource
 import socket
 import struct
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
 from optuna_fleet import channel as channels
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
-from optuna_fleet.channel import Channel, Listener, connect
+from optuna_fleet.channel import HELLO, Channel, connect
 from optuna_fleet.events import DeviceJoined
 from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.executor import listener as listeners
 from optuna_fleet.executor import runtime as runtimes
 from optuna_fleet.executor.hub import Hub
+from optuna_fleet.executor.listener import Listener
 from optuna_fleet.messages import AgentReady, TrainerExited, TrainerReady
 from optuna_fleet.resources import Device, Fleet
 
 SECRET = b"s" * 32
+HELLO_BYTES = len(HELLO) + 32
+ANSWER_BYTES = HELLO_BYTES + 32
 PATIENCE_S = 20.0
 
 AGENT = 5
@@ -34,22 +47,26 @@ def ready(pid: int) -> TrainerReady:
 
 
 class Welcomed:
-    """A listener and the channels it let in."""
+    """A listener, the channels it let in, and what it said about those it did not."""
 
     def __init__(self) -> None:
         self.channels: queue.Queue[Channel] = queue.Queue()
-        self.listener = Listener("127.0.0.1", SECRET, self.channels.put)
+        self.lines: queue.Queue[str] = queue.Queue()
+        self.listener = Listener("127.0.0.1", SECRET, self.channels.put, self.lines.put)
         self.address = (self.listener.host, self.listener.port)
 
     def works(self) -> bool:
         """A client that knows the secret gets in, and is the first who did."""
-        with_secret = connect(*self.address, SECRET)
-        theirs = self.channels.get(timeout=PATIENCE_S)
-        with_secret.send({"a": 1})
+        mine, theirs = self.pair()
+        mine.send({"a": 1})
         same = theirs.receive() == {"a": 1}
-        with_secret.close()
+        mine.close()
         theirs.close()
         return same and self.channels.empty()
+
+    def pair(self) -> tuple[Channel, Channel]:
+        mine = connect(*self.address, SECRET)
+        return mine, self.channels.get(timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -63,8 +80,8 @@ def stranger(address: tuple[str, int]) -> socket.socket:
     return socket.create_connection(address, timeout=PATIENCE_S)
 
 
-def is_dropped(sock: socket.socket) -> bool:
-    """The listener hangs up (after its own hello) without being told to."""
+def hangs_up(sock: socket.socket) -> bool:
+    """The other end hangs up without being told to, whatever it says before that."""
     try:
         while sock.recv(4096):
             pass
@@ -73,94 +90,371 @@ def is_dropped(sock: socket.socket) -> bool:
     return True
 
 
+def answer(hello: bytes, secret: bytes) -> bytes:
+    """What a client says to a listener's hello."""
+    client, server = bytes(32), hello[-32:]
+    return HELLO + client + channels.derived(secret, b"client", client, server)
+
+
 def test_messages_pass_both_ways(welcomed: Welcomed) -> None:
-    assert welcomed.works()
+    mine, theirs = welcomed.pair()
+    for message in ({"a": 1}, b"", os.urandom(5 << 20), None):
+        threading.Thread(target=mine.send, args=(message,)).start()
+        assert theirs.receive() == message
+    theirs.send("back")
+    assert mine.receive() == "back"
+    mine.close()
+    theirs.close()
 
 
 def test_a_wrong_secret_is_refused_on_both_ends(welcomed: Welcomed) -> None:
-    with pytest.raises((ProtocolError, OSError, EOFError)):
+    with pytest.raises(ProtocolError, match="different sweeps"):
         connect(*welcomed.address, b"x" * 32)
+    assert "does not know this sweep's secret" in welcomed.lines.get(timeout=PATIENCE_S)
     assert welcomed.works()
 
 
 def test_a_client_refuses_a_listener_that_does_not_know_the_secret() -> None:
-    impostor = Listener("127.0.0.1", b"i" * 32, lambda channel: None)
-    with pytest.raises((ProtocolError, OSError, EOFError)):
-        connect(impostor.host, impostor.port, SECRET)
-    impostor.close()
+    """One that takes whoever comes, and answers with something."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def impostor() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.sendall(HELLO + bytes(32))
+                got = sock.recv(ANSWER_BYTES, socket.MSG_WAITALL)
+                sock.sendall(got[-32:])  # the client's own proof
+
+        thread = threading.Thread(target=impostor)
+        thread.start()
+        with pytest.raises(ProtocolError, match="different sweeps"):
+            connect(*server.getsockname(), SECRET)
+        thread.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize(
     "garbage",
     [
+        b"",
         b"\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        struct.pack("!i", 46) + b"optuna-fleet 0" + bytes(32),
-        struct.pack("!i", 46) + b"optuna-fleet 1" + bytes(32) + struct.pack("!i", 32) + bytes(32),
-        struct.pack("!i", 0),
-        struct.pack("!i", -2) + b"x",
-        struct.pack("!i", -1) + struct.pack("!Q", 1 << 62),
-        struct.pack("!i", 0x7FFFFFFF) + bytes(1 << 20),
+        b"optuna-fleet 1" + bytes(64),
+        HELLO,
+        HELLO + bytes(63),
+        HELLO + bytes(64),
+        struct.pack("!Q", 1 << 62) + bytes(16),
+        bytes(1 << 20),
         os.urandom(1 << 16),
     ],
-    ids=["short", "http", "other version", "no proof", "empty", "negative", "huge", "2g", "noise"],
+    ids=[
+        *("empty", "short", "http", "other version", "truncated", "one byte short", "no proof"),
+        *("huge", "megabyte", "noise"),
+    ],
 )
 def test_garbage_is_dropped(welcomed: Welcomed, garbage: bytes) -> None:
     with stranger(welcomed.address) as sock:
-        try:
+        with contextlib.suppress(OSError):  # hung up on us already
             sock.sendall(garbage)
             sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass  # hung up on us already
-        assert is_dropped(sock)
+        assert hangs_up(sock)
+    assert "A stranger was refused" in welcomed.lines.get(timeout=PATIENCE_S)
     assert welcomed.works()
+
+
+@settings(
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_no_bytes_get_in_without_the_secret(welcomed: Welcomed, data: st.DataObject) -> None:
+    """Of any length, in any pieces, as noise or as a proper answer that was altered."""
+    with stranger(welcomed.address) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        proper = answer(sock.recv(HELLO_BYTES, socket.MSG_WAITALL), SECRET)
+        altered = bytearray(proper + data.draw(st.binary(max_size=40)))
+        place = data.draw(st.integers(0, len(proper) - 1))
+        altered[place] ^= data.draw(st.integers(1, 255))
+        words = data.draw(st.sampled_from([bytes(altered), proper[:place]]) | st.binary())
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(words)), max_size=5)))
+        with contextlib.suppress(OSError):
+            for begin, end in itertools.pairwise([0, *cuts, len(words)]):
+                sock.sendall(words[begin:end])
+            sock.shutdown(socket.SHUT_WR)
+        assert hangs_up(sock)
+    assert welcomed.channels.empty()
 
 
 def test_a_proof_played_back_is_refused(welcomed: Welcomed) -> None:
-    """Sending the listener's own hello and proof back to it does not let anyone in."""
-    with stranger(welcomed.address) as sock:
-        hello = sock.recv(50, socket.MSG_WAITALL)
-        sock.sendall(hello)
-        proof = sock.recv(36, socket.MSG_WAITALL)
-        sock.sendall(proof)
-        assert is_dropped(sock)
+    """Neither the listener's own words nor those of a client who was let in open it again."""
+    with stranger(welcomed.address) as first:
+        words = answer(first.recv(HELLO_BYTES, socket.MSG_WAITALL), SECRET)
+        first.sendall(words)
+        its_proof = first.recv(32, socket.MSG_WAITALL)
+        welcomed.channels.get(timeout=PATIENCE_S).close()
+    for proof in (words[-32:], its_proof):
+        with stranger(welcomed.address) as sock:
+            hello = sock.recv(HELLO_BYTES, socket.MSG_WAITALL)
+            sock.sendall(words[:-32] + proof)
+            assert hangs_up(sock)
+        with stranger(welcomed.address) as sock:
+            sock.sendall(hello + proof)
+            assert hangs_up(sock)
     assert welcomed.works()
 
 
-def test_a_stalled_handshake_keeps_nobody_out(welcomed: Welcomed) -> None:
-    with stranger(welcomed.address) as silent, stranger(welcomed.address) as half:
-        half.sendall(struct.pack("!i", 46) + b"opt")
+def test_half_open_connections_keep_nobody_out(welcomed: Welcomed) -> None:
+    """More than are waited for at a time; and those who wait longest go first."""
+    with contextlib.ExitStack() as open_ones:
+        crowd = [open_ones.enter_context(stranger(welcomed.address)) for _ in range(300)]
+        crowd[0].settimeout(PATIENCE_S)
+        assert hangs_up(crowd[0])
+        crowd[-1].sendall(HELLO[:3])
         assert welcomed.works()
-        assert silent.fileno() != half.fileno()
+        assert len(welcomed.listener._applicants) <= 128
 
 
 def test_a_stalled_handshake_is_dropped(
     welcomed: Welcomed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "_HANDSHAKE_LIMIT_S", 1.0)
-    with stranger(welcomed.address) as silent:
-        assert is_dropped(silent)
+    """A byte now and then is no excuse."""
+    monkeypatch.setattr(listeners, "HANDSHAKE_LIMIT_S", 1.0)
+    with stranger(welcomed.address) as silent, stranger(welcomed.address) as slow:
+        slow.settimeout(0.1)
+        with contextlib.suppress(ConnectionError):
+            for byte in itertools.cycle(HELLO + bytes(32)):
+                slow.sendall(bytes([byte]))
+                with contextlib.suppress(TimeoutError):
+                    if not slow.recv(HELLO_BYTES):
+                        break
+        assert hangs_up(silent)
     assert welcomed.works()
+
+
+def test_a_flood_is_told_in_one_line(welcomed: Welcomed) -> None:
+    for _ in range(2000):
+        stranger(welcomed.address).close()
+    assert welcomed.works()
+    assert "A stranger was refused" in welcomed.lines.get(timeout=PATIENCE_S)
+    assert welcomed.lines.empty()
+
+
+def test_what_came_after_a_line_is_told_later(
+    welcomed: Welcomed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listeners, "_QUIET_S", 0.5)
+    stranger(welcomed.address).close()
+    welcomed.lines.get(timeout=PATIENCE_S)
+    for _ in range(3):
+        with stranger(welcomed.address) as sock:
+            sock.sendall(b"x")
+            assert hangs_up(sock)
+    told, number = "", 0
+    while number < 3:
+        told = welcomed.lines.get(timeout=PATIENCE_S)
+        number += 1 + (int(told.split(", and ")[1].split()[0]) if ", and " in told else 0)
+    assert "does not speak this protocol" in told
+
+
+def test_a_stranger_takes_no_memory_and_no_thread(welcomed: Welcomed) -> None:
+    assert welcomed.works()
+    threads = threading.active_count()
+    tracemalloc.start()
+    with contextlib.ExitStack() as open_ones:
+        for prefix in (struct.pack("!Q", 1 << 40), struct.pack("!i", 0x7FFFFFFF), HELLO) * 10:
+            sock = open_ones.enter_context(stranger(welcomed.address))
+            with contextlib.suppress(OSError):
+                sock.sendall(prefix + bytes(1 << 18))
+        assert threading.active_count() == threads
+        assert welcomed.works()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 << 20
 
 
 def test_nothing_is_unpickled_from_a_stranger(welcomed: Welcomed, tmp_path: Path) -> None:
-    bomb = f"cos\nsystem\n(S'touch {tmp_path}/boom'\ntR.".encode()
-    with stranger(welcomed.address) as sock:
-        sock.sendall(struct.pack("!i", len(bomb)) + bomb)
-        assert is_dropped(sock)
+    bomb = pickle.dumps(Bomb(tmp_path / "boom"))
+    frame = struct.pack("!Q", len(bomb)) + bytes(32) + bomb
+    for words in (bomb, frame, HELLO + bomb, answer(bytes(32), b"x" * 32) + frame):
+        with stranger(welcomed.address) as sock:
+            sock.sendall(words)
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+            assert hangs_up(sock)
     assert welcomed.works()
     assert not list(tmp_path.iterdir())
+    pickle.loads(bomb)
+    assert list(tmp_path.iterdir())  # it would have gone off
+
+
+class Bomb:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mknod, (str(self.path),)
 
 
 def test_a_closed_listener_leaves_neither_port_nor_thread() -> None:
-    before = set(threading.enumerate())
+    before, files = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
     listener = Listener("127.0.0.1", SECRET, lambda channel: None)
-    (accepting,) = set(threading.enumerate()) - before
-    listener.close()
-    accepting.join(PATIENCE_S)
-    assert not accepting.is_alive()
+    with stranger((listener.host, listener.port)) as sock:
+        sock.recv(HELLO_BYTES, socket.MSG_WAITALL)  # a handshake is under way
+        listener.close()
+        assert hangs_up(sock)
+    assert set(threading.enumerate()) <= before
+    assert set(os.listdir("/proc/self/fd")) <= files
     with pytest.raises(ConnectionRefusedError):
         stranger((listener.host, listener.port))
+
+
+def test_out_of_descriptors_is_no_end(welcomed: Welcomed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listener goes on as soon as there are some again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with stranger(welcomed.address) as early:
+        early.recv(HELLO_BYTES, socket.MSG_WAITALL)
+        late = socket.socket()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (late.fileno() + 1, hard))
+        copies: list[int] = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    copies.append(os.dup(0))
+            late.connect(welcomed.address)
+            late.settimeout(PATIENCE_S)
+            assert hangs_up(early)  # who waits longest makes room
+            assert late.recv(len(HELLO)) == HELLO
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            late.close()
+            for copy in copies:
+                os.close(copy)
+    assert welcomed.works()
+
+
+# -- frames --------------------------------------------------------------------------------------
+
+KEYS = {"outgoing": b"a" * 32, "incoming": b"b" * 32}
+SAID = ["first", "second", {"third": 3}, b"x" * 300]
+
+
+def heard(stream: bytes) -> list[Any]:
+    """What a channel makes of these bytes, until it gives up on them."""
+    messages = []
+    with contextlib.closing(tcp_pair()) as (there, here):
+        channel = Channel(here, outgoing=KEYS["incoming"], incoming=KEYS["outgoing"])
+        there.sendall(stream)
+        there.close()
+        with contextlib.suppress(EOFError, ConnectionAbortedError):
+            while True:
+                assert channel.has_message()
+                messages.append(channel.receive())
+        for _ in range(2):  # and for good
+            with pytest.raises((EOFError, ConnectionAbortedError)):
+                channel.receive()
+    return messages
+
+
+class tcp_pair(tuple[socket.socket, socket.socket]):
+    """Two connected sockets."""
+
+    def __new__(cls) -> tcp_pair:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            one = socket.create_connection(server.getsockname())
+            other, _ = server.accept()
+        return super().__new__(cls, (one, other))
+
+    def close(self) -> None:
+        for sock in self:
+            sock.close()
+
+
+@functools.cache
+def said_frames() -> tuple[bytes, ...]:
+    """What a channel sends for `SAID`, frame by frame."""
+    with contextlib.closing(tcp_pair()) as (here, there):
+        channel = Channel(here, **KEYS)
+        frames = []
+        for message in SAID:
+            channel.send(message)
+            frames.append(there.recv(1 << 20))
+    return tuple(frames)
+
+
+def test_what_was_said_is_heard() -> None:
+    assert heard(b"".join(said_frames())) == SAID
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_of_a_stream_that_was_altered_only_what_came_before_is_heard(data: st.DataObject) -> None:
+    """Bits flipped; bytes put in, left out or repeated; the end cut off."""
+    stream = b"".join(said_frames())
+    begin = data.draw(st.integers(0, len(stream)))
+    end = data.draw(st.integers(begin, len(stream)))
+    others = [st.binary(max_size=60), st.just(stream[begin:end] * 2), st.just(stream[:begin])]
+    middle = data.draw(st.one_of(*others))
+    altered = stream[:begin] + middle + stream[end:]
+    assume(altered != stream)
+    pairs = zip(altered, stream, strict=False)
+    intact = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    ends = itertools.accumulate(map(len, said_frames()))
+    assert heard(altered) == SAID[: sum(end <= intact for end in ends)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(order=st.lists(st.integers(0, len(SAID) - 1), max_size=6))
+def test_frames_count_in_their_order_and_once(order: list[int]) -> None:
+    proper = list(itertools.takewhile(lambda pair: pair[0] == pair[1], enumerate(order)))
+    assert heard(b"".join(said_frames()[n] for n in order)) == SAID[: len(proper)]
+
+
+def test_a_frame_is_not_taken_back_by_its_sender_nor_by_another_connection(
+    welcomed: Welcomed,
+) -> None:
+    for echo in (True, False):
+        mine, theirs = welcomed.pair()
+        other_mine, other_theirs = welcomed.pair()
+        mine.send("said")
+        with socket.socket(fileno=os.dup(theirs.fileno())) as raw:
+            frame = raw.recv(1 << 10)
+        victim, attacker = (mine, theirs) if echo else (other_theirs, other_mine)
+        with socket.socket(fileno=os.dup(attacker.fileno())) as raw:
+            raw.sendall(frame)
+        with pytest.raises(ConnectionAbortedError, match="tampered"):
+            victim.receive()
+        for channel in (mine, theirs, other_mine, other_theirs):
+            channel.close()
+
+
+def test_a_length_that_is_not_proven_takes_no_memory() -> None:
+    for length in (1 << 62, 0x7FFFFFFF, 64 << 20):
+        tracemalloc.start()
+        assert heard(struct.pack("!Q", length) + bytes(16) + bytes(1 << 16)) == []
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1 << 20
+
+
+def test_a_bomb_in_a_frame_without_proof_does_not_go_off(tmp_path: Path) -> None:
+    """The frame is the sender's but for its content, of the same length."""
+    bomb = pickle.dumps(Bomb(tmp_path / "boom"))
+    with contextlib.closing(tcp_pair()) as (here, there):
+        Channel(here, **KEYS).send(b"x" * 500)
+        frame = there.recv(1 << 20)
+    head = len(frame) - len(pickle.dumps(b"x" * 500))
+    assert heard(frame[:head] + bomb.ljust(len(frame) - head, b".")) == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_message_that_is_too_large_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_MAX_BYTES", 100)
+    with contextlib.closing(tcp_pair()) as (here, there):
+        with pytest.raises(ProtocolError, match="SharedPipeline"):
+            Channel(here, **KEYS).send(b"x" * 500)
+        assert there.fileno() >= 0
 
 
 # -- the hub -------------------------------------------------------------------------------------
@@ -218,21 +512,98 @@ def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
     assert peers.collect(1) == ["the agent is still heard"]
 
 
-def test_a_handshake_that_ends_after_the_hub_closed_is_harmless() -> None:
-    # pytest turns an exception on the listener's thread into a failure.
+def test_a_hub_that_is_closed_closes_those_who_have_not_said_who_they_are() -> None:
+    files = set(os.listdir("/proc/self/fd"))
     hub = Hub()
-    before = set(threading.enumerate())
+    admitted, waiting = (connect(hub.host, hub.port, hub.secret) for _ in range(2))
     with stranger((hub.host, hub.port)) as sock:
-        hello = sock.recv(50, socket.MSG_WAITALL)  # the listener's thread is in its handshake
-        (welcoming,) = set(threading.enumerate()) - before
+        sock.recv(HELLO_BYTES, socket.MSG_WAITALL)
+        list(hub.messages(PATIENCE_S))  # it hears of the first, perhaps of both
         hub.close()
-        mine, theirs = os.urandom(32), hello[-32:]
-        sock.sendall(struct.pack("!i", 46) + b"optuna-fleet 1" + mine)
-        proof = channels._proof(hub.secret, b"client", mine, theirs)
-        sock.sendall(struct.pack("!i", len(proof)) + proof)
-        welcoming.join(PATIENCE_S)
-        assert not welcoming.is_alive()
-        assert is_dropped(sock)
+        for channel in (admitted, waiting):
+            with pytest.raises((EOFError, OSError)):
+                channel.receive()
+            channel.close()
+    assert set(os.listdir("/proc/self/fd")) <= files
+
+
+def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:
+    """As of a trainer that is stopped while it sends."""
+    with socket.socket(fileno=os.dup(peers.trainer.fileno())) as raw:
+        frame = peers.trainer._frame("of the trainer")
+        for part in (frame[:5], frame[5:30]):
+            raw.sendall(part)
+            assert list(peers.hub.messages(PATIENCE_S)) == []
+        peers.agent.send("of the agent")
+        assert peers.collect(1) == ["of the agent"]
+        raw.sendall(frame[30:])
+        assert peers.collect(1) == ["of the trainer"]
+
+
+def test_a_peer_that_does_not_read_does_not_hold_up_the_hub(peers: Peers) -> None:
+    """As a trainer that is stopped before it is sent an objective of some size."""
+    large = os.urandom(30 << 20)
+    peers.hub.send(peers.hub.trainers[7], large)
+    peers.hub.send(peers.hub.trainers[7], "and this")
+    peers.agent.send("of the agent")
+    while (got := list(peers.hub.messages(PATIENCE_S))) == []:
+        pass
+    assert got == ["of the agent"]
+    read: queue.Queue[Any] = queue.Queue()
+
+    def reader() -> None:
+        read.put(peers.trainer.receive())
+        read.put(peers.trainer.receive())
+        peers.trainer.send("thanks")
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    assert peers.collect(1) == ["thanks"]
+    thread.join(PATIENCE_S)
+    assert read.get() == large
+    assert read.get() == "and this"
+
+
+def test_a_message_that_was_tampered_with_cuts_its_sender_off(
+    peers: Peers, said: list[logging.LogRecord]
+) -> None:
+    with socket.socket(fileno=os.dup(peers.trainer.fileno())) as raw:
+        raw.sendall(b"x" * 100)
+    while peers.hub.trainers:
+        assert list(peers.hub.messages(PATIENCE_S)) == []
+    (record,) = said
+    assert "tampered" in record.getMessage()
+    with pytest.raises((EOFError, OSError)):
+        peers.trainer.receive()
+
+
+def test_a_stranger_is_logged_by_who_waits_for_messages(said: list[logging.LogRecord]) -> None:
+    """Not on the listener's thread: handlers are the user's code."""
+    hub = Hub()
+    for _ in range(5):
+        with stranger((hub.host, hub.port)) as sock:
+            sock.sendall(b"let me in")
+            assert hangs_up(sock)
+    assert not said
+    while not said:
+        assert list(hub.messages(PATIENCE_S)) == []
+    hub.close()
+    (record,) = said
+    assert record.threadName == threading.current_thread().name
+    assert record.name == "optuna.fleet"
+    assert hub.secret.hex() not in record.getMessage()
+
+
+@pytest.fixture
+def said() -> Iterator[list[logging.LogRecord]]:
+    """What the fleet says to its user."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("optuna.fleet")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
 
 
 # -- the runtime's books -------------------------------------------------------------------------

@@ -49,9 +49,18 @@ def at_import_time(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("library", "rooms"),
     [
-        ("torch", ("trainer", "pipeline")),
+        ("torch", ("trainer", "pipeline", "checkpoints")),
         ("mip", ("alloc",)),
-        ("optuna", ("sampler_bridge", "trainer", "executor.fleet_executor", "visualization")),
+        (
+            "optuna",
+            (
+                "sampler_bridge",
+                "trainer",
+                "executor.fleet_executor",
+                "visualization",
+                "checkpoints",
+            ),
+        ),
     ],
 )
 def test_a_library_is_imported_only_in_its_rooms(library: str, rooms: tuple[str, ...]) -> None:

@@ -45,9 +45,11 @@ def add_trial(study, *flights, state=TrialState.COMPLETE, params=None):
             distributions={
                 name: CategoricalDistribution([value]) for name, value in params.items()
             },
-            system_attrs={FLIGHTS_KEY: list(flights)},
         )
     )
+    number = len(study.trials) - 1
+    records = [{"trial": number, **record} for record in flights]
+    compat.set_study_record(study, FLIGHTS_KEY.format(began=START, index=number), records)
 
 
 @pytest.fixture
@@ -163,14 +165,6 @@ def test_each_optimize_call_counts_its_rounds_anew():
     add_trial(study, flight([0], 50, 55, rnd=1))
     add_trial(study, flight([0], 55, 60, rnd=2))
     assert [s.time_s for s in round_starts(bars_of(study))] == [5, 55]
-
-
-def test_records_copied_to_a_retried_trial_are_shown_once():
-    study = optuna.create_study()
-    old = flight([0], 0, 5, ending="lost")
-    add_trial(study, old, state=TrialState.FAIL)
-    add_trial(study, old, state=TrialState.RUNNING)
-    assert [b.number for b in bars_of(study)] == [0]
 
 
 def test_a_clock_set_back_gives_no_negative_bar():

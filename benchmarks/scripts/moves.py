@@ -18,6 +18,7 @@ import workload
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import AllocationProblem, Assignment, Flotilla, Plan
+from optuna_fleet.sampler_bridge.ledger import flights_of
 
 NUM_SLOTS = 4
 NUM_LONG = 2
@@ -52,13 +53,14 @@ class RotatingAllocator:
         )
 
 
-def pauses(trials: list[optuna.trial.FrozenTrial]) -> tuple[list[float], list[float]]:
+def pauses(study: optuna.Study) -> tuple[list[float], list[float]]:
     """Seconds from the last step to the first after a move: the trial's, and its devices' too.
 
     The second starts when the trial and its new devices have both done their last step: before,
     the devices are still at work for another trial.
     """
-    spans = {trial.number: _flights(trial) for trial in trials}
+    flown = flights_of(study)
+    spans = {trial.number: _flights(trial, flown[trial.number]) for trial in study.trials}
     everything = [span for flights in spans.values() for span in flights]
     own, idle = [], []
     for flights in spans.values():
@@ -71,9 +73,10 @@ def pauses(trials: list[optuna.trial.FrozenTrial]) -> tuple[list[float], list[fl
     return own, idle
 
 
-def _flights(trial: optuna.trial.FrozenTrial) -> list[tuple[list[int], float, float]]:
+def _flights(
+    trial: optuna.trial.FrozenTrial, flights: list[dict[str, Any]]
+) -> list[tuple[list[int], float, float]]:
     """(devices, first step, last step) of each flight."""
-    flights: list[dict[str, Any]] = trial.system_attrs["optuna_fleet:flights"]
     spans: list[list[float]] = trial.user_attrs["spans"]
     return [(f["devices"], *span) for f, span in zip(flights, spans, strict=True)]
 
@@ -94,7 +97,7 @@ def main() -> None:
         allocator=RotatingAllocator(),
     ) as fleet:
         study.optimize(objective, n_trials=num_trials, executor=fleet)
-    own, idle = pauses(study.trials)
+    own, idle = pauses(study)
     print(json.dumps({"own_s": own, "idle_s": idle}))
 
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+
 from optuna_fleet.events import EpochDecision
+from optuna_fleet.exceptions import StorageLostError
 from optuna_fleet.executor.runs import RunRecord
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.messages import Call, Reply
 from optuna_fleet.packing import pack, pack_error, unpack
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.thinker import Thinker
+
+_SLOW_S = 0.1
 
 
 class Desk:
     """Carries out rank 0's calls, and gives the other ranks the same answers."""
 
-    def __init__(self, runtime: Runtime, ledger: Ledger) -> None:
+    def __init__(self, runtime: Runtime, ledger: Ledger, keeper: Keeper) -> None:
         self._runtime = runtime
         self._ledger = ledger
+        self._keeper = keeper
+        self._thinker: Thinker | None = None
+        self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
     def take(self, run: RunRecord, call: Call) -> int | None:
         """Take a call and answer it, unless it asks what to do after an epoch.
@@ -30,16 +41,73 @@ class Desk:
             run.pending_epoch = call
             (epoch,), _ = unpack(call.arguments)
             return int(epoch)
+        elif call.target == "trial" and call.name.startswith("suggest_"):
+            self._waiting.append((run, call))
+            self._suggest()
         else:
-            self._reply(run, run.calls.answer(self._carried_out(run, call), call.name))
+            self._answer(run, call, self._carried_out(run, call))
         return None
+
+    def _answer(self, run: RunRecord, call: Call, reply: Reply) -> None:
+        self._reply(run, run.calls.answer(reply, call.name))
+
+    # -- the sampler ------------------------------------------------------------------------------
+
+    def _suggest(self) -> None:
+        """Carry out suggestions in turn; one for which a slow sampler must think ends this.
+
+        So the sampler serves one trial at a time; all other calls go on meanwhile.
+        """
+        while self._waiting and not self.thinking():
+            run, call = self._waiting[0]
+            trial = self._ledger.unsampled(run.launch.number, call)
+            if trial is not None and self._thinker is not None:
+                self._thinker.start(trial)
+                return
+            self._waiting.popleft()
+            began = time.monotonic()
+            self._answer(run, call, self._carried_out(run, call))
+            is_slow = trial is not None and time.monotonic() - began > _SLOW_S
+            if is_slow and not compat.is_bound_to_thread(self._ledger.study):
+                self._thinker = Thinker(self._ledger.study)
+
+    def thinking(self) -> tuple[Thinker, ...]:
+        """The sampler's thread if it is at work: what to wait for, and then to `go_on`."""
+        return (self._thinker,) if self._thinker is not None and self._thinker.is_busy else ()
+
+    def go_on(self) -> bool:
+        """Answer the trial that the sampler has thought for, if so, and then those in line.
+
+        Raises:
+            StorageLostError: That was what the sampler met with.
+        """
+        if self._thinker is None or not self._thinker.is_done:
+            return False
+        error = self._thinker.take()
+        run, call = self._waiting.popleft()
+        if isinstance(error, StorageLostError):
+            raise error
+        if error is None:
+            reply = self._carried_out(run, call)
+        else:
+            reply = Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
+        self._answer(run, call, reply)
+        self._suggest()
+        return True
+
+    def end(self) -> None:
+        """The call is over."""
+        if self._thinker is not None:
+            self._thinker.close()
+
+    # -- other calls ------------------------------------------------------------------------------
 
     def answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
         """Tell a run what to do after its epoch."""
         call, run.pending_epoch = run.pending_epoch, None
         assert call is not None
         reply = Reply(run_id=call.run_id, index=call.index, value=pack(decision))
-        self._reply(run, run.calls.answer(reply, call.name))
+        self._answer(run, call, reply)
 
     def close(self, run: RunRecord) -> None:
         """Rank 0 has left the objective: nobody makes the calls any more that others wait for."""
@@ -52,9 +120,14 @@ class Desk:
                 (text,), _ = unpack(call.arguments)
                 compat.fleet_logger.warning(f"Trial {number}: {text}")
                 value = None
+            elif (call.target, call.name) == ("fleet", "is_among_best"):
+                (returned,), _ = unpack(call.arguments)
+                value = self._keeper.is_among_best(returned)
             else:
                 value = self._ledger.carry_out(number, call)
             return Reply(run_id=call.run_id, index=call.index, value=pack(value))
+        except StorageLostError:  # no matter of this trial's
+            raise
         except Exception as error:
             return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
 

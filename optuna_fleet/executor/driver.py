@@ -5,6 +5,7 @@ The only code that blocks. Everything that touches the study happens here, on th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import time
@@ -36,9 +37,8 @@ from optuna_fleet.events import (
     RunCondemned,
     Settle,
     StartRound,
-    TrialProposed,
 )
-from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
+from optuna_fleet.exceptions import OutOfMemoryError, StorageLostError, TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.desk import Desk
@@ -52,7 +52,7 @@ from optuna_fleet.executor.watchdog import Broken, Hung, Watchdog
 from optuna_fleet.messages import (
     AgentLost,
     Call,
-    Checkpointed,
+    CheckpointFailed,
     Ended,
     Measured,
     PipelineNotice,
@@ -63,6 +63,7 @@ from optuna_fleet.messages import (
     TrainerReady,
 )
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
@@ -79,6 +80,7 @@ class Driver:
         ledger: Ledger,
         proposals: Proposals,
         job: Job,
+        keeper: Keeper,
     ) -> None:
         self.tally = Tally()
         self._runtime = runtime
@@ -87,14 +89,15 @@ class Driver:
         self._proposals = proposals
         self._job = job
         self._judge = Judge(job, ledger)
-        self._desk = Desk(runtime, ledger)
+        self._keeper = keeper
+        self._desk = Desk(runtime, ledger, keeper)
         self.pipeline_log = PipelineLog(ledger.record_span, runtime.last_report, time.time())
         self._events: deque[Event] = deque()
         self._runs: dict[int, RunRecord] = {}
         self._where: dict[int, int] = {}
         self._watchdog = Watchdog(job.limits, runtime.process_state)
         self._deadlines: dict[int, float] = {}
-        self._launcher = Launcher(runtime, job)
+        self._launcher = Launcher(runtime, job, keeper, adopted=proposals.adopted())
         self._deciding = False
         self.failure: BaseException | None = None
 
@@ -106,6 +109,8 @@ class Driver:
         """
         for device in self._runtime.live:
             self._post(DeviceJoined(device=device))
+        for number in self._proposals.adopted():
+            self._ledger.note_restart(number)
         try:
             self._work()
             while not self._controller.finished:
@@ -114,15 +119,20 @@ class Driver:
         except BaseException as error:
             self._abandon(error)
             raise
+        finally:
+            self._desk.end()
 
     # -- waiting ----------------------------------------------------------------------------------
 
     def _wait(self) -> None:
         allocator = self._runtime.allocator
-        others = (allocator,) if self._deciding else ()
-        for message in self._runtime.messages(self._patience_s(), *others):
+        others = [allocator] if self._deciding else []
+        thinking = self._desk.thinking()
+        for message in self._runtime.messages(self._patience_s(), *others, *thinking):
             self._receive(message)
             self._work()
+        if self._desk.go_on():
+            self._propose(again=True)
         if self._deciding and self._is_answered():
             self._deciding = False
             self._post(PlanDecided(plan=allocator.result()))
@@ -157,9 +167,11 @@ class Driver:
                 self._trainer_changed(message)
             case Call() if message.run_id in self._runs:
                 self._called(self._runs[message.run_id], message)
-            case Reached():
+            case Reached() if message.run_id in self._runs:
                 self._runtime.open_store()
                 self._post(DataRequested(run_id=message.run_id, model=model_of(message)))
+                self._proposals.note_defined(self._runs[message.run_id].launch.number)
+                self._propose(again=True)
             case Measured():
                 self._post(
                     RateMeasured(run_id=message.run_id, samples_per_s=message.samples_per_s)
@@ -176,10 +188,8 @@ class Driver:
                 self.pipeline_log.note(message, time.time())
             case Pulse():
                 self._watchdog.hear(message)
-            case Checkpointed() if message.run_id in self._runs:
-                run = self._runs[message.run_id]
-                run.saved = time.time()
-                self._launcher.checkpointed.add(run.launch.number)
+            case CheckpointFailed() if message.run_id in self._runs:
+                self._launcher.checkpoint_failed(self._runs[message.run_id].launch, message)
             case Ended() if message.run_id in self._runs:
                 self._rank_ended(self._runs[message.run_id], message)
             case _:
@@ -237,6 +247,7 @@ class Driver:
         ended = self._desk.take(run, call)
         if ended is not None:
             self._post(self._judge.epoch_ended(call.run_id, run.launch.number, ended + 1))
+        self._propose(again=True)
 
     # -- instructions -----------------------------------------------------------------------------
 
@@ -283,16 +294,15 @@ class Driver:
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
         is_due = time.time() - run.saved >= self._job.checkpoint_interval_s
         if decision is EpochDecision.GO and is_due:
-            decision = EpochDecision.CHECKPOINT
+            decision, run.saved = EpochDecision.CHECKPOINT, time.time()
         self._desk.answer_epoch(run, decision)
 
-    def _propose(self) -> None:
-        number = None
+    def _propose(self, *, again: bool = False) -> None:
         try:
-            number = self._proposals.ask()
+            self._events.extend(self._proposals.next_events(again=again))
         except Exception as error:
             self._fail(error)
-        self._post(ProposalsExhausted() if number is None else TrialProposed(number=number))
+            self._post(ProposalsExhausted())
 
     def _launch(self, launch: Launch) -> None:
         now = time.time()
@@ -317,13 +327,13 @@ class Driver:
 
     def _settle(self, instruction: Settle) -> None:
         run = self._finish_run(instruction.run_id, is_done=True)
-        self._runtime.drop_checkpoint(self._job.study_name, instruction.number)
         self._tell(instruction.number, *run.outcome())
 
     def _requeue(self, instruction: Requeue) -> None:
         run = self._finish_run(instruction.run_id, is_done=False)
+        # Also where nothing was lost: its checkpoint may turn out to be damaged.
+        self._ledger.note_restart(instruction.number)
         if run.causes:
-            self._ledger.note_restart(instruction.number)
             compat.fleet_logger.warning(
                 f"Trial {instruction.number}: {run.cause}. It is run again from its last "
                 "checkpoint."
@@ -333,7 +343,6 @@ class Driver:
 
     def _give_up(self, instruction: GiveUp) -> None:
         run = self._finish_run(instruction.run_id, is_done=True)
-        self._runtime.drop_checkpoint(self._job.study_name, instruction.number)
         error = TrainerLostError(
             f"Trial {instruction.number} lost its devices {instruction.restarts} times, the last "
             f"time because {run.cause}."
@@ -353,9 +362,13 @@ class Driver:
         except Exception as raised:
             self.tally.trials["fail"] += 1
             self._fail(raised)
+        self._propose(again=True)
+        self._keeper.settled(number)
 
     def _fail(self, error: BaseException) -> None:
         """Start nothing more; the first failure is raised once the trials that fly are done."""
+        if isinstance(error, StorageLostError):  # nothing they do can be told any more
+            raise error
         self.failure = self.failure or error
         self._proposals.stop()
 
@@ -369,6 +382,7 @@ class Driver:
                 if number in self._launcher.launched:
                     self._ledger.abandon(number, error)
                 else:
-                    self._proposals.give_back(number)
+                    with contextlib.suppress(StorageLostError):
+                        self._proposals.give_back(number)
         finally:
             self._runtime.reset(busy)

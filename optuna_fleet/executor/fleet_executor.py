@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
 import os
 import sys
 import time
@@ -15,6 +17,7 @@ from typing import Any, Literal
 import optuna
 
 from optuna_fleet.alloc import Allocator, ByKind, GreedyAllocator, IsolatedAllocator
+from optuna_fleet.checkpoint_folder import StudyFolder, locked
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.controller import Controller
@@ -29,6 +32,7 @@ from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.packing import pack_objective
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.loop import Loop
 
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
@@ -65,9 +69,12 @@ class FleetExecutor:
         rescale_s: What moving a trial costs, in seconds of its training; "elastic" weighs it.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         checkpoint_dir: Where trials are checkpointed while they run; None for a private folder.
-            Checkpoints of trials that are done are removed.
+            With it, the same call made again goes on where a killed one stopped, and the best
+            trials leave their weights (`load_best_model`): docs/reliability.md.
         checkpoint_interval_s: Seconds after which a trial is checkpointed at the end of its epoch,
             besides at each move: what a killed process may cost it.
+        keep_checkpoints: How many of the best trials leave a final checkpoint in
+            `checkpoint_dir`.
         cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in
             the calling process, on the CPU, under your debugger.
         seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
@@ -82,6 +89,8 @@ class FleetExecutor:
             `TrialTimeoutError`; None for never.
         trial_memory_bytes: A trial fails with an `OutOfMemoryError` when one of its processes has
             more private memory than this; looked at every few seconds. None for no limit.
+        storage_patience_s: Seconds to wait for the study's storage when it is gone (a database
+            restarted or locked, a gRPC proxy down); then the call ends with `StorageLostError`.
 
     Raises:
         FleetConfigError: An argument is out of range, or the devices asked for do not exist.
@@ -106,6 +115,7 @@ class FleetExecutor:
         convergence: Convergence | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_interval_s: float = 60.0,
+        keep_checkpoints: int = 1,
         cluster: Literal["local", "inline"] = "local",
         seed: int | None = None,
         solver_time_limit_s: float = 1.0,
@@ -113,6 +123,7 @@ class FleetExecutor:
         hang_timeout_s: float | None = 600.0,
         trial_timeout_s: float | None = None,
         trial_memory_bytes: int | None = None,
+        storage_patience_s: float = 300.0,
     ) -> None:
         if pipeline is not None and not isinstance(pipeline, SharedPipeline):
             raise FleetConfigError(
@@ -143,7 +154,12 @@ class FleetExecutor:
             Path(checkpoint_dir).resolve() if checkpoint_dir is not None else None
         )
         if self._checkpoint_dir is not None:
-            self._checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            self._checkpoint_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not isinstance(keep_checkpoints, int) or keep_checkpoints < 0:
+            raise FleetConfigError(
+                f"`keep_checkpoints` is {keep_checkpoints!r}, but must be a whole number >= 0."
+            )
+        self._keep_checkpoints = keep_checkpoints if self._checkpoint_dir is not None else 0
         if not checkpoint_interval_s >= 0:
             raise FleetConfigError(
                 f"`checkpoint_interval_s` is {checkpoint_interval_s}, but must be >= 0."
@@ -156,6 +172,11 @@ class FleetExecutor:
                 "cluster='inline' runs everywhere."
             )
         self._limits = _limits(hang_timeout_s, trial_timeout_s, trial_memory_bytes)
+        if not storage_patience_s >= 0:
+            raise FleetConfigError(
+                f"`storage_patience_s` is {storage_patience_s}, but must be >= 0."
+            )
+        self._storage_patience_s = storage_patience_s
         self._cluster = cluster
         self._checkpoint_interval_s = checkpoint_interval_s
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
@@ -186,9 +207,11 @@ class FleetExecutor:
 
         Raises:
             FleetConfigError: The objective can't be sent to the trainers.
+            FleetConfigError: Another driver uses the checkpoint folder, or it can't be written to.
             RuntimeError: The study, or this executor, is already optimizing.
             BaseException: The first failure of a trial that `catch` does not cover.
         """
+        _check_not_importing_main()
         if self._busy:
             raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
         if not callable(func):
@@ -201,10 +224,12 @@ class FleetExecutor:
             callbacks=callbacks,
             gc_after_trial=gc_after_trial,
             show_progress_bar=show_progress_bar,
+            storage_patience_s=self._storage_patience_s,
+            folder=self._folder_of(study),
         )
         self._busy, self.summary = True, None
         try:
-            with loop:
+            with self._locked(), loop:
                 if self._cluster == "inline":
                     self._run_inline(loop, func)
                 else:
@@ -218,7 +243,6 @@ class FleetExecutor:
         job = Job(
             objective_id=next(_objective_ids),
             objective=objective,
-            study_name=loop.study.study_name,
             seed=self._seed,
             gc_after_trial=loop.gc_after_trial,
             convergence=self._convergence,
@@ -227,7 +251,9 @@ class FleetExecutor:
             maximize=loop.maximize,
             limits=self._limits,
         )
-        driver = Driver(runtime, controller, loop.ledger, loop.proposals, job)
+        folder = runtime.folder_of(loop.study.study_name)
+        keeper = Keeper(loop.study, folder, self._keep_checkpoints)
+        driver = Driver(runtime, controller, loop.ledger, loop.proposals, job, keeper)
         try:
             driver.run()
             report = runtime.pipeline_report() if self._pipeline else None
@@ -239,6 +265,16 @@ class FleetExecutor:
                 self.close()
         if driver.failure is not None:
             raise driver.failure
+
+    def _folder_of(self, study: optuna.Study) -> StudyFolder | None:
+        """Where calls are recorded, to be gone on with; trials that run inline are not."""
+        if self._checkpoint_dir is None or self._cluster == "inline":
+            return None
+        return StudyFolder(self._checkpoint_dir, study.study_name)
+
+    def _locked(self) -> contextlib.AbstractContextManager[None]:
+        root = self._checkpoint_dir
+        return contextlib.nullcontext() if root is None else locked(root)
 
     def _run_inline(self, loop: Loop, func: ObjectiveFunc) -> None:
         from optuna_fleet.executor.cluster.inline import run_inline
@@ -300,6 +336,15 @@ def _limits(
         if value is not None and not value > 0:
             raise FleetConfigError(f"`{name}` is {value}, but must be > 0, or None for no limit.")
     return Limits(hang_s=hang_timeout_s, trial_s=trial_timeout_s, memory_bytes=trial_memory_bytes)
+
+
+def _check_not_importing_main() -> None:
+    """Raise in a process that an objective spawned, or each such process would start a fleet."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise FleetConfigError(
+            "A process that was started by 'spawn' or 'forkserver' runs this script again, up to "
+            '`study.optimize(...)`: put that under `if __name__ == "__main__":`.'
+        )
 
 
 def _packed(func: Any, study: optuna.Study) -> bytes:

@@ -7,12 +7,13 @@ import queue
 import secrets
 import selectors
 import socket
-import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from optuna_fleet.channel import Channel, Listener
+from optuna_fleet.channel import Channel
+from optuna_fleet.executor.listener import Listener
 from optuna_fleet.messages import AgentReady, TrainerExited, TrainerReady
+from optuna_fleet.sampler_bridge.compat import fleet_logger
 
 
 class Readable(Protocol):
@@ -26,6 +27,8 @@ class Readable(Protocol):
 class Hub:
     """Accepts the agents and trainers of one executor and hands over their messages in order.
 
+    It never waits for one of them: not for the rest of a message, nor until one takes a message.
+
     Attributes:
         secret: What agents and trainers must know.
         agents: Channels by node.
@@ -36,21 +39,18 @@ class Hub:
         self.secret = secrets.token_bytes(32)
         self.trainers: dict[int, Channel] = {}
         self.agents: dict[int, Channel] = {}
-        self._closing = threading.Lock()
-        self._is_closed = False
-        self._newcomers: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[Channel | str] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._waker.setblocking(False)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
-        self._listener = Listener(host, self.secret, self._welcome)
+        self._listener = Listener(host, self.secret, self._note, self._note)
         self.host, self.port = self._listener.host, self._listener.port
 
-    def _welcome(self, channel: Channel) -> None:  # on the listener's thread
-        with self._closing:
-            if self._is_closed:
-                channel.close()
-                return
-            self._newcomers.put(channel)
+    def _note(self, news: Channel | str) -> None:  # on the listener's thread
+        self._news.put(news)
+        with contextlib.suppress(BlockingIOError):  # then it wakes anyway
             self._waker.send(b"\0")
 
     def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
@@ -62,21 +62,33 @@ class Hub:
         finally:
             for other in others:
                 self._selector.unregister(other)
-        for key, _ in ready:
+        for key, mask in ready:
             if key.fileobj is self._wake:
-                self._admit()
+                self._hear_news()
             elif isinstance(key.data, Channel) and not key.data.is_closed:
-                yield from self._receive(key.data)
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if mask & selectors.EVENT_READ:
+                    yield from self._receive(key.data)
 
-    def _admit(self) -> None:
-        for _ in self._wake.recv(4096):
-            channel = self._newcomers.get()
-            self._selector.register(channel, selectors.EVENT_READ, channel)
+    def _hear_news(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(4096)
+        while not self._news.empty():
+            match self._news.get():
+                case str() as text:
+                    fleet_logger.warning(text)
+                case channel:
+                    self._selector.register(channel, selectors.EVENT_READ, channel)
 
     def _receive(self, channel: Channel) -> Iterator[Any]:
+        if not channel.has_message():
+            return
         try:
             message = channel.receive()
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            if isinstance(error, ConnectionAbortedError):
+                fleet_logger.warning(str(error))
             self._drop(channel)
             return
         match message:
@@ -104,17 +116,24 @@ class Hub:
         if channel is None:
             return
         with contextlib.suppress(OSError):
-            channel.send(message)
+            channel.post(message)
+            if channel.has_unsent:
+                both = selectors.EVENT_READ | selectors.EVENT_WRITE
+                self._selector.modify(channel, both, channel)
+
+    def _flush(self, channel: Channel) -> None:
+        with contextlib.suppress(OSError):
+            channel.flush()
+        if not channel.has_unsent:
+            self._selector.modify(channel, selectors.EVENT_READ, channel)
 
     def close(self) -> None:
         """Close every channel and stop accepting."""
-        with self._closing:
-            self._is_closed = True
         self._listener.close()
-        while not self._newcomers.empty():
-            self._newcomers.get().close()
-        for channel in [*self.trainers.values(), *self.agents.values()]:
-            channel.close()
+        self._hear_news()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, Channel):
+                key.data.close()
         self._selector.close()
         self._wake.close()
         self._waker.close()

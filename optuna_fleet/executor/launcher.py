@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from optuna_fleet.events import Launch
 from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
-from optuna_fleet.messages import RunTrial
+from optuna_fleet.messages import CheckpointFailed, RunTrial
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.keeper import Keeper
 
 
 class Launcher:
     """Sends `RunTrial` to the trainers of one call.
 
     Attributes:
-        launched: Numbers of the trials that were launched at least once.
-        checkpointed: Those that have a checkpoint to go on from.
+        launched: Numbers of the trials that were launched at least once, be it by a driver that
+            is dead.
     """
 
-    def __init__(self, runtime: Runtime, job: Job) -> None:
+    def __init__(
+        self, runtime: Runtime, job: Job, keeper: Keeper, *, adopted: Iterable[int]
+    ) -> None:
         self._runtime = runtime
         self._job = job
+        self._keeper = keeper
         self._waiting: list[tuple[int, RunTrial]] = []
         self._knows_objective: set[int] = set()
-        self.launched: set[int] = set()
-        self.checkpointed: set[int] = set()
+        self.launched: set[int] = set(adopted)
+        self._without_checkpoint: set[int] = set()
 
     def launch(self, launch: Launch, *, trial_id: int) -> None:
         """Start a run on its devices."""
-        self.launched.add(launch.number)
+        if launch.number not in self.launched:
+            self._keeper.folder.drop(launch.number)  # of another study of that name
+            self.launched.add(launch.number)
         for rank, device in enumerate(launch.devices):
             self._waiting.append((device, self._order(launch, rank, device, trial_id)))
         self.send_waiting()
@@ -37,7 +45,8 @@ class Launcher:
         job = self._job
         objective = None if device in self._knows_objective else job.objective
         self._knows_objective.add(device)
-        path = str(self._runtime.checkpoint_of(job.study_name, launch.number))
+        folder = self._keeper.folder
+        path = str(folder.checkpoint(launch.number))
         return RunTrial(
             run_id=launch.run_id,
             number=launch.number,
@@ -50,8 +59,9 @@ class Launcher:
             measure=launch.measure,
             group=self._runtime.group_name(launch.run_id),
             store=None,
-            checkpoint=path if launch.number in self.checkpointed else None,
+            checkpoint=path if folder.can_resume(launch.number) else None,
             checkpoint_to=path,
+            final_to=str(folder.final(launch.number)) if self._keeper.keeps_any else None,
             gc_after_trial=job.gc_after_trial,
             pulse_s=job.limits.pulse_s,
         )
@@ -66,6 +76,16 @@ class Launcher:
             else:
                 self._runtime.send(device, replace(order, store=self._runtime.store))
         self._waiting = kept
+
+    def checkpoint_failed(self, launch: Launch, message: CheckpointFailed) -> None:
+        """Say so once per trial."""
+        if launch.number not in self._without_checkpoint:
+            self._without_checkpoint.add(launch.number)
+            compat.fleet_logger.warning(
+                f"Trial {launch.number} goes on without a new checkpoint. {message.problem} Until "
+                "that is mended, it can't change its devices, and should its process die, it is "
+                "run again from its last good checkpoint."
+            )
 
     def trainer_died(self, device: int) -> None:
         """The device's next trainer knows nothing."""

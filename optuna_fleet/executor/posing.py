@@ -59,6 +59,8 @@ class Poser:
             return False
         if trial.run.cut or trial.run.lost:
             return False
+        if trial.run.endings and not trial.run.at_rest:
+            return False  # it is about to end, and others may fly already where its ranks were
         return self.is_settled(trial, trial.run)
 
     def usable(self, roster: Roster, candidates: list[Trial]) -> set[int]:

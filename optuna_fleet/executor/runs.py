@@ -23,7 +23,6 @@ class Job:
 
     objective_id: int
     objective: bytes
-    study_name: str
     seed: int
     gc_after_trial: bool
     convergence: Convergence | None
@@ -45,7 +44,7 @@ class RunRecord:
         start: When it was launched, seconds since the epoch.
         ended: How its ranks ended, in order of arrival.
         causes: What became of ranks that were lost.
-        saved: When its last checkpoint was made or resumed from, seconds since the epoch.
+        saved: When it was last told to make a checkpoint, seconds since the epoch.
         pending_epoch: Rank 0's unanswered question what to do after an epoch.
         verdict: The error that the trial fails with, if it broke a limit.
         is_killed: Its processes are being killed by us: their deaths are no news.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import itertools
 import os
-import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
+from optuna_fleet.checkpoint_folder import StudyFolder
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.devices import cpu_count
@@ -42,6 +42,7 @@ from optuna_fleet.resources import Fleet
 _MAX_STILLBORN = 3
 _REPORT_LIMIT_S = 5.0
 _RESET_LIMIT_S = 10.0
+_KILL_LIMIT_S = 10.0
 
 
 class Runtime:
@@ -70,7 +71,7 @@ class Runtime:
         self.run_ids = itertools.count()
         self.live: dict[int, int] = {}
         self.store: StoreReady | None = None
-        self._killed: set[int] = set()
+        self._killed: dict[int, float] = {}  # by when they should be gone
         self._store_asked = False
         self._stores_lost = 0
         self._has_worked = False
@@ -139,13 +140,25 @@ class Runtime:
         if not self._agent.is_alive():
             yield from self._replace_agent()
             return
-        for message in self.hub.messages(timeout_s, self._agent, *others):
+        self._end_stopped_agent()
+        for message in self.hub.messages(self._patience_s(timeout_s), self._agent, *others):
             match message:
                 case StoreReady():
                     self.store = message
                 case StoreLost():
                     self._store_lost(message)
             yield message
+
+    def _patience_s(self, timeout_s: float | None) -> float | None:
+        now = time.monotonic()
+        waits = [due - now for due in self._killed.values() if due > now]
+        return min(waits if timeout_s is None else [timeout_s, *waits], default=None)
+
+    def _end_stopped_agent(self) -> None:
+        """Kill the agent if it does not do what it was told to, because it is stopped."""
+        is_late = any(time.monotonic() >= due for due in self._killed.values())
+        if is_late and state_in_words(self._agent.pid):
+            os.kill(self._agent.pid, signal.SIGKILL)
 
     def _replace_agent(self) -> Iterator[Any]:
         """Start another agent; yield the news that the old one took all its processes along."""
@@ -207,7 +220,7 @@ class Runtime:
             return []
         del self.live[device]
         by_order = pid in self._killed
-        self._killed.discard(pid)
+        self._killed.pop(pid, None)
         events: list[Event] = [DeviceLost(device=device, by_order=by_order)]
         if device in self._newcomers:
             self.live[device] = self._newcomers.pop(device)
@@ -226,7 +239,7 @@ class Runtime:
         """Kill the trainer of a device; its successor announces itself."""
         pid = self.live.get(device)
         if pid is not None:
-            self._killed.add(pid)
+            self._killed[pid] = time.monotonic() + _KILL_LIMIT_S
             node = self.fleet.devices[device].node
             self.hub.send(self.hub.agents.get(node), KillTrainer(pid=pid))
 
@@ -244,17 +257,9 @@ class Runtime:
         """Name of a run's process group, which other users of this machine can't guess."""
         return hmac.digest(self.hub.secret, f"group {run_id}".encode(), "sha256").hex()
 
-    def checkpoint_of(self, study_name: str, number: int) -> Path:
-        """Where the checkpoint of a trial is kept; a digest tells apart names cut short."""
-        digest = hashlib.sha256(study_name.encode()).hexdigest()[:12]
-        readable = re.sub(r"[^A-Za-z0-9_-]", "_", study_name)[:60]
-        return self._checkpoint_dir / f"{readable}-{digest}" / f"trial-{number}.pt"
-
-    def drop_checkpoint(self, study_name: str, number: int) -> None:
-        """The trial is done: remove its checkpoint and the one before it."""
-        path = self.checkpoint_of(study_name, number)
-        for old in path.parent.glob(f"{path.name}*"):
-            old.unlink(missing_ok=True)
+    def folder_of(self, study_name: str) -> StudyFolder:
+        """Where the checkpoints of a study's trials are."""
+        return StudyFolder(self._checkpoint_dir, study_name)
 
     def reset(self, devices: set[int]) -> None:
         """Replace the trainers of these devices and wait until their successors are ready."""
@@ -308,6 +313,7 @@ def _modules_to_preload() -> tuple[str, ...]:
     wanted = ("torchvision", "torchvision.transforms.v2", "torchvision.models")
     return (
         "torch",
+        "torch._dynamo",  # which the first optimizer of each process imports: a second or more
         "optuna_fleet.trainer.training",
         "optuna_fleet.pipeline.preprocessor",
         *(name for name in wanted if name in sys.modules),

@@ -39,7 +39,7 @@ class Limits:
 
     @property
     def stuck_s(self) -> float | None:
-        """Seconds after which a preprocessor is replaced: before trials that wait for it starve."""
+        """Seconds after which a preprocessor is replaced: before trials are taken for hung."""
         return None if self.hang_s is None else self.hang_s / 2
 
     @property

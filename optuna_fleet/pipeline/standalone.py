@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError
@@ -35,7 +35,7 @@ class ServerConfig:
     """All that the server process needs to know to start; the descriptors are inherited."""
 
     setup: PipelineSetup
-    secret: bytes
+    secret: bytes = field(repr=False)
     listener: int
     lifeline: int
     owner_pid: int

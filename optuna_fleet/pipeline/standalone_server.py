@@ -13,6 +13,7 @@ import pickle
 import selectors
 import socket
 import sys
+import time
 from itertools import count
 
 from optuna_fleet.exceptions import ProtocolError
@@ -22,6 +23,9 @@ from optuna_fleet.pipeline.server import PipelineServer
 from optuna_fleet.pipeline.standalone import COUNT, READ, ServerConfig
 from optuna_fleet.processes import Forks, end_session, preload, run_loop
 
+_MAX_APPLICANTS = 128
+_QUIET_S = 60.0
+
 
 class _Server:
     def __init__(self, config: ServerConfig) -> None:
@@ -30,7 +34,8 @@ class _Server:
         self._listener = socket.socket(fileno=config.listener)
         self._lifeline = socket.socket(fileno=config.lifeline)
         self._owner = os.pidfd_open(config.owner_pid)
-        self._applicants: set[socket.socket] = set()
+        self._applicants: dict[socket.socket, Applicant] = {}  # the oldest first
+        self._quiet_until = 0.0
         self._numbers = count()
         self._forks = Forks(
             self._selector,
@@ -65,21 +70,24 @@ class _Server:
             return
         try:
             applicant = Applicant(sock, self._secret)
-        except (OSError, ProtocolError):
-            sock.close()
+        except (OSError, ProtocolError) as error:
+            self._refuse(sock, error)
             return
-        self._applicants.add(sock)
-        self._selector.register(
-            sock, selectors.EVENT_READ, lambda mask: self._admit(sock, applicant)
-        )
+        if len(self._applicants) >= _MAX_APPLICANTS:
+            oldest = next(iter(self._applicants))
+            self._forget(oldest)
+            self._refuse(oldest, ProtocolError("Too many processes tried to read at once."))
+        self._applicants[sock] = applicant
+        self._selector.register(sock, selectors.EVENT_READ, lambda mask: self._admit(sock))
 
-    def _admit(self, sock: socket.socket, applicant: Applicant) -> None:
-        self._applicants.remove(sock)
-        self._selector.unregister(sock)
+    def _admit(self, sock: socket.socket) -> None:
+        if sock not in self._applicants:
+            return  # made room for another a moment ago
+        applicant = self._forget(sock)
         try:
             wish = applicant.admit()
-        except (OSError, ProtocolError):
-            sock.close()
+        except (OSError, ProtocolError) as error:
+            self._refuse(sock, error)
             return
         if wish == READ:
             self._pipeline.add_reader(next(self._numbers), sock)
@@ -87,6 +95,20 @@ class _Server:
         with sock, contextlib.suppress(OSError):
             if wish == COUNT:
                 wire.send(sock, self._pipeline.stats())
+
+    def _forget(self, sock: socket.socket) -> Applicant:
+        self._selector.unregister(sock)
+        return self._applicants.pop(sock)
+
+    def _refuse(self, sock: socket.socket, error: Exception) -> None:
+        sock.close()
+        if time.monotonic() >= self._quiet_until:  # a flood must not fill the log
+            self._quiet_until = time.monotonic() + _QUIET_S
+            logging.getLogger(__name__).warning(
+                "A stranger was refused: %s Further ones are not told of for %g s.",
+                error,
+                _QUIET_S,
+            )
 
     def _exited(self, pid: int, exit_code: int) -> None:
         self._pipeline.child_died(pid)

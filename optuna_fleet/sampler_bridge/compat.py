@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import optuna
 from optuna.progress_bar import _ProgressBar
+from optuna.samplers import BaseSampler
+from optuna.samplers._brute_force import _TreeNode
+from optuna.samplers._ga import BaseGASampler
 from optuna.storages._heartbeat import (
+    BaseHeartbeat,
     BaseHeartbeatThread,
     get_heartbeat_thread,
     is_heartbeat_enabled,
 )
 from optuna.study._optimize import _log_failed_trial
 from optuna.study._tell import _tell_with_warning
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 # Optuna logs each trial's end under this name; users filter and tests look for it.
 logger = optuna.logging.get_logger("optuna.study._optimize")
@@ -45,6 +50,11 @@ def leave_loop(study: optuna.Study) -> None:
     study._storage.remove_session()
 
 
+def take_back_stop(study: optuna.Study) -> None:
+    """Forget that the study was to stop."""
+    study._stop_flag = False
+
+
 def is_stopped(study: optuna.Study) -> bool:
     """Whether `study.stop()` was called in this loop."""
     return study._stop_flag
@@ -55,9 +65,15 @@ def storage_of(study: optuna.Study) -> optuna.storages.BaseStorage:
     return study._storage
 
 
+def set_storage(study: optuna.Study, storage: Any) -> None:
+    """Have the study use another object as its storage."""
+    study._storage = storage
+
+
 def names_of(study: optuna.Study) -> dict[int, str]:
     """What an objective must not take a copy of, by `id`: the study and its storage."""
-    return {id(study): "study", id(study._storage): "storage"}
+    itself = getattr(study._storage, "itself", study._storage)
+    return {id(study): "study", id(study._storage): "storage", id(itself): "storage"}
 
 
 def id_of(trial: optuna.Trial) -> int:
@@ -79,6 +95,7 @@ def fail_stale_trials(study: optuna.Study) -> None:
 
 
 Heartbeat = BaseHeartbeatThread
+HeartbeatStorage = BaseHeartbeat
 
 
 def heartbeat(study: optuna.Study, trial: optuna.Trial) -> Heartbeat:
@@ -95,6 +112,55 @@ def give_back(study: optuna.Study, trial: optuna.Trial) -> None:
     """Return an asked trial to the study: WAITING, with its parameters; the next `ask` gets it."""
     study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
     forget_cached_trials(study)
+
+
+def trials_of(study: optuna.Study, *states: TrialState) -> list[optuna.trial.FrozenTrial]:
+    """The study's trials in these states, or all; not to be changed."""
+    return study._storage.get_all_trials(study._study_id, deepcopy=False, states=states or None)
+
+
+def trial_of(study: optuna.Study, frozen: optuna.trial.FrozenTrial) -> optuna.Trial:
+    """A trial of the study that some process has asked for, to go on with it.
+
+    What it was given before is suggested to it again. From now on it has a heartbeat, if the
+    storage has any, or it would be taken for stale before its new one begins.
+    """
+    if is_heartbeat_enabled(study._storage):
+        study._storage.record_heartbeat(frozen._trial_id)  # type: ignore[attr-defined]
+    return optuna.Trial(study, frozen._trial_id)
+
+
+def ask_marked(study: optuna.Study, mark: Callable[[int | None], tuple[str, Any]]) -> optuna.Trial:
+    """`Study.ask` for a trial that is never RUNNING without a system attribute of ours.
+
+    Args:
+        study: The study.
+        mark: From the trial's number, None if it is not known yet, to the attribute.
+    """
+    forget_cached_trials(study)
+    trial_id = _pop_waiting(study, mark)
+    if trial_id is None:
+        template = optuna.create_trial(state=TrialState.RUNNING, system_attrs=dict([mark(None)]))
+        trial_id = study._storage.create_new_trial(study._study_id, template_trial=template)
+    return optuna.Trial(study, trial_id)
+
+
+def _pop_waiting(study: optuna.Study, mark: Callable[[int | None], tuple[str, Any]]) -> int | None:
+    for trial in trials_of(study, TrialState.WAITING):
+        # Another process may take it at any moment.
+        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+            key, value = mark(trial.number)
+            study._storage.set_trial_system_attr(trial._trial_id, key, value)
+            if study._storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING):
+                return trial._trial_id
+            study._storage.set_trial_system_attr(trial._trial_id, key, None)
+    return None
+
+
+def set_record(study: optuna.Study, trial: optuna.trial.FrozenTrial, key: str, value: Any) -> None:
+    """`set_trial_record` for a trial as the storage has it."""
+    with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
+        study._storage.set_trial_system_attr(trial._trial_id, key, value)
 
 
 def set_trial_record(study: optuna.Study, trial: optuna.Trial, key: str, value: Any) -> None:
@@ -138,3 +204,100 @@ def log_failed(
     """Optuna's two lines on a failed trial."""
     exc_info = (type(error), error, error.__traceback__) if error is not None else None
     _log_failed_trial(trial.number, trial.params, message, exc_info, value)
+
+
+# -- samplers -------------------------------------------------------------------------------------
+
+
+def base_sampler(sampler: BaseSampler) -> BaseSampler:
+    """The sampler that decides what is not fixed."""
+    while isinstance(sampler, optuna.samplers.PartialFixedSampler):
+        sampler = sampler._base_sampler
+    return sampler
+
+
+def is_unsampled(trial: optuna.Trial, name: str) -> bool:
+    """Whether suggesting this parameter makes the sampler propose parameters for the trial."""
+    known = trial._cached_frozen_trial.distributions.keys() | trial._fixed_params.keys()
+    return trial._relative_params is None and name not in known
+
+
+def is_bound_to_thread(study: optuna.Study) -> bool:
+    """Whether each thread would see a storage of its own: SQLite in memory."""
+    storage = getattr(study._storage, "_backend", study._storage)
+    url = str(getattr(storage, "url", ""))
+    return url.startswith("sqlite") and (":memory:" in url or url.endswith("//"))
+
+
+def sample(study: optuna.Study, trial: optuna.Trial) -> None:
+    """Have the sampler propose parameters for the trial, which gets them when it asks."""
+    study._thread_local.in_optimize_loop = True  # whichever thread this is
+    forget_cached_trials(study)
+    trial.relative_params  # noqa: B018 - sampled at the first look
+
+
+def has_generations(sampler: BaseSampler) -> bool:
+    """Whether it learns from whole generations of trials."""
+    return isinstance(sampler, BaseGASampler | optuna.samplers.CmaEsSampler)
+
+
+def generations(
+    sampler: BaseSampler, trials: Sequence[FrozenTrial]
+) -> tuple[str, int, Collection[TrialState]] | None:
+    """How a sampler marks the generation of a trial, the size of one, and who is counted in it.
+
+    None for samplers without generations, and while the size is unknown.
+    """
+    if isinstance(sampler, BaseGASampler) and sampler.population_size:
+        return sampler._get_generation_key(), sampler.population_size, (TrialState.COMPLETE,)
+    if not isinstance(sampler, optuna.samplers.CmaEsSampler):
+        return None
+    pruned = (TrialState.PRUNED,) if sampler._consider_pruned_trials else ()
+    states = (TrialState.COMPLETE, *pruned)
+    size = sampler._popsize or _default_popsize([t for t in trials if t.state in states])
+    return (sampler._attr_key_generation, size, states) if size else None
+
+
+def _default_popsize(trials: list[FrozenTrial]) -> int | None:
+    """That of CMA-ES for the numbers that all trials have."""
+    space = optuna.search_space.intersection_search_space(trials)
+    categorical = optuna.distributions.CategoricalDistribution
+    dim = sum(not (d.single() or isinstance(d, categorical)) for d in space.values())
+    return 4 + math.floor(3 * math.log(dim)) if dim else None
+
+
+def grid_cells_left(sampler: optuna.samplers.GridSampler, trials: Sequence[FrozenTrial]) -> bool:
+    """Whether a cell of the grid is neither done nor under way."""
+    taken = {
+        trial.system_attrs["grid_id"]
+        for trial in trials
+        if trial.state is not TrialState.WAITING
+        and "grid_id" in trial.system_attrs
+        and sampler._same_search_space(trial.system_attrs["search_space"])
+    }
+    return len(taken) < len(sampler._all_grids)
+
+
+def brute_force_tree(trials: Sequence[FrozenTrial]) -> tuple[bool, dict[int, bool]]:
+    """What is known of the space that brute force searches.
+
+    Returns:
+        Whether a combination is known that is neither done nor under way; and of each running
+        trial, by number, whether it stands where others went on to further parameters.
+    """
+    tree = _TreeNode()
+    begun = [trial for trial in trials if trial.state is not TrialState.WAITING]
+    try:
+        optuna.samplers.BruteForceSampler._populate_tree(tree, begun, {})
+    except ValueError:  # the space has changed: there is no telling
+        return True, {}
+    running = (trial for trial in begun if trial.state is TrialState.RUNNING)
+    return tree.is_any_expandable(True), {t.number: _is_midway(tree, t) for t in running}
+
+
+def _is_midway(tree: _TreeNode, trial: FrozenTrial) -> bool:
+    node: Any = tree
+    for name, distribution in trial.distributions.items():
+        children = getattr(node, "children", None) or {}
+        node = children.get(distribution.to_internal_repr(trial.params[name]))
+    return bool(getattr(node, "children", None))

@@ -5,14 +5,22 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, TypeAlias
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.exceptions import FleetError, ProtocolError, is_out_of_memory
+from optuna_fleet.exceptions import (
+    FleetError,
+    ProtocolError,
+    StorageLostError,
+    TrialError,
+    is_out_of_memory,
+)
 from optuna_fleet.messages import Call
 from optuna_fleet.packing import unpack
 from optuna_fleet.sampler_bridge import compat
@@ -20,16 +28,19 @@ from optuna_fleet.sampler_bridge.proposals import Proposals
 
 Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
 
-FLIGHTS_KEY = "optuna_fleet:flights"
+FLIGHTS_PREFIX = "optuna_fleet:flights:"
+FLIGHTS_KEY = FLIGHTS_PREFIX + "{began:.3f}:{index}"
 REASON_KEY = "optuna_fleet:reason"
 DECISION_KEY = "optuna_fleet:decision:{began:.3f}:{round}"
 PIPELINE_PREFIX = "optuna_fleet:pipeline:"
 PIPELINE_KEY = PIPELINE_PREFIX + "{began:.3f}:{index}"
 
+_FLIGHTS_PER_RECORD = 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
-    """One stay of a trial on its devices, as recorded with the trial.
+    """One stay of a trial on its devices, as recorded with the study.
 
     Times are seconds since the epoch; the other durations are summed over the devices.
     """
@@ -92,6 +103,17 @@ class PipelineSpan:
     queue: float
 
 
+def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
+    """The recorded flights of each trial by its number, in order; the fields are `Flight`'s."""
+    flights: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for record in chain.from_iterable(compat.study_records(study, FLIGHTS_PREFIX)):
+        flights[record["trial"]].append(record)
+    return {
+        number: sorted(records, key=lambda record: record["start"])
+        for number, records in flights.items()
+    }
+
+
 class Ledger:
     """Writes to one study in the name of the trials asked for by `proposals`."""
 
@@ -112,7 +134,8 @@ class Ledger:
         self._gc_after_trial = gc_after_trial
         self._progress_bar = progress_bar
         self._began = time.time()
-        self._flights: dict[int, list[Flight]] = {}
+        self._flights: list[dict[str, Any]] = []
+        self._num_flight_records = 0
         self._replayed: dict[int, frozenset[int]] = {}
         self._num_spans = 0
 
@@ -130,11 +153,27 @@ class Ledger:
         }
         if call.target not in targets:
             raise ProtocolError(f"There is nothing called {call.target!r} to call.")
+        if (call.target, call.name) == ("study", "ask"):
+            raise TrialError(
+                "`ask` was called on the study in an objective, but a trial can't leave the "
+                "driver: ask in a callback, or optimize another study."
+            )
         args, kwargs = unpack(call.arguments)
         if call.name == "report" and self._is_known(number, args):
             return None
         attribute = getattr(targets[call.target], call.name)
         return attribute if call.is_read else attribute(*args, **kwargs)
+
+    def unsampled(self, number: int, call: Call) -> optuna.Trial | None:
+        """The trial, if this call makes the sampler propose its parameters."""
+        if call.target != "trial" or not call.name.startswith("suggest_"):
+            return None
+        if number not in self._proposals.unfinished():  # a late call: `carry_out` will say so
+            return None
+        args, kwargs = unpack(call.arguments)
+        name = args[0] if args else kwargs.get("name")
+        trial = self._proposals[number]
+        return trial if compat.is_unsampled(trial, name) else None
 
     def _is_known(self, number: int, args: tuple[Any, ...]) -> bool:
         """Whether a trial that is run again reports a step it has reported before."""
@@ -155,12 +194,18 @@ class Ledger:
         return [values[step] for step in sorted(values)]
 
     def record(self, number: int, flight: Flight) -> None:
-        """Store where and when the trial flew."""
-        flights = self._flights.setdefault(number, [])
-        flights.append(flight)
-        compat.set_trial_record(
-            self.study, self._proposals[number], FLIGHTS_KEY, [asdict(f) for f in flights]
-        )
+        """Store where and when the trial flew.
+
+        With the study, because what is stored with a trial shows in `Study.trials_dataframe`; a
+        few to a record, so that neither their number nor their size grows with the sweep.
+        """
+        plain = {**asdict(flight), "devices": list(flight.devices)}  # as it comes out of storages
+        self._flights.append({"trial": number, **plain})
+        key = FLIGHTS_KEY.format(began=self._began, index=self._num_flight_records)
+        compat.set_study_record(self.study, key, list(self._flights))
+        if len(self._flights) == _FLIGHTS_PER_RECORD:
+            self._flights = []
+            self._num_flight_records += 1
 
     def record_decision(self, decision: Decision) -> None:
         """Store an allocation with the study; a record each, so that long sweeps stay cheap."""
@@ -190,7 +235,6 @@ class Ledger:
             state = self._tell(trial, value, error)
         finally:
             self._proposals.release(number)
-            self._flights.pop(number, None)
             self._replayed.pop(number, None)
             if self._gc_after_trial:
                 gc.collect()
@@ -207,6 +251,8 @@ class Ledger:
         trial = self._proposals[number]
         try:
             self._tell(trial, None, error)
+        except StorageLostError:
+            pass  # which is what the call ends with
         except Exception:
             compat.logger.warning(f"Trial {number} could not be told as failed.", exc_info=True)
         finally:
@@ -225,12 +271,15 @@ class Ledger:
             if isinstance(error, FleetError) or is_out_of_memory(error):
                 reason = f"{type(error).__name__}: {error}"
                 compat.set_trial_record(self.study, trial, REASON_KEY, reason)
+        was_stopped = compat.is_stopped(self.study)
         try:
             state, values, problem = compat.tell(self.study, trial, value, told)
         except Exception:  # the sampler's after_trial raised; the state is stored all the same
             finished = compat.frozen(self.study, trial)
             self._log(trial, finished.state, finished.values, value, error, None)
             raise
+        if compat.is_stopped(self.study) and not was_stopped:
+            self._proposals.reconsider_stop()
         self._log(trial, state, values, value, error, problem)
         return state
 

@@ -7,8 +7,11 @@ from types import TracebackType
 
 import optuna
 
+from optuna_fleet.checkpoint_folder import StudyFolder
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.claims import Claims
 from optuna_fleet.sampler_bridge.ledger import Callback, Ledger
+from optuna_fleet.sampler_bridge.patience import be_patient, end_patience
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
 
@@ -25,8 +28,13 @@ class Loop:
         callbacks: Iterable[Callback] | None,
         gc_after_trial: bool,
         show_progress_bar: bool,
+        storage_patience_s: float = 300.0,
+        folder: StudyFolder | None = None,
     ) -> None:
         self.study = study
+        self._folder = folder
+        self._claims: Claims | None = None
+        self._storage_patience_s = storage_patience_s
         self.gc_after_trial = gc_after_trial
         self._budget = (n_trials, timeout)
         self._show_progress_bar = show_progress_bar
@@ -40,9 +48,12 @@ class Loop:
 
     def __enter__(self) -> Loop:
         compat.enter_loop(self.study)
+        be_patient(self.study, self._storage_patience_s)
         try:
             self._progress_bar = compat.ProgressBar(self._show_progress_bar, *self._budget)
-            self.proposals = Proposals(self.study, *self._budget)
+            if self._folder is not None:
+                self._claims = Claims(self.study, self._folder, *self._budget)
+            self.proposals = Proposals(self.study, *self._budget, claims=self._claims)
             self.ledger = Ledger(
                 self.study,
                 self.proposals,
@@ -52,7 +63,7 @@ class Loop:
                 progress_bar=self._progress_bar,
             )
         except BaseException:
-            compat.leave_loop(self.study)
+            self._leave()
             raise
         return self
 
@@ -63,4 +74,19 @@ class Loop:
         traceback: TracebackType | None,
     ) -> None:
         self._progress_bar.close()
+        for number in self.proposals.unfinished():  # which the call never came to
+            self.proposals.release(number)
+        try:
+            if self._claims is not None:
+                self._claims.end()
+        except Exception as error:
+            compat.fleet_logger.warning(
+                "That the call has ended could not be recorded; the same call will go on with "
+                f"it: {error}"
+            )
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        end_patience(self.study)
         compat.leave_loop(self.study)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import optuna
 
+from optuna_fleet.events import Event, ProposalDelayed, ProposalsExhausted, TrialProposed
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.batching import is_limited, reason_to_wait
+from optuna_fleet.sampler_bridge.claims import Claims
 
 
 class Proposals:
@@ -16,17 +20,45 @@ class Proposals:
         study: The user's study.
         n_trials: Trials to launch, or None for no limit.
         timeout: Seconds after which no further trial is launched, or None.
+        claims: Marks the trials as this call's; gives those that a dead driver of it left.
     """
 
-    def __init__(self, study: optuna.Study, n_trials: int | None, timeout: float | None) -> None:
+    def __init__(
+        self,
+        study: optuna.Study,
+        n_trials: int | None,
+        timeout: float | None,
+        claims: Claims | None = None,
+    ) -> None:
         self._study = study
         self._n_trials = n_trials
         self._timeout = timeout
         self._began: float | None = None
         self._stopped = False
+        self._claims = claims
         self._asked = 0
         self._trials: dict[int, optuna.Trial] = {}
         self._heartbeats: dict[int, compat.Heartbeat] = {}
+        self._defined: set[int] = set()
+        self._reasons: set[str] = set()
+        self._is_delayed = False
+        self._adopted: deque[int] = deque()
+        if claims is not None:
+            self._adopt(claims)
+
+    def _adopt(self, claims: Claims) -> None:
+        self._asked = claims.num_launched
+        for trial in claims.orphans:
+            self._enter(trial)
+        for trial in reversed(claims.orphans):
+            if self._n_trials is not None and self._asked > self._n_trials:
+                self.give_back(trial.number)
+            else:
+                self._adopted.appendleft(trial.number)
+
+    def adopted(self) -> list[int]:
+        """Numbers of the trials that a dead driver left and that have not been asked for yet."""
+        return list(self._adopted)
 
     @property
     def elapsed_s(self) -> float:
@@ -37,24 +69,73 @@ class Proposals:
         """Ask for no further trial."""
         self._stopped = True
 
+    def next_events(self, *, again: bool = False) -> list[Event]:
+        """Answer `Propose`; or, `again`, one that was delayed.
+
+        A trial may be possible when one under way calls, asks for data or ends.
+        """
+        if again and not self._is_delayed:
+            return []
+        self._is_delayed = self._must_wait()
+        if self._is_delayed:
+            return [] if again else [ProposalDelayed()]
+        number = self.ask()
+        return [ProposalsExhausted() if number is None else TrialProposed(number=number)]
+
+    def _must_wait(self) -> bool:
+        if not self._trials or self._adopted or self._is_spent():
+            return False
+        study = self._study
+        if not is_limited(study.sampler):
+            return False
+        reason = reason_to_wait(
+            study.sampler, study.pruner, compat.trials_of(study), self._trials, self._defined
+        )
+        if reason is not None and reason not in self._reasons:
+            self._reasons.add(reason)
+            compat.fleet_logger.info(f"{type(study.sampler).__name__}: {reason}.")
+        return reason is not None
+
+    def note_defined(self, number: int) -> None:
+        """The trial has suggested its parameters: it asks for data."""
+        self._defined.add(number)
+
+    def reconsider_stop(self) -> None:
+        """A sampler has just called `Study.stop`: one by brute force may have been too early.
+
+        It looks at what is known of the space, which trials under way may still widen; it is
+        asked again when the last of them ends.
+        """
+        sampler = compat.base_sampler(self._study.sampler)
+        if len(self._trials) > 1 and isinstance(sampler, optuna.samplers.BruteForceSampler):
+            compat.take_back_stop(self._study)
+
+    def _is_spent(self) -> bool:
+        if self._stopped or compat.is_stopped(self._study):
+            return True
+        if self._n_trials is not None and self._asked >= self._n_trials:
+            return True
+        return self._timeout is not None and self.elapsed_s >= self._timeout
+
     def ask(self) -> int | None:
         """Return the number of a new trial, or None if no further one may start."""
         if self._began is None:
             self._began = time.monotonic()
-        if self._stopped or compat.is_stopped(self._study):
-            return None
-        if self._n_trials is not None and self._asked >= self._n_trials:
-            return None
-        if self._timeout is not None and self.elapsed_s >= self._timeout:
+        if self._adopted:  # under way already, as those are that `stop` leaves alone
+            return self._adopted.popleft()
+        if self._is_spent():
             return None
         compat.fail_stale_trials(self._study)
-        trial = self._study.ask()
+        trial = self._study.ask() if self._claims is None else self._claims.ask()
         self._asked += 1
+        self._enter(trial)
+        return trial.number
+
+    def _enter(self, trial: optuna.Trial) -> None:
         self._trials[trial.number] = trial
         # From the moment of asking: a trial without a heartbeat is never found stale if we die.
         self._heartbeats[trial.number] = heartbeat = compat.heartbeat(self._study, trial)
         heartbeat.start()
-        return trial.number
 
     def __getitem__(self, number: int) -> optuna.Trial:
         return self._trials[number]
@@ -67,10 +148,13 @@ class Proposals:
         """The trial has been told."""
         self._heartbeats.pop(number).join()
         del self._trials[number]
+        self._defined.discard(number)
 
     def give_back(self, number: int) -> None:
         """Return a trial that was never launched to the study; it does not count."""
         trial = self._trials[number]
         self.release(number)
         compat.give_back(self._study, trial)
+        if self._claims is not None:
+            self._claims.renounce(trial)
         self._asked -= 1

@@ -1,30 +1,23 @@
-"""Checkpoints of trials: one file, written atomically, verified when read."""
+"""Checkpoints of trials: what is in them, and how it is made fit to be written and loaded."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
-import struct
-import tempfile
 from collections import OrderedDict, defaultdict
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import IO, Any
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from optuna_fleet.exceptions import FleetConfigError, FleetError
-from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer import checkpoint_file
+from optuna_fleet.trainer.checkpoint_file import CheckpointError, previous
+from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
 
-FORMAT_VERSION = 1
-
-_MAGIC = b"OptFleet"
-_HEADER = struct.Struct("<8sIQ32s")  # magic, version, payload bytes, sha256 of the payload
 _PLAIN_TYPES = (
     type(None),
     bool,
@@ -40,10 +33,6 @@ _PLAIN_TYPES = (
 )
 
 
-class CheckpointError(FleetError):
-    """A checkpoint file that can't be read or written."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """All that a trial needs to go on elsewhere.
@@ -55,7 +44,7 @@ class Checkpoint:
         state: ``trial.state``, the objective's own variables.
         rng: ``rng_state`` of each rank.
         history: Values reported so far.
-        version: Format of the file.
+        modules: Which of the objects are modules, by position.
     """
 
     loop: int
@@ -64,47 +53,49 @@ class Checkpoint:
     state: dict[str, Any]
     rng: list[dict[str, Any]]
     history: list[float]
-    version: int = FORMAT_VERSION
+    modules: list[int] = field(default_factory=list)
 
 
-def save(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
-    """Write `checkpoint` to `path` (mode 0600), or leave what was there; never half of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A checkpoint as it will be written, shared with nobody."""
+
+    content: dict[str, Any]
+    epoch: int
+
+
+def snapshot(checkpoint: Checkpoint) -> Snapshot:
+    """Copy a checkpoint to the CPU's memory, where training does not change it.
 
     Args:
-        path: The file; its folder is made. The checkpoint before it is kept beside it.
-        checkpoint: Tensors on any device; they are saved as CPU tensors.
+        checkpoint: Tensors on any device; they become CPU tensors.
 
     Raises:
         FleetConfigError: If ``trial.state`` or a ``state_dict`` holds a type that can't be loaded
             safely; names the key.
-        CheckpointError: If the file can't be written.
     """
-    target = Path(path)
-    content = _content(checkpoint)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                _write(file, content, checkpoint.version)
-            with suppress(FileNotFoundError):
-                os.replace(target, previous(target))
-            os.replace(temporary, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-        _sync_folder(target.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint {target} can't be written ({error}): check that its folder exists "
-            f"and has space."
-        ) from error
+    content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+    content["objects"] = [
+        _portable(item, f"objects[{index}]", own=False)
+        for index, item in enumerate(checkpoint.objects)
+    ]
+    content["state"] = _portable(checkpoint.state, "trial.state", own=True)
+    content["history"] = list(checkpoint.history)
+    return Snapshot(content=content, epoch=checkpoint.epoch)
 
 
-def previous(path: str | os.PathLike[str]) -> Path:
-    """Where the checkpoint before the one at `path` is kept."""
-    return Path(f"{os.fspath(path)}.previous")
+def save(path: str | os.PathLike[str], snapshot: Snapshot, *, keep_previous: bool = True) -> None:
+    """Write a snapshot to `path`, whole or not at all; see `checkpoint_file.write`.
+
+    Raises:
+        CheckpointError: The file can't be written.
+    """
+    checkpoint_file.write(
+        path,
+        lambda file: torch.save(snapshot.content, file),
+        epoch=snapshot.epoch,
+        keep_previous=keep_previous,
+    )
 
 
 def load_newest(path: str | os.PathLike[str]) -> tuple[Checkpoint | None, list[str]]:
@@ -114,7 +105,9 @@ def load_newest(path: str | os.PathLike[str]) -> tuple[Checkpoint | None, list[s
         The checkpoint, or None if neither is good; and what was wrong with those passed over.
     """
     problems: list[str] = []
-    for candidate in (path, previous(path)):
+    # A writer killed between the two names leaves only the one before.
+    there = [candidate for candidate in (path, previous(path)) if os.path.exists(candidate)]
+    for candidate in there or [path]:
         try:
             return load(candidate), problems
         except CheckpointError as error:
@@ -128,14 +121,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: If the file is missing, torn, altered, or of another format.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint {path} can't be read ({error}): check the folder, or start the trial "
-            f"again from its first epoch."
-        ) from error
-    payload = _verified(path, data)
+    payload = checkpoint_file.read(path)
     content = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     return Checkpoint(**content)
 
@@ -144,89 +130,25 @@ def gather_rng() -> list[dict[str, Any]]:
     """``rng_state`` of every rank of the default group, on every rank."""
     if group_size() == 1:
         return [rng_state()]
-    states: list[Any] = [None] * group_size()
-    dist.all_gather_object(states, rng_state())
-    return states
+    # Not all_gather_object: it unpickles, and torch's connections prove nothing of their peers.
+    buffer = io.BytesIO()
+    torch.save(rng_state(), buffer)
+    mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(wire_device())
+    sizes = [torch.tensor(0, device=mine.device) for _ in range(group_size())]
+    dist.all_gather(sizes, torch.tensor(len(mine), device=mine.device))
+    most = max(int(size) for size in sizes)
+    states = [torch.empty(most, dtype=torch.uint8, device=mine.device) for _ in sizes]
+    dist.all_gather(states, torch.nn.functional.pad(mine, (0, most - len(mine))))
+    return [
+        torch.load(io.BytesIO(state[: int(size)].cpu().numpy().tobytes()), weights_only=True)
+        for state, size in zip(states, sizes, strict=True)
+    ]
 
 
 def restore_rng(states: list[dict[str, Any]]) -> None:
     """Restore this rank's own generators, or rank 0's if the number of ranks changed."""
     rank = dist.get_rank() if group_size() == len(states) and dist.is_initialized() else 0
     set_rng_state(states[rank])
-
-
-def _content(checkpoint: Checkpoint) -> dict[str, Any]:
-    content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
-    content["objects"] = [
-        _portable(item, f"objects[{index}]", own=False)
-        for index, item in enumerate(checkpoint.objects)
-    ]
-    content["state"] = {
-        _portable(key, "trial.state", own=True): _portable(
-            value, f"trial.state[{key!r}]", own=True
-        )
-        for key, value in checkpoint.state.items()
-    }
-    return content
-
-
-def _write(file: IO[bytes], content: dict[str, Any], version: int) -> None:
-    file.write(bytes(_HEADER.size))
-    hashing = _Hashing(file)
-    torch.save(content, hashing)  # type: ignore[arg-type]  # it only needs to write
-    file.seek(0)
-    file.write(_HEADER.pack(_MAGIC, version, hashing.num_bytes, hashing.digest.digest()))
-    file.flush()
-    os.fsync(file.fileno())
-
-
-class _Hashing:
-    """Passes bytes on to a file and hashes them, so that the payload need not be in memory."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.digest = hashlib.sha256()
-        self.num_bytes = 0
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        self.num_bytes += len(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _verified(path: str | os.PathLike[str], data: bytes) -> memoryview:
-    advice = "the trial goes on from its checkpoint before, or from its first epoch"
-    if len(data) < _HEADER.size:
-        raise CheckpointError(f"The checkpoint {path} is truncated: {advice}.")
-    magic, version, num_bytes, digest = _HEADER.unpack_from(data)
-    if magic != _MAGIC:
-        raise CheckpointError(f"The file {path} is no checkpoint of optuna-fleet: {advice}.")
-    if version != FORMAT_VERSION:
-        raise CheckpointError(
-            f"The checkpoint {path} has format version {version}, but must have {FORMAT_VERSION}: "
-            f"use the version of optuna-fleet that wrote it, or {advice}."
-        )
-    payload = memoryview(data)[_HEADER.size :]
-    if len(payload) != num_bytes:
-        raise CheckpointError(
-            f"The checkpoint {path} is truncated or torn ({len(payload)} of {num_bytes} bytes): "
-            f"{advice}."
-        )
-    if hashlib.sha256(payload).digest() != digest:
-        raise CheckpointError(f"The checkpoint {path} is corrupt (checksum differs): {advice}.")
-    return payload
 
 
 def _portable(value: Any, where: str, *, own: bool) -> Any:
@@ -239,9 +161,9 @@ def _portable(value: Any, where: str, *, own: bool) -> Any:
             other objects (a learning rate, say) become Python numbers here.
     """
     if isinstance(value, torch.Tensor):
-        return _compact(value)
+        return _copy(value)
     if type(value) in _PLAIN_TYPES:
-        return value
+        return bytearray(value) if isinstance(value, bytearray) else value
     if isinstance(value, np.generic) and not own:
         return value.item()
     if type(value) in (list, tuple, set):
@@ -265,13 +187,19 @@ def _portable_dict(value: dict[Any, Any], where: str, *, own: bool) -> dict[Any,
     return ordered
 
 
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().cpu()
-    if tensor.layout != torch.strided:
-        return tensor
-    # torch saves whole storages: a view of a large tensor would take all of it along.
-    is_part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    return tensor.clone() if is_part else tensor
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+        if tensor.layout != torch.strided or not _is_part(tensor):
+            return tensor
+    # Training goes on changing it while it is written. And torch saves whole storages: a view of
+    # a large tensor would take all of it along.
+    return tensor.clone()
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 def _refusal(value: Any, where: str) -> str:

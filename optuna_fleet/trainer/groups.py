@@ -116,13 +116,17 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
     """Make the group of `spec` this process's default group.
 
     Args:
-        spec: This process's place; a group of one touches no network.
+        spec: This process's place; a group of one touches no network, and one that is there
+            already is kept, with all that was made of it, as Optuna alone would keep it from
+            trial to trial.
         backend: "gloo" or "nccl".
         timeout_s: Limit for the peers to arrive, and for each collective afterwards.
 
     Raises:
         TrainerLostError: If a peer or the store can't be reached in time; no group is left behind.
     """
+    if spec.world_size == 1 and _is_alone(backend):
+        return
     leave_group()
     _choose_interface(spec)
     # init_process_group wraps sys.excepthook, one layer per call: a long-lived trainer would pile
@@ -170,6 +174,10 @@ def leave_group(*, abort: bool = False) -> None:
 def group_size() -> int:
     """Number of processes in the default group; 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _is_alone(backend: str) -> bool:
+    return dist.is_initialized() and group_size() == 1 and dist.get_backend() == backend
 
 
 def wire_device() -> torch.device:

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
 from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.resources import Device
-from optuna_fleet.trainer.pulse import Heart
+from optuna_fleet.trainer.pulse import beating
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
 from optuna_fleet.trainer.trial import FleetTrial, Remote
@@ -61,8 +62,12 @@ class Trainer:
 
     def _run(self, run: RunTrial) -> Ended:
         session = self._session = Session(self._channel, run)
+        with beating(session, run.pulse_s):
+            return self._run_in(session)
+
+    def _run_in(self, session: Session) -> Ended:
+        run = session.run
         training: Training | None = None
-        heart: Heart | None = None
 
         def open_training() -> Training:
             nonlocal training
@@ -77,11 +82,8 @@ class Trainer:
             objective = self._objective(run)
             seed_run(run.seed, run.number)
             self._limit_threads()
-            if run.pulse_s is not None:
-                heart = Heart(session, run.pulse_s)
-            if run.world_size > 1:
-                open_training()
-            value = _sendable(objective(FleetTrial(session, open_training)))
+            _join_group(run, self._device, open_training)
+            value = _finished(objective(FleetTrial(session, open_training)), training)
             ending = Ending.RETURNED
         except Yielded:
             ending = Ending.YIELDED
@@ -93,8 +95,6 @@ class Trainer:
             ending, error = Ending.RAISED, pack_error(raised)
             self._is_spent = is_out_of_memory(raised)
         ended_s = time.time()
-        if heart is not None:
-            heart.stop()
         usage = training.end(failed=error is not None) if training else Usage()
         return Ended(
             run_id=run.run_id,
@@ -188,10 +188,26 @@ def trainer_main(
         Trainer(device, channel, pipeline, num_threads).serve()
 
 
+def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Training]) -> None:
+    """Make ``torch.distributed`` mean this trial from the objective's first line on."""
+    if run.world_size > 1:
+        open_training()
+    elif "torch" in sys.modules:
+        from optuna_fleet.trainer.training import join_group_of
+
+        join_group_of(run, device.kind)
+
+
 def _client(data: socket.socket, spec: PipelineSpec) -> PipelineClient:
     from optuna_fleet.pipeline.reader import PipelineClient  # imports torch
 
     return PipelineClient(data, spec)
+
+
+def _finished(value: Any, training: Training | None) -> bytes:
+    if training is not None:
+        training.leave_final_checkpoint(value)
+    return _sendable(value)
 
 
 def _sendable(value: Any) -> bytes:

@@ -7,6 +7,8 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from optuna_fleet.messages import Pulse
@@ -16,12 +18,20 @@ _NOT_THE_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("std
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
-class Heart:
-    """Sends a `Pulse` for the present run again and again.
+@contextmanager
+def beating(session: Session, interval_s: float | None) -> Iterator[None]:
+    """Send a `Pulse` for the run every so many seconds; called in the thread that runs it."""
+    if interval_s is None:
+        yield
+        return
+    heart = _Heart(session, interval_s)
+    try:
+        yield
+    finally:
+        heart.stop()
 
-    Started in the main thread, in a run's beginning.
-    """
 
+class _Heart:
     def __init__(self, session: Session, interval_s: float) -> None:
         self._session = session
         self._interval_s = interval_s

@@ -14,17 +14,31 @@ import torch
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import Checkpointed, Measured, Reached, Usage
+from optuna_fleet.messages import Measured, Reached, RunTrial, Usage
+from optuna_fleet.packing import plain
 from optuna_fleet.pipeline.inline import InlineClient
 from optuna_fleet.pipeline.reader import PipelineClient
 from optuna_fleet.trainer import checkpoint, reduction
 from optuna_fleet.trainer.feed import feed
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
 from optuna_fleet.trainer.parallel import ShardWeights, wrap_module
+from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.stopwatch import Stopwatch
 
 _GROUP_TIMEOUT_S = 600.0
+
+
+def join_group_of(run: RunTrial, device_kind: str) -> None:
+    """Join the group of a run's ranks, the default group of ``torch.distributed`` from now on."""
+    spec = GroupSpec(
+        rank=run.rank,
+        world_size=run.world_size,
+        prefix=run.group,
+        store_host=run.store.host if run.store else "",
+        store_port=run.store.port if run.store else None,
+    )
+    join_group(spec, "gloo" if device_kind == "cpu" else "nccl", _GROUP_TIMEOUT_S)
 
 
 class Training:
@@ -52,20 +66,10 @@ class Training:
         self._stopwatch = Stopwatch(session.run.measure)
         self.state: dict[str, Any] = {}
         self._checkpoint: checkpoint.Checkpoint | None = None
-        self._join()
+        self._saver = Saver(session)
+        join_group_of(session.run, kind)
         if self._run.checkpoint is not None:
             self._resume(self._run.checkpoint)
-
-    def _join(self) -> None:
-        store = self._run.store
-        spec = GroupSpec(
-            rank=self._run.rank,
-            world_size=self._run.world_size,
-            prefix=self._run.group,
-            store_host=store.host if store else "",
-            store_port=store.port if store else None,
-        )
-        join_group(spec, "gloo" if self._kind == "cpu" else "nccl", _GROUP_TIMEOUT_S)
 
     def _resume(self, path: str) -> None:
         self._checkpoint, problems = checkpoint.load_newest(path)
@@ -80,6 +84,7 @@ class Training:
 
         A rank that `failed` does not wait for its peers, which may be in a collective for ever.
         """
+        self._saver.finish()  # or the file would appear when nobody expects it any more
         leave_group(abort=failed and self._kind != "cpu")
         return Usage(probing_s=self._reached_after_s or 0.0, profiling_s=self._stopwatch.total_s)
 
@@ -163,27 +168,51 @@ class Training:
 
     def _goes_on_after(self, epoch: int) -> bool:
         decision = self._session.call("fleet", "end_epoch", epoch)
-        if decision in (EpochDecision.YIELD, EpochDecision.CHECKPOINT):
-            self._save(epoch + 1)
-        if decision is EpochDecision.YIELD:
+        if decision is EpochDecision.YIELD and self._has_landed(epoch + 1):
             raise Yielded
+        if decision is EpochDecision.CHECKPOINT:
+            self._save(epoch + 1)
         return decision is not EpochDecision.STOP
+
+    def _has_landed(self, next_epoch: int) -> bool:
+        """Write the checkpoint to leave with; a trial that can't keeps its devices for now."""
+        self._saver.finish()
+        self._save(next_epoch)
+        return bool(reduction.all_reduce_sum(int(not self._saver.finish())) == 0)
 
     def _save(self, next_epoch: int) -> None:
         rng = checkpoint.gather_rng()
-        if self._run.rank == 0:
-            checkpoint.save(
-                self._run.checkpoint_to,
-                checkpoint.Checkpoint(
-                    loop=self._num_loops,
-                    epoch=next_epoch,
-                    objects=[thing.state_dict() for thing in self._objects],
-                    state=self.state,
-                    rng=rng,
-                    history=self._session.reported,
-                ),
+        if self._run.rank == 0 and not self._saver.is_busy:
+            path = self._run.checkpoint_to
+            self._saver.save(path, lambda: self._checkpoint_at(next_epoch, rng))
+
+    def _checkpoint_at(self, next_epoch: int, rng: list[dict[str, Any]]) -> checkpoint.Checkpoint:
+        modules = [i for i, o in enumerate(self._objects) if isinstance(o, torch.nn.Module)]
+        return checkpoint.Checkpoint(
+            loop=self._num_loops,
+            epoch=next_epoch,
+            objects=[thing.state_dict() for thing in self._objects],
+            state=self.state,
+            rng=rng,
+            history=self._session.reported,
+            modules=modules,
+        )
+
+    def leave_final_checkpoint(self, value: Any) -> None:
+        """The objective returned `value`: leave its weights behind, if they are among the best."""
+        path = self._run.final_to
+        if path is None or self._run.rank > 0 or not self._objects:
+            return
+        try:
+            is_wanted = self._session.call("fleet", "is_among_best", plain(value))
+        except Exception:  # it can't be sent, say; the study will be told and say so
+            return
+        self._saver.finish()
+        if is_wanted:
+            self._saver.save(
+                path, lambda: self._checkpoint_at(self._epoch + 1, []), keep_previous=False
             )
-            self._session.send(Checkpointed(run_id=self._run.run_id))
+            self._saver.finish()
 
     # -- data -------------------------------------------------------------------------------------
 

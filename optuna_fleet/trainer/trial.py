@@ -10,12 +10,21 @@ import optuna
 from optuna.distributions import BaseDistribution
 
 from optuna_fleet.packing import plain
+from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.trainer.session import Session
 
 if TYPE_CHECKING:
     import torch
 
     from optuna_fleet.trainer.training import Shards, Training
+
+
+_SET_BY_OPTUNA = {
+    "relative_search_space",
+    "_relative_params",
+    "_fixed_params",
+    "_cached_frozen_trial",
+}
 
 
 class FleetTrial(optuna.Trial):
@@ -100,6 +109,12 @@ class FleetTrial(optuna.Trial):
     def relative_params(self) -> dict[str, Any]:
         """See `optuna.Trial.relative_params`."""
         return self._session.read("trial", "relative_params")  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        """What `optuna.Trial.__init__` would have set, as it is over there."""
+        if name not in _SET_BY_OPTUNA:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._session.read("trial", name)
 
     @property
     def datetime_start(self) -> datetime.datetime | None:
@@ -209,13 +224,23 @@ class Remote:
     """
 
     def __init__(self, session: Callable[[], Session], target: str) -> None:
-        self._session = session
-        self._target = target
+        vars(self).update(_session=session, _target=target)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Some functions of Optuna ask whether what they are given is a study."""
+        return _KINDS[self._target]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"`{name}` can't be set in an objective, as the {self._target} is in another process: "
+            "set it before `optimize` or in a callback."
+        )
 
     def __getattr__(self, name: str) -> Any:
         if self._target == "study" and name == "_storage":
             return Remote(self._session, "storage")
-        if callable(getattr(_KINDS[self._target], name, None)):
+        if any(callable(getattr(kind, name, None)) for kind in _WITH_METHODS[self._target]):
             return lambda *args, **kwargs: self._session().call(
                 self._target, name, *args, **kwargs
             )
@@ -225,3 +250,7 @@ class Remote:
 
 
 _KINDS = {"study": optuna.Study, "storage": optuna.storages.BaseStorage}
+_WITH_METHODS = {
+    "study": (optuna.Study,),
+    "storage": (optuna.storages.BaseStorage, compat.HeartbeatStorage),
+}

@@ -12,7 +12,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet.events import Ending
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.ledger import FLIGHTS_KEY
+from optuna_fleet.sampler_bridge.ledger import flights_of
 
 _Record: TypeAlias = Mapping[str, Any]
 
@@ -98,8 +98,12 @@ def first_start(study: optuna.Study) -> float:
 
 
 def _bars_since_epoch(study: optuna.Study) -> list[Bar]:
-    seen: set[tuple[Any, ...]] = set()
-    return [b for t in study.get_trials(deepcopy=False) for b in _bars_of_trial(t, seen)]
+    flights = flights_of(study)
+    return [
+        bar
+        for trial in study.get_trials(deepcopy=False)
+        for bar in _bars_of_trial(trial, flights.get(trial.number, ()))
+    ]
 
 
 def simulated_bar(**facts: Any) -> Bar:
@@ -140,17 +144,10 @@ def round_starts(bars: Sequence[Bar]) -> list[RoundStart]:
     return starts
 
 
-def _bars_of_trial(trial: FrozenTrial, seen: set[tuple[Any, ...]]) -> Iterator[Bar]:
-    """The trial's bars in seconds since the epoch, less those already `seen`.
-
-    Optuna copies the records of a failed trial to the trial that retries it.
-    """
-    records: Sequence[_Record] = trial.system_attrs.get(FLIGHTS_KEY, ())
+def _bars_of_trial(trial: FrozenTrial, records: Sequence[_Record]) -> Iterator[Bar]:
+    """The trial's bars in seconds since the epoch."""
     for flight, record in enumerate(records, start=1):
-        key = (tuple(record["devices"]), record["start"], record["end"])
-        if key not in seen:
-            seen.add(key)
-            yield from _bars_of_flight(trial, record, flight, len(records))
+        yield from _bars_of_flight(trial, record, flight, len(records))
 
 
 def _bars_of_flight(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optuna_fleet.alloc import Allocator, GreedyAllocator, RateProfile, validate
+from optuna_fleet.alloc.problem import Assignment, Flotilla, Plan
 from optuna_fleet.events import (
     Allocate,
     AnswerEpoch,
@@ -28,6 +29,7 @@ from optuna_fleet.events import (
     Launch,
     Model,
     PlanDecided,
+    ProposalDelayed,
     ProposalsExhausted,
     Propose,
     RankEnded,
@@ -402,3 +404,27 @@ def test_any_order_of_events_ends_every_trial_once(
     )
     play_out(world, random.Random(seed))
     assert sorted(world.done) == list(range(trials))
+
+
+def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
+    """Rank 1 of trial 0 has returned, and trial 1 flies on its device, while rank 0 goes on."""
+    controller = Controller(fleet_of(3), Policy(paradigm="elastic"))
+    controller.handle(DeviceJoined(device=0), TrialProposed(number=0))
+    controller.handle(DeviceJoined(device=1), reached(0, "s"), ProposalDelayed())
+    controller.handle(RateMeasured(run_id=0, samples_per_s=10.0))
+    controller.handle(epoch_ended(0))
+    pair = Assignment(number=0, devices=(0, 1), rate=20.0)
+    plan = Plan(
+        flotillas=(Flotilla(assignments=(pair,)),), allocator="", reason="", status="optimal"
+    )
+    controller.handle(PlanDecided(plan=plan))
+    controller.handle(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
+    controller.handle(reached(1, "s"), RateMeasured(run_id=1, samples_per_s=20.0))
+    controller.handle(TrialProposed(number=1), ProposalDelayed())
+    controller.handle(RankEnded(run_id=1, device=1, ending=Ending.RETURNED))
+    controller.handle(reached(2, "s"), TrialProposed(number=2), ProposalDelayed())
+    controller.handle(DeviceJoined(device=2))
+    controller.handle(reached(3, "s"))
+    (allocate,) = controller.handle(epoch_ended(3))
+    assert [c.number for c in allocate.problem.candidates] == [1, 2]
+    assert set(allocate.problem.devices) == {1, 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import io
-import logging
 import math
 import re
 import subprocess
@@ -42,15 +41,6 @@ def quadratic(trial: Any) -> float:
 
 def states(study: optuna.Study) -> list[TrialState]:
     return [trial.state for trial in study.trials]
-
-
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    """What Optuna's loggers print."""
-    handler = logging.StreamHandler(io.StringIO())
-    logging.getLogger("optuna").addHandler(handler)
-    yield handler.stream
-    logging.getLogger("optuna").removeHandler(handler)
 
 
 @pytest.fixture

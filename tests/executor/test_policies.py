@@ -10,6 +10,7 @@ import pytest
 from optuna_fleet import FleetExecutor
 from optuna_fleet.alloc import ElasticAllocator
 from optuna_fleet.executor.policies import POLICIES
+from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import small_pipeline, train
 
 
@@ -67,7 +68,7 @@ def test_elastic_moves_a_trial_in_mid_sweep_and_its_losses_stay() -> None:
         study.optimize(lambda trial: train(trial, epochs=40), n_trials=1, executor=fleet)
         assert fleet.summary is not None
         assert fleet.summary.rescales >= 1
-    flights = study.trials[-1].system_attrs["optuna_fleet:flights"]
+    flights = flights_of(study)[study.trials[-1].number]
     assert [len(flight["devices"]) for flight in flights][:2] == [1, 2]
     alone = optuna.create_study()
     with FleetExecutor(small_pipeline(), devices=1, device_type="cpu") as fleet:

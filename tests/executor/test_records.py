@@ -7,6 +7,7 @@ from typing import Any
 
 import optuna
 
+from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import train
 
 
@@ -15,7 +16,8 @@ def test_flights_and_decisions_are_recorded(fleet: Any) -> None:
     # More than the 48 batches that are timed at most, so that there is something to decide on.
     study.optimize(functools.partial(train, epochs=12), n_trials=5, executor=fleet)
     for trial in study.trials:
-        flights = trial.system_attrs["optuna_fleet:flights"]
+        assert not trial.system_attrs  # it would be a column in `study.trials_dataframe()`
+        flights = flights_of(study)[trial.number]
         assert flights[-1]["ending"] == "returned"
         assert all(f["devices"] and f["start"] <= f["end"] for f in flights)
     attributes = study._storage.get_study_system_attrs(study._study_id)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import Leg, fleet_of, small_model, train
 
 
@@ -90,7 +91,7 @@ def test_a_killed_trial_resumes_from_its_checkpoint_bit_for_bit(
         study.optimize(objective, n_trials=1, executor=fleet)
     assert (tmp_path / "died").exists()
     assert study.trials[0].user_attrs["losses"] + study.trials[0].user_attrs["noise"] == alone
-    flights = study.trials[0].system_attrs["optuna_fleet:flights"]
+    flights = flights_of(study)[0]
     assert [flight["ending"] for flight in flights] == ["lost", "returned"]
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import io
+import os
 import random
 import stat
 from collections import OrderedDict, defaultdict
@@ -12,8 +14,9 @@ import pytest
 import torch
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer import checkpoint
-from optuna_fleet.trainer.checkpoint import Checkpoint, CheckpointError
+from optuna_fleet.trainer import checkpoint, checkpoint_file
+from optuna_fleet.trainer.checkpoint import Checkpoint
+from optuna_fleet.trainer.checkpoint_file import CheckpointError
 from optuna_fleet.trainer.randomness import rng_state, seed_everything, set_rng_state
 
 
@@ -27,6 +30,10 @@ def make(**changes: Any) -> Checkpoint:
         "history": [0.1, 0.2],
     }
     return Checkpoint(**(parts | changes))
+
+
+def save(path: Path, content: Checkpoint) -> None:
+    checkpoint.save(path, checkpoint.snapshot(content))
 
 
 def draws() -> tuple[float, float, float]:
@@ -64,7 +71,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "nested": {"list": [torch.ones(2)], 3: {1, 2}},
         "odd": (torch.float16, torch.device("cpu"), torch.Size([1]), float("inf")),
     }
-    checkpoint.save(path, make(state=state))
+    save(path, make(state=state))
     loaded = checkpoint.load(path)
     assert loaded.state["plain"] == state["plain"]
     assert loaded.state["odd"] == state["odd"]
@@ -87,27 +94,62 @@ def test_round_trip(tmp_path: Path) -> None:
 )
 def test_state_that_can_not_be_loaded_is_refused(tmp_path: Path, value: Any, advice: str) -> None:
     path = tmp_path / "trial0"
-    checkpoint.save(path, make(epoch=1))
+    save(path, make(epoch=1))
     with pytest.raises(FleetConfigError, match=r"trial\.state\['mine'\]") as caught:
-        checkpoint.save(path, make(state={"mine": value}))
+        checkpoint.snapshot(make(state={"mine": value}))
     assert advice in str(caught.value)
     assert checkpoint.load(path).epoch == 1
 
 
 def test_views_do_not_take_their_storage_along(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "c", make(state={"two": torch.zeros(10**6)[:2]}))
+    save(tmp_path / "c", make(state={"two": torch.zeros(10**6)[:2]}))
     assert (tmp_path / "c").stat().st_size < 10**5
+
+
+def test_a_copy_does_not_follow_the_training() -> None:
+    weight, losses, raw = torch.zeros(2), [1.0], bytearray(b"a")
+    copy = checkpoint.snapshot(make(objects=[{"w": weight}], state={"l": losses, "r": raw}))
+    weight += 1
+    losses.append(2.0)
+    raw += b"b"
+    assert copy.content["objects"][0]["w"].tolist() == [0.0, 0.0]
+    assert copy.content["state"] == {"l": [1.0], "r": b"a"}
+
+
+class FullDisk(io.BytesIO):
+    """Takes a kilobyte, then has no space left."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() > 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "c", make(epoch=1))
+
+    def fdopen(descriptor: int, mode: str) -> Any:
+        os.close(descriptor)
+        return FullDisk()
+
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    with pytest.raises(CheckpointError, match=r"No space left.*has space"):
+        save(tmp_path / "c", make(epoch=2, objects=[{"w": torch.zeros(10**5)}]))
+    assert checkpoint.load(tmp_path / "c").epoch == 1
+    assert [item.name for item in tmp_path.iterdir()] == ["c"]
 
 
 def test_other_objects_numbers_are_converted(tmp_path: Path) -> None:
     item = {"lr": np.float64(0.5), "groups": defaultdict(list, a=[np.int64(2)])}
-    checkpoint.save(tmp_path / "c", make(objects=[item]))
+    save(tmp_path / "c", make(objects=[item]))
     assert checkpoint.load(tmp_path / "c").objects == [{"lr": 0.5, "groups": {"a": [2]}}]
 
 
 def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "c"
-    checkpoint.save(path, make(rng=[]))
+    save(path, make(rng=[]))
     good = path.read_bytes()
     places = [*range(64), *range(64, len(good), max(1, len(good) // 100)), len(good) - 1]
     for place in places:
@@ -116,12 +158,14 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(bad)
         with pytest.raises(CheckpointError, match=str(path)):
             checkpoint.load(path)
+        with pytest.raises(CheckpointError, match=str(path)):
+            checkpoint_file.inspect(path, verify=True)
 
 
-@pytest.mark.parametrize("length", [0, 10, 52, 53, 500, -1])
+@pytest.mark.parametrize("length", [0, 10, 56, 57, 500, -1])
 def test_truncation_is_noticed(tmp_path: Path, length: int) -> None:
     path = tmp_path / "c"
-    checkpoint.save(path, make(rng=[]))
+    save(path, make(rng=[]))
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(CheckpointError, match="truncated"):
         checkpoint.load(path)
@@ -129,8 +173,8 @@ def test_truncation_is_noticed(tmp_path: Path, length: int) -> None:
 
 def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "c"
-    checkpoint.save(path, make(epoch=3))
-    checkpoint.save(path, make(epoch=4))
+    save(path, make(epoch=3))
+    save(path, make(epoch=4))
     newest, problems = checkpoint.load_newest(path)
     assert newest is not None
     assert (newest.epoch, problems) == (4, [])
@@ -139,8 +183,14 @@ def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) ->
     assert before is not None
     assert before.epoch == 3
     assert "torn" in problems[0]
-    checkpoint.previous(path).unlink()
-    assert checkpoint.load_newest(path)[0] is None
+    path.unlink()  # its writer was killed between two names
+    before, problems = checkpoint.load_newest(path)
+    assert before is not None
+    assert (before.epoch, problems) == (3, [])
+    checkpoint_file.previous(path).unlink()
+    nothing, problems = checkpoint.load_newest(path)
+    assert nothing is None
+    assert "can't be read" in problems[0]
 
 
 def test_other_failures_are_named(tmp_path: Path) -> None:
@@ -148,8 +198,8 @@ def test_other_failures_are_named(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "missing")
     (tmp_path / "no folder").touch()
     with pytest.raises(CheckpointError, match="can't be written"):
-        checkpoint.save(tmp_path / "no folder" / "c", make())
-    checkpoint.save(tmp_path / "new", make(version=99))
+        save(tmp_path / "no folder" / "c", make())
+    checkpoint_file.write(tmp_path / "new", lambda file: None, epoch=0, version=99)
     with pytest.raises(CheckpointError, match="version 99"):
         checkpoint.load(tmp_path / "new")
 
@@ -188,7 +238,7 @@ def test_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     for _ in range(3):
         run.epoch()
     saved = [item.state_dict() for item in run.objects]
-    checkpoint.save(tmp_path / "c", make(objects=saved, rng=checkpoint.gather_rng()))
+    save(tmp_path / "c", make(objects=saved, rng=checkpoint.gather_rng()))
     want = [run.epoch() for _ in range(3)]
 
     resumed = Run()

@@ -1,0 +1,228 @@
+"""A folder of checkpoints: who may use it, where what lies in it, which call wrote it last."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from optuna_fleet.exceptions import FleetConfigError
+
+_LOCK = "lock"
+_CALL = "call.json"
+_NUMBER = re.compile(r"\.?trial-(\d+)\.")
+_FINAL = re.compile(r"trial-(\d+)\.final\.pt")
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold a folder for one driver; should this process die, the kernel lets go of it.
+
+    Raises:
+        FleetConfigError: Another driver holds it, or it can't be written to.
+    """
+    try:
+        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise FleetConfigError(
+            f"The checkpoint folder {root} can't be used ({error.strerror}): check that it may be "
+            "written to and has space."
+        ) from error
+    try:
+        _lock(descriptor, root)
+        yield
+        # Not only by closing it: a process that the user forked meanwhile has it open too.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, root: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FleetConfigError(
+            f"The checkpoint folder {root} is in use by {_written_by(descriptor)}: give each "
+            "driver that runs at the same time a `checkpoint_dir` of its own, or wait until that "
+            "one has ended."
+        ) from None
+    except OSError as error:
+        raise FleetConfigError(
+            f"The checkpoint folder {root} can't be locked ({error.strerror}): use a folder on a "
+            "file system that has locks."
+        ) from error
+    with contextlib.suppress(OSError):  # a full disk; it only serves the message above
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def holder_of(root: Path) -> str | None:
+    """Who holds a folder now, in words, or None."""
+    try:
+        descriptor = os.open(root / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _written_by(descriptor)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _written_by(descriptor: int) -> str:
+    return os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
+
+
+def study_folders(root: Path) -> dict[Path, str]:
+    """The folders in it that have checkpoints, with the names of their studies.
+
+    Raises:
+        FleetConfigError: There is no such folder.
+    """
+    try:
+        names = sorted(os.listdir(root))
+    except OSError as error:
+        raise FleetConfigError(
+            f"The checkpoint folder {root} can't be read: {error.strerror}."
+        ) from error
+    folders = [root / name for name in names if any((root / name).glob("*trial-*"))]
+    return {folder: _study_of(folder) for folder in folders}
+
+
+def _study_of(folder: Path) -> str:
+    try:
+        call = _read_call(folder / _CALL)
+    except FleetConfigError:
+        call = None
+    return folder.name if call is None else call.study
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """One `optimize` call, as its folder knows it.
+
+    Attributes:
+        study: The study's name.
+        id: Marks the trials that belong to the call.
+        n_trials: As given.
+        timeout: As given.
+        has_ended: Whether the call came to its end, well or not; false where its driver died.
+    """
+
+    study: str
+    id: str
+    n_trials: int | None
+    timeout: float | None
+    has_ended: bool = False
+
+
+def _read_call(path: Path) -> CallRecord | None:
+    try:
+        return CallRecord(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise FleetConfigError(
+            f"The record of the last call, {path}, can't be read ({error}): remove it to begin a "
+            "new call. Trials that a dead driver left RUNNING then stay so."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class StudyFolder:
+    """The part of a checkpoint folder that is one study's."""
+
+    root: Path
+    study_name: str
+
+    @property
+    def path(self) -> Path:
+        """Where it is; a digest tells apart names that were cut short."""
+        digest = hashlib.sha256(self.study_name.encode()).hexdigest()[:12]
+        readable = re.sub(r"[^A-Za-z0-9_-]", "_", self.study_name)[:60]
+        return self.root / f"{readable}-{digest}"
+
+    def checkpoint(self, number: int) -> Path:
+        """Where the checkpoint of a trial is that is not done."""
+        return self.path / f"trial-{number}.pt"
+
+    def final(self, number: int) -> Path:
+        """Where the checkpoint is that a trial leaves when it is done."""
+        return self.path / f"trial-{number}.final.pt"
+
+    def finals(self) -> set[int]:
+        """Numbers of the trials that have left one."""
+        matches = (_FINAL.fullmatch(name) for name in self._names())
+        return {int(match[1]) for match in matches if match}
+
+    def can_resume(self, number: int) -> bool:
+        """Whether there is a checkpoint, good or bad, of a trial that is not done."""
+        return any(not _FINAL.fullmatch(name) for name in self._names_of(number))
+
+    def drop_unfinished(self, number: int) -> None:
+        """Remove all of a trial but its final checkpoint."""
+        self._remove(name for name in self._names_of(number) if not _FINAL.fullmatch(name))
+
+    def drop(self, number: int) -> None:
+        """Remove all of a trial."""
+        self._remove(self._names_of(number))
+
+    def drop_all_but(self, *, unfinished: set[int], finals: set[int]) -> None:
+        """Remove all checkpoints but those of these trials, and what writing them left."""
+        found = {int(match[1]) for name in self._names() if (match := _NUMBER.match(name))}
+        for number in found - unfinished:
+            self.drop_unfinished(number)
+        self._remove(self.final(number).name for number in self.finals() - finals)
+
+    def last_call(self) -> CallRecord | None:
+        """The last call that used this folder.
+
+        Raises:
+            FleetConfigError: Its record is damaged.
+        """
+        return _read_call(self.path / _CALL)
+
+    def record_call(self, call: CallRecord) -> None:
+        """Replace the record of the last call.
+
+        Raises:
+            OSError: It can't be written.
+        """
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{_CALL}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(call), file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path / _CALL)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _names(self) -> list[str]:
+        try:
+            return os.listdir(self.path)
+        except OSError:
+            return []
+
+    def _names_of(self, number: int) -> list[str]:
+        starts = (f"trial-{number}.", f".trial-{number}.")
+        return [name for name in self._names() if name.startswith(starts)]
+
+    def _remove(self, names: Iterator[str] | list[str]) -> None:
+        for name in names:
+            # On a disk that has become read-only it stays, and is found by the next call.
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink()

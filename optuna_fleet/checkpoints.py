@@ -1,0 +1,190 @@
+"""What users do with checkpoints: load the best trial's weights, see and prune what there is."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optuna_fleet.checkpoint_folder import StudyFolder, locked, study_folders
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.sampler_bridge.claims import folders_of
+from optuna_fleet.trainer.checkpoint_file import CheckpointError, inspect
+
+if TYPE_CHECKING:
+    import optuna
+    import torch
+
+_FILE = re.compile(r"trial-(\d+)\.(final\.pt|pt\.previous|pt)")
+_KINDS = {"final.pt": "final", "pt": "unfinished", "pt.previous": "unfinished, the one before"}
+
+
+def load_best_model(
+    study: optuna.Study,
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+    *,
+    trial: int | None = None,
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Load the weights that a study's best trial left behind.
+
+    It must have run with ``FleetExecutor(checkpoint_dir=...)`` and have used ``trial.prepare``;
+    the best `keep_checkpoints` trials leave their final state.
+
+    Args:
+        study: The study.
+        model: The module to load them into, built as in the objective; or several, in the order in
+            which the objective prepared them. None if you want the bare state.
+        trial: Number of another trial than the best; needed where there are several objectives.
+        checkpoint_dir: Where the folder is now, if it was moved since.
+
+    Returns:
+        `model`, on the device where it was; or, without it, a list with the ``state_dict`` of each
+        object that the trial prepared, in that order, on the CPU.
+
+    Raises:
+        FleetConfigError: The trial left no checkpoint, or it has fewer modules than were given.
+        CheckpointError: The checkpoint is damaged.
+        RuntimeError: The weights do not fit the module (raised by torch).
+    """
+    from optuna_fleet.trainer import checkpoint  # imports torch
+
+    chosen = study.best_trial if trial is None else study.trials[trial]
+    loaded = checkpoint.load(_final_of(study, chosen, checkpoint_dir))
+    if model is None:
+        return loaded.objects
+    modules = [model] if not isinstance(model, Sequence) else model
+    if len(modules) > len(loaded.modules):
+        raise FleetConfigError(
+            f"`model` has {len(modules)} modules, but trial {chosen.number} has prepared "
+            f"{len(loaded.modules)}: give those that the objective gives to trial.prepare()."
+        )
+    for module, position in zip(modules, loaded.modules, strict=False):
+        module.load_state_dict(loaded.objects[position])
+    return model
+
+
+def _final_of(
+    study: optuna.Study,
+    trial: optuna.trial.FrozenTrial,
+    checkpoint_dir: str | os.PathLike[str] | None,
+) -> Path:
+    roots = folders_of(trial) if checkpoint_dir is None else [os.fspath(checkpoint_dir)]
+    paths = [StudyFolder(Path(root), study.study_name).final(trial.number) for root in roots]
+    for path in paths:
+        if path.exists():
+            return path
+    if not paths:
+        raise FleetConfigError(
+            f"Trial {trial.number} left no checkpoint, because it ran without `checkpoint_dir`: "
+            "use FleetExecutor(..., checkpoint_dir=...), and trial.prepare() in the objective."
+        )
+    raise FleetConfigError(
+        f"Trial {trial.number} has no checkpoint at {paths[-1]}: only the best `keep_checkpoints` "
+        "trials that use trial.prepare() keep theirs. If the folder was moved, say where it is: "
+        "`checkpoint_dir=`."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A checkpoint in a folder.
+
+    Attributes:
+        path: The file.
+        study: Name of its study.
+        trial: Number of its trial.
+        kind: "final", "unfinished", or "unfinished, the one before".
+        epoch: How many epochs its trial had done, in its last loop; None if that can't be read.
+        num_bytes: Size of the file.
+        age_s: Seconds since it was written.
+        problem: What is wrong with it, or None.
+    """
+
+    path: Path
+    study: str
+    trial: int
+    kind: str
+    epoch: int | None
+    num_bytes: int
+    age_s: float
+    problem: str | None
+
+
+def entries(root: Path, *, verify: bool) -> list[Entry]:
+    """The checkpoints in a folder; without `verify`, their payload is not read."""
+    return [
+        entry
+        for folder, study in study_folders(root).items()
+        for path in sorted(folder.iterdir())
+        if (entry := _entry(study, path, verify=verify)) is not None
+    ]
+
+
+def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
+    match = _FILE.fullmatch(path.name)
+    if match is None:
+        return None
+    epoch, problem = None, None
+    try:
+        status = path.stat()
+        epoch = inspect(path, verify=verify).epoch
+    except FileNotFoundError:  # its driver has just removed it
+        return None
+    except CheckpointError as error:
+        problem = str(error)
+    return Entry(
+        path=path,
+        study=study,
+        trial=int(match[1]),
+        kind=_KINDS[match[2]],
+        epoch=epoch,
+        num_bytes=status.st_size,
+        age_s=max(0.0, time.time() - status.st_mtime),
+        problem=problem,
+    )
+
+
+def table(found: Sequence[Entry], *, verified: bool) -> list[str]:
+    """The lines of a table of checkpoints, and below it what is wrong with some of them."""
+    rows = [("STUDY", "TRIAL", "EPOCH", "SIZE", "AGE", "KIND", "STATE")]
+    for entry in found:
+        state = "damaged" if entry.problem else "good" if verified else "not verified"
+        epoch = "?" if entry.epoch is None else str(entry.epoch)
+        size = f"{entry.num_bytes / 1e6:.1f} MB"
+        age = f"{entry.age_s / 3600:.1f} h"
+        rows.append((entry.study, str(entry.trial), epoch, size, age, entry.kind, state))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return [*lines, *(entry.problem for entry in found if entry.problem)]
+
+
+def prune(root: Path) -> Iterator[Path]:
+    """Remove, and yield, all but the good checkpoints of trials that are done.
+
+    Trials that a dead driver left unfinished then begin anew when the same call goes on.
+
+    Raises:
+        FleetConfigError: A driver is using the folder, or a file can't be removed.
+    """
+    with locked(root):
+        kept = {e.path for e in entries(root, verify=True) if e.kind == "final" and not e.problem}
+        for folder in study_folders(root):
+            for path in sorted(folder.glob("*trial-*")):
+                if path not in kept:
+                    _remove(path)
+                    yield path
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError as error:
+        raise FleetConfigError(f"{path} can't be removed: {error.strerror}.") from error

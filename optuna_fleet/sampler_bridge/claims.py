@@ -1,0 +1,137 @@
+"""Which trials belong to a call, as the study itself knows it, so that a dead driver has heirs.
+
+A trial gets its mark together with its RUNNING state, so none can be without an owner. The same
+call made again on the same checkpoint folder goes on with the marked trials, and with no others.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.sampler_bridge import compat
+
+CLAIM_PREFIX = "optuna_fleet:claim:"
+
+
+class Claims:
+    """The trials of one call, which may have begun in a process that is dead.
+
+    Args:
+        study: The user's study.
+        folder: The study's part of a checkpoint folder that this process holds.
+        n_trials: As given to the call.
+        timeout: As given to the call.
+
+    Attributes:
+        orphans: Trials that a dead driver left RUNNING and that this call goes on with.
+        num_launched: How many trials the call has launched so far, the orphans included.
+
+    Raises:
+        FleetConfigError: The folder can't be written to.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        folder: StudyFolder,
+        n_trials: int | None,
+        timeout: float | None,
+    ) -> None:
+        self._study = study
+        self._folder = folder
+        self._call = CallRecord(
+            study=study.study_name, id=uuid.uuid4().hex, n_trials=n_trials, timeout=timeout
+        )
+        self.orphans: list[optuna.Trial] = []
+        self.num_launched = 0
+        last = folder.last_call()
+        try:
+            if last is None or last.has_ended:
+                folder.record_call(self._call)
+            else:
+                self._succeed(last)
+        except OSError as error:
+            raise FleetConfigError(
+                f"The checkpoint folder {folder.path} can't be written to ({error.strerror}): "
+                "check that it may be and has space."
+            ) from error
+        complete = compat.trials_of(study, TrialState.COMPLETE)
+        folder.drop_all_but(
+            unfinished={trial.number for trial in self.orphans},
+            finals={trial.number for trial in complete},
+        )
+
+    def _succeed(self, dead: CallRecord) -> None:
+        """Go on for a driver that died: with its whole call, or only with its trials."""
+        trials = [t for t in compat.trials_of(self._study) if _is_claimed(t, dead.id)]
+        running = [t for t in trials if t.state is TrialState.RUNNING]
+        if (dead.n_trials, dead.timeout) == (self._call.n_trials, self._call.timeout):
+            self._call = dead
+            self.num_launched = sum(t.state is not TrialState.WAITING for t in trials)
+        else:
+            self.num_launched = len(running)
+            for trial in running:
+                compat.set_record(self._study, trial, *self._mark(trial.number))
+            self._folder.record_call(self._call)
+        for trial in trials:
+            if trial.state is TrialState.WAITING:  # given back: anybody's
+                compat.set_record(self._study, trial, self._key, None)
+        self.orphans = [compat.trial_of(self._study, trial) for trial in running]
+        if trials:
+            # A sampler with a seed would otherwise propose again what it proposed at first.
+            self._study.sampler.reseed_rng()
+            resumable = sum(self._folder.can_resume(trial.number) for trial in running)
+            compat.fleet_logger.info(
+                f"The driver of an earlier call died: {len(trials) - len(running)} of its trials "
+                f"are done, {len(running)} go on, {resumable} of them from a checkpoint."
+            )
+
+    @property
+    def _key(self) -> str:
+        return CLAIM_PREFIX + self._call.id
+
+    def _mark(self, number: int | None) -> tuple[str, dict[str, Any]]:
+        # With its number if that is known: Optuna's retry of a failed trial copies all attributes.
+        return self._key, {"number": number, "folder": str(self._folder.root)}
+
+    def ask(self) -> optuna.Trial:
+        """`Study.ask` for a trial that is marked from its first moment."""
+        return compat.ask_marked(self._study, self._mark)
+
+    def renounce(self, trial: optuna.Trial) -> None:
+        """The trial was given back to the study and is nobody's."""
+        compat.set_trial_record(self._study, trial, self._key, None)
+        self._folder.drop(trial.number)
+
+    def end(self) -> None:
+        """The call is over; but it will be gone on with if one of its trials is still RUNNING.
+
+        Raises:
+            Exception: The study can't be read, or the record not be written.
+        """
+        trials = compat.trials_of(self._study, TrialState.RUNNING)
+        if not any(_is_claimed(trial, self._call.id) for trial in trials):
+            self._folder.record_call(replace(self._call, has_ended=True))
+            self._folder.drop_all_but(unfinished=set(), finals=self._folder.finals())
+
+
+def _is_claimed(trial: FrozenTrial, call_id: str) -> bool:
+    mark = trial.system_attrs.get(CLAIM_PREFIX + call_id)
+    if mark is None:
+        return False
+    if mark["number"] is None:
+        return "retry_history" not in trial.system_attrs
+    return bool(mark["number"] == trial.number)
+
+
+def folders_of(trial: FrozenTrial) -> list[str]:
+    """The checkpoint folders of the calls that ran a trial."""
+    marks = [v for k, v in trial.system_attrs.items() if k.startswith(CLAIM_PREFIX)]
+    return [mark["folder"] for mark in marks if mark is not None]

@@ -1,0 +1,88 @@
+"""Which checkpoints are kept: those of trials under way, and of the best that are done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import optuna
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_fleet.checkpoint_folder import StudyFolder
+from optuna_fleet.sampler_bridge import compat
+
+
+class Keeper:
+    """Keeps the final checkpoints of the best `num_kept` trials of a study that have left one.
+
+    With several objectives these are the latest of the Pareto front.
+    """
+
+    def __init__(self, study: optuna.Study, folder: StudyFolder, num_kept: int) -> None:
+        self._study = study
+        self.folder = folder
+        self._num_kept = num_kept
+
+    @property
+    def keeps_any(self) -> bool:
+        """Whether trials that are done leave checkpoints at all."""
+        return self._num_kept > 0
+
+    def is_among_best(self, value: Any) -> bool:
+        """Whether a trial whose objective has returned `value` should leave a checkpoint."""
+        if not self.keeps_any:
+            return False
+        if len(self._study.directions) > 1:
+            return True
+        try:
+            key = self._sign * float(value)
+        except (TypeError, ValueError):
+            return False
+        if math.isnan(key):
+            return False
+        rivals = self._ranked(self._trials(self.folder.finals()))[: self._num_kept]
+        # Whether the new one keeps its constraints is not known yet.
+        is_open = len(rivals) < self._num_kept or any(trial.constraints for trial in rivals)
+        return is_open or key <= self._key(rivals[-1])[1]
+
+    def settled(self, number: int) -> None:
+        """The study was told how a trial ended: remove what is not kept any more."""
+        self.folder.drop_unfinished(number)
+        trials = self._trials(self.folder.finals())
+        best = self._ranked(trials)[: self._num_kept]
+        for trial in trials:
+            # One that is RUNNING has just left its checkpoint and will be told in a moment.
+            if trial.state.is_finished() and trial not in best:
+                self.folder.drop(trial.number)
+
+    def _trials(self, numbers: Iterable[int]) -> list[FrozenTrial]:
+        wanted = set(numbers)
+        if not wanted:
+            return []
+        return [trial for trial in compat.trials_of(self._study) if trial.number in wanted]
+
+    def _ranked(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
+        """The completed ones of these, best first; what Optuna calls the best comes first."""
+        complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+        best = {trial.number for trial in self._optunas_best()}
+        if len(self._study.directions) > 1:
+            return sorted(complete, key=lambda trial: (trial.number not in best, -trial.number))
+        return sorted(complete, key=lambda trial: (trial.number not in best, *self._key(trial)))
+
+    def _optunas_best(self) -> list[FrozenTrial]:
+        if len(self._study.directions) > 1:
+            return self._study.best_trials
+        try:
+            return [self._study.best_trial]
+        except ValueError:  # there is none
+            return []
+
+    def _key(self, trial: FrozenTrial) -> tuple[bool, float]:
+        is_infeasible = any(value > 0 for value in trial.constraints.values())
+        return is_infeasible, self._sign * (trial.value or 0.0)
+
+    @property
+    def _sign(self) -> float:
+        return -1.0 if self._study.direction is StudyDirection.MAXIMIZE else 1.0

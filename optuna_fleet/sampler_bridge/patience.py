@@ -1,0 +1,238 @@
+"""A storage that may be gone for a while: the sweep waits for it and goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
+from optuna_fleet.exceptions import StorageLostError
+from optuna_fleet.sampler_bridge import compat
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+# By name: none of these libraries is imported unless the user's storage needs it.
+_GONE = {
+    ("sqlalchemy.exc", "OperationalError"),
+    ("sqlalchemy.exc", "InterfaceError"),
+    ("redis.exceptions", "ConnectionError"),
+    ("redis.exceptions", "TimeoutError"),
+}
+
+
+def is_gone(error: BaseException | None) -> bool:
+    """Whether an error of a storage says "not now" rather than "never".
+
+    Those are a database that can't be reached or is locked, a gRPC proxy that can't be reached or
+    whose own database fails, and any OSError, such as that of a journal file.
+    """
+    if error is None:
+        return False
+    names = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
+    if names & _GONE or isinstance(error, OSError):
+        return True
+    if getattr(error, "connection_invalidated", False):  # SQLAlchemy's word for a lost one
+        return True
+    if ("grpc", "RpcError") in names:
+        # The proxy hands on its database's trouble as nothing but Optuna's text.
+        code, details = error.code().name, error.details() or ""  # type: ignore[attr-defined]
+        return code == "UNAVAILABLE" or "exception is raised during the commit" in details
+    return isinstance(error, optuna.exceptions.StorageInternalError) and is_gone(error.__cause__)
+
+
+class PatientStorage:
+    """Stands in for a study's storage and waits while that is gone.
+
+    Each method is one transaction, called again until it goes through. It may have gone through
+    unheard before: writing the same attribute, parameter or value again changes nothing; for what
+    would happen twice, the storage is asked first whether it has happened.
+
+    Attributes:
+        itself: The study's storage.
+
+    Args:
+        storage: Likewise.
+        patience_s: Seconds to wait for it; then, and from then on, every call fails.
+    """
+
+    def __init__(self, storage: optuna.storages.BaseStorage, patience_s: float) -> None:
+        self.itself = storage
+        self._patience_s = patience_s
+        self._lock = threading.Lock()  # heartbeats are recorded by threads of their own
+        self._gone_since: float | None = None
+        self._end = ""
+        self._beating: set[int] = set()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Optuna asks storages whether they are of a kind that has heartbeats."""
+        return type(self.itself)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.itself,)
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self.itself, name)
+        if not callable(attribute) or name == "remove_session":
+            return attribute
+
+        @functools.wraps(attribute)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._patiently(lambda: attribute(*args, **kwargs))
+
+        return call
+
+    def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
+        """See `BaseStorage`; if it was created unheard, it is found by when it started."""
+        trial = template_trial or create_trial(state=TrialState.RUNNING)
+
+        def create() -> int:
+            return self.itself.create_new_trial(study_id, trial)
+
+        def find_or_create() -> int:
+            started = trial.datetime_start
+            trials = self.itself.get_all_trials(study_id, False, (trial.state,))
+            found = [t._trial_id for t in trials if started and t.datetime_start == started]
+            return found[0] if found else create()
+
+        return self._patiently(create, find_or_create)
+
+    def set_trial_state_values(
+        self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
+    ) -> bool:
+        """See `BaseStorage`; a trial is taken, returned or told once."""
+        attempts: list[tuple[datetime, datetime]] = []
+
+        def first() -> bool:
+            return self.itself.set_trial_state_values(trial_id, state, values)
+
+        def tell_again() -> bool:
+            try:
+                return first()
+            except UpdateFinishedTrialError:
+                trial = self.itself.get_trial(trial_id)
+                if (trial.state, trial.values) == (state, None if values is None else [*values]):
+                    return True
+                raise
+
+        def take() -> bool:
+            began = datetime.now()
+            try:
+                return first()
+            finally:
+                attempts.append((began, datetime.now()))
+
+        def take_again() -> bool:
+            started = self._started(trial_id)
+            return any(started and a <= started <= b for a, b in attempts) or take()
+
+        def return_again() -> bool:
+            return self._started(trial_id) != before or first()
+
+        if state.is_finished():
+            self._beating.discard(trial_id)
+            return self._patiently(first, tell_again)
+        if state is TrialState.WAITING:
+            before = self._patiently(lambda: self._started(trial_id))
+            return self._patiently(first, return_again)
+        return self._patiently(take, take_again)
+
+    def _started(self, trial_id: int) -> datetime | None:
+        """When the trial was started, if it is running."""
+        trial = self.itself.get_trial(trial_id)
+        return trial.datetime_start if trial.state is TrialState.RUNNING else None
+
+    def record_heartbeat(self, trial_id: int) -> None:
+        """See `BaseHeartbeat`; if the storage is lost, the driver says so."""
+        self._beating.add(trial_id)
+        with contextlib.suppress(StorageLostError):
+            self._patiently(lambda: self.itself.record_heartbeat(trial_id))  # type: ignore[attr-defined]
+
+    def _get_stale_trial_ids(self, study_id: int) -> list[int]:
+        """Without those whose heartbeats could not be recorded while the storage was gone."""
+        stale = self._patiently(lambda: self.itself._get_stale_trial_ids(study_id))  # type: ignore[attr-defined]
+        return [trial_id for trial_id in stale if trial_id not in self._beating]
+
+    # -- waiting ----------------------------------------------------------------------------------
+
+    def _patiently(self, first: Callable[[], T], again: Callable[[], T] | None = None) -> T:
+        call, pause_s, since = first, _FIRST_PAUSE_S, None
+        while not self._end:
+            try:
+                result = call()
+            except Exception as error:
+                if not is_gone(error):
+                    raise
+                since = since or time.monotonic()
+                try:
+                    self._wait(error, pause_s, since)
+                except BaseException as end:  # Ctrl-C: who wants to leave waits no longer
+                    self._end = str(end) or "The study's storage was gone when you left."
+                    raise
+                call, pause_s = again or first, min(2 * pause_s, _LONGEST_PAUSE_S)
+            else:
+                if self._gone_since is not None:
+                    self._note_return()
+                return result
+        raise StorageLostError(self._end)
+
+    def _wait(self, error: Exception, pause_s: float, since: float) -> None:
+        now = time.monotonic()
+        with self._lock:
+            is_news, self._gone_since = self._gone_since is None, self._gone_since or now
+            # By this call, even where those of other threads go through.
+            left_s = min(self._gone_since, since) + self._patience_s - now
+        if left_s <= 0:
+            raise StorageLostError(
+                f"The study's storage has been gone for {self._patience_s:g} s, which is "
+                f"`storage_patience_s`: {_in_words(error)}. Trials that were under way are still "
+                "RUNNING there."
+            ) from error
+        if is_news:
+            compat.fleet_logger.warning(
+                f"The study's storage is gone: {_in_words(error)}. Waiting for it, for at most "
+                f"{self._patience_s:g} s."
+            )
+        time.sleep(min(pause_s, left_s))
+
+    def _note_return(self) -> None:
+        with self._lock:
+            gone_since, self._gone_since = self._gone_since, None
+        if gone_since is not None:
+            gone_s = time.monotonic() - gone_since
+            compat.fleet_logger.warning(f"The study's storage is back after {gone_s:.1f} s.")
+
+
+def be_patient(study: optuna.Study, patience_s: float) -> None:
+    """Make the study wait for its storage; one in memory is never gone."""
+    storage: Any = compat.storage_of(study)
+    if not isinstance(storage, optuna.storages.InMemoryStorage | PatientStorage):
+        compat.set_storage(study, PatientStorage(storage, patience_s))
+
+
+def end_patience(study: optuna.Study) -> None:
+    """Give the study its own storage back."""
+    storage: Any = compat.storage_of(study)
+    if isinstance(storage, PatientStorage):
+        compat.set_storage(study, storage.itself)
+
+
+def _in_words(error: BaseException) -> str:
+    """The error's type and first line; of Optuna's own that of its cause, which says more."""
+    error = error.__cause__ or error
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _itself(storage: optuna.storages.BaseStorage) -> optuna.storages.BaseStorage:
+    return storage

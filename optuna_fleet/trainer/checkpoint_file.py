@@ -1,0 +1,205 @@
+"""The file of a checkpoint: written whole or not at all, verified when read. Without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from optuna_fleet.exceptions import FleetError
+
+FORMAT_VERSION = 2
+
+_MAGIC = b"OptFleet"
+_HEADER = struct.Struct("<8sIIQ32s")  # magic, version, epoch, payload bytes, sha256
+_EPOCH = struct.Struct("<I")
+_BLOCK_BYTES = 1 << 20
+
+
+class CheckpointError(FleetError):
+    """A checkpoint that can't be made, written or read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What is known of a checkpoint without reading its payload.
+
+    Attributes:
+        epoch: The epoch to go on with: so many of its loop are done.
+        num_bytes: Size of the payload.
+        digest: SHA-256 of the payload and the epoch.
+    """
+
+    epoch: int
+    num_bytes: int
+    digest: bytes
+
+
+def write(
+    path: str | os.PathLike[str],
+    dump: Callable[[IO[bytes]], None],
+    *,
+    epoch: int,
+    keep_previous: bool = True,
+    version: int = FORMAT_VERSION,
+) -> None:
+    """Write a checkpoint to `path` (mode 0600), or leave what was there; never half of it.
+
+    Args:
+        path: The file; its folder is made.
+        dump: Writes the payload to a file.
+        epoch: For the header.
+        keep_previous: Keep the checkpoint before it beside it.
+        version: For the header.
+
+    Raises:
+        CheckpointError: The file can't be written.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                _write(file, dump, epoch, version)
+            if keep_previous:
+                with suppress(FileNotFoundError):
+                    os.replace(target, previous(target))
+            os.replace(temporary, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _sync_folder(target.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint {target} can't be written ({error}): check that its folder exists, "
+            "may be written to and has space."
+        ) from error
+
+
+def previous(path: str | os.PathLike[str]) -> Path:
+    """Where the checkpoint before the one at `path` is kept."""
+    return Path(f"{os.fspath(path)}.previous")
+
+
+def read(path: str | os.PathLike[str]) -> memoryview:
+    """Read the payload of a checkpoint and verify it.
+
+    Raises:
+        CheckpointError: If the file is missing, torn, altered, or of another format.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    header = _header(path, data[: _HEADER.size], len(data))
+    payload = memoryview(data)[_HEADER.size :]
+    _compare(path, header, hashlib.sha256(payload))
+    return payload
+
+
+def inspect(path: str | os.PathLike[str], *, verify: bool) -> Header:
+    """Read a checkpoint's header; with `verify`, the payload too, block by block.
+
+    Raises:
+        CheckpointError: What is wrong with it.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = _header(path, file.read(_HEADER.size), os.fstat(file.fileno()).st_size)
+            digest = hashlib.sha256()
+            while verify and (block := file.read(_BLOCK_BYTES)):
+                digest.update(block)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if verify:
+        _compare(path, header, digest)
+    return header
+
+
+def _write(file: IO[bytes], dump: Callable[[IO[bytes]], None], epoch: int, version: int) -> None:
+    file.write(bytes(_HEADER.size))
+    hashing = _Hashing(file)
+    try:
+        dump(hashing)  # type: ignore[arg-type]  # it only needs to write
+    except RuntimeError as error:  # torch's word for any failed write
+        raise hashing.error or error from None
+    hashing.digest.update(_EPOCH.pack(epoch))
+    digest = hashing.digest.digest()
+    file.seek(0)
+    file.write(_HEADER.pack(_MAGIC, version, epoch, hashing.num_bytes, digest))
+    file.flush()
+    os.fsync(file.fileno())
+
+
+class _Hashing:
+    """Passes bytes on to a file and hashes them, so that the payload need not be in memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        self.num_bytes += len(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {path} can't be read ({error}): check the folder, or start the trial "
+        "again from its first epoch."
+    )
+
+
+_ADVICE = "the trial goes on from its checkpoint before, or from its first epoch"
+
+
+def _header(path: str | os.PathLike[str], start: bytes, size: int) -> Header:
+    if size < _HEADER.size:
+        raise CheckpointError(f"The checkpoint {path} is truncated: {_ADVICE}.")
+    magic, version, epoch, num_bytes, digest = _HEADER.unpack(start)
+    if magic != _MAGIC:
+        raise CheckpointError(f"The file {path} is no checkpoint of optuna-fleet: {_ADVICE}.")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"The checkpoint {path} has format version {version}, but must have {FORMAT_VERSION}: "
+            f"use the version of optuna-fleet that wrote it, or {_ADVICE}."
+        )
+    if size - _HEADER.size != num_bytes:
+        raise CheckpointError(
+            f"The checkpoint {path} is truncated or torn ({size - _HEADER.size} of {num_bytes} "
+            f"bytes): {_ADVICE}."
+        )
+    return Header(epoch=epoch, num_bytes=num_bytes, digest=digest)
+
+
+def _compare(path: str | os.PathLike[str], header: Header, payload: hashlib._Hash) -> None:
+    payload.update(_EPOCH.pack(header.epoch))
+    if payload.digest() != header.digest:
+        raise CheckpointError(f"The checkpoint {path} is corrupt (checksum differs): {_ADVICE}.")

@@ -1,0 +1,243 @@
+"""Strikes a running sweep from outside, at the moments that its processes reach."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import sqlite3
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.faults import KINDS, Fault
+
+# A disk that is full, or a storage that is locked, has no logical end: only time will do.
+_DISK_S = 2.0
+_LOCK_S = 8.0  # SQLite itself waits for five
+
+
+@dataclass(slots=True, kw_only=True)
+class Strike:
+    """A fault that was played.
+
+    Attributes:
+        fault: Which.
+        trial: The trial that reached the moment, if a trial did.
+        epoch: Where it was.
+        pid: The process that reached the moment.
+        began_s: When.
+        recovered_s: When that trial was there again; if it was to fail, when another went on; if
+            no trial was struck, when a process was at such a moment again.
+    """
+
+    fault: Fault
+    trial: int | None
+    epoch: int
+    pid: int
+    began_s: float
+    recovered_s: float | None = None
+
+    def is_over_at(self, moment: dict[str, Any]) -> bool:
+        """Whether this moment shows that the sweep has recovered."""
+        kind = KINDS[self.fault.kind]
+        if self.trial is None:
+            return bool(moment["site"] == kind.site)
+        if moment["site"] != "report" or moment["rank"] != 0:
+            return False
+        if kind.fails:
+            return bool(moment["trial"] != self.trial)
+        return bool(moment["trial"] == self.trial and moment["epoch"] >= self.epoch)
+
+
+class Demon:
+    """Listens on `path` and plays `faults` on the sweep in `folder`.
+
+    Attributes:
+        driver: The sweep's first process, while it runs.
+        pending: What is still to be played.
+        strikes: What was played, in order.
+        reused: Processes that went on to other trials after they had run out of memory.
+    """
+
+    def __init__(self, path: Path, folder: Path, faults: list[Fault], seed: int) -> None:
+        self.driver: subprocess.Popen[str] | None = None
+        self.strikes: list[Strike] = []
+        self.reused: set[int] = set()
+        self._folder = folder
+        self.pending = list(faults)
+        self._chance = random.Random(seed)
+        self._counts: Counter[tuple[str, int | None]] = Counter()
+        self._trainers: dict[int, None] = {}
+        self._timers: list[threading.Timer] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        self._thread = threading.Thread(target=self._serve, name="demon")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, and end all trouble that lasts."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        for timer in self._timers:
+            timer.join()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError, ValueError):
+                message = b"".join(iter(lambda: connection.recv(4096), b""))  # noqa: B023
+                connection.sendall(self._reached(json.loads(message)).encode())
+
+    def _reached(self, moment: dict[str, Any]) -> str:
+        key = moment["site"], moment.get("trial") if moment["site"] == "write" else None
+        self._counts[key] += 1
+        self._note(moment)
+        for fault in self.pending:
+            if fault.strikes_at(moment, self._counts[key]):
+                self.pending.remove(fault)
+                return self._strike(fault, moment)
+        return "go"
+
+    def _note(self, moment: dict[str, Any]) -> None:
+        now = time.monotonic()
+        for strike in self.strikes:
+            if strike.recovered_s is None and strike.is_over_at(moment):
+                strike.recovered_s = now
+            spent = KINDS[strike.fault.kind].takes_all_memory
+            if spent and strike.pid == moment["pid"] and strike.trial != moment.get("trial"):
+                self.reused.add(strike.pid)
+        if moment["site"] in ("batch", "report"):
+            self._trainers.pop(moment["pid"], None)
+            self._trainers[moment["pid"]] = None  # the latest last
+
+    def _strike(self, fault: Fault, moment: dict[str, Any]) -> str:
+        kind = KINDS[fault.kind]
+        self.strikes.append(
+            Strike(
+                fault=fault,
+                trial=fault.trial,
+                epoch=moment.get("epoch", 0),
+                pid=moment["pid"],
+                began_s=time.monotonic(),
+            )
+        )
+        play: Callable[..., str | None] = getattr(self, f"_{kind.verb}")
+        return play(moment, *([kind.argument] if kind.argument else [])) or "go"
+
+    # -- processes --------------------------------------------------------------------------------
+
+    def _order(self, moment: dict[str, Any], order: str) -> str:
+        return order
+
+    def _kill(self, moment: dict[str, Any]) -> None:
+        os.kill(moment["pid"], signal.SIGKILL)
+
+    def _stop(self, moment: dict[str, Any]) -> None:
+        os.kill(moment["pid"], signal.SIGSTOP)
+
+    def _kill_another(self, moment: dict[str, Any]) -> None:
+        agent = _parent(moment["pid"])
+        others = [p for p in self._trainers if p != moment["pid"] and _parent(p) == agent]
+        os.kill(self._chance.choice(others or [moment["pid"]]), signal.SIGKILL)
+
+    def _kill_agent(self, moment: dict[str, Any]) -> None:
+        agent = _parent(moment["pid"])
+        assert agent is not None
+        os.kill(agent, signal.SIGKILL)
+
+    def _stop_agent(self, moment: dict[str, Any]) -> None:
+        agent = _parent(moment["pid"])
+        assert agent is not None
+        os.kill(agent, signal.SIGSTOP)
+
+    def _kill_driver(self, moment: dict[str, Any]) -> None:
+        assert self.driver is not None
+        self.driver.kill()
+
+    # -- files ------------------------------------------------------------------------------------
+
+    def _damage(self, moment: dict[str, Any], how: str) -> None:
+        """Damage the trial's newest checkpoint, then kill its trainer: it has to read it."""
+        (folder,) = (self._seen(moment) / "checkpoints").glob("chaos-*")
+        newest = folder / f"trial-{moment['trial']}.pt"
+        files = (
+            [newest, folder / f"{newest.name}.previous"] if how in ("both", "gone") else [newest]
+        )
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                _damage(file, how, self._chance)
+        self._kill(moment)
+
+    def _seen(self, moment: dict[str, Any]) -> Path:
+        """The sweep's folder, with what only the sweep has mounted there."""
+        return Path(f"/proc/{moment['pid']}/root{self._folder}")
+
+    def _fill_disk(self, moment: dict[str, Any]) -> None:
+        self._fill(self._seen(moment) / "checkpoints" / "filler")
+
+    def _fill_shared_memory(self, moment: dict[str, Any]) -> None:
+        self._fill(Path(f"/proc/{moment['pid']}/root/dev/shm/filler"))
+
+    def _fill(self, file: Path) -> None:
+        # Opened now: the process whose root this is may be gone by the time this ends.
+        folder = os.open(file.parent, os.O_RDONLY)
+        with contextlib.suppress(OSError), file.open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(4096))
+        self._end_later(_DISK_S, lambda: (os.unlink(file.name, dir_fd=folder), os.close(folder)))
+
+    def _make_read_only(self, moment: dict[str, Any]) -> None:
+        assert self.driver is not None
+        command = ["nsenter", f"--target={self.driver.pid}", "--user", "--mount", "mount", "-o"]
+        disk = str(self._folder / "checkpoints")
+        for _ in range(100):  # refused while somebody writes
+            if not subprocess.run([*command, "remount,ro", disk], capture_output=True).returncode:
+                break
+            time.sleep(0.01)
+        self._end_later(_DISK_S, lambda: subprocess.run([*command, "remount,rw", disk]))
+
+    def _lock_storage(self, moment: dict[str, Any]) -> None:
+        path = self._folder / "study.db"
+        storage = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
+        storage.execute("BEGIN EXCLUSIVE")
+        self._end_later(_LOCK_S, storage.close)
+
+    def _end_later(self, after_s: float, end: Callable[[], Any]) -> None:
+        timer = threading.Timer(after_s, end)
+        timer.start()
+        self._timers.append(timer)
+
+
+def _parent(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def _damage(file: Path, how: str, chance: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    match how:
+        case "truncated":
+            del data[len(data) // 2 :]
+        case "torn" | "both":
+            data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+        case "flipped":
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        case "gone":
+            file.unlink()
+            return
+    file.write_bytes(data)

@@ -1,0 +1,172 @@
+"""The sweep that is disturbed: a command of its own, since its driver is killed too.
+
+What is proposed and what is pruned depends on nothing but the trial itself, so any two runs must
+end with the same records.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import signal
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optuna
+import torch
+import torch.nn.functional as F
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
+from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet.alloc import EqualSplitAllocator
+from tests.chaos.moments import reach, watch_checkpoints
+from tests.fleets import Noise, small_model
+
+EPOCHS = 8
+STUDY = "chaos"
+_TRAIN, _VAL = 41, 20
+_SHARED_MEMORY = "/dev/shm"
+
+
+class WatchedNoise(Noise):
+    """Reaches a moment each time that its seventh sample is made."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == 7:
+            reach("sample")
+        return super().__getitem__(index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedAllocator:
+    """Two devices for every third trial; reaches a moment, in the solver's process, each time."""
+
+    name: str = "watched"
+
+    def allocate(self, problem: Any) -> Any:
+        reach("decision")
+        candidates = tuple(
+            replace(candidate, min_devices=2 if is_wide(candidate.number) else 1)
+            for candidate in problem.candidates
+        )
+        return EqualSplitAllocator().allocate(replace(problem, candidates=candidates))
+
+
+def is_wide(number: int) -> bool:
+    """Whether this trial gets two devices after its first epoch."""
+    return number % 3 == 2
+
+
+class ByNumber(optuna.samplers.BaseSampler):
+    """Proposes what depends on the trial's number only."""
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> float:
+        chance = random.Random(f"{trial.number} {name}")
+        return chance.uniform(distribution.low, distribution.high)
+
+
+def objective(trial: Any) -> float:
+    """Train with momentum and BatchNorm; the losses of all steps go into a user attribute."""
+    watch_checkpoints()
+    model = small_model()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=trial.suggest_float("lr", 0.0003, 0.006), momentum=0.9
+    )
+    model, optimizer = trial.prepare(model, optimizer)
+    losses = trial.state.setdefault("losses", [])
+    for epoch in trial.epochs(EPOCHS):
+        _train_epoch(trial, model, optimizer, losses, epoch)
+        value = _evaluate(trial, model)
+        trial.report(value, epoch)
+        _reach(trial, "report", epoch)
+        if trial.should_prune():
+            trial.set_user_attr("losses", losses)
+            raise optuna.TrialPruned
+    trial.set_user_attr("losses", losses)
+    return value
+
+
+def _train_epoch(trial: Any, model: Any, optimizer: Any, losses: list[float], epoch: int) -> None:
+    model.train()
+    for step, (images, labels) in enumerate(trial.batches("train", batch_size=4)):
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(trial.mean(loss.item(), weight=trial.shard_size))
+        if step == 2:
+            _reach(trial, "batch", epoch)
+    losses.append(torch.rand(()).item())  # alike on every rank; tells of the generators' states
+
+
+def _evaluate(trial: Any, model: Any) -> float:
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for images, labels in trial.batches("val", batch_size=8):
+            total += float(F.cross_entropy(model(images), labels, reduction="sum"))
+    return float(trial.sum(total)) / _VAL
+
+
+def _reach(trial: Any, site: str, epoch: int) -> None:
+    reach(site, trial=trial.number, epoch=epoch, rank=trial.rank, ranks=trial.world_size)
+
+
+def open_storage(url: str) -> optuna.storages.BaseStorage:
+    """SQLite, or a journal file."""
+    if url.startswith("sqlite:"):
+        return optuna.storages.RDBStorage(url)
+    return JournalStorage(JournalFileBackend(url))
+
+
+def main() -> None:
+    """Run the sweep, or what is left of it: ``url, checkpoint folder, number of trials``."""
+    faulthandler.register(signal.SIGUSR1)
+    url, checkpoints, num_trials = sys.argv[1:]
+    memory_is_ours = not os.listdir(_SHARED_MEMORY)
+    with _fleet(checkpoints) as fleet:
+        _study(url).optimize(
+            objective,
+            n_trials=int(num_trials),
+            catch=Exception,
+            callbacks=[lambda study, trial: reach("told", trial=trial.number)],
+            executor=fleet,
+        )
+    left = set(os.listdir(_SHARED_MEMORY)) - {"filler"}  # the demon's
+    if memory_is_ours and left:
+        raise SystemExit(f"Left in {_SHARED_MEMORY}: {left}")
+
+
+def _study(url: str) -> Any:
+    return optuna.create_study(
+        storage=open_storage(url),
+        study_name=STUDY,
+        sampler=ByNumber(),
+        pruner=optuna.pruners.ThresholdPruner(upper=1.25, n_warmup_steps=2),
+        load_if_exists=True,
+    )
+
+
+def _fleet(checkpoints: str) -> FleetExecutor:
+    return FleetExecutor(
+        SharedPipeline(train=WatchedNoise(_TRAIN, augment=True), val=Noise(_VAL)),
+        devices=4,
+        device_type="cpu",
+        policy="equal-split",
+        allocator=WatchedAllocator(),
+        max_trials=3,  # so that one of them may have two devices
+        checkpoint_dir=checkpoints,
+        checkpoint_interval_s=0.0,
+        max_restarts=100,
+        hang_timeout_s=5.0,
+        seed=5,
+    )

@@ -1,0 +1,150 @@
+"""No trial is lost: sweeps that are struck while they run end with the records of one that is not.
+
+Each kind of fault strikes once; `benchmarks/chaos.py` strikes more often, at other moments.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from tests.chaos.faults import KINDS
+from tests.chaos.harness import Result, differences, drawn, playable, run
+
+NUM_TRIALS = 10
+
+SWEEPS: dict[str, list[str]] = {
+    "deaths": [
+        "kill a trainer in an epoch",
+        "kill a trainer after a report",
+        "kill a trainer as it writes a checkpoint",
+        "kill one rank of two",
+        "kill some other trainer",
+        "kill a preprocessor",
+        "kill the solver at work",
+        "kill the agent",
+    ],
+    "failures and disks": [
+        "exception",
+        "exception on one rank",
+        "MemoryError",
+        "torch.OutOfMemoryError",
+        "address space used up",
+        "disk full",
+        "checkpoints read-only",
+        "/dev/shm full",
+    ],
+    "hangs and clocks": [
+        "stop a trainer",
+        "stop one rank of two",
+        "stop a preprocessor",
+        "stop the agent",
+        "stop the solver at work",
+        "clock of a trainer jumps ahead",
+        "clock of a trainer jumps back",
+        "clock of the driver jumps ahead",
+        "clock of the driver jumps back",
+    ],
+    "drivers, storages and checkpoints": [
+        "kill the driver",
+        "kill the driver at a trial's end",
+        "storage locked",
+        "checkpoint truncated",
+        "checkpoint torn",
+        "checkpoint with a flipped bit",
+        "both checkpoints damaged",
+        "checkpoints gone",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Result:
+    result = run(num_trials=NUM_TRIALS, faults=[])
+    assert result.problems == [], result.log
+    return result
+
+
+def test_every_kind_strikes_somewhere() -> None:
+    assert sorted(kind for kinds in SWEEPS.values() for kind in kinds) == sorted(KINDS)
+
+
+def test_the_undisturbed_sweep_has_all_kinds_of_ends(undisturbed: Result) -> None:
+    states = [trial.state for trial in undisturbed.trials]
+    assert states.count(TrialState.COMPLETE) >= 3
+    assert states.count(TrialState.PRUNED) >= 3
+    assert len(states) == NUM_TRIALS
+    widths = {len(flight["devices"]) for f in undisturbed.flights.values() for flight in f}
+    assert widths >= {1, 2}
+
+
+@pytest.mark.timeout(600)  # the harness has its own
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_struck_sweep_ends_with_the_records_of_the_undisturbed_one(
+    undisturbed: Result, name: str
+) -> None:
+    kinds = [kind for kind in SWEEPS[name] if kind in playable()]
+    sqlite = any(KINDS[kind].needs == "sqlite" for kind in kinds)
+    result = run(
+        num_trials=NUM_TRIALS, faults=drawn(kinds, undisturbed, seed=1), seed=1, sqlite=sqlite
+    )
+    assert result.problems == [], result.log
+    assert result.unreached == [], result.log
+    assert differences(result, undisturbed) == {}, result.log
+
+
+# -- the harness itself ---------------------------------------------------------------------------
+
+
+def test_the_same_seed_strikes_at_the_same_moments(undisturbed: Result) -> None:
+    kinds = list(KINDS)[:16]
+    assert drawn(kinds, undisturbed, seed=3) == drawn(kinds, undisturbed, seed=3)
+    assert drawn(kinds, undisturbed, seed=3) != drawn(kinds, undisturbed, seed=4)
+
+
+def without_its_last_trial(trials: list[FrozenTrial]) -> None:
+    trials.pop()
+
+
+def running(trials: list[FrozenTrial]) -> None:
+    trials[0].state = TrialState.RUNNING
+
+
+def with_another_value(trials: list[FrozenTrial]) -> None:
+    trials[0].intermediate_values[1] *= 1 + 1e-9
+
+
+def without_a_step(trials: list[FrozenTrial]) -> None:
+    del trials[0].intermediate_values[1]
+
+
+def with_other_parameters(trials: list[FrozenTrial]) -> None:
+    trials[0].params = {"lr": 0.5}
+
+
+def with_other_losses(trials: list[FrozenTrial]) -> None:
+    trials[0].user_attrs["losses"] = [*trials[0].user_attrs["losses"], 0.5]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        without_its_last_trial,
+        running,
+        with_another_value,
+        without_a_step,
+        with_other_parameters,
+        with_other_losses,
+    ],
+)
+def test_a_record_that_differs_is_found(
+    undisturbed: Result, damage: Callable[[list[FrozenTrial]], None]
+) -> None:
+    trials = copy.deepcopy(undisturbed.trials)
+    assert differences(dataclasses.replace(undisturbed, trials=trials), undisturbed) == {}
+    damage(trials)
+    assert differences(dataclasses.replace(undisturbed, trials=trials), undisturbed) != {}

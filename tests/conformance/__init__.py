@@ -1,0 +1,1 @@
+"""Optuna's own tests, run through `executor=`."""

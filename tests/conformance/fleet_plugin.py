@@ -1,0 +1,141 @@
+"""A pytest plugin: every `Study.optimize` of the tests passes ``executor=``, a FleetExecutor.
+
+It is loaded into the pytest that runs Optuna's tests, whose package is called `tests` as well: so
+it imports nothing from ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet import FleetExecutor
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fleet")
+    group.addoption("--fleet-width", type=int, help="devices of the executor")
+    group.addoption("--fleet-orders", type=Path, help="JSON: which tests are left out, and why")
+    group.addoption("--fleet-report", type=Path, help="where the outcomes are written, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("collectonly"):
+        config.pluginmanager.register(_Redirected(config), "fleet-redirected")
+
+
+class _Redirected:
+    """One run of pytest: the executors that trials run on, and what became of each test."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        orders = json.loads(config.getoption("--fleet-orders").read_text())
+        self._excluded: dict[str, str] = orders["excluded"]
+        self._storages: list[str] | None = orders["storages"]
+        self._report: Path = config.getoption("--fleet-report")
+        self._executors = _Executors(config.getoption("--fleet-width"))
+        self._outcomes: dict[str, dict[str, Any]] = {}
+        self._reached: set[str] = set()
+        self._current = ""
+        optuna.Study.optimize = self._redirect(optuna.Study.optimize)  # type: ignore[method-assign]
+
+    def _redirect(self, optimize: Any) -> Any:
+        @functools.wraps(optimize)
+        def redirected(study: Any, func: Any, *args: Any, n_jobs: int = 1, **kwargs: Any) -> None:
+            """As called by a user who has devices now where he had `n_jobs`."""
+            self._reached.add(self._current)
+            with self._executors.one() as executor:
+                optimize(study, func, *args, **kwargs, executor=executor)
+
+        return redirected
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = [item for item in items if self._applies(item)]
+
+    def _applies(self, item: Any) -> bool:
+        if not _can_optimize(item.function) or not self._has_wanted_storage(item):
+            return False
+        reason = self._excluded.get(item.nodeid.partition("[")[0])
+        if reason is not None:
+            self._outcomes[item.nodeid] = {"outcome": "excluded", "text": reason}
+            self._reached.add(item.nodeid)
+        return reason is None
+
+    def _has_wanted_storage(self, item: Any) -> bool:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        modes = {value for name, value in params.items() if name.endswith("storage_mode")}
+        return self._storages is None or modes <= set(self._storages)
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self._current = item.nodeid
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            text = report.longreprtext if report.outcome == "failed" else ""
+            self._outcomes[report.nodeid] = {"outcome": report.outcome, "text": text}
+
+    def pytest_sessionfinish(self) -> None:
+        self._executors.close()
+        relevant = {
+            name: what
+            for name, what in self._outcomes.items()
+            if name in self._reached or what["outcome"] == "failed"
+        }
+        self._report.write_text(json.dumps(relevant))
+
+
+class _Executors:
+    """One executor for the whole run, and another where a test optimizes in several threads."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._lock = threading.Lock()
+        self._free: list[FleetExecutor] = []
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[FleetExecutor]:
+        with self._lock:
+            executor = self._free.pop() if self._free else None
+        if executor is None:
+            executor = FleetExecutor(devices=self._width, device_type="cpu")
+        try:
+            yield executor
+        finally:
+            with self._lock:
+                self._free.append(executor)
+
+    def close(self) -> None:
+        for executor in self._free:
+            executor.close()
+
+
+def _can_optimize(test: Any) -> bool:
+    """Whether the code of a test, or of a function that it names, says `optimize`."""
+    todo, seen = [inspect.unwrap(test)], set()
+    while todo:
+        function = todo.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        names = set(_names_in(function.__code__))
+        if "optimize" in names:
+            return True
+        todo += [function.__globals__[name] for name in names & set(function.__globals__)]
+    return False
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,233 @@
+"""The ports of Optuna's published examples, run as a user would, with a fleet and without."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_fleet import SharedPipeline
+from tests.fleets import Leg, fleet_of
+
+PORTS = Path(__file__).parents[2] / "examples" / "ports"
+sys.path.insert(0, str(PORTS))
+import digits_data  # noqa: E402
+import pytorch_distributed_fleet  # noqa: E402
+
+PLAIN = (  # beside pytorch_checkpoint, which has a test of its own
+    "pytorch_simple",
+    "pytorch_distributed_simple",
+    "pytorch_multi_objective",
+    "pytorch_lightning_simple",
+    "pytorch_ignite_simple",
+)
+
+
+def run(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PORTS)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+def printed_by(folder: Path, *arguments: Any) -> str:
+    """What a Python process prints, which must end well."""
+    ended = run(folder, *arguments)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def trials_of(storage: str) -> list[FrozenTrial]:
+    (summary,) = optuna.get_all_study_summaries(storage)
+    return optuna.load_study(study_name=summary.study_name, storage=storage).trials
+
+
+@pytest.fixture(scope="module")
+def flown(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Run a port on a fleet, once for all tests, and return the storage with its study."""
+
+    @functools.cache
+    def fly(port: str) -> str:
+        folder = tmp_path_factory.mktemp(port)
+        storage = f"sqlite:///{folder}/study.db"
+        options = ["--fleet", "--trials", 3, "--devices", 2, "--storage", storage]
+        printed = printed_by(folder, PORTS / f"{port}.py", *options)
+        assert "3 complete" in printed
+        assert "Traceback" not in printed
+        return storage
+
+    return fly
+
+
+@pytest.mark.parametrize("port", [*PLAIN, "pytorch_simple_fleet"])
+def test_a_port_runs_on_a_fleet(flown: Any, port: str) -> None:
+    trials = trials_of(flown(port))
+    assert [trial.state for trial in trials] == 3 * [TrialState.COMPLETE]
+    assert all(0 <= trial.values[-1] <= 1 for trial in trials)
+    if port == "pytorch_multi_objective":
+        assert all(trial.values[0] > 2 * 64 * 4 for trial in trials)
+    else:
+        assert all(list(trial.intermediate_values.values())[-1] == trial.value for trial in trials)
+
+
+AGAIN = """
+import importlib, pathlib, sys, optuna, torch, torch.distributed as dist
+from optuna_fleet.executor.cluster.devices import cpu_count
+
+torch.set_num_threads(max(1, cpu_count() // 2))  # as in each of two trainers
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for name, storage in zip(sys.argv[1::2], sys.argv[2::2]):
+    port = importlib.import_module(name)
+    (summary,) = optuna.get_all_study_summaries(storage)
+    flown = optuna.load_study(study_name=summary.study_name, storage=storage)
+    alone = optuna.create_study(directions=flown.directions)
+    for trial in flown.trials:
+        alone.enqueue_trial(trial.params)
+    alone.optimize(port.objective, n_trials=len(flown.trials))
+    for one, other in zip(flown.trials, alone.trials, strict=True):
+        assert one.params == other.params, name
+        assert one.values == other.values, (name, one.values, other.values)
+        assert one.intermediate_values == other.intermediate_values, name
+    print(name, "is equal")
+"""
+
+
+def test_optuna_alone_gets_the_same_values_from_the_same_objectives(
+    flown: Any, tmp_path: Path
+) -> None:
+    storages = [part for port in PLAIN for part in (port, flown(port))]
+    printed = printed_by(tmp_path, "-c", AGAIN, *storages)
+    assert re.findall(r"^(\w+) is equal$", printed, re.M) == list(PLAIN)
+
+
+def test_the_plain_distributed_port_runs_under_torchrun(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/study.db"
+    script = PORTS / "pytorch_distributed_simple.py"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    printed_by(tmp_path, *torchrun, script, "--trials", 2, "--storage", storage)
+    assert [trial.state for trial in trials_of(storage)] == 2 * [TrialState.COMPLETE]
+
+
+def test_collectives_of_the_objectives_own_are_those_of_its_trial() -> None:
+    train, val = digits_data.load_datasets()
+    val = torch.utils.data.Subset(val, range(359))  # a prime, so that shares of it are told apart
+    trials = []
+    with fleet_of(devices=2, pipeline=SharedPipeline(train=train, val=val)) as fleet:
+        for legs in ([Leg((0,), 2), Leg((0, 1))], [Leg((1,))]):
+            fleet.script = {0: legs}
+            study = optuna.create_study()
+            study.enqueue_trial({"hidden": 40, "lr": 0.01})
+            study.optimize(pytorch_distributed_fleet.objective, n_trials=1, executor=fleet)
+            trials += study.trials
+    assert [trial.user_attrs["world_size"] for trial in trials] == [2, 1]
+    wide, alone = (list(trial.intermediate_values.values()) for trial in trials)
+    assert [359 * value for value in wide] == pytest.approx([round(359 * v) for v in wide])
+    assert wide == pytest.approx(alone, abs=3.5 / 359)  # rounding may decide a close case
+
+
+DEADLY = """
+import functools, os, signal, pytorch_checkpoint as port
+
+def save_and_die(trial, content, *, save):
+    save(trial, content)
+    if content["epoch"] == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def objective(trial, *, original, save):
+    original.__globals__["save_checkpoint"] = functools.partial(save_and_die, save=save)
+    return original(trial)
+
+port.objective = functools.partial(objective, original=port.objective, save=port.save_checkpoint)
+port.main()
+"""
+
+
+def test_trials_survive_the_death_of_their_process(tmp_path: Path) -> None:
+    assert run(tmp_path, "-c", DEADLY, "--trials", 1).returncode == -signal.SIGKILL
+    folder = tmp_path / "checkpoint_study"
+    with sqlite3.connect(folder / "study.db") as database:
+        database.execute("UPDATE trial_heartbeats SET heartbeat = datetime('now', '-1 hour')")
+    database.close()
+    printed_by(tmp_path, "-c", DEADLY, "--fleet", "--trials", 2, "--devices", 2)
+    killed, retried, run_again = trials_of(f"sqlite:///{folder}/study.db")
+    assert (killed.state, retried.state) == (TrialState.FAIL, TrialState.COMPLETE)
+    assert retried.params == killed.params != run_again.params
+    assert sorted(killed.intermediate_values) == [0, 1, 2]
+    assert sorted(retried.intermediate_values) == [4, 5, 6, 7, 8, 9]
+    assert run_again.state is TrialState.COMPLETE
+    assert sorted(run_again.intermediate_values) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+
+
+MISSING = """
+import importlib, sys
+
+for package, port in (pair.split(":") for pair in sys.argv[1:]):
+    sys.modules[package] = None  # as if it were not installed
+    try:
+        importlib.import_module(port)
+    except SystemExit as advice:
+        print(advice)
+"""
+
+
+def test_a_missing_package_is_named_in_one_line(tmp_path: Path) -> None:
+    missing = (
+        "lightning.pytorch:pytorch_lightning_simple",
+        "ignite.engine:pytorch_ignite_simple",
+        "optuna_integration:pytorch_distributed_simple",
+    )
+    lines = run(tmp_path, "-c", MISSING, *missing).stdout.splitlines()
+    assert [line.rpartition("; ")[2] for line in lines] == [
+        "please: pip install lightning optuna-integration",
+        "please: pip install pytorch-ignite optuna-integration",
+        "please: pip install optuna-integration",
+    ]
+
+
+def changed_lines(before: str, after: str) -> tuple[int, int]:
+    """Lines of code that are new or edited, and lines that are gone."""
+    old, new = (
+        [line for line in source.split('"""', 2)[2].splitlines() if line.strip()]
+        for source in ((PORTS / f"{name}.py").read_text() for name in (before, after))
+    )
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    edits = [edit for edit in matcher.get_opcodes() if edit[0] != "equal"]
+    added = sum(end - begin for _, _, _, begin, end in edits)
+    return added, sum(max(0, (b - a) - (d - c)) for _, a, b, c, d in edits)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("pytorch_simple", "pytorch_simple_fleet"),
+        ("pytorch_distributed_simple", "pytorch_distributed_fleet"),
+    ],
+)
+def test_the_table_has_the_lines_that_differ(before: str, after: str) -> None:
+    (row,) = [
+        line for line in (PORTS / "README.md").read_text().splitlines() if f"({after}.py)" in line
+    ]
+    (numbers,) = re.findall(r"(\d+) new or edited, (\d+) gone", row)
+    assert tuple(map(int, numbers)) == changed_lines(before, after)
+
+
+def test_ports_are_short() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in PORTS.glob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > 100} == {}

@@ -1,0 +1,114 @@
+"""A sweep whose driver kills itself before or after a given write to its storage.
+
+``python -m tests.executor.mortal_sweep FOLDER KIND TICK``: TICK 0 lets it live; it then prints how
+many ticks there were. The same command again goes on with what a killed one left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+
+from optuna_fleet import FleetExecutor
+from optuna_fleet.checkpoint_folder import StudyFolder
+
+NUM_TRIALS = 5
+_WRITES = (
+    "create_new_trial",
+    "set_trial_param",
+    "set_trial_state_values",
+    "set_trial_intermediate_value",
+    "set_trial_user_attr",
+    "set_trial_system_attr",
+    "set_study_system_attr",
+)
+_ticks = itertools.count(1)
+
+
+class ByNumber(optuna.samplers.BaseSampler):
+    """Proposes what depends on the trial's number only."""
+
+    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> float:
+        chance = random.Random(f"{trial.number} {name}")
+        return chance.uniform(distribution.low, distribution.high)
+
+
+def plain(trial: Any) -> float:
+    value = trial.suggest_float("x", 0.0, 1.0)
+    for step in range(3):
+        trial.report(value + step, step)
+        if trial.should_prune():
+            raise optuna.TrialPruned
+    trial.set_user_attr("y", trial.suggest_float("y", 0.0, 1.0))
+    return value
+
+
+def training(trial: Any) -> float:
+    from tests.fleets import train
+
+    value = train(trial, epochs=4)
+    trial.set_user_attr("x", trial.suggest_float("x", 0.0, 1.0))
+    return value
+
+
+def let_die(kind: type, names: tuple[str, ...], at: int) -> None:
+    """Have this process die before or after one of the calls of these methods."""
+    for name in names:
+        setattr(kind, name, _mortal(getattr(kind, name), at))
+
+
+def _mortal(method: Any, at: int) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _tick(at)
+        result = method(*args, **kwargs)
+        _tick(at)
+        return result
+
+    return call
+
+
+def _tick(at: int) -> None:
+    if next(_ticks) == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder: Path, kind: str, at: int) -> None:
+    storage = JournalStorage(JournalFileBackend(str(folder / "journal")))
+    study = optuna.create_study(
+        storage=storage,
+        study_name="mortal",
+        sampler=ByNumber(),
+        pruner=optuna.pruners.ThresholdPruner(upper=2.9),
+        load_if_exists=True,
+    )
+    options = {"devices": 2, "checkpoint_dir": folder / "checkpoints", "seed": 3}
+    if kind == "plain":
+        objective, fleet = plain, FleetExecutor(**options)
+    else:
+        from tests.fleets import fleet_of
+
+        objective, fleet = training, fleet_of(checkpoint_interval_s=0.0, **options)
+    let_die(JournalStorage, _WRITES, at)
+    let_die(StudyFolder, ("record_call", "_remove"), at)
+    with fleet:
+        study.optimize(objective, n_trials=NUM_TRIALS, executor=fleet)
+    print("TICKS", next(_ticks) - 1)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

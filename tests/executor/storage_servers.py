@@ -1,0 +1,118 @@
+"""Servers behind Optuna's storages: a real PostgreSQL, and Optuna's gRPC proxy."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+_PROXY = """
+import sys, optuna
+from concurrent.futures import ThreadPoolExecutor
+storage = optuna.storages.get_storage(sys.argv[1])
+optuna.storages.run_grpc_proxy_server(storage, host="localhost", port=int(sys.argv[2]))
+"""
+
+
+def _postgres_programs() -> Path | None:
+    """Debian keeps them off the path, one folder per version."""
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    on_path = shutil.which("initdb")
+    return Path(on_path or folders[-1]).parent if on_path or folders else None
+
+
+def _unprivileged() -> dict[str, Any]:
+    """PostgreSQL refuses to run as root."""
+    if os.geteuid() != 0:
+        return {}
+    names = {user.pw_name for user in pwd.getpwall()}
+    user = pwd.getpwnam("postgres" if "postgres" in names else "nobody")
+    return {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+
+
+class Postgres:
+    """A server of its own, in a folder of its own, reached by a Unix socket there."""
+
+    def __init__(self) -> None:
+        programs = _postgres_programs()
+        if programs is None:
+            pytest.skip("no PostgreSQL server: neither on the path nor in /usr/lib/postgresql")
+        self._pg_ctl, self._as = programs / "pg_ctl", _unprivileged()
+        self.folder = Path(tempfile.mkdtemp(prefix="optuna-fleet-tests-pg-"))
+        os.chown(self.folder, self._as.get("user", -1), self._as.get("group", -1))
+        self._data = self.folder / "data"
+        options = ["-A", "trust", "-U", "postgres", "--no-sync", "-E", "UTF8", "--locale=C"]
+        self._run(programs / "initdb", "-D", self._data, *options)
+        self.start()
+
+    def _run(self, *command: str | Path) -> None:
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # the server keeps it open
+            stderr=subprocess.DEVNULL,
+            timeout=60,
+            check=False,
+            **self._as,
+        )
+        log = self.folder / "log"
+        assert done.returncode == 0, log.read_text() if log.exists() else command
+
+    def start(self) -> None:
+        settings = (
+            f"-k {self.folder} -c listen_addresses= -c fsync=off -c shared_buffers=8MB "
+            "-c dynamic_shared_memory_type=mmap -c max_connections=20"
+        )
+        log = self.folder / "log"
+        self._run(self._pg_ctl, "-D", self._data, "-w", "-l", log, "-o", settings, "start")
+
+    def stop(self) -> None:
+        self._run(self._pg_ctl, "-D", self._data, "-w", "-m", "immediate", "stop")
+
+    def close(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder)
+
+    def new_database(self, name: str) -> str:
+        """Its URL."""
+        import psycopg2
+
+        connection = psycopg2.connect(host=str(self.folder), user="postgres")
+        connection.autocommit = True
+        connection.cursor().execute(f"create database {name}")
+        connection.close()
+        return f"postgresql+psycopg2://postgres@/{name}?host={self.folder}"
+
+
+class Proxy:
+    """Optuna's gRPC proxy before a storage given by its URL."""
+
+    def __init__(self, url: str) -> None:
+        with socket.create_server(("localhost", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._url = url
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-W", "ignore", "-c", _PROXY, self._url, str(self.port)]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        storage = self.connect()
+        storage.wait_server_ready(timeout=60)
+        storage.close()
+
+    def connect(self) -> Any:
+        return optuna.storages.GrpcStorageProxy(host="localhost", port=self.port)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()

@@ -1,0 +1,348 @@
+"""G1 where an executor breaks it most easily: interrupts, queues, other studies."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import optuna
+import pytest
+from optuna.artifacts import FileSystemArtifactStore, download_artifact, upload_artifact
+from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_fleet import TrialError
+from optuna_fleet.sampler_bridge.loop import Loop
+from tests.fleets import Leg
+
+COMPLETE, FAIL, RUNNING, WAITING = (
+    TrialState.COMPLETE,
+    TrialState.FAIL,
+    TrialState.RUNNING,
+    TrialState.WAITING,
+)
+
+
+def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def states(study: optuna.Study) -> list[TrialState]:
+    return [trial.state for trial in study.trials]
+
+
+def unit(trial: Any) -> float:
+    return float(trial.suggest_float("x", 0, 1))
+
+
+@pytest.fixture
+def beating(tmp_path: Path) -> Iterator[RDBStorage]:
+    """A storage with heartbeats, whose stale trials are tried again."""
+    with pytest.warns(optuna.exceptions.ExperimentalWarning):
+        storage = RDBStorage(
+            f"sqlite:///{tmp_path}/study.db",
+            heartbeat_interval=1,
+            grace_period=2,
+            heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
+        )
+    yield storage
+    storage.engine.dispose()
+
+
+# -- Ctrl-C, and what is queued -------------------------------------------------------------------
+
+
+def interrupt_driver(trial: Any, *, driver: int, num_trials: int) -> float:
+    """Press Ctrl-C once that many trials have been asked for; never end by itself."""
+    if trial.number == 0:
+        until(lambda: len(trial.study.trials) == num_trials)
+        os.kill(driver, signal.SIGINT)
+    until(lambda: False, 600)
+    return 0.0
+
+
+def test_control_c_fails_the_trials_in_flight(fleet: Any) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(interrupt_driver, driver=os.getpid(), num_trials=4)
+    told: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(
+            objective,
+            n_trials=9,
+            catch=(Exception,),
+            callbacks=[lambda study, trial: told.append(trial.number)],
+            executor=fleet,
+        )
+    assert states(study) == 4 * [FAIL]
+    assert told == []
+    study.optimize(unit, n_trials=2, executor=fleet)
+    assert states(study)[4:] == 2 * [COMPLETE]
+
+
+def test_control_c_gives_back_the_trials_in_the_queue(fleet: Any, beating: RDBStorage) -> None:
+    study = optuna.create_study(storage=beating)
+    fleet.script = {0: [Leg((0,))], 1: [Leg((0,))]}  # the second waits for the first's device
+    objective = functools.partial(interrupt_driver, driver=os.getpid(), num_trials=2)
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(objective, n_trials=2, executor=fleet)
+    assert states(study) == [FAIL, WAITING]
+    study.optimize(unit, n_trials=1, executor=fleet)
+    assert states(study) == [FAIL, COMPLETE]
+
+
+def raise_keyboard_interrupt(trial: Any) -> float:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_the_objective_is_never_swallowed(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(raise_keyboard_interrupt, n_trials=1, catch=(Exception,), executor=fleet)
+    assert states(study) == [FAIL]
+
+
+def exit_script(trial: Any) -> float:
+    raise SystemExit(3)
+
+
+def test_a_system_exit_leaves_no_running_trial(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(SystemExit):
+        study.optimize(exit_script, n_trials=1, catch=(Exception,), executor=fleet)
+    assert states(study) == [FAIL]  # Optuna leaves it RUNNING for ever
+
+
+# -- heartbeats -----------------------------------------------------------------------------------
+
+
+def test_a_trial_in_the_queue_has_a_heartbeat_from_the_moment_of_asking(
+    beating: RDBStorage,
+) -> None:
+    study = optuna.create_study(storage=beating)
+    with (
+        mock.patch.object(
+            beating, "record_heartbeat", side_effect=beating.record_heartbeat
+        ) as record,
+        Loop(
+            study,
+            n_trials=1,
+            timeout=None,
+            catch=(),
+            callbacks=None,
+            gc_after_trial=False,
+            show_progress_bar=False,
+        ) as loop,
+    ):
+        number = loop.proposals.ask()
+        assert number is not None
+        until(lambda: record.call_count >= 2)
+        loop.proposals.give_back(number)
+        recorded = record.call_count
+    assert {call.args[0] for call in record.call_args_list} == {study.trials[0]._trial_id}
+    assert record.call_count == recorded
+
+
+def test_a_stale_trial_is_tried_again(fleet: Any, beating: RDBStorage) -> None:
+    study = optuna.create_study(storage=beating)
+    with pytest.warns(UserWarning, match="Heartbeat"):
+        lost = study.ask()
+    x = lost.suggest_float("x", 0, 1)
+    with mock.patch.object(beating, "_get_stale_trial_ids", side_effect=[[lost._trial_id], []]):
+        study.optimize(unit, n_trials=1, executor=fleet)
+    assert states(study) == [FAIL, COMPLETE]
+    assert study.trials[1].params == {"x": x}
+    assert study.trials[1].system_attrs["failed_trial"] == 0
+
+
+# -- studies --------------------------------------------------------------------------------------
+
+
+def optimize_another(trial: Any) -> float:
+    other = optuna.create_study(sampler=optuna.samplers.RandomSampler())
+    other.enqueue_trial({"x": trial.suggest_float("start", 0, 1)})
+    other.optimize(unit, n_trials=3)
+    assert trial.study.study_name != other.study_name
+    return other.trials[0].value
+
+
+def test_another_study_may_be_optimized_in_an_objective(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(optimize_another, n_trials=3, executor=fleet)
+    assert states(study) == 3 * [COMPLETE]
+    assert all(trial.value == trial.params["start"] for trial in study.trials)
+
+
+def test_a_stop_is_over_with_its_call(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(unit, callbacks=[lambda study, trial: study.stop()], executor=fleet)
+    before = len(study.trials)
+    study.optimize(unit, n_trials=5, executor=fleet)
+    assert len(study.trials) == before + 5
+    with pytest.raises(RuntimeError, match=r"`Study.stop`"):
+        study.stop()
+
+
+def test_a_failure_that_is_not_caught_calls_no_callback(fleet: Any) -> None:
+    study = optuna.create_study()
+    told: list[int] = []
+    with pytest.raises(ZeroDivisionError):
+        study.optimize(
+            lambda trial: 1 / 0,
+            n_trials=1,
+            callbacks=[lambda study, trial: told.append(trial.number)],
+            executor=fleet,
+        )
+    assert states(study) == [FAIL]
+    assert told == []
+
+
+def test_a_study_can_be_pickled_before_after_and_in_a_callback(fleet: Any) -> None:
+    study = optuna.create_study()
+    pickled: list[bytes] = []
+
+    def dump(study: optuna.Study, trial: FrozenTrial) -> None:
+        pickled.append(pickle.dumps(study))
+
+    for given in (dump, None):
+        study = pickle.loads(pickle.dumps(study))
+        study.optimize(unit, n_trials=2, callbacks=given and [given], executor=fleet)
+    assert states(study) == 4 * [COMPLETE]
+    copy = pickle.loads(pickled[-1])
+    assert states(copy) == 2 * [COMPLETE]
+    copy.optimize(unit, n_trials=1, executor=fleet)
+    assert len(copy.trials) == 3
+    assert len(study.trials) == 4
+
+
+def test_sessions_of_the_storage_are_closed(fleet: Any, beating: RDBStorage) -> None:
+    study = optuna.create_study(storage=beating)
+    storage = study._storage
+    with mock.patch.object(storage, "remove_session", wraps=storage.remove_session) as remove:
+        study.optimize(unit, n_trials=2, executor=fleet)
+        assert remove.call_count == 1
+        with pytest.raises(ZeroDivisionError):
+            study.optimize(lambda trial: 1 / 0, n_trials=1, executor=fleet)
+        assert remove.call_count == 2
+
+
+def test_a_slow_sampler_on_a_database_that_only_its_thread_sees(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optuna_fleet.executor.desk._SLOW_S", 0.0)
+    study = optuna.create_study(storage="sqlite:///:memory:")
+    study.optimize(unit, n_trials=6, executor=fleet)
+    assert states(study) == 6 * [COMPLETE]
+
+
+def test_an_executor_serves_one_call_at_a_time(fleet: Any) -> None:
+    other = optuna.create_study()
+
+    def meddle(study: optuna.Study, trial: FrozenTrial) -> None:
+        other.optimize(unit, n_trials=1, executor=fleet)
+
+    with pytest.raises(RuntimeError, match="already optimizing"):
+        optuna.create_study().optimize(unit, n_trials=1, callbacks=[meddle], executor=fleet)
+    assert not other.trials
+    other.optimize(unit, n_trials=1, executor=fleet)
+    assert states(other) == [COMPLETE]
+
+
+# -- trials ---------------------------------------------------------------------------------------
+
+
+def upload(trial: Any, *, store: FileSystemArtifactStore, folder: Path) -> float:
+    path = folder / f"{trial.number}.txt"
+    path.write_text(f"model {trial.number}")
+    artifact = upload_artifact(artifact_store=store, file_path=str(path), study_or_trial=trial)
+    trial.set_user_attr("artifact", artifact)
+    return 0.0
+
+
+def test_artifacts_of_trials(fleet: Any, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    store = FileSystemArtifactStore(tmp_path / "store")
+    study = optuna.create_study()
+    study.optimize(
+        functools.partial(upload, store=store, folder=tmp_path), n_trials=3, executor=fleet
+    )
+    for trial in study.trials:
+        (meta,) = optuna.artifacts.get_all_artifact_meta(trial, storage=study._storage)
+        assert meta.artifact_id == trial.user_attrs["artifact"]
+        path = tmp_path / "downloaded"
+        download_artifact(artifact_store=store, artifact_id=meta.artifact_id, file_path=str(path))
+        assert path.read_text() == f"model {trial.number}"
+        path.unlink()
+
+
+def use_the_study(trial: Any, *, store: FileSystemArtifactStore, path: Path) -> float:
+    study = trial.study
+    assert isinstance(study, optuna.Study)
+    assert isinstance(trial.storage, optuna.storages.BaseStorage)
+    upload_artifact(artifact_store=store, file_path=str(path), study_or_trial=study)
+    study.add_trial(optuna.create_trial(value=-1.0))
+    assert study.best_trial.value == -1.0
+    assert len(optuna.visualization.plot_optimization_history(study).data) > 0
+    with pytest.raises(AttributeError, match="`sampler` can't be set in an objective"):
+        study.sampler = optuna.samplers.RandomSampler()
+    with pytest.raises(TrialError, match="a trial can't leave the driver"):
+        study.ask()  # it would be a trial of a copy of the study
+    return 0.0
+
+
+def test_the_study_in_an_objective_is_the_drivers(fleet: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = FileSystemArtifactStore(tmp_path)
+    study = optuna.create_study()
+    objective = functools.partial(use_the_study, store=store, path=tmp_path / "file")
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert states(study) == 2 * [COMPLETE]
+    assert len(optuna.artifacts.get_all_artifact_meta(study)) == 1
+
+
+def with_constraint(trial: Any) -> float:
+    trial.set_constraint("at least 2", 2.0 - trial.number)
+    return float(trial.number)
+
+
+def test_constraints_decide_what_is_best(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(with_constraint, n_trials=5, executor=fleet)
+    assert [trial.constraints["at least 2"] for trial in study.trials] == [2, 1, 0, -1, -2]
+    assert study.best_trial.number == 2
+
+
+def break_rules(trial: Any) -> float:
+    """Optuna's own errors arrive where the rule is broken, with their types."""
+    trial.suggest_float("x", 0, 1)
+    with pytest.raises(ValueError, match="Cannot set different distribution kind"):
+        trial.suggest_categorical("x", [1, 2])
+    with pytest.raises(ValueError, match="low <= high"):
+        trial.suggest_float("y", 1, 0)
+    with pytest.raises(ValueError, match="negative"):
+        trial.report(1.0, -1)
+    with pytest.raises(TypeError):
+        trial.report("high", 1)
+    assert trial.relative_search_space is not None  # it is there once something was suggested
+    with pytest.raises(AttributeError, match="no attribute 'no_such'"):
+        trial.no_such  # noqa: B018
+    trial.report(1.0, 3)
+    trial.report(2.0, 3)
+    return 0.0
+
+
+def test_a_trial_objects_as_optunas_does(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.warns(UserWarning, match="`step=3` is already reported"):
+        study.optimize(break_rules, n_trials=1, executor=fleet)
+    assert study.trials[0].intermediate_values == {3: 1.0}
+    assert study.trials[0].params.keys() == {"x"}

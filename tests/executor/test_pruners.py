@@ -1,0 +1,133 @@
+"""Pruners judge each report once, in the driver, as they do in Optuna's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import optuna
+import pytest
+from optuna.pruners import (
+    BasePruner,
+    HyperbandPruner,
+    MedianPruner,
+    PatientPruner,
+    PercentilePruner,
+    SuccessiveHalvingPruner,
+    ThresholdPruner,
+    WilcoxonPruner,
+)
+from optuna.trial import FrozenTrial, TrialState
+
+from optuna_fleet import FleetExecutor
+from tests.fleets import Leg
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
+    pytest.mark.timeout(120),
+]
+
+STEPS = 9
+PRUNERS: dict[str, Callable[[], BasePruner]] = {
+    "hyperband": lambda: HyperbandPruner(min_resource=1, max_resource=STEPS),
+    "halving": lambda: SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
+    "median": lambda: MedianPruner(n_startup_trials=3, n_warmup_steps=1),
+    "percentile": lambda: PercentilePruner(30.0, n_startup_trials=3, interval_steps=2),
+    "wilcoxon": lambda: WilcoxonPruner(p_threshold=0.3, n_startup_steps=1),
+    "patient": lambda: PatientPruner(None, patience=1, min_delta=0.6),
+    "threshold": lambda: ThresholdPruner(upper=3.0, interval_steps=3),
+}
+OWN_HISTORY_ONLY = ("patient", "threshold")
+
+
+def learn(trial: Any) -> float:
+    """A curve that falls, more or less, to a floor."""
+    floor, noise = trial.suggest_float("floor", 0, 4), trial.suggest_float("noise", 0, 1)
+    value = 0.0
+    for step in range(STEPS):
+        value = floor + 1 / (1 + step) + noise * (step % 3)
+        trial.report(value, step)
+        if trial.should_prune():
+            raise optuna.TrialPruned(f"at {step}")
+    return float(value)
+
+
+def new_study(name: str) -> optuna.Study:
+    return optuna.create_study(
+        study_name="curves",  # Hyperband's brackets depend on it
+        sampler=optuna.samplers.RandomSampler(seed=7),
+        pruner=PRUNERS[name](),
+    )
+
+
+def verdicts(study: optuna.Study) -> list[tuple[Any, ...]]:
+    return [(t.number, t.state, t.value, t.params, t.intermediate_values) for t in study.trials]
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[FleetExecutor]:
+    with FleetExecutor(devices=1) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_the_same_verdicts_as_in_optunas_loop(name: str, narrow: FleetExecutor) -> None:
+    study, alone = new_study(name), new_study(name)
+    narrow.optimize(study, learn, 20)
+    alone.optimize(learn, 20)
+    assert verdicts(study) == verdicts(alone)
+    assert {t.state for t in study.trials} == {TrialState.COMPLETE, TrialState.PRUNED}
+
+
+@pytest.mark.parametrize("name", PRUNERS)
+def test_sensible_verdicts_on_many_devices(name: str, fleet: Any) -> None:
+    study = new_study(name)
+    fleet.optimize(study, learn, 24)
+    pruned = study.get_trials(states=[TrialState.PRUNED])
+    complete = study.get_trials(states=[TrialState.COMPLETE])
+    assert pruned
+    assert complete
+    assert len(pruned) + len(complete) == 24
+    for trial in pruned:
+        assert trial.value == trial.intermediate_values[max(trial.intermediate_values)]
+    if name in OWN_HISTORY_ONLY:
+        again = optuna.create_study(pruner=PRUNERS[name]())
+        for trial in study.trials:
+            again.enqueue_trial(trial.params)
+        again.optimize(learn, 24)
+        assert verdicts(again) == verdicts(study)
+
+
+class Counting(BasePruner):
+    """Prunes from step 2 on, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int | None]] = []
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        self.asked.append((trial.number, trial.last_step))
+        return trial.last_step == 2
+
+
+def vote(trial: Any) -> float:
+    votes = []
+    for step in range(4):
+        trial.report(1.0 + trial.rank, step)
+        verdict = trial.should_prune()
+        votes.append(trial.sum(int(verdict)))
+        trial.set_user_attr("votes", votes)
+        if verdict:
+            raise optuna.TrialPruned
+    return 0.0
+
+
+def test_two_ranks_get_one_verdict(fleet: Any) -> None:
+    pruner = Counting()
+    study = optuna.create_study(pruner=pruner)
+    fleet.script = {0: [Leg((0, 1))]}
+    study.optimize(vote, n_trials=1, executor=fleet)
+    (trial,) = study.trials
+    assert pruner.asked == [(0, 0), (0, 1), (0, 2)]
+    assert trial.state is TrialState.PRUNED
+    assert trial.user_attrs["votes"] == [0, 0, 2]
+    assert trial.intermediate_values == {0: 1.0, 1: 1.0, 2: 1.0}  # rank 0's

@@ -1,0 +1,275 @@
+"""The driver dies; the same command goes on where it stopped, and nobody else is disturbed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.storages import JournalStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+
+from optuna_fleet import FleetConfigError, FleetExecutor
+from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder
+from optuna_fleet.sampler_bridge.claims import Claims
+from tests.executor.mortal_sweep import NUM_TRIALS
+
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+
+ROOT = Path(__file__).parents[2]
+COMPLETE, FAIL, RUNNING, WAITING = (
+    TrialState.COMPLETE,
+    TrialState.FAIL,
+    TrialState.RUNNING,
+    TrialState.WAITING,
+)
+
+
+# -- kill -9 -------------------------------------------------------------------------------------
+
+
+def sweep(folder: Path, kind: str, at: int) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "tests.executor.mortal_sweep", str(folder), kind, str(at)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def num_ticks(done: subprocess.CompletedProcess[str]) -> int:
+    assert done.returncode == 0, done.stderr
+    assert "already reported" not in done.stderr
+    return int(done.stdout.rpartition("TICKS ")[2])
+
+
+def records(folder: Path) -> list[Any]:
+    storage = JournalStorage(JournalFileBackend(str(folder / "journal")))
+    return [
+        (t.number, t.state, t.values, t.params, t.intermediate_values, t.user_attrs)
+        for t in optuna.load_study(storage=storage, study_name="mortal").trials
+    ]
+
+
+def files(folder: Path) -> set[str]:
+    (study,) = (path for path in (folder / "checkpoints").iterdir() if path.is_dir())
+    return set(os.listdir(study))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("kind", "num_deaths"),
+    [("plain", (1, 1, 1, 2)), ("training", (2,))],
+    ids=["plain", "training"],
+)
+def test_the_same_command_goes_on_after_its_driver_was_killed(
+    tmp_path: Path, kind: str, num_deaths: tuple[int, ...]
+) -> None:
+    undisturbed = tmp_path / "undisturbed"
+    ticks = num_ticks(sweep(undisturbed, kind, 0))
+    want = records(undisturbed)
+    assert len(want) == NUM_TRIALS
+    for seed, deaths in enumerate(num_deaths):
+        folder, chance = tmp_path / f"seed-{seed}", random.Random(f"{kind} {seed}")
+        for death in range(deaths):
+            at = chance.randint(
+                1, (ticks - 10) // deaths
+            )  # the last ones are after the call's end
+            died = sweep(folder, kind, at)
+            assert died.returncode == -signal.SIGKILL, (at, death, died.stderr)
+        num_ticks(sweep(folder, kind, 0))
+        assert records(folder) == want, f"killed at write {at}"
+        assert files(folder) == files(undisturbed)
+
+
+# -- calls that died, without a process ----------------------------------------------------------
+
+
+def objective(trial: Any) -> float:
+    for step in range(2):
+        trial.report(step, step)
+    return float(trial.suggest_float("x", 0.0, 1.0))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def fleet(root: Path) -> Iterator[FleetExecutor]:
+    with FleetExecutor(devices=1, device_type="cpu", checkpoint_dir=root) as executor:
+        yield executor
+
+
+def dead_call(study: optuna.Study, root: Path, n_trials: int | None, launched: int) -> list[float]:
+    """What a driver leaves that dies with its first trial done and the others under way."""
+    claims = Claims(study, StudyFolder(root, study.study_name), n_trials, None)
+    trials = [claims.ask() for _ in range(launched)]
+    values = [trial.suggest_float("x", 0.0, 1.0) for trial in trials]
+    for trial in trials:
+        trial.report(0, 0)
+    study.tell(trials[0], values[0])
+    return values
+
+
+def states(study: optuna.Study) -> list[TrialState]:
+    return [trial.state for trial in study.trials]
+
+
+def test_only_the_dead_drivers_trials_are_taken_over(fleet: Any, root: Path) -> None:
+    study = optuna.create_study()
+    study.ask()  # of a worker of plain Optuna
+    other = Claims(study, StudyFolder(root / "other", study.study_name), 5, None)
+    other.ask()  # of a driver with a folder of its own
+    values = dead_call(study, root, 4, launched=3)
+    study.optimize(objective, n_trials=4, executor=fleet)
+    assert states(study) == [RUNNING, RUNNING, COMPLETE, COMPLETE, COMPLETE, COMPLETE]
+    assert [trial.value for trial in study.trials[2:5]] == values
+    assert study.trials[3].intermediate_values == {0: 0.0, 1: 1.0}
+    study.optimize(objective, n_trials=1, executor=fleet)  # a call of its own
+    assert len(study.trials) == 7
+
+
+@pytest.mark.filterwarnings("ignore:The reported value is ignored")  # of the one given back
+def test_another_budget_is_another_call_but_no_trial_is_lost(fleet: Any, root: Path) -> None:
+    study = optuna.create_study()
+    values = dead_call(study, root, 9, launched=3)
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert states(study) == [COMPLETE, COMPLETE, WAITING]
+    study.optimize(objective, n_trials=3, executor=fleet)
+    assert states(study) == [COMPLETE] * 5
+    assert [trial.value for trial in study.trials[:3]] == values
+
+
+def test_a_call_without_limit_goes_on_too(fleet: Any, root: Path) -> None:
+    study = optuna.create_study()
+    dead_call(study, root, None, launched=2)
+
+    def stop(study: optuna.Study, trial: Any) -> None:
+        study.stop()
+
+    study.optimize(objective, callbacks=[stop], executor=fleet)
+    assert states(study) == [COMPLETE, COMPLETE]
+
+
+def fail(trial: Any) -> float:
+    raise ValueError("bad")
+
+
+def test_a_call_that_ended_is_not_gone_on_with(fleet: Any, root: Path) -> None:
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=2, executor=fleet)
+    study.optimize(objective, n_trials=2, executor=fleet)
+    assert states(study) == [COMPLETE] * 4
+    with pytest.raises(ValueError, match="bad"):
+        study.optimize(fail, n_trials=2, executor=fleet)
+    with pytest.raises(ValueError, match="bad"):
+        study.optimize(fail, n_trials=2, executor=fleet)
+    assert states(study)[4:] == [FAIL] * 2
+
+
+def test_a_seeded_sampler_does_not_propose_twice(fleet: Any, root: Path) -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    dead_call(study, root, 6, launched=3)
+    again = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    study.sampler = again.sampler  # as the same command would make it
+    study.optimize(objective, n_trials=6, executor=fleet)
+    assert len({trial.params["x"] for trial in study.trials}) == 6
+
+
+def test_a_queued_trial_keeps_its_parameters(fleet: Any, root: Path) -> None:
+    study = optuna.create_study()
+    study.enqueue_trial({"x": 0.25})
+    claims = Claims(study, StudyFolder(root, study.study_name), 1, None)
+    claims.ask()
+    assert states(study) == [RUNNING]
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert [trial.value for trial in study.trials] == [0.25]
+
+
+def refused(study: optuna.Study, root: Path) -> str:
+    with (
+        FleetExecutor(devices=1, device_type="cpu", checkpoint_dir=root) as second,
+        pytest.raises(FleetConfigError) as caught,
+    ):
+        study.optimize(objective, n_trials=1, executor=second)
+    return str(caught.value)
+
+
+def test_a_second_driver_on_the_same_folder_is_refused(fleet: Any, root: Path) -> None:
+    study, other = optuna.create_study(), optuna.create_study()
+    texts = []
+    study.optimize(
+        objective,
+        n_trials=1,
+        callbacks=[lambda *_: texts.append(refused(other, root))],
+        executor=fleet,
+    )
+    assert f"in use by process {os.getpid()} on " in texts[0]
+    assert "`checkpoint_dir` of its own" in texts[0]
+    assert other.trials == []
+    other.optimize(objective, n_trials=1, executor=fleet)
+
+
+def test_a_stale_heartbeat_does_not_make_a_second_trial(
+    fleet: Any, root: Path, tmp_path: Path
+) -> None:
+    storage = RDBStorage(
+        f"sqlite:///{tmp_path}/s.db",
+        heartbeat_interval=60,
+        heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(),
+    )
+    study = optuna.create_study(storage=storage)
+    values = dead_call(study, root, 3, launched=2)
+    storage.record_heartbeat(study.trials[1]._trial_id)
+    with storage.engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE trial_heartbeats SET heartbeat = '2001-01-01 00:00:00'")
+    assert len(storage._get_stale_trial_ids(study._study_id)) == 1
+    Claims(study, StudyFolder(root, study.study_name), 3, None)  # of a driver that dies at once
+    assert storage._get_stale_trial_ids(study._study_id) == []
+    study.optimize(objective, n_trials=3, executor=fleet)
+    assert states(study) == [COMPLETE] * 3
+    assert study.trials[1].value == values[1]
+    storage.remove_session()
+    storage.engine.dispose()
+
+
+def test_optunas_retry_of_a_claimed_trial_is_nobodys(root: Path) -> None:
+    study = optuna.create_study()
+    dead_call(study, root, 5, launched=2)
+    retry = RetryHeartbeatStaleTrialCallback()
+    retry(study, study.trials[1])
+    study.tell(1, state=FAIL)
+    study.ask()  # a worker of plain Optuna takes the copy, mark and all
+    claims = Claims(study, StudyFolder(root, study.study_name), 5, None)
+    assert (claims.orphans, claims.num_launched) == ([], 2)
+
+
+def test_a_trial_given_back_is_nobodys(root: Path) -> None:
+    study = optuna.create_study()
+    claims = Claims(study, StudyFolder(root, study.study_name), 5, None)
+    trial = claims.ask()
+    study._storage.set_trial_state_values(trial._trial_id, WAITING)
+    claims.renounce(trial)
+    study.ask()
+    assert Claims(study, StudyFolder(root, study.study_name), 5, None).orphans == []
+
+
+def test_a_folder_that_can_not_be_used_is_refused(fleet: Any, root: Path) -> None:
+    study = optuna.create_study()
+    folder = StudyFolder(root, study.study_name)
+    folder.path.touch()
+    with pytest.raises(FleetConfigError, match="can't be"):
+        study.optimize(objective, n_trials=1, executor=fleet)
+    folder.path.unlink()
+    folder.record_call(CallRecord(study="s", id="i", n_trials=1, timeout=None))
+    (folder.path / "call.json").write_text("{")
+    with pytest.raises(FleetConfigError, match="remove it to begin a new call"):
+        study.optimize(objective, n_trials=1, executor=fleet)
+    assert study.trials == []

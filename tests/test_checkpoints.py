@@ -1,0 +1,364 @@
+"""Checkpoints as users meet them: kept, loaded, listed; and disks that fail."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import resource
+import signal
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.trial import TrialState
+
+from optuna_fleet import CheckpointError, FleetConfigError, load_best_model
+from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder, locked
+from optuna_fleet.cli import main
+from optuna_fleet.sampler_bridge.keeper import Keeper
+from optuna_fleet.trainer import checkpoint
+from tests.fleets import Leg, fleet_of, small_model, train
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def keeping(root: Path) -> Iterator[Any]:
+    """Two CPU slots; the best two trials leave checkpoints; one is made after each epoch."""
+    options = {"checkpoint_dir": root, "checkpoint_interval_s": 0.0, "keep_checkpoints": 2}
+    with fleet_of(devices=2, **options) as executor:
+        yield executor
+
+
+def kept(root: Path, study: optuna.Study) -> set[str]:
+    return set(os.listdir(StudyFolder(root, study.study_name).path)) - {"call.json"}
+
+
+# -- the best model ------------------------------------------------------------------------------
+
+
+def valued(trial: Any, values: list[float | None]) -> float:
+    """Weights that tell the trial's number, whatever they were."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trial.prepare(model, optimizer)
+    for _ in trial.epochs(2):
+        pass
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(trial.number)
+    value = values[trial.number]
+    if value is None:
+        raise optuna.TrialPruned
+    return value
+
+
+def test_the_best_trials_leave_their_weights(keeping: Any, root: Path) -> None:
+    study = optuna.create_study(direction="maximize")
+    objective = functools.partial(valued, values=[0.1, None, 0.9, 0.3, float("nan"), 0.5])
+    study.optimize(objective, n_trials=6, executor=keeping)
+    assert kept(root, study) == {"trial-2.final.pt", "trial-5.final.pt"}
+    model = load_best_model(study, small_model())
+    assert {value.item() for p in model.parameters() for value in p.flatten()} == {2.0}
+    states = load_best_model(study, trial=5)
+    assert len(states) == 2  # the module's and the optimizer's
+    assert set(states[0]["0.weight"].flatten().tolist()) == {5.0}
+    modes = {path.stat().st_mode for path in root.rglob("*") if path.is_file()}
+    assert {stat.S_IMODE(mode) for mode in modes} == {0o600}
+
+
+def test_what_left_no_weights_is_explained(keeping: Any, root: Path, tmp_path: Path) -> None:
+    study = optuna.create_study()
+    study.optimize(functools.partial(valued, values=[3.0, 1.0, 2.0]), n_trials=3, executor=keeping)
+    with pytest.raises(FleetConfigError, match=r"Trial 0 has no checkpoint.*keep_checkpoints"):
+        load_best_model(study, trial=0)
+    with pytest.raises(FleetConfigError, match="`checkpoint_dir=`"):
+        load_best_model(study, checkpoint_dir=tmp_path)
+    with pytest.raises(FleetConfigError, match="2 modules, but trial 1 has prepared 1"):
+        load_best_model(study, [small_model(), small_model()])
+    with pytest.raises(RuntimeError, match="state_dict"):
+        load_best_model(study, torch.nn.Linear(1, 1))
+    flip(StudyFolder(root, study.study_name).final(1))
+    with pytest.raises(CheckpointError, match="corrupt"):
+        load_best_model(study)
+    plain = optuna.create_study()
+    plain.optimize(lambda trial: 1.0, n_trials=1)
+    with pytest.raises(FleetConfigError, match="ran without `checkpoint_dir`"):
+        load_best_model(plain)
+
+
+def leave(folder: StudyFolder, study: optuna.Study, values: list[float]) -> None:
+    """A trial that has just been told, and its final checkpoint."""
+    trial = study.ask()
+    folder.path.mkdir(exist_ok=True)
+    folder.final(trial.number).touch()
+    study.tell(trial, values)
+
+
+def test_the_pareto_front_keeps_its_weights(root: Path) -> None:
+    study = optuna.create_study(directions=["minimize", "maximize"])
+    folder = StudyFolder(root, study.study_name)
+    keeper = Keeper(study, folder, 2)
+    assert keeper.is_among_best([1.0, 1.0])
+    for number, values in enumerate([[1, 1], [2, 5], [3, 2], [9, 4]]):
+        leave(folder, study, values)
+        keeper.settled(number)
+    assert folder.finals() == {0, 1}
+
+
+def test_of_equals_the_one_that_optuna_calls_the_best_is_kept(root: Path) -> None:
+    study = optuna.create_study()
+    folder = StudyFolder(root, study.study_name)
+    keeper = Keeper(study, folder, 1)
+    for number in range(3):
+        assert keeper.is_among_best(1.0)
+        leave(folder, study, [1.0])
+        keeper.settled(number)
+        assert folder.finals() == {study.best_trial.number}
+    assert not keeper.is_among_best(1.5)
+    assert not keeper.is_among_best("many")
+    folder.final(7).touch()  # of a trial that will be told in a moment
+    study.add_trial(optuna.create_trial(value=0.5))
+    study.enqueue_trial({})
+    for _ in range(4):
+        study.ask()
+    keeper.settled(3)
+    assert folder.finals() == {study.trials[0].number, 7}
+
+
+@pytest.mark.parametrize("number", [-1, 1.5])
+def test_a_bad_number_to_keep_is_refused(tmp_path: Path, number: Any) -> None:
+    with pytest.raises(FleetConfigError, match="`keep_checkpoints` is"):
+        fleet_of(devices=1, checkpoint_dir=tmp_path, keep_checkpoints=number)
+
+
+# -- disks that fail -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What Optuna's loggers, and ours below them, print."""
+    handler = logging.StreamHandler(io.StringIO())
+    logging.getLogger("optuna").addHandler(handler)
+    yield handler.stream
+    logging.getLogger("optuna").removeHandler(handler)
+
+
+def on_a_full_disk(trial: Any) -> float:
+    """Train in a process whose files may have a few bytes only; then there is space again."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        value = train(trial, epochs=4)
+        trial.set_user_attr("devices", trial.world_size)
+        return value
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet: Any) -> dict[str, Any]:
+    study = optuna.create_study()
+    study.optimize(functools.partial(train, epochs=4), n_trials=1, executor=fleet)
+    return study.trials[0].user_attrs
+
+
+def test_a_full_disk_costs_nothing_but_the_checkpoints(
+    keeping: Any, root: Path, undisturbed: dict[str, Any], log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    study.optimize(on_a_full_disk, n_trials=1, executor=keeping)
+    assert study.trials[0].user_attrs == undisturbed | {"devices": 1}
+    assert kept(root, study) == {"trial-0.final.pt"}
+    text = log.getvalue()
+    assert text.count("goes on without a new checkpoint") == 1
+    assert "File too large" in text
+    assert "has space" in text
+
+
+def test_a_trial_that_can_not_be_checkpointed_keeps_its_devices(
+    keeping: Any, root: Path, undisturbed: dict[str, Any], log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    keeping.script = {0: [Leg((0, 1), 2), Leg((1,))]}
+    study.optimize(on_a_full_disk, n_trials=1, executor=keeping)
+    attributes = study.trials[0].user_attrs
+    assert attributes["devices"] == 2
+    assert attributes["losses"] == pytest.approx(undisturbed["losses"], rel=1e-12)
+    assert log.getvalue().count("goes on without a new checkpoint") == 1
+
+
+def with_odd_state(trial: Any) -> float:
+    trial.state["lambda"] = lambda: 0
+    return train(trial, epochs=4)
+
+
+def test_state_that_can_not_be_saved_does_not_fail_the_trial(
+    keeping: Any, root: Path, undisturbed: dict[str, Any], log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    study.optimize(with_odd_state, n_trials=1, executor=keeping)
+    assert study.trials[0].user_attrs == undisturbed
+    assert "trial.state['lambda'] is a function" in log.getvalue()
+    assert kept(root, study) == set()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def tear(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+class Dying:
+    """Trains; after the third epoch, once, damages what the disk has of it and dies."""
+
+    def __init__(self, folder: Path, damages: dict[str, Any], flag: Path) -> None:
+        self.folder, self.damages, self.flag = folder, damages, flag
+
+    def __call__(self, trial: Any) -> float:
+        own_epochs = trial.epochs
+
+        def epochs(number: int) -> Iterator[int]:
+            for epoch in own_epochs(number):
+                if epoch == 3 and not self.flag.exists():
+                    self._die(trial)
+                yield epoch
+
+        trial.epochs = epochs
+        return train(trial, epochs=4)
+
+    def _die(self, trial: Any) -> None:
+        trial._training._saver.finish()
+        self.flag.touch()
+        for name, damage in self.damages.items():
+            damage(self.folder / name)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("damages", "words"),
+    [
+        ({"trial-0.pt": tear}, ["torn"]),
+        ({"trial-0.pt": remove}, []),
+        ({"trial-0.pt": flip, "trial-0.pt.previous": flip}, ["corrupt", "corrupt"]),
+    ],
+    ids=["newest torn", "newest gone", "both flipped"],
+)
+def test_a_damaged_checkpoint_costs_nothing_but_time(
+    keeping: Any,
+    root: Path,
+    tmp_path: Path,
+    undisturbed: dict[str, Any],
+    log: io.StringIO,
+    damages: dict[str, Any],
+    words: list[str],
+) -> None:
+    study = optuna.create_study()
+    folder = StudyFolder(root, study.study_name)
+    objective = Dying(folder.path, damages, tmp_path / "died")
+    study.optimize(objective, n_trials=1, executor=keeping)
+    assert (tmp_path / "died").exists()
+    assert study.trials[0].user_attrs == undisturbed
+    assert len(study.trials[0].intermediate_values) == 4
+    text = log.getvalue()
+    assert text.count("can't be read") == 0
+    for word in words:
+        assert word in text
+    assert kept(root, study) == {"trial-0.final.pt"}
+
+
+# -- the command line ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StudyFolder:
+    """A dead driver's: a trial that is done, one that is not, and what a killed writer left."""
+    folder = StudyFolder(tmp_path, "a study/with a name")
+    folder.record_call(CallRecord(study=folder.study_name, id="1", n_trials=9, timeout=None))
+    for path, epoch in [
+        (folder.final(3), 20),
+        (folder.checkpoint(12), 6),
+        (folder.checkpoint(12), 7),
+    ]:
+        content = checkpoint.Checkpoint(
+            loop=1, epoch=epoch, objects=[], state={}, rng=[], history=[]
+        )
+        checkpoint.save(path, checkpoint.snapshot(content))
+    (folder.path / ".trial-12.pt.abc").touch()
+    return folder
+
+
+def test_checkpoints_are_listed(folder: StudyFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(folder.root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["STUDY", "TRIAL", "EPOCH", "SIZE", "AGE", "KIND", "STATE"]
+    rows = [" ".join(line.split()) for line in lines[1:4]]
+    assert rows == [
+        "a study/with a name 12 7 0.0 MB 0.0 h unfinished not verified",
+        "a study/with a name 12 6 0.0 MB 0.0 h unfinished, the one before not verified",
+        "a study/with a name 3 20 0.0 MB 0.0 h final not verified",
+    ]
+    assert "driver of the unfinished ones died" in lines[4]
+
+
+def test_checkpoints_are_verified(folder: StudyFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(folder.root), "--verify"]) == 0
+    assert capsys.readouterr().out.count("  good") == 3
+    flip(folder.final(3))
+    assert main(["checkpoints", str(folder.root)]) == 0  # the payload was not read
+    assert main(["checkpoints", str(folder.root), "--verify"]) == 1
+    out = capsys.readouterr().out
+    assert "damaged" in out
+    assert f"The checkpoint {folder.final(3)} is corrupt" in out
+    tear(folder.final(3))
+    assert main(["checkpoints", str(folder.root)]) == 1
+
+
+def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    with locked(folder.root):
+        assert main(["checkpoints", str(folder.root), "--prune"]) == 2
+        assert "in use by process" in capsys.readouterr().err
+        assert main(["checkpoints", str(folder.root)]) == 0
+        assert f"In use by process {os.getpid()} on" in capsys.readouterr().out
+    assert main(["checkpoints", str(folder.root), "--prune"]) == 0
+    assert "Removed 3 files." in capsys.readouterr().out
+    assert set(os.listdir(folder.path)) == {"call.json", "trial-3.final.pt"}
+    flip(folder.final(3))
+    assert main(["checkpoints", str(folder.root), "--prune"]) == 0
+    assert os.listdir(folder.path) == ["call.json"]
+
+
+def test_a_folder_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere can't be read" in capsys.readouterr().err
+    assert main(["checkpoints", str(tmp_path)]) == 0
+
+
+def test_a_call_leaves_the_folder_to_others(keeping: Any, root: Path) -> None:
+    study = optuna.create_study()
+    study.optimize(functools.partial(valued, values=[1.0]), n_trials=1, executor=keeping)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE]
+    with locked(root):
+        pass
+    last = StudyFolder(root, study.study_name).last_call()
+    assert last is not None
+    assert last.has_ended

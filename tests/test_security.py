@@ -1,0 +1,428 @@
+"""Attacks on a sweep while it runs: strangers, tampering, and what others on the machine can see.
+
+A pruner carries them out: it runs in the driver, while the trial that asked waits for its answer.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import pickle
+import random
+import socket
+import stat
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+import optuna_fleet
+from optuna_fleet.channel import HELLO, connect, derived
+from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.messages import AgentConfig
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.admission import Address
+from optuna_fleet.pipeline.exchange.config import ExchangeConfig
+from optuna_fleet.pipeline.standalone import ServerConfig
+from tests.fleets import Leg, fleet_of, small_pipeline, train
+
+PATIENCE_S = 20.0
+SCRIPT = {0: [Leg((0, 1), until_epoch=1), Leg((1, 0))], 1: [Leg((0,))], 2: [Leg((1,))]}
+LOOPBACK = "0100007F"
+
+
+# -- what is seen of the sweep -------------------------------------------------------------------
+
+
+def processes_of(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has just ended
+        return []
+    return [pid, *(one for child in children for one in processes_of(int(child)))]
+
+
+def fleet_processes() -> list[int]:
+    return [pid for pid in processes_of(os.getpid()) if pid != os.getpid()]
+
+
+def links(pid: int) -> dict[str, str]:
+    """What a process has open, by descriptor."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found[fd] = os.readlink(f"/proc/{pid}/fd/{fd}")
+    return found
+
+
+def listening(pids: list[int]) -> set[tuple[str, int]]:
+    """Addresses (in the kernel's words) and ports where these processes take connections."""
+    ours = {link for pid in pids for link in links(pid).values()}
+    found = set()
+    for family in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
+            fields = line.split()
+            is_open = fields[3] == "0A" or family.startswith("udp")
+            if is_open and f"socket:[{fields[9]}]" in ours:
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+class Bomb:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mknod, (str(self.path),)
+
+
+# -- the sweep -----------------------------------------------------------------------------------
+
+
+class Attack(optuna.pruners.BasePruner):
+    """Does something at each report of a trial, and never prunes."""
+
+    def __init__(self, act: Callable[[optuna.trial.FrozenTrial], None]) -> None:
+        self._act = act
+
+    def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+        self._act(trial)
+        return False
+
+
+def results(fleet: Any, act: Callable[[optuna.trial.FrozenTrial], None]) -> list[Any]:
+    """Every number that the trials of a sweep computed, with attacks on its way."""
+    study = optuna.create_study(pruner=Attack(act))
+    fleet.script = SCRIPT
+    study.optimize(functools.partial(train, epochs=2), n_trials=3, executor=fleet)
+    return [
+        (t.state, t.values, t.user_attrs["losses"], t.user_attrs["noise"]) for t in study.trials
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sweep")
+
+
+@pytest.fixture(scope="module")
+def fleet(folder: Path) -> Iterator[Any]:
+    """Two slots; whatever is not protected on purpose is open to all."""
+    umask = os.umask(0)
+    try:
+        with fleet_of(devices=2, checkpoint_dir=folder / "new" / "checkpoints") as executor:
+            yield executor
+    finally:
+        os.umask(umask)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fleet: Any) -> list[Any]:
+    return results(fleet, lambda trial: None)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """What the fleet says to its user."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("optuna.fleet")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def hub_of(fleet: Any) -> Any:
+    return fleet._runtime.hub
+
+
+# -- strangers -----------------------------------------------------------------------------------
+
+
+def hangs_up(sock: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(4096):
+            pass
+    return True
+
+
+def bother(port: int, words: bytes, *, is_dropped: bool) -> None:
+    """Connect, say something, and go, in the end after having been hung up on."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as sock:
+        with contextlib.suppress(OSError):
+            sock.sendall(words)
+            sock.shutdown(socket.SHUT_WR)
+        assert not is_dropped or hangs_up(sock)
+
+
+def words_that_opened(hub: Any) -> bytes:
+    """What a client said to be let in, which somebody overheard."""
+    with socket.create_connection((hub.host, hub.port), timeout=PATIENCE_S) as sock:
+        hello = sock.recv(len(HELLO) + 32, socket.MSG_WAITALL)
+        client = os.urandom(32)
+        words = HELLO + client + derived(hub.secret, b"client", client, hello[-32:])
+        sock.sendall(words)
+        assert len(sock.recv(32, socket.MSG_WAITALL)) == 32
+    return words
+
+
+def test_strangers_change_nothing(
+    fleet: Any, undisturbed: list[Any], said: list[str], tmp_path: Path
+) -> None:
+    """Garbage of any size, replays, wrong secrets, half-open connections in their hundreds."""
+    hub, rng, reports = hub_of(fleet), random.Random(0), []
+    bomb = pickle.dumps(Bomb(tmp_path / "boom"))
+    half_open: list[socket.socket] = []
+
+    def attack(trial: optuna.trial.FrozenTrial) -> None:
+        reports.append(trial.number)
+        replay = words_that_opened(hub)
+        garbage = [rng.randbytes(2 ** rng.randrange(18)) for _ in range(20)]
+        for words in (b"", replay, replay[:-1], replay + bomb, bomb, HELLO + bomb, *garbage):
+            bother(hub.port, words, is_dropped=True)
+        with pytest.raises(ProtocolError):
+            connect(hub.host, hub.port, b"x" * 32)
+        half_open.extend(socket.create_connection((hub.host, hub.port)) for _ in range(150))
+
+    threads, files = threading.active_count(), open_files(fleet)
+    assert results(fleet, attack) == undisturbed
+    assert len(reports) == 6
+    for sock in half_open:
+        sock.close()
+    assert not list(tmp_path.iterdir())
+    assert len(said) == 1
+    assert "A stranger was refused" in said[0]
+    results(fleet, lambda trial: None)  # it hears of the last ones' end
+    assert threading.active_count() == threads
+    assert open_files(fleet) <= files
+
+
+def open_files(fleet: Any) -> int:
+    """Descriptors of the driver and the agent."""
+    agent = fleet._runtime._agent.pid
+    return len(os.listdir("/proc/self/fd")) + len(os.listdir(f"/proc/{agent}/fd"))
+
+
+def test_noise_on_the_ports_of_torch_changes_nothing(fleet: Any, undisturbed: list[Any]) -> None:
+    """On those of the store and of a flotilla that flies; what they can't resist: see the docs."""
+    hub, rng, ports = hub_of(fleet), random.Random(1), set()
+
+    def attack(trial: optuna.trial.FrozenTrial) -> None:
+        if trial.number > 0:
+            return
+        for _, port in sorted(listening(fleet_processes()) - {(LOOPBACK, hub.port)}):
+            ports.add(port)
+            for size in (0, 1, 7, 8, 9, 100, 2**16):
+                bother(port, rng.randbytes(size), is_dropped=False)
+
+    assert results(fleet, attack) == undisturbed
+    assert len(ports) >= 3  # the store and two ranks
+
+
+def test_what_is_put_into_a_connection_costs_a_restart_and_no_result(
+    fleet: Any, undisturbed: list[Any], said: list[str], tmp_path: Path
+) -> None:
+    """As by someone who can write into the packets of a network."""
+    bomb = pickle.dumps(Bomb(tmp_path / "boom"))
+    frame = len(bomb).to_bytes(8, "big") + bytes(32) + bomb
+    runtime, done = fleet._runtime, []
+
+    def attack(trial: optuna.trial.FrozenTrial) -> None:
+        if not done:
+            done.extend(runtime.live.values())
+            for pid in done:
+                os.write(runtime.hub.trainers[pid].fileno(), frame)
+
+    study = optuna.create_study(pruner=Attack(attack))
+    study.optimize(functools.partial(train, epochs=2), n_trials=2, executor=fleet)
+    assert len(done) == 2
+    assert not set(done) & set(runtime.live.values())
+    for trial, expected in zip(study.trials, undisturbed, strict=False):
+        assert trial.user_attrs["losses"] == pytest.approx(expected[2])
+    assert any("is run again" in line for line in said)
+    assert not list(tmp_path.iterdir())
+
+
+# -- what others can see -------------------------------------------------------------------------
+
+
+def test_what_can_be_seen_and_reached(fleet: Any, undisturbed: list[Any], folder: Path) -> None:
+    """Of a flotilla that has moved: so all that a sweep makes is there."""
+    seen: list[int] = []
+
+    def look(trial: optuna.trial.FrozenTrial) -> None:
+        checkpoints = [path for path in folder.rglob("*") if path.is_file()]
+        if trial.number == 0 and len(trial.intermediate_values) == 2:
+            seen.extend(fleet_processes())
+            check_ports(fleet, seen)
+            check_secret(hub_of(fleet).secret, seen)
+            check_modes(folder / "new" / "checkpoints")
+            assert checkpoints
+            if os.geteuid() == 0:
+                check_other_user(fleet, checkpoints)
+
+    assert results(fleet, look) == undisturbed
+    assert len(seen) >= 4  # agent, store, two trainers
+
+
+def check_ports(fleet: Any, pids: list[int]) -> None:
+    found = listening([os.getpid(), *pids])
+    assert len(found) >= 4  # driver, store, two ranks
+    assert {address for address, _ in found} == {LOOPBACK}
+
+
+def check_secret(secret: bytes, pids: list[int]) -> None:
+    forms = [secret, secret.hex().encode(), base64.b64encode(secret), repr(secret).encode()]
+    for pid in pids:
+        for name in ("cmdline", "environ"):
+            text = Path(f"/proc/{pid}/{name}").read_bytes()
+            assert not any(form in text for form in forms), f"{name} of {pid}"
+
+
+def check_modes(root: Path) -> None:
+    for path in [root, *root.rglob("*")]:
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+def check_other_user(fleet: Any, files: list[Path]) -> None:
+    """What another user of the machine can get at: nothing, not even through /proc."""
+    pids = [os.getpid(), *fleet_processes()]
+    chunks = [
+        f"/proc/{pid}/fd/{fd}"
+        for pid in pids
+        for fd, link in links(pid).items()
+        if "memfd:optuna-fleet" in link
+    ]
+    private = [f"/proc/{pid}/{name}" for pid in pids for name in ("environ", "mem", "maps")]
+    assert chunks
+    script = (
+        "import sys\n"
+        "for path in sys.argv[1:]:\n"
+        "    try: open(path, 'rb').read(1); print(path)\n"
+        "    except OSError: print('refused')"
+    )
+    paths = [*chunks, *private, *map(str, files)]
+    assert as_other_user(script, *paths, "/proc/version") == [
+        *["refused"] * len(paths),
+        "/proc/version",
+    ]
+
+
+def as_other_user(script: str, *arguments: str) -> list[str]:
+    """What a script prints that another user of the machine runs; for root only."""
+    done = subprocess.run(
+        ["/usr/bin/env", "python3", "-c", script, *arguments],
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        cwd="/",
+        env={"PATH": os.defpath},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("holder", [AgentConfig, ServerConfig, Address, ExchangeConfig])
+def test_what_holds_the_secret_does_not_show_it(holder: type) -> None:
+    (secret,) = (field for field in dataclasses.fields(holder) if field.name == "secret")
+    assert not secret.repr
+
+
+def test_nothing_of_torch_unpickles_what_a_peer_sent() -> None:
+    """Peers of its process groups prove nothing; so only tensors come from them."""
+    root = Path(optuna_fleet.__file__).parent
+    for path in root.rglob("*.py"):
+        text = path.read_text()
+        assert "_object(" not in text.replace("def has_object(", ""), path
+        assert text.count("torch.load(") == text.count("weights_only=True"), path
+
+
+# -- a pipeline without an executor --------------------------------------------------------------
+
+
+def knock(name: str, words: bytes) -> bytes:
+    """Say something on the pipeline's socket; returns what is answered before it hangs up."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.settimeout(PATIENCE_S)
+        sock.connect(name)
+        with contextlib.suppress(OSError):
+            sock.send(words)
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):
+            while packet := sock.recv(1 << 10):
+                heard += packet
+        return heard
+
+
+def test_strangers_at_a_pipeline_change_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rng, half_open = random.Random(2), []
+    bomb = pickle.dumps(Bomb(tmp_path / "boom"))
+    with small_pipeline(num_preprocessors=1) as pipeline:
+        expected, handle = numbers(pipeline), pipeline.handle()
+        address = handle.address
+        sockets = num_sockets(pipeline)
+        for words in (bomb, bytes(65), bytes(64) + b"r", bytes(32) + bomb):
+            assert len(knock(address.name, words)) == 32  # a nonce, and no proof
+        for _ in range(200):
+            assert len(knock(address.name, rng.randbytes(2 ** rng.randrange(16)))) == 32
+        for _ in range(300):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.connect(address.name)
+            half_open.append(sock)
+        assert numbers(pipeline) == expected
+        assert hangs_up(half_open[0])  # who waits longest makes room
+        for sock in half_open:
+            sock.close()
+        if os.geteuid() == 0:
+            other_user_knocks(address.name)
+        with handle.connect() as reader:
+            assert numbers(reader) == expected
+        assert num_sockets(pipeline) <= sockets + 1  # it may not have closed the last one yet
+    assert not list(tmp_path.iterdir())
+    assert address.name[1:] not in Path("/proc/net/unix").read_text()
+    assert capfd.readouterr().err.count("A stranger was refused") == 1
+
+
+def numbers(source: Any) -> list[Any]:
+    return [
+        (images.tolist(), labels.tolist())
+        for images, labels in source.batches("train", batch_size=10, epoch=0)
+    ]
+
+
+def num_sockets(pipeline: SharedPipeline) -> int:
+    """Of the server, once it has noticed who is gone."""
+    pipeline.stats()
+    assert pipeline._session is not None
+    return sum("socket:" in link for link in links(pipeline._session.server_pid).values())
+
+
+def other_user_knocks(name: str) -> None:
+    """Whoever sees the socket's name can connect: it is abstract. That is all."""
+    script = (
+        "import socket, sys\n"
+        "sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "sock.connect('\\0' + sys.argv[1])\n"
+        "try: print(len(sock.recv(100)))\n"
+        "except ConnectionResetError: print(0)"
+    )
+    assert as_other_user(script, name[1:]) == ["0"]
