@@ -23,6 +23,7 @@ from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.keyword import install, uninstall
 from optuna_fleet.trainer.checkpoint_file import CheckpointError
+from optuna_fleet.trainer.trial import FleetTrial
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "FleetError",
     "FleetExecutor",
     "FleetSummary",
+    "FleetTrial",
     "LaunchError",
     "OutOfMemoryError",
     "PreprocessingError",

@@ -29,6 +29,17 @@ _GONE = {
     ("redis.exceptions", "TimeoutError"),
 }
 
+# What databases say in an OperationalError though no waiting helps.
+_FOR_EVER = (
+    "no such table",
+    "no such column",
+    "syntax error",
+    "readonly database",
+    "not a database",
+    "malformed",
+    "authentication failed",
+)
+
 
 def is_gone(error: BaseException | None) -> bool:
     """Whether an error of a storage says "not now" rather than "never".
@@ -39,6 +50,8 @@ def is_gone(error: BaseException | None) -> bool:
     if error is None:
         return False
     names = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
+    if names & _GONE and any(words in str(error) for words in _FOR_EVER):
+        return False
     if names & _GONE or isinstance(error, OSError):
         return True
     if getattr(error, "connection_invalidated", False):  # SQLAlchemy's word for a lost one

@@ -17,10 +17,11 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.exc import OperationalError
 
 from optuna_fleet import FleetConfigError, FleetExecutor, StorageLostError
 from optuna_fleet.sampler_bridge import patience
-from optuna_fleet.sampler_bridge.patience import PatientStorage
+from optuna_fleet.sampler_bridge.patience import PatientStorage, is_gone
 from tests.executor.storage_servers import Postgres, Proxy
 
 pytestmark = [
@@ -261,6 +262,13 @@ def after_trial(
             then()
 
     return callback
+
+
+@pytest.mark.parametrize(
+    ("words", "gone"), [("database is locked", True), ("no such table: trials", False)]
+)
+def test_what_no_waiting_helps_is_not_waited_for(words: str, gone: bool) -> None:
+    assert is_gone(OperationalError("select", None, Exception(words))) is gone
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
