@@ -28,6 +28,7 @@ from optuna_fleet import (
 from optuna_fleet.events import Launch
 from optuna_fleet.executor.watchdog import Broken, Hung, Limits, Watchdog
 from optuna_fleet.messages import Pulse
+from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import Noise, fleet_of, small_model
 
 COMPLETE, FAIL = TrialState.COMPLETE, TrialState.FAIL
@@ -221,8 +222,7 @@ def test_a_hung_rank_is_noticed_and_its_trial_run_again(
     assert states(study) == [COMPLETE]
     assert "it made no progress for 4 s (rank 0: in " in log.getvalue()
     assert words in log.getvalue()
-    flights = study.trials[0].system_attrs["optuna_fleet:flights"]
-    assert "lost" in [flight["ending"] for flight in flights]
+    assert "lost" in [flight["ending"] for flight in flights_of(study)[0]]
 
 
 class Sticky(Noise):
