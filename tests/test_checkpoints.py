@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
 import os
 import resource
 import signal
@@ -142,15 +141,6 @@ def test_a_bad_number_to_keep_is_refused(tmp_path: Path, number: Any) -> None:
 
 
 # -- disks that fail -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    """What Optuna's loggers, and ours below them, print."""
-    handler = logging.StreamHandler(io.StringIO())
-    logging.getLogger("optuna").addHandler(handler)
-    yield handler.stream
-    logging.getLogger("optuna").removeHandler(handler)
 
 
 def on_a_full_disk(trial: Any) -> float:

@@ -347,9 +347,12 @@ class Notify(optuna.pruners.NopPruner):
 
 
 def report_late(trial: Any, folder: Path) -> float:
-    """Trial 0 reports once the sampler thinks for another one."""
+    """Trial 0 is sampled first, and reports once the sampler thinks for another one."""
+    if trial.number > 0:
+        until((folder / "sampled").exists)
     x = float(trial.suggest_float("x", 0, 1))
     if trial.number == 0:
+        (folder / "sampled").touch()
         until((folder / "thinking").exists)
     trial.report(x, 0)
     return x + trial.should_prune()
