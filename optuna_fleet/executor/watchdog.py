@@ -15,7 +15,7 @@ from optuna_fleet.events import Launch
 from optuna_fleet.exceptions import OutOfMemoryError, TrialError, TrialTimeoutError
 from optuna_fleet.messages import Pulse
 
-PULSES = 4
+_PULSES = 4
 """Signs of life that a rank gives within the time after which it counts as hung."""
 
 _LONGEST_PULSE_S = 2.0
@@ -46,7 +46,7 @@ class Limits:
     def pulse_s(self) -> float | None:
         """Seconds between two signs of life; None if nobody looks at them."""
         if self.hang_s is not None:
-            return min(max(self.hang_s / PULSES, _SHORTEST_PULSE_S), _LONGEST_PULSE_S)
+            return min(max(self.hang_s / _PULSES, _SHORTEST_PULSE_S), _LONGEST_PULSE_S)
         return _LONGEST_PULSE_S if self.memory_bytes is not None else None
 
 
@@ -141,7 +141,7 @@ class Watchdog:
     def patience_s(self) -> float | None:
         """Seconds until the next `check`; None if there is nothing to check."""
         limits = self._limits
-        waits = [limits.hang_s / PULSES] if limits.hang_s is not None else []
+        waits = [limits.hang_s / _PULSES] if limits.hang_s is not None else []
         if limits.trial_s is not None:
             waits += [limits.trial_s - self._flown(run) for run in self._runs.values()]
         return max(0.0, min(waits)) if waits and self._runs else None
