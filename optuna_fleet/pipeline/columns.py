@@ -34,6 +34,11 @@ class Column:
     shape: tuple[int, ...] = ()
     texts: tuple[str | bytes, ...] = ()
 
+    @property
+    def sample_bytes(self) -> int:
+        """Bytes of one sample's leaf in the chunk's body."""
+        return 0 if self.dtype is None else torch.Size(self.shape).numel() * self.dtype.itemsize
+
 
 def describe(values: Sequence[Any]) -> Column | None:
     """Returns the column of these leaves, or None if they are not alike or of an unusual kind."""

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import torch
-
 from optuna_fleet.pipeline import columns
 from optuna_fleet.pipeline.columns import Column
 from optuna_fleet.pipeline.memory_files import sealed_file as sealed_file
@@ -99,7 +97,7 @@ def _plan(samples: Sequence[Any]) -> tuple[DenseHeader, list[Sequence[Any]]] | N
     found = [column for column in described if column is not None]
     if len(found) < len(described):
         return None
-    ends = accumulate((aligned(_nbytes(column, len(samples))) for column in found), initial=0)
+    ends = accumulate((aligned(len(samples) * column.sample_bytes) for column in found), initial=0)
     header = DenseHeader(
         num_samples=len(samples),
         structure=structure,
@@ -109,16 +107,10 @@ def _plan(samples: Sequence[Any]) -> tuple[DenseHeader, list[Sequence[Any]]] | N
     return header, values
 
 
-def _nbytes(column: Column, num_samples: int) -> int:
-    if column.dtype is None:
-        return 0
-    return num_samples * torch.Size(column.shape).numel() * column.dtype.itemsize
-
-
 def _write_dense(header: DenseHeader, values: list[Sequence[Any]]) -> int:
     written: list[Any] = [_head(header)]
     for column, leaves in zip(header.columns, values, strict=True):
-        if nbytes := _nbytes(column, header.num_samples):
+        if nbytes := header.num_samples * column.sample_bytes:
             written += [*columns.pieces(column, leaves), bytes(-nbytes % ALIGNMENT)]
     return sealed_file_of(written)
 

@@ -15,6 +15,7 @@ from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.decoded import DecodedStore
 from optuna_fleet.pipeline.exchange import Exchange, ExchangeConfig, Inlets
 from optuna_fleet.pipeline.instructions import Instruction, Produce
+from optuna_fleet.pipeline.memory_files import file_bytes
 from optuna_fleet.pipeline.messages import (
     ChunkError,
     ChunkNotProduced,
@@ -284,9 +285,9 @@ class Production:
         num_samples = self._lengths[name]
         self._measuring.discard(name)
         self._chunk_sizes[name] = size
-        nbytes = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
+        content = size * message.sample_bytes + message.header_bytes + HEADER_SPARE_BYTES
         num_chunks = count_chunks(num_samples, size)
-        self._store.set_size(name, num_chunks=num_chunks, chunk_bytes=nbytes)
+        self._store.set_size(name, num_chunks=num_chunks, chunk_bytes=file_bytes(content))
         if message.prepared_bytes is not None:
             self._prepared_bytes[name] = message.prepared_bytes
             self._use_decoded(name)

@@ -22,7 +22,7 @@ def read_and_unplug():
     except NotPermittedError as error:
         return str(error)
     pipeline = SharedPipeline(train=Counted(N), seed=3)
-    options = {"host": Switch.address(0), "fetch_timeout_s": 0.3, "join_timeout_s": 20}
+    options = {"host": Switch.address(0), "fetch_timeout_s": 4, "join_timeout_s": 60}
     port = free_port()
     with contextlib.closing(switch), contextlib.ExitStack() as stack:
         agents = []

@@ -257,7 +257,8 @@ def test_object_of_main_beside_arrays():
     assert bits([ones, array, got.x]) == bits([sample[0], sample[1], item.x])
 
 
-LARGE = 2 * memory_files.HUGE_PAGE + 70_000
+HUGE = memory_files.HUGE_PAGE
+LARGE = 2 * HUGE + 70_000
 
 
 @pytest.mark.parametrize("has_huge_pages", [True, False])
@@ -274,6 +275,18 @@ def test_large_chunks_with_and_without_huge_pages(monkeypatch, has_huge_pages, b
         assert not memory_files._huge_pages.wanted()
     cut_batch([(chunk, 0, 3)], torch.stack if by_user else None).zero_()
     assert bits(ChunkView(fd).samples(0, 3)) == bits(samples)
+
+
+@pytest.mark.parametrize(
+    ("content", "whole"),
+    [(100, 100), (HUGE - 1, HUGE), (HUGE + 1, HUGE + 1), (5 * HUGE - 9, 5 * HUGE)],
+)
+def test_no_more_than_an_eighth_is_wasted_on_huge_pages(content: int, whole: int) -> None:
+    assert memory_files.file_bytes(content) == whole
+    fd = memory_files.sealed_file_of([bytes(content)])
+    assert os.fstat(fd).st_size in (content, whole)
+    assert bytes(memory_files.map_privately(fd)[:content]) == bytes(content)
+    os.close(fd)
 
 
 def test_huge_pages_that_are_slow_to_come_are_asked_for_less_and_less() -> None:
