@@ -6,6 +6,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ from optuna_fleet.pipeline.columns import Column, leaf
 from optuna_fleet.pipeline.layout import ALIGNMENT, LENGTH, DenseHeader, ObjectHeader, aligned
 from optuna_fleet.pipeline.memory_files import map_privately
 from optuna_fleet.pipeline.structure import rebuild, rebuild_batch
+
+
+@lru_cache(maxsize=4)
+def _header(packed: bytes) -> DenseHeader | ObjectHeader:
+    """Most chunks of a data set have the same."""
+    header: DenseHeader | ObjectHeader = pickle.loads(packed)
+    return header
 
 
 class ChunkView:
@@ -34,7 +42,7 @@ class ChunkView:
             os.close(fd)
         (length,) = LENGTH.unpack_from(self._memory)
         end = LENGTH.size + length
-        self.header: DenseHeader | ObjectHeader = pickle.loads(self._memory[LENGTH.size : end])
+        self.header = _header(bytes(self._memory[LENGTH.size : end]))
         self._body = aligned(end)
         self._columns: list[torch.Tensor | list[Any]] | None = None
 

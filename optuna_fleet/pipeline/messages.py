@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from optuna_fleet.pipeline.decoded import Extent, Stored
 from optuna_fleet.pipeline.spec import ChunkKey, Place
@@ -47,11 +48,12 @@ class OpenPass:
     continues: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advance:
+class Advance(NamedTuple):
     """A pass moved: its first chunk still needed, what it wants, what it gives back.
 
-    ``needed`` chunks are waited for right now, ``ahead`` ones are for the next batches.
+    ``needed`` chunks are waited for right now, ``ahead`` ones are for the next batches. A tuple,
+    as ``ChunkReady``: there are two of these messages per chunk and reader, and data classes take
+    long to unpickle.
     """
 
     pass_id: int
@@ -89,8 +91,7 @@ class PassOpened:
     chunk_size: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkReady:
+class ChunkReady(NamedTuple):
     """Carries a chunk's file descriptor.
 
     ``brief`` if memory is short: copy what is needed and give the chunk back at once.

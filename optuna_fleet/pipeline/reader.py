@@ -28,6 +28,8 @@ from optuna_fleet.pipeline.messages import (
 )
 from optuna_fleet.pipeline.spec import PipelineSpec
 
+_AT_ONCE = int(socket.MSG_DONTWAIT)
+
 
 @dataclass(slots=True)
 class _Inbox:
@@ -157,7 +159,7 @@ class PipelineClient:
         inbox = self._inboxes[number]
         while chunk not in inbox.chunks and chunk not in inbox.errors:
             try:
-                self._receive(socket.MSG_DONTWAIT)
+                self._receive(_AT_ONCE)
             except BlockingIOError:
                 return False
         return True

@@ -64,6 +64,7 @@ class Residency:
     def __init__(self, fixed: Iterable[str] = ()) -> None:
         self._fixed = frozenset(fixed)
         self._chunks: dict[ChunkKey, tuple[int, Place]] = {}
+        self._numbers: Counter[tuple[str, int]] = Counter()
         self._pins: Counter[ChunkKey] = Counter()
         self._epochs: dict[tuple[str, int], _Epoch] = {}
         self._total: dict[Place, int] = {"memory": 0, "disk": 0}
@@ -81,6 +82,10 @@ class Residency:
     def num_idle(self) -> int:
         """Number of chunks that nobody pins."""
         return len(self._chunks) - len(self._pins)
+
+    def num_chunks(self, name: str, epoch: int) -> int:
+        """Returns how many chunks of an epoch are resident."""
+        return self._numbers[name, epoch]
 
     def place(self, key: ChunkKey) -> Place:
         """Returns where a resident chunk is."""
@@ -104,6 +109,7 @@ class Residency:
     def add(self, key: ChunkKey, nbytes: int, place: Place) -> None:
         """A chunk is there; nobody pins it yet."""
         self._chunks[key] = (nbytes, place)
+        self._numbers[key.name, key.epoch] += 1
         self._total[place] += nbytes
         self._idle[place] += nbytes
         self._epoch(key.name, key.epoch).idle.add(key.chunk)
@@ -140,6 +146,7 @@ class Residency:
             return None
         key = ChunkKey(*best[1], best[0].chunk)
         nbytes, where = self._chunks.pop(key)
+        self._numbers[best[1]] -= 1
         self._total[where] -= nbytes
         self._idle[where] -= nbytes
         self._epochs[best[1]].idle.discard(key.chunk)

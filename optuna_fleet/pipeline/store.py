@@ -324,10 +324,16 @@ class ChunkStore:
         yield from ((key, False) for key in self._windows())
 
     def _windows(self) -> Iterator[ChunkKey]:
-        for distance in range(self._window):
-            for record in self._passes.values():
-                key = record.key(record.cursor + distance)
-                if key.chunk < self._sizes[key.name].num_chunks and self._is_absent(key):
+        places = dict.fromkeys(  # readers of a like pace are at the same place
+            (record.name, record.epoch, record.cursor)
+            for record in self._passes.values()
+            if self._residency.num_chunks(record.name, record.epoch)
+            < self._sizes[record.name].num_chunks
+        )
+        for distance in range(self._window if places else 0):
+            for name, epoch, cursor in places:
+                key = ChunkKey(name, epoch, cursor + distance)
+                if key.chunk < self._sizes[name].num_chunks and self._is_absent(key):
                     yield key
 
     def _upcoming(self) -> Iterator[ChunkKey]:

@@ -16,6 +16,8 @@ MAX_PACKET = 160 << 10
 """Largest packet, below the kernel's default socket buffer (208 KiB)."""
 
 _FD = struct.Struct("i")
+_CONTROL_BYTES = socket.CMSG_LEN(_FD.size)
+_CLOSED_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)  # operations of enums take microseconds
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -48,9 +50,7 @@ def receive(sock: socket.socket, flags: int = 0) -> tuple[object, int | None]:
     """
     try:
         # Not socket.recv_fds, which ignores its flags (seen in Python 3.11).
-        packet, control, _, _ = sock.recvmsg(
-            MAX_PACKET, socket.CMSG_LEN(_FD.size), flags | socket.MSG_CMSG_CLOEXEC
-        )
+        packet, control, _, _ = sock.recvmsg(MAX_PACKET, _CONTROL_BYTES, flags | _CLOSED_ON_EXEC)
     except ConnectionResetError:
         raise EOFError from None
     if not packet:
