@@ -109,7 +109,7 @@ class Raised:
     """An exception on its way to another process.
 
     Attributes:
-        packed: The exception itself; empty if it can't be pickled.
+        packed: The exception itself; empty if neither it nor its parts can be pickled.
         description: Its type and message.
         traceback: Its traceback where it was raised.
     """
@@ -120,17 +120,57 @@ class Raised:
 
 
 def pack_error(error: BaseException) -> Raised:
-    """Make an exception fit to travel."""
-    try:
-        packed = pack(error)
-        unpack(packed)
-    except Exception:
-        packed = b""
+    """Make an exception fit to travel: its type does, wherever it can be found over there."""
     return Raised(
-        packed=packed,
-        description=f"{type(error).__qualname__}: {error}",
+        packed=_packed(error) or _packed(_Parts(error)) or b"",
+        description=_described(error),
         traceback="".join(traceback.format_exception(error)),
     )
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__qualname__}: {error}"
+    except Exception as trouble:
+        return f"{type(error).__qualname__} (whose text can't be had: {trouble!r})"
+
+
+def _packed(value: Any) -> bytes | None:
+    """`pack`, if that can be undone."""
+    try:
+        packed = pack(value)
+        unpack(packed)
+    except Exception:
+        return None
+    return packed
+
+
+class _Parts:
+    """An exception whose own way to be pickled fails; comes out of it as that exception.
+
+    A classic: `__init__` takes other arguments than it hands on to `Exception`. Or it holds an
+    object that can't be sent, which is left out.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        error = self._error
+        attributes = {k: v for k, v in vars(error).items() if _packed(v) is not None}
+        arguments = tuple(a if _packed(a) is not None else repr(a) for a in error.args)
+        return _assembled, (type(error), arguments, attributes)
+
+
+def _assembled(
+    kind: type[BaseException], arguments: tuple[Any, ...], attributes: dict[str, Any]
+) -> BaseException:
+    builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+    error: BaseException = builtin.__new__(kind, *arguments)
+    error.args = arguments
+    vars(error).update(attributes)
+    str(error)  # or it would fail in the log of whoever gets it
+    return error
 
 
 def unpack_error(raised: Raised) -> BaseException:

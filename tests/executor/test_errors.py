@@ -58,6 +58,25 @@ class TwoArgumentError(Exception):
 
     def __init__(self, place: str, reason: str) -> None:
         super().__init__(f"{place}: {reason}")
+        self.place = place
+        self.lock = threading.Lock()  # nor can this
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words for it")
+
+
+class SpeechlessError(Exception):
+    """Needs what does not travel to say what it is."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.say = threading.local()
+        self.say.word = word
+
+    def __str__(self) -> str:
+        return str(self.say.word)
 
 
 def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
@@ -132,11 +151,32 @@ def raise_two_arguments(trial: Any) -> None:
     raise TwoArgumentError("here", "there")
 
 
+def test_an_exception_that_pickle_can_not_rebuild_keeps_its_type(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(TwoArgumentError, match="here: there") as caught:
+        study.optimize(raise_two_arguments, n_trials=1, executor=fleet)
+    assert caught.value.place == "here"
+    assert "in raise_two_arguments" in told(caught.value)
+    study.optimize(raise_two_arguments, n_trials=2, catch=TwoArgumentError, executor=fleet)
+    assert states(study) == dict.fromkeys(range(3), FAIL)
+
+
+def raise_speechless(trial: Any) -> None:
+    raise SpeechlessError("unheard")
+
+
 def test_an_exception_that_cannot_travel_is_described(fleet: Any) -> None:
-    text = fails(fleet, raise_two_arguments, TrialError)
-    assert "TwoArgumentError" in text
-    assert "here: there" in text
-    assert "in raise_two_arguments" in text
+    text = fails(fleet, raise_speechless, TrialError)
+    assert "SpeechlessError: unheard" in text
+    assert "in raise_speechless" in text
+
+
+def raise_unspeakable(trial: Any) -> None:
+    raise UnspeakableError
+
+
+def test_an_exception_without_a_text_fails_its_trial_all_the_same(fleet: Any) -> None:
+    assert "in raise_unspeakable" in fails(fleet, raise_unspeakable, UnspeakableError)
 
 
 def raise_from_a_module_of_the_trainer(trial: Any) -> None:
