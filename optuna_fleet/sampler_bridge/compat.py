@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -68,6 +69,16 @@ def storage_of(study: optuna.Study) -> optuna.storages.BaseStorage:
 def set_storage(study: optuna.Study, storage: Any) -> None:
     """Have the study use another object as its storage."""
     study._storage = storage
+
+
+def journal_file_of(study: optuna.Study) -> str | None:
+    """The file of a journal storage."""
+    storage: Any = getattr(study._storage, "itself", study._storage)
+    if not isinstance(storage, optuna.storages.JournalStorage):
+        return None
+    if not isinstance(storage._backend, optuna.storages.journal.JournalFileBackend):
+        return None
+    return os.path.abspath(storage._backend._file_path)
 
 
 def names_of(study: optuna.Study) -> dict[int, str]:

@@ -12,6 +12,7 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.claims import Claims
 from optuna_fleet.sampler_bridge.ledger import Callback, Ledger
 from optuna_fleet.sampler_bridge.patience import be_patient, end_patience
+from optuna_fleet.sampler_bridge.privacy import keep_to_ourselves
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
 
@@ -50,6 +51,7 @@ class Loop:
         compat.enter_loop(self.study)
         be_patient(self.study, self._storage_patience_s)
         try:
+            keep_to_ourselves(self.study)
             self._progress_bar = compat.ProgressBar(self._show_progress_bar, *self._budget)
             if self._folder is not None:
                 self._claims = Claims(self.study, self._folder, *self._budget)

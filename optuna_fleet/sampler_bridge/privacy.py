@@ -1,0 +1,54 @@
+"""A journal file that tells of the user's data is for this user, unless they chose otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+import optuna
+
+from optuna_fleet.sampler_bridge import compat
+
+_PRIVATE = 0o600
+
+
+def keep_to_ourselves(study: optuna.Study) -> None:
+    """Narrow the study's journal file to 0600 if it has the mode that any new file gets.
+
+    Another mode, an access list, or a folder that gives its files to a group, was somebody's
+    choice and is left alone.
+    """
+    path = compat.journal_file_of(study)
+    if path is None:
+        return
+    with contextlib.suppress(OSError):  # gone for now, say: then it is not for us to say so
+        status = os.stat(path)
+        mode = stat.S_IMODE(status.st_mode)
+        if mode & ~_PRIVATE == 0 or mode != 0o666 & ~_umask():
+            return
+        is_ours = (status.st_uid, status.st_gid) == (os.geteuid(), os.getegid())
+        if not is_ours or not stat.S_ISREG(status.st_mode) or _has_access_list(path):
+            return
+        os.chmod(path, _PRIVATE)
+        compat.fleet_logger.info(
+            f"The journal file {path} had mode {mode:04o}, as every new file, and has "
+            f"{_PRIVATE:04o} now: it is yours alone. To share it, give it another mode by hand, "
+            "chmod 660 say, which is left alone."
+        )
+
+
+def _umask() -> int:
+    """Where the system tells it; else it can only be had by setting it for a moment."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
+
+
+def _has_access_list(path: str) -> bool:
+    return hasattr(os, "listxattr") and "system.posix_acl_access" in os.listxattr(path)
