@@ -78,7 +78,8 @@ def journal_file_of(study: optuna.Study) -> str | None:
         return None
     if not isinstance(storage._backend, optuna.storages.journal.JournalFileBackend):
         return None
-    return os.path.abspath(storage._backend._file_path)
+    path: str = storage._backend._file_path
+    return os.path.abspath(path)
 
 
 def names_of(study: optuna.Study) -> dict[int, str]:
