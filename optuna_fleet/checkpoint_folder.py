@@ -165,6 +165,13 @@ class StudyFolder:
         matches = (_FINAL.fullmatch(name) for name in self._names())
         return {int(match[1]) for match in matches if match}
 
+    def final_bytes(self, number: int) -> int:
+        """Size of the checkpoint that a trial has left; 0 if it has none."""
+        try:
+            return self.final(number).stat().st_size
+        except OSError:
+            return 0
+
     def can_resume(self, number: int) -> bool:
         """Whether there is a checkpoint, good or bad, of a trial that is not done."""
         return any(not _FINAL.fullmatch(name) for name in self._names_of(number))

@@ -134,6 +134,37 @@ def test_of_equals_the_one_that_optuna_calls_the_best_is_kept(root: Path) -> Non
     assert folder.finals() == {study.trials[0].number, 7}
 
 
+def test_the_worst_of_the_best_make_room(root: Path, log: io.StringIO) -> None:
+    study = optuna.create_study()
+    folder = StudyFolder(root, study.study_name)
+    keeper = Keeper(study, folder, 3, max_bytes=1000)
+
+    def leave_bytes(value: float, size: int) -> set[int]:
+        leave(folder, study, [value])
+        number = study.trials[-1].number
+        folder.final(number).write_bytes(bytes(size))
+        folder.checkpoint(99).write_bytes(bytes(5000))  # of one under way: does not count
+        keeper.settled(number)
+        assert folder.can_resume(99)
+        return folder.finals()
+
+    assert leave_bytes(5.0, 400) == {0}
+    assert leave_bytes(4.0, 600) == {0, 1}
+    assert leave_bytes(3.0, 300) == {1, 2}
+    assert leave_bytes(6.0, 100) == {1, 2, 3}
+    assert log.getvalue() == ""
+    for number in (4, 5):  # the best, and too large by themselves
+        assert leave_bytes(6.0 - number, 1001) == {1, 2, 3}
+    assert log.getvalue().count("`checkpoint_bytes` is 1000") == 1
+    assert leave_bytes(0.5, 900) == {6}
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_bad_number_of_bytes_is_refused(tmp_path: Path, number: int) -> None:
+    with pytest.raises(FleetConfigError, match="`checkpoint_bytes` is"):
+        fleet_of(devices=1, checkpoint_dir=tmp_path, checkpoint_bytes=number)
+
+
 @pytest.mark.parametrize("number", [-1, 1.5])
 def test_a_bad_number_to_keep_is_refused(tmp_path: Path, number: Any) -> None:
     with pytest.raises(FleetConfigError, match="`keep_checkpoints` is"):

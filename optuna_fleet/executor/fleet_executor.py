@@ -75,6 +75,8 @@ class FleetExecutor:
             besides at each move: what a killed process may cost it.
         keep_checkpoints: How many of the best trials leave a final checkpoint in
             `checkpoint_dir`.
+        checkpoint_bytes: How many bytes these may have in all; the worst of them go first. None
+            for no limit.
         cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in
             the calling process, on the CPU, under your debugger.
         seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
@@ -116,6 +118,7 @@ class FleetExecutor:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_interval_s: float = 60.0,
         keep_checkpoints: int = 1,
+        checkpoint_bytes: int | None = None,
         cluster: Literal["local", "inline"] = "local",
         seed: int | None = None,
         solver_time_limit_s: float = 1.0,
@@ -155,10 +158,8 @@ class FleetExecutor:
         )
         if self._checkpoint_dir is not None:
             self._checkpoint_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not isinstance(keep_checkpoints, int) or keep_checkpoints < 0:
-            raise FleetConfigError(
-                f"`keep_checkpoints` is {keep_checkpoints!r}, but must be a whole number >= 0."
-            )
+        _check_kept(keep_checkpoints, checkpoint_bytes)
+        self._checkpoint_bytes = checkpoint_bytes
         self._keep_checkpoints = keep_checkpoints if self._checkpoint_dir is not None else 0
         if not checkpoint_interval_s >= 0:
             raise FleetConfigError(
@@ -252,7 +253,7 @@ class FleetExecutor:
             limits=self._limits,
         )
         folder = runtime.folder_of(loop.study.study_name)
-        keeper = Keeper(loop.study, folder, self._keep_checkpoints)
+        keeper = Keeper(loop.study, folder, self._keep_checkpoints, self._checkpoint_bytes)
         driver = Driver(runtime, controller, loop.ledger, loop.proposals, job, keeper)
         try:
             driver.run()
@@ -322,6 +323,15 @@ class FleetExecutor:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_kept(number: int, num_bytes: int | None) -> None:
+    if not isinstance(number, int) or number < 0:
+        raise FleetConfigError(
+            f"`keep_checkpoints` is {number!r}, but must be a whole number >= 0."
+        )
+    if num_bytes is not None and not num_bytes > 0:
+        raise FleetConfigError(f"`checkpoint_bytes` is {num_bytes}, but must be > 0, or None.")
 
 
 def _limits(

@@ -20,6 +20,7 @@ from optuna.storages._heartbeat import (
     get_heartbeat_thread,
     is_heartbeat_enabled,
 )
+from optuna.storages.journal import JournalFileBackend
 from optuna.study._optimize import _log_failed_trial
 from optuna.study._tell import _tell_with_warning
 from optuna.trial import FrozenTrial, TrialState
@@ -76,7 +77,7 @@ def journal_file_of(study: optuna.Study) -> str | None:
     storage: Any = getattr(study._storage, "itself", study._storage)
     if not isinstance(storage, optuna.storages.JournalStorage):
         return None
-    if not isinstance(storage._backend, optuna.storages.journal.JournalFileBackend):
+    if not isinstance(storage._backend, JournalFileBackend):
         return None
     path: str = storage._backend._file_path
     return os.path.abspath(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -17,13 +18,22 @@ from optuna_fleet.sampler_bridge import compat
 class Keeper:
     """Keeps the final checkpoints of the best `num_kept` trials of a study that have left one.
 
-    With several objectives these are the latest of the Pareto front.
+    With several objectives these are the latest of the Pareto front. Of those the worst go until
+    the others have at most `max_bytes` in all.
     """
 
-    def __init__(self, study: optuna.Study, folder: StudyFolder, num_kept: int) -> None:
+    def __init__(
+        self,
+        study: optuna.Study,
+        folder: StudyFolder,
+        num_kept: int,
+        max_bytes: int | None = None,
+    ) -> None:
         self._study = study
         self.folder = folder
         self._num_kept = num_kept
+        self._max_bytes = max_bytes
+        self._has_warned = False
 
     @property
     def keeps_any(self) -> bool:
@@ -51,11 +61,27 @@ class Keeper:
         """The study was told how a trial ended: remove what is not kept any more."""
         self.folder.drop_unfinished(number)
         trials = self._trials(self.folder.finals())
-        best = self._ranked(trials)[: self._num_kept]
+        best = self._within_bytes(self._ranked(trials)[: self._num_kept])
         for trial in trials:
             # One that is RUNNING has just left its checkpoint and will be told in a moment.
             if trial.state.is_finished() and trial not in best:
                 self.folder.drop(trial.number)
+
+    def _within_bytes(self, best: list[FrozenTrial]) -> list[FrozenTrial]:
+        """The first of these, as many as may be kept, less those that are too large alone."""
+        if self._max_bytes is None:
+            return best
+        sizes = {trial.number: self.folder.final_bytes(trial.number) for trial in best}
+        fitting = [trial for trial in best if sizes[trial.number] <= self._max_bytes]
+        if fitting[:1] != best[:1] and not self._has_warned:
+            self._has_warned = True
+            number = best[0].number
+            compat.fleet_logger.warning(
+                f"Trial {number} is the best so far, but its checkpoint is not kept: it has "
+                f"{sizes[number]} bytes, and `checkpoint_bytes` is {self._max_bytes}."
+            )
+        totals = itertools.accumulate(sizes[trial.number] for trial in fitting)
+        return fitting[: sum(total <= self._max_bytes for total in totals)]
 
     def _trials(self, numbers: Iterable[int]) -> list[FrozenTrial]:
         wanted = set(numbers)
