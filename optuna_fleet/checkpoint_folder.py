@@ -18,8 +18,10 @@ from optuna_fleet.exceptions import FleetConfigError
 
 _LOCK = "lock"
 _CALL = "call.json"
-_NUMBER = re.compile(r"\.?trial-(\d+)\.")
 _FINAL = re.compile(r"trial-(\d+)\.final\.pt")
+# What we write, and what is left when that is cut short; a copy that the user made is not ours.
+_OURS = re.compile(r"trial-(\d+)\.(?:pt|pt\.previous|final\.pt)")
+_CUT_SHORT = re.compile(r"\.trial-(\d+)\.(?:pt|final\.pt)\.\w+")
 
 
 @contextlib.contextmanager
@@ -95,8 +97,22 @@ def study_folders(root: Path) -> dict[Path, str]:
         raise FleetConfigError(
             f"The checkpoint folder {root} can't be read: {error.strerror}."
         ) from error
-    folders = [root / name for name in names if any((root / name).glob("*trial-*"))]
+    folders = [root / name for name in names if files_in(root / name)]
     return {folder: _study_of(folder) for folder in folders}
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The checkpoints in a study's folder, and what writing them left; in order."""
+    try:
+        found = [entry for entry in os.scandir(folder) if not entry.is_dir()]
+    except OSError:
+        return []
+    return sorted(folder / entry.name for entry in found if _number_of(entry.name) is not None)
+
+
+def _number_of(name: str) -> int | None:
+    match = _OURS.fullmatch(name) or _CUT_SHORT.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def _study_of(folder: Path) -> str:
@@ -186,10 +202,12 @@ class StudyFolder:
 
     def drop_all_but(self, *, unfinished: set[int], finals: set[int]) -> None:
         """Remove all checkpoints but those of these trials, and what writing them left."""
-        found = {int(match[1]) for name in self._names() if (match := _NUMBER.match(name))}
+        found = {_number_of(name) for name in self._names()}
         for number in found - unfinished:
-            self.drop_unfinished(number)
+            if number is not None:
+                self.drop_unfinished(number)
         self._remove(self.final(number).name for number in self.finals() - finals)
+        self._remove(name for name in self._names() if name.startswith(f".{_CALL}."))
 
     def last_call(self) -> CallRecord | None:
         """The last call that used this folder.
@@ -225,8 +243,7 @@ class StudyFolder:
             return []
 
     def _names_of(self, number: int) -> list[str]:
-        starts = (f"trial-{number}.", f".trial-{number}.")
-        return [name for name in self._names() if name.startswith(starts)]
+        return [name for name in self._names() if _number_of(name) == number]
 
     def _remove(self, names: Iterator[str] | list[str]) -> None:
         for name in names:

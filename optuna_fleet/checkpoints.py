@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet.checkpoint_folder import StudyFolder, locked, study_folders
+from optuna_fleet.checkpoint_folder import StudyFolder, files_in, locked, study_folders
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge.claims import folders_of
 from optuna_fleet.trainer.checkpoint_file import CheckpointError, inspect
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _FILE = re.compile(r"trial-(\d+)\.(final\.pt|pt\.previous|pt)")
+_LONGEST_NAME = 40
 _KINDS = {"final.pt": "final", "pt": "unfinished", "pt.previous": "unfinished, the one before"}
 
 
@@ -120,7 +122,7 @@ def entries(root: Path, *, verify: bool) -> list[Entry]:
     return [
         entry
         for folder, study in study_folders(root).items()
-        for path in sorted(folder.iterdir())
+        for path in files_in(folder)
         if (entry := _entry(study, path, verify=verify)) is not None
     ]
 
@@ -132,6 +134,8 @@ def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
     epoch, problem = None, None
     try:
         status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # none of ours; one that nobody writes to, say
+            return None
         epoch = inspect(path, verify=verify).epoch
     except FileNotFoundError:  # its driver has just removed it
         return None
@@ -157,13 +161,19 @@ def table(found: Sequence[Entry], *, verified: bool) -> list[str]:
         epoch = "?" if entry.epoch is None else str(entry.epoch)
         size = f"{entry.num_bytes / 1e6:.1f} MB"
         age = f"{entry.age_s / 3600:.1f} h"
-        rows.append((entry.study, str(entry.trial), epoch, size, age, entry.kind, state))
+        rows.append((_shown(entry.study), str(entry.trial), epoch, size, age, entry.kind, state))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
     return [*lines, *(entry.problem for entry in found if entry.problem)]
+
+
+def _shown(name: str) -> str:
+    """A study's name, in one line of bearable length, without what a terminal would obey."""
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name) or "''"
+    return plain if len(plain) <= _LONGEST_NAME else plain[: _LONGEST_NAME - 1] + "…"
 
 
 def prune(root: Path) -> Iterator[Path]:
@@ -177,7 +187,7 @@ def prune(root: Path) -> Iterator[Path]:
     with locked(root):
         kept = {e.path for e in entries(root, verify=True) if e.kind == "final" and not e.problem}
         for folder in study_folders(root):
-            for path in sorted(folder.glob("*trial-*")):
+            for path in files_in(folder):
                 if path not in kept:
                     _remove(path)
                     yield path

@@ -63,6 +63,8 @@ def _checkpoints(options: argparse.Namespace) -> int:
         print(f"Removed {len(removed)} files.", *removed, sep="\n")
     found = entries(folder, verify=options.verify)
     print("\n".join(table(found, verified=options.verify)))
+    if not found:
+        print(f"There are no checkpoints in {folder}; give the `checkpoint_dir` itself.")
     if holder := holder_of(folder):
         print(f"In use by {holder}.")
     elif any(entry.kind != "final" for entry in found):

@@ -366,6 +366,39 @@ def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixtu
     assert os.listdir(folder.path) == ["call.json"]
 
 
+def test_what_is_not_ours_is_left_alone(
+    folder: StudyFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = {"best-trial-3.final.pt", "trial-3.final.pt.bak", "trial-x.pt", "my-trial-notes"}
+    for name in mine:
+        (folder.path / name).touch()
+    (folder.path / "trial-5.pt").mkdir()
+    os.mkfifo(folder.path / "trial-6.pt")  # nobody will ever write to it
+    assert main(["checkpoints", str(folder.root), "--verify"]) == 0
+    assert main(["checkpoints", str(folder.root), "--prune"]) == 0
+    assert mine | {"trial-5.pt"} <= set(os.listdir(folder.path))
+    (folder.path / ".call.json.abc").touch()  # a driver was killed as it wrote it
+    folder.drop(3)
+    folder.drop_all_but(unfinished=set(), finals=set())
+    assert set(os.listdir(folder.path)) == mine | {"call.json", "trial-5.pt"}
+    capsys.readouterr()
+    assert main(["checkpoints", str(folder.path)]) == 0  # one folder too deep
+    assert "give the `checkpoint_dir` itself" in capsys.readouterr().out
+
+
+def test_a_name_that_a_terminal_would_obey_is_written_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("bell\a\n\x1b[2J", "x" * 100, ""):
+        folder = StudyFolder(tmp_path, name)
+        folder.record_call(CallRecord(study=name, id="1", n_trials=9, timeout=None))
+        folder.checkpoint(0).touch()
+    assert main(["checkpoints", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    rows = [line for line in out.splitlines()[1:] if line.endswith("damaged")]
+    assert {row.split("  ")[0] for row in rows} == {r"bell\x07\n\x1b[2J", "x" * 39 + "…", "''"}
+
+
 def test_a_folder_that_is_not_there_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
