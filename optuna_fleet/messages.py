@@ -290,6 +290,7 @@ class AgentConfig:
     port: int
     secret: bytes = field(repr=False)
     sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
     preload: tuple[str, ...]
     devices: tuple[Device, ...]
     threads_per_slot: int

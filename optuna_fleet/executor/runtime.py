@@ -102,6 +102,7 @@ class Runtime:
             port=self.hub.port,
             secret=self.hub.secret,
             sys_path=tuple(sys.path),
+            argv=tuple(sys.argv),
             preload=_modules_to_preload() if preload else (),
             devices=self.fleet.devices,
             threads_per_slot=max(1, cores_left // len(self.fleet)),

@@ -46,10 +46,10 @@ GUARDED = (
 )
 
 
-def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = folder / "script.py"
     path.write_text(script)
-    command = [sys.executable, str(path)]
+    command = [sys.executable, str(path), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -62,3 +62,18 @@ def test_a_script_without_a_main_guard_is_told_so_by_what_it_spawns(tmp_path: Pa
     ended = run(tmp_path, UNGUARDED)
     assert 'put that under `if __name__ == "__main__":`' in ended.stderr
     assert ended.stdout.split() == 3 * ["value", "-1.0"]
+
+
+ARGUMENTS = """
+import optuna, sys
+from optuna_fleet import FleetExecutor
+
+study = optuna.create_study()
+study.optimize(lambda trial: float(sys.argv[2]), n_trials=1, executor=FleetExecutor(devices=1))
+print("value", study.best_value, len(sys.argv))
+"""
+
+
+def test_an_objective_sees_the_arguments_of_its_script(tmp_path: Path) -> None:
+    ended = run(tmp_path, ARGUMENTS, "--lr", "0.5")
+    assert ended.stdout.split() == ["value", "0.5", "3"], ended.stderr

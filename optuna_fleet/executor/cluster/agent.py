@@ -207,7 +207,7 @@ def _keep_store(sock: socket.socket) -> None:
 def main() -> None:
     """Run an agent as configured by a pickled `AgentConfig` on standard input."""
     config = pickle.loads(sys.stdin.buffer.read())  # from our parent, the driver
-    sys.path[:] = config.sys_path
+    sys.path[:], sys.argv[:] = config.sys_path, config.argv  # as objectives know them
     preload(config.preload)
     Agent(config).serve()
     end_session()
