@@ -141,10 +141,10 @@ class ModuleProcess:
         if self.is_alive():
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        os.close(self._pidfd)
+        self._let_go()
 
     def close(self) -> None:
-        """Wait for it to end, which it was told to; then insist."""
+        """Wait for it to end, which it was told to; then insist. Again, it does nothing."""
         try:
             self._process.wait(_GRACE_S)
         except BaseException as reason:
@@ -152,7 +152,13 @@ class ModuleProcess:
             if not isinstance(reason, subprocess.TimeoutExpired):
                 raise
         else:
-            os.close(self._pidfd)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        # Once only: the number may be that of another file by then.
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
 
 
 class Forks:

@@ -25,6 +25,7 @@ from optuna_fleet import (
     FleetConfigError,
     FleetError,
     FleetExecutor,
+    LaunchError,
     PreprocessingError,
     SharedPipeline,
     TrainerLostError,
@@ -42,7 +43,9 @@ from optuna_fleet.events import (
     RateMeasured,
     TrialProposed,
 )
+from optuna_fleet.executor.cluster.local import AgentProcess
 from optuna_fleet.executor.controller import Controller, Policy
+from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import Device, Fleet
 from tests.fleets import Leg, Noise, fleet_of, small_model, train
 
@@ -671,6 +674,28 @@ def test_a_killed_agent_costs_nothing_but_time(tmp_path: Path, log: io.StringIO)
 
 
 # -- what the constructor refuses ----------------------------------------------------------------
+
+
+class StillbornAgent(AgentProcess):
+    def __init__(self, config: Any) -> None:
+        ModuleProcess.__init__(self, "optuna_fleet.no_such_module", config, environment={})
+
+
+def test_an_agent_that_can_not_start_ends_the_call_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("optuna_fleet.executor.runtime.AgentProcess", StillbornAgent)
+    study = optuna.create_study()
+    executor = FleetExecutor(devices=1)
+    for _ in range(2):
+        with pytest.raises(LaunchError, match="before any trainer was ready"):
+            study.optimize(raise_own, n_trials=1, executor=executor)
+    assert capfd.readouterr().err.count("no_such_module") >= 2
+    assert not study.trials
+    monkeypatch.undo()
+    study.optimize(lambda trial: 0.0, n_trials=1, executor=executor)
+    executor.close()
+    assert states(study) == {0: COMPLETE}
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,10 @@ def test_a_study_can_be_pickled_before_after_and_in_a_callback(fleet: Any) -> No
     assert len(study.trials) == 4
 
 
-def test_sessions_of_the_storage_are_closed(fleet: Any, beating: RDBStorage) -> None:
+def test_sessions_of_the_storage_are_closed(
+    fleet: Any, beating: RDBStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optuna_fleet.executor.desk._SLOW_S", float("inf"))  # no second session
     study = optuna.create_study(storage=beating)
     storage = study._storage
     with mock.patch.object(storage, "remove_session", wraps=storage.remove_session) as remove:
