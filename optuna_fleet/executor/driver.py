@@ -71,7 +71,12 @@ _CUT_OFF_GRACE_S = 10.0
 
 
 class Driver:
-    """Connects study, controller, solver and trainers for one call."""
+    """Connects study, controller, solver and trainers for one call.
+
+    Attributes:
+        failure: The first failure of a trial that `catch` did not cover.
+        has_freed_devices: Whether no trainer is still at work for this call.
+    """
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class Driver:
         self._launcher = Launcher(runtime, job, keeper, adopted=proposals.adopted())
         self._deciding = False
         self.failure: BaseException | None = None
+        self.has_freed_devices = False
 
     def run(self) -> None:
         """Run until every trial is done; then `failure` is the first that `catch` did not cover.
@@ -116,6 +122,7 @@ class Driver:
             while not self._controller.finished:
                 self._wait()
                 self._work()
+            self.has_freed_devices = True
         except BaseException as error:
             self._abandon(error)
             raise
@@ -373,11 +380,14 @@ class Driver:
         self._proposals.stop()
 
     def _abandon(self, error: BaseException) -> None:
-        """End what flies: fail those trials, give back those that never flew, free the devices."""
-        if self._deciding:
-            self._runtime.allocator.close()
+        """End what flies: fail those trials, give back those that never flew, free the devices.
+
+        A second Ctrl-C ends this at whatever it is, and `has_freed_devices` stays false.
+        """
         busy = {device for run in self._runs.values() for device in run.launch.devices}
         try:
+            if self._deciding:
+                self._runtime.allocator.close()
             for number in self._proposals.unfinished():
                 if number in self._launcher.launched:
                     self._ledger.abandon(number, error)
@@ -385,4 +395,4 @@ class Driver:
                     with contextlib.suppress(StorageLostError):
                         self._proposals.give_back(number)
         finally:
-            self._runtime.reset(busy)
+            self.has_freed_devices = self._runtime.reset(busy)

@@ -262,7 +262,7 @@ class FleetExecutor:
             self.summary = driver.tally.summary(len(self.fleet), used)
             compat.fleet_logger.info(str(self.summary))
         finally:
-            if not runtime.is_alive():
+            if not (driver.has_freed_devices and runtime.is_alive()):
                 self.close()
         if driver.failure is not None:
             raise driver.failure

@@ -262,18 +262,19 @@ class Runtime:
         """Where the checkpoints of a study's trials are."""
         return StudyFolder(self._checkpoint_dir, study_name)
 
-    def reset(self, devices: set[int]) -> None:
-        """Replace the trainers of these devices and wait until their successors are ready."""
+    def reset(self, devices: set[int]) -> bool:
+        """Replace the trainers of these devices; return whether their successors are ready."""
         wanted = {device: self.live[device] for device in devices if device in self.live}
         for device in wanted:
             self.kill(device)
         deadline = time.monotonic() + _RESET_LIMIT_S
         while any(self.live.get(device) in (None, pid) for device, pid in wanted.items()):
             if (left_s := deadline - time.monotonic()) <= 0:
-                return
+                return False
             for message in self.messages(left_s):
                 if isinstance(message, TrainerReady | TrainerExited):
                     self.device_events(message)
+        return True
 
     def pipeline_report(self) -> PipelineReport | None:
         """Ask the pipeline what it has done by now."""

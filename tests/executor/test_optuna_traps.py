@@ -18,7 +18,9 @@ from optuna.artifacts import FileSystemArtifactStore, download_artifact, upload_
 from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet import TrialError
+from optuna_fleet import FleetExecutor, TrialError
+from optuna_fleet.executor.runtime import Runtime
+from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.loop import Loop
 from tests.fleets import Leg
 
@@ -98,6 +100,23 @@ def test_control_c_gives_back_the_trials_in_the_queue(fleet: Any, beating: RDBSt
     assert states(study) == [FAIL, WAITING]
     study.optimize(unit, n_trials=1, executor=fleet)
     assert states(study) == [FAIL, COMPLETE]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "left"), [(Ledger, "abandon", RUNNING), (Runtime, "reset", FAIL)]
+)
+def test_a_second_control_c_leaves_at_once(owner: type, method: str, left: TrialState) -> None:
+    objective = functools.partial(interrupt_driver, driver=os.getpid(), num_trials=2)
+    study, after = optuna.create_study(), optuna.create_study()
+    with FleetExecutor(devices=2) as executor:
+        with (
+            mock.patch.object(owner, method, side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            study.optimize(objective, n_trials=2, executor=executor)
+        after.optimize(unit, n_trials=4, executor=executor)  # no device is still busy with that
+    assert states(study) == 2 * [left]
+    assert states(after) == 4 * [COMPLETE]
 
 
 def raise_keyboard_interrupt(trial: Any) -> float:
