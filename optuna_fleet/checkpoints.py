@@ -55,7 +55,7 @@ def load_best_model(
     """
     from optuna_fleet.trainer import checkpoint  # imports torch
 
-    chosen = study.best_trial if trial is None else study.trials[trial]
+    chosen = study.best_trial if trial is None else _numbered(study, trial)
     loaded = checkpoint.load(_final_of(study, chosen, checkpoint_dir))
     if model is None:
         return loaded.objects
@@ -68,6 +68,15 @@ def load_best_model(
     for module, position in zip(modules, loaded.modules, strict=False):
         module.load_state_dict(loaded.objects[position])
     return model
+
+
+def _numbered(study: optuna.Study, number: int) -> optuna.trial.FrozenTrial:
+    trials = study.trials
+    if not 0 <= number < len(trials):
+        raise FleetConfigError(
+            f"`trial` is {number}, but the study has {len(trials)} trials, numbered from 0."
+        )
+    return trials[number]
 
 
 def _final_of(

@@ -80,6 +80,9 @@ def test_what_left_no_weights_is_explained(keeping: Any, root: Path, tmp_path: P
     study.optimize(functools.partial(valued, values=[3.0, 1.0, 2.0]), n_trials=3, executor=keeping)
     with pytest.raises(FleetConfigError, match=r"Trial 0 has no checkpoint.*keep_checkpoints"):
         load_best_model(study, trial=0)
+    for number in (-1, 3):
+        with pytest.raises(FleetConfigError, match=f"`trial` is {number}, but the study has 3"):
+            load_best_model(study, trial=number)
     with pytest.raises(FleetConfigError, match="`checkpoint_dir=`"):
         load_best_model(study, checkpoint_dir=tmp_path)
     with pytest.raises(FleetConfigError, match="2 modules, but trial 1 has prepared 1"):
