@@ -266,6 +266,19 @@ def test_a_slow_sampler_on_a_database_that_only_its_thread_sees(
     assert states(study) == 6 * [COMPLETE]
 
 
+def test_a_study_is_not_optimized_within_its_own_call(fleet: Any) -> None:
+    study = optuna.create_study()
+    inline = FleetExecutor(cluster="inline")
+
+    def again(study: optuna.Study, trial: FrozenTrial) -> None:
+        study.optimize(unit, n_trials=1, executor=inline)
+
+    with pytest.raises(RuntimeError, match="Nested invocation"):
+        study.optimize(unit, n_trials=1, callbacks=[again], executor=fleet)
+    assert states(study) == [COMPLETE]
+    study.optimize(unit, n_trials=1, executor=inline)
+
+
 def test_an_executor_serves_one_call_at_a_time(fleet: Any) -> None:
     other = optuna.create_study()
 
