@@ -297,6 +297,37 @@ def test_no_point_is_proposed_twice(fleet: Any, kind: Any) -> None:
     assert {t.state for t in study.trials} == {COMPLETE}
 
 
+class Watching(RandomSampler):
+    """Looks at the trials as Optuna's samplers do: through the cache of a trial's duration."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.seen: list[dict[str, Any]] = []
+
+    def sample_independent(self, study: Any, trial: Any, *args: Any) -> Any:
+        trials = study._get_trials(deepcopy=False, use_cache=True)
+        self.seen += [t.params for t in trials if t.number != trial.number]
+        return super().sample_independent(study, trial, *args)
+
+
+def one_after_the_other(trial: Any, folder: Path) -> float:
+    until(lambda: len(trial.study.trials) == 2)
+    if trial.number == 1:
+        until((folder / "suggested").exists)
+    x = float(trial.suggest_float("x", 0, 1))
+    if trial.number == 0:
+        (folder / "suggested").touch()
+        until(lambda: trial.study.trials[1].params)
+    return x
+
+
+def test_a_sampler_sees_what_trials_under_way_have_suggested(fleet: Any, tmp_path: Path) -> None:
+    sampler = Watching()
+    study = study_of(sampler)
+    fleet.optimize(study, functools.partial(one_after_the_other, folder=tmp_path), 2)
+    assert sampler.seen == [{}, study.trials[0].params]
+
+
 def test_tpe_lies_about_trials_under_way_by_default() -> None:
     assert TPESampler()._constant_liar
 
