@@ -306,7 +306,7 @@ class Watching(RandomSampler):
 
     def sample_independent(self, study: Any, trial: Any, *args: Any) -> Any:
         trials = study._get_trials(deepcopy=False, use_cache=True)
-        self.seen += [t.params for t in trials if t.number != trial.number]
+        self.seen += [dict(t.params) for t in trials if t.number != trial.number]
         return super().sample_independent(study, trial, *args)
 
 
@@ -323,7 +323,7 @@ def one_after_the_other(trial: Any, folder: Path) -> float:
 
 def test_a_sampler_sees_what_trials_under_way_have_suggested(fleet: Any, tmp_path: Path) -> None:
     sampler = Watching()
-    study = study_of(sampler)
+    study = optuna.create_study(sampler=sampler, storage=f"sqlite:///{tmp_path}/study.db")
     fleet.optimize(study, functools.partial(one_after_the_other, folder=tmp_path), 2)
     assert sampler.seen == [{}, study.trials[0].params]
 
