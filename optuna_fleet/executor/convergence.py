@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.arguments import check_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,8 @@ class Convergence:
     min_improvement: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.patience < 1:
-            raise FleetConfigError(f"`patience` is {self.patience}, but must be >= 1.")
-        if not self.min_improvement >= 0:
-            raise FleetConfigError(
-                f"`min_improvement` is {self.min_improvement}, but must be >= 0."
-            )
+        check_number("patience", self.patience, least=1, whole=True)
+        check_number("min_improvement", self.min_improvement, least=0)
 
     def is_reached(self, values: Sequence[float], *, maximize: bool) -> bool:
         """Whether none of the last `patience` of `values` improved on the best before them."""

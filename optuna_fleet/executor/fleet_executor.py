@@ -17,6 +17,7 @@ from typing import Any, Literal
 import optuna
 
 from optuna_fleet.alloc import Allocator, ByKind, GreedyAllocator, IsolatedAllocator
+from optuna_fleet.arguments import check_number
 from optuna_fleet.checkpoint_folder import StudyFolder, locked
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
@@ -158,13 +159,11 @@ class FleetExecutor:
         )
         if self._checkpoint_dir is not None:
             self._checkpoint_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _check_kept(keep_checkpoints, checkpoint_bytes)
+        check_number("keep_checkpoints", keep_checkpoints, least=0, whole=True)
+        check_number("checkpoint_bytes", checkpoint_bytes, above=0, optional=True)
         self._checkpoint_bytes = checkpoint_bytes
         self._keep_checkpoints = keep_checkpoints if self._checkpoint_dir is not None else 0
-        if not checkpoint_interval_s >= 0:
-            raise FleetConfigError(
-                f"`checkpoint_interval_s` is {checkpoint_interval_s}, but must be >= 0."
-            )
+        check_number("checkpoint_interval_s", checkpoint_interval_s, least=0)
         if cluster not in ("local", "inline"):
             raise FleetConfigError(f"`cluster` is {cluster!r}, but must be 'local' or 'inline'.")
         if cluster == "local" and not hasattr(os, "pidfd_open"):
@@ -173,16 +172,12 @@ class FleetExecutor:
                 "cluster='inline' runs everywhere."
             )
         self._limits = _limits(hang_timeout_s, trial_timeout_s, trial_memory_bytes)
-        if not storage_patience_s >= 0:
-            raise FleetConfigError(
-                f"`storage_patience_s` is {storage_patience_s}, but must be >= 0."
-            )
+        check_number("storage_patience_s", storage_patience_s, least=0)
         self._storage_patience_s = storage_patience_s
         self._cluster = cluster
         self._checkpoint_interval_s = checkpoint_interval_s
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
-        if self._seed < 0:
-            raise FleetConfigError(f"`seed` is {self._seed}, but must be >= 0.")
+        check_number("seed", self._seed, least=0, whole=True)
         self._allocator = allocator or named.new_allocator(self._seed)
         self.fleet = find_fleet(devices, device_type)
         self.summary: FleetSummary | None = None
@@ -325,26 +320,12 @@ class FleetExecutor:
         self.close()
 
 
-def _check_kept(number: int, num_bytes: int | None) -> None:
-    if not isinstance(number, int) or number < 0:
-        raise FleetConfigError(
-            f"`keep_checkpoints` is {number!r}, but must be a whole number >= 0."
-        )
-    if num_bytes is not None and not num_bytes > 0:
-        raise FleetConfigError(f"`checkpoint_bytes` is {num_bytes}, but must be > 0, or None.")
-
-
 def _limits(
     hang_timeout_s: float | None, trial_timeout_s: float | None, trial_memory_bytes: int | None
 ) -> Limits:
-    given = {
-        "hang_timeout_s": hang_timeout_s,
-        "trial_timeout_s": trial_timeout_s,
-        "trial_memory_bytes": trial_memory_bytes,
-    }
-    for name, value in given.items():
-        if value is not None and not value > 0:
-            raise FleetConfigError(f"`{name}` is {value}, but must be > 0, or None for no limit.")
+    check_number("hang_timeout_s", hang_timeout_s, above=0, optional=True)
+    check_number("trial_timeout_s", trial_timeout_s, above=0, optional=True)
+    check_number("trial_memory_bytes", trial_memory_bytes, above=0, optional=True)
     return Limits(hang_s=hang_timeout_s, trial_s=trial_timeout_s, memory_bytes=trial_memory_bytes)
 
 

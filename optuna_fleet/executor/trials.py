@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, get_args
 
+from optuna_fleet.arguments import check_number
 from optuna_fleet.events import Ending, Model
 from optuna_fleet.exceptions import FleetConfigError
 
@@ -53,23 +54,15 @@ class Policy:
         if self.paradigm not in PARADIGMS:
             names = ", ".join(map(repr, PARADIGMS))
             raise FleetConfigError(f"`paradigm` is {self.paradigm!r}, but must be one of {names}.")
-        if not 0 < self.alpha <= 1:
-            raise FleetConfigError(f"`alpha` is {self.alpha}, but must be > 0 and <= 1.")
-        if not self.rate_spread >= 1:
-            raise FleetConfigError(f"`rate_spread` is {self.rate_spread}, but must be >= 1.")
-        if not self.solver_time_limit_s > 0:
-            raise FleetConfigError(
-                f"`solver_time_limit_s` is {self.solver_time_limit_s}, but must be > 0."
-            )
-        for name in ("max_restarts", "lookahead", "rescale_s"):
-            if getattr(self, name) < 0:
-                raise FleetConfigError(f"`{name}` is {getattr(self, name)}, but must be >= 0.")
-        if self.preprocess_samples_per_s is not None and not self.preprocess_samples_per_s > 0:
-            raise FleetConfigError(
-                f"`preprocess_samples_per_s` is {self.preprocess_samples_per_s}, but must be > 0."
-            )
-        if self.max_trials is not None and self.max_trials < 1:
-            raise FleetConfigError(f"`max_trials` is {self.max_trials}, but must be >= 1.")
+        check_number("alpha", self.alpha, above=0, most=1)
+        check_number("rate_spread", self.rate_spread, least=1)
+        check_number("solver_time_limit_s", self.solver_time_limit_s, above=0)
+        check_number("max_restarts", self.max_restarts, least=0, whole=True)
+        check_number("lookahead", self.lookahead, least=0, whole=True)
+        check_number("rescale_s", self.rescale_s, least=0)
+        capacity = self.preprocess_samples_per_s
+        check_number("preprocess_samples_per_s", capacity, above=0, optional=True)
+        check_number("max_trials", self.max_trials, least=1, whole=True, optional=True)
 
 
 class Status(Enum):

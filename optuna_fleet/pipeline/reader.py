@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import socket
 import time
@@ -11,7 +12,8 @@ from typing import Any
 
 import cloudpickle
 
-from optuna_fleet.exceptions import FleetConfigError, FleetError, PreprocessingError
+from optuna_fleet.arguments import check_number
+from optuna_fleet.exceptions import FleetError, PreprocessingError
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.batches import Batches, ReadPlan
 from optuna_fleet.pipeline.chunk_view import ChunkView
@@ -283,11 +285,5 @@ def _agent_gone() -> FleetError:
 
 def _at_least(minimum: int, **argument: Any) -> int:
     ((name, value),) = argument.items()
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise FleetConfigError(
-            f"The value of `{name}` is {value!r}, but must be an int >= {minimum}."
-        )
-    number = int(value.__index__())
-    if number < minimum:
-        raise FleetConfigError(f"The value of `{name}` is {value!r}, but must be >= {minimum}.")
-    return number
+    check_number(name, value, least=minimum, whole=True)
+    return operator.index(value)

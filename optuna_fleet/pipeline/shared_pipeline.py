@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import cloudpickle
 
+from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.limits import Wanted
@@ -102,7 +104,7 @@ class SharedPipeline:
             "finish": _by_name("finish", finish, datasets, datasets),
         }
         self._lengths = {name: _length(name, dataset) for name, dataset in datasets.items()}
-        self.seed = _positive("seed", seed, minimum=None)
+        self.seed = _whole("seed", seed, minimum=None)
         self.num_preprocessors = _optional("num_preprocessors", num_preprocessors)
         self._on_error = _on_error(on_error)
         self._split = bool(split)
@@ -323,17 +325,12 @@ def _check_names(argument: str, given: Collection[str], names: Collection[str]) 
 
 
 def _optional(argument: str, value: int | None, *, minimum: int = 1) -> int | None:
-    return None if value is None else _positive(argument, value, minimum=minimum)
+    return None if value is None else _whole(argument, value, minimum=minimum)
 
 
-def _positive(argument: str, value: Any, *, minimum: int | None) -> int:
-    wanted = "an int" if minimum is None else f"an int >= {minimum}"
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise FleetConfigError(f"The value of `{argument}` is {value!r}, but must be {wanted}.")
-    number = int(value.__index__())
-    if minimum is not None and number < minimum:
-        raise FleetConfigError(f"The value of `{argument}` is {value!r}, but must be {wanted}.")
-    return number
+def _whole(argument: str, value: Any, *, minimum: int | None) -> int:
+    check_number(argument, value, least=minimum, whole=True)
+    return operator.index(value)
 
 
 def _packed(what: str, value: Any) -> bytes | None:

@@ -701,8 +701,8 @@ def test_an_agent_that_can_not_start_ends_the_call_and_says_so(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"devices": 0}, "`devices` is 0, but must be >= 1"),
-        ({"devices": -1}, "must be >= 1"),
+        ({"devices": 0}, "`devices` is 0, but must be a whole number >= 1"),
+        ({"devices": -1}, "must be a whole number >= 1"),
         ({"devices": "x"}, "`devices` is 'x'"),
         ({"devices": True}, "`devices` is True"),
         ({"device_type": "tpu"}, "`device_type` is 'tpu'"),

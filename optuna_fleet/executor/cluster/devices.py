@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.resources import Device, Fleet
 
@@ -30,12 +31,7 @@ def find_fleet(devices: int | None, device_type: str | None) -> Fleet:
     Raises:
         FleetConfigError: More GPUs are asked for than there are, or a number below 1.
     """
-    if devices is not None and (isinstance(devices, bool) or not isinstance(devices, int)):
-        raise FleetConfigError(
-            f"`devices` is {devices!r}, but must be a number of devices, or None."
-        )
-    if devices is not None and devices < 1:
-        raise FleetConfigError(f"`devices` is {devices}, but must be >= 1.")
+    check_number("devices", devices, least=1, whole=True, optional=True)
     if device_type not in (None, "cpu", "cuda"):
         raise FleetConfigError(f"`device_type` is {device_type!r}, but must be 'cpu' or 'cuda'.")
     gpus = [] if device_type == "cpu" else _gpu_names()
