@@ -7,6 +7,21 @@ from dataclasses import dataclass, field, fields
 from optuna_fleet.pipeline.stats import PipelineUse
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """How far production is ahead of the open passes.
+
+    Attributes:
+        num_ready: Chunks in their windows that are there, beyond those they read just now.
+        num_ahead: The most that this could be.
+        has_work: Something is wanted that is neither there nor in production.
+    """
+
+    num_ready: int
+    num_ahead: int
+    has_work: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class Levels:
     """What is so from now on, until the next event.

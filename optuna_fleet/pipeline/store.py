@@ -23,6 +23,7 @@ from optuna_fleet.pipeline.instructions import (
     Refuse,
 )
 from optuna_fleet.pipeline.messages import ChunkError
+from optuna_fleet.pipeline.meter import Queue
 from optuna_fleet.pipeline.residency import Residency
 from optuna_fleet.pipeline.spec import ChunkKey, Place
 
@@ -48,21 +49,6 @@ class _Pass:
 
     def key(self, chunk: int) -> ChunkKey:
         return ChunkKey(self.name, self.epoch, chunk)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Queue:
-    """How far production is ahead of the open passes.
-
-    Attributes:
-        num_ready: Chunks in their windows that are there, beyond those they read just now.
-        num_ahead: The most that this could be.
-        has_work: Something is wanted that is neither there nor in production.
-    """
-
-    num_ready: int
-    num_ahead: int
-    has_work: bool
 
 
 @dataclass(slots=True)
