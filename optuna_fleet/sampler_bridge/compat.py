@@ -291,6 +291,19 @@ def grid_cells_left(sampler: optuna.samplers.GridSampler, trials: Sequence[Froze
     return len(taken) < len(sampler._all_grids)
 
 
+def is_for_want_of_cell(
+    error: Exception, sampler: BaseSampler, trial: optuna.trial.FrozenTrial
+) -> bool:
+    """Whether a grid's `after_trial` failed only because the trial, from the queue, has no cell.
+
+    It looks for the cell when a single one is left, which is often so with several trials under
+    way. There is nothing that it would have had to do.
+    """
+    is_of_grid = isinstance(base_sampler(sampler), optuna.samplers.GridSampler)
+    is_missing = isinstance(error, KeyError) and error.args == ("grid_id",)
+    return is_of_grid and is_missing and "grid_id" not in trial.system_attrs
+
+
 def brute_force_tree(trials: Sequence[FrozenTrial]) -> tuple[bool, dict[int, bool]]:
     """What is known of the space that brute force searches.
 

@@ -218,6 +218,22 @@ def test_a_grid_to_the_last_cell(fleet: Any, tmp_path: Path) -> None:
     assert Counter(t.state for t in study.trials) == {COMPLETE: 11, FAIL: 1}
 
 
+def test_a_trial_from_the_queue_ends_while_one_cell_is_left() -> None:
+    study = study_of(GridSampler({"x": [0]}))
+    study.enqueue_trial({"x": 5})
+    FleetExecutor(cluster="inline").optimize(study, lambda trial: trial.suggest_int("x", 0, 9))
+    assert [trial.params for trial in study.trials] == [{"x": 5}, {"x": 0}]
+
+
+def test_what_else_the_hook_of_a_grid_raises_is_raised() -> None:
+    class Grid(GridSampler):
+        def after_trial(self, *_: Any) -> None:
+            raise KeyError("another")
+
+    with pytest.raises(KeyError, match="another"):
+        FleetExecutor(cluster="inline").optimize(study_of(Grid({"x": [0]})), lambda _: 0.0)
+
+
 def on_a_tree(trial: Any, folder: Path) -> float:
     """Eight combinations, whose parameters depend on each other."""
     if trial.suggest_categorical("kind", ["short", "long"]) == "short":
