@@ -24,7 +24,8 @@ def main() -> int:
             print(report, flush=True)
             failed = failed or bool(report.of("failed"))
             if options.verbose:
-                print(*map(report.texts.get, report.of("failed")), sep="\n\n")
+                for test in [*report.of("failed"), *report.of("differs")]:
+                    print(f"\n{report.outcomes[test]}: {test}\n{report.texts[test]}", flush=True)
     return int(failed)
 
 

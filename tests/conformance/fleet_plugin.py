@@ -10,8 +10,9 @@ import contextlib
 import functools
 import inspect
 import json
+import multiprocessing.process
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,7 +26,7 @@ from optuna_fleet import FleetExecutor
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fleet")
     group.addoption("--fleet-width", type=int, help="devices of the executor")
-    group.addoption("--fleet-orders", type=Path, help="JSON: which tests are left out, and why")
+    group.addoption("--fleet-orders", type=Path, help="JSON: tests left out, tests run inline")
     group.addoption("--fleet-report", type=Path, help="where the outcomes are written, as JSON")
 
 
@@ -39,35 +40,46 @@ class _Redirected:
 
     def __init__(self, config: pytest.Config) -> None:
         orders = json.loads(config.getoption("--fleet-orders").read_text())
-        self._excluded: dict[str, str] = orders["excluded"]
+        self._left_out: dict[str, str] = orders["left out"]
+        self._inline: list[str] = orders["inline"]
         self._storages: list[str] | None = orders["storages"]
         self._report: Path = config.getoption("--fleet-report")
-        self._executors = _Executors(config.getoption("--fleet-width"))
+        self._width: int = config.getoption("--fleet-width")
+        self._executors = _Executors(self._width)
         self._outcomes: dict[str, dict[str, Any]] = {}
         self._reached: set[str] = set()
         self._current = ""
-        optuna.Study.optimize = self._redirect(optuna.Study.optimize)  # type: ignore[method-assign]
+        _redirect(self._executor)
+        self._redirect_processes()
 
-    def _redirect(self, optimize: Any) -> Any:
-        @functools.wraps(optimize)
-        def redirected(study: Any, func: Any, *args: Any, n_jobs: int = 1, **kwargs: Any) -> None:
-            """As called by a user who has devices now where he had `n_jobs`."""
-            self._reached.add(self._current)
-            with self._executors.one() as executor:
-                optimize(study, func, *args, **kwargs, executor=executor)
+    def _executor(self) -> contextlib.AbstractContextManager[FleetExecutor]:
+        self._reached.add(self._current)
+        if _name(self._current) in self._inline:
+            return FleetExecutor(device_type="cpu", cluster="inline")
+        return self._executors.one()
 
-        return redirected
+    def _redirect_processes(self) -> None:
+        """Redirect also in the processes that a test starts."""
+        begin: Any = multiprocessing.process.BaseProcess.__init__
+
+        def begin_redirected(process: Any, *args: Any, target: Any = None, **kwargs: Any) -> None:
+            if getattr(target, "__module__", "").startswith("tests."):
+                self._reached.add(self._current)
+                target = _InOtherProcess(target, self._width)
+            begin(process, *args, target=target, **kwargs)
+
+        multiprocessing.process.BaseProcess.__init__ = begin_redirected  # type: ignore[assignment, method-assign]
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if self._applies(item)]
 
     def _applies(self, item: Any) -> bool:
-        if not _can_optimize(item.function) or not self._has_wanted_storage(item):
+        if not _can_optimize(item) or not self._has_wanted_storage(item):
             return False
-        reason = self._excluded.get(item.nodeid.partition("[")[0])
+        reason = self._left_out.get(_name(item.nodeid))
         if reason is not None:
-            self._outcomes[item.nodeid] = {"outcome": "excluded", "text": reason}
+            self._outcomes[item.nodeid] = {"outcome": "left out", "text": reason}
             self._reached.add(item.nodeid)
         return reason is None
 
@@ -82,7 +94,9 @@ class _Redirected:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             text = report.longreprtext if report.outcome == "failed" else ""
-            self._outcomes[report.nodeid] = {"outcome": report.outcome, "text": text}
+            # Pictures of plotly are written by another package, which may not be there.
+            outcome = "skipped" if "requires the Kaleido package" in text else report.outcome
+            self._outcomes[report.nodeid] = {"outcome": outcome, "text": text}
 
     def pytest_sessionfinish(self) -> None:
         self._executors.close()
@@ -92,6 +106,34 @@ class _Redirected:
             if name in self._reached or what["outcome"] == "failed"
         }
         self._report.write_text(json.dumps(relevant))
+
+
+class _InOtherProcess:
+    """What a process that a test starts is to do, with `Study.optimize` redirected there too."""
+
+    def __init__(self, target: Callable[..., None], width: int) -> None:
+        self._target = target
+        self._width = width
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        executors = _Executors(self._width)
+        _redirect(executors.one)
+        try:
+            self._target(*args, **kwargs)
+        finally:
+            executors.close()
+
+
+def _redirect(executor: Callable[[], contextlib.AbstractContextManager[FleetExecutor]]) -> None:
+    optimize: Any = optuna.Study.optimize
+
+    @functools.wraps(optimize)
+    def redirected(study: Any, func: Any, *args: Any, n_jobs: int = 1, **kwargs: Any) -> None:
+        """As called by a user who has devices now where he had `n_jobs`."""
+        with executor() as chosen:
+            optimize(study, func, *args, **kwargs, executor=chosen)
+
+    optuna.Study.optimize = redirected  # type: ignore[assignment, method-assign]
 
 
 class _Executors:
@@ -119,9 +161,15 @@ class _Executors:
             executor.close()
 
 
-def _can_optimize(test: Any) -> bool:
-    """Whether the code of a test, or of a function that it names, says `optimize`."""
-    todo, seen = [inspect.unwrap(test)], set()
+def _name(test: str) -> str:
+    """A test's name without its parameters."""
+    return test.partition("[")[0]
+
+
+def _can_optimize(item: Any) -> bool:
+    """Whether the code of a test, or of a function that it names or gets, says `optimize`."""
+    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    todo, seen = [inspect.unwrap(item.function), *params], set()
     while todo:
         function = todo.pop()
         if not isinstance(function, FunctionType) or function in seen:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.upstream import NotFetchedError, declared, fetch, run
+from tests.conformance.upstream import NotFetchedError, declared, fetch, judged, run
 
 
 @pytest.mark.timeout(900)
@@ -17,12 +17,35 @@ def test_optunas_own_tests_pass(tmp_path: Path) -> None:
         pytest.skip(str(error))
     report = run(root, "quick", width=1)
     assert report.of("failed") == [], str(report)
-    assert len(report.of("passed")) > 150  # they were found, and got as far as to optimize
+    assert len(report.of("passed")) >= 180  # they were found, and got as far as to optimize
+    assert len(report.of("passed inline")) >= 44
 
 
 def test_every_test_that_is_let_off_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "optuna.md").read_text()
-    for let_off in declared():
-        for test, reason in let_off.items():
-            assert f"`{test.rpartition('::')[2]}`" in text
-            assert reason in text
+    for row in declared():
+        assert f"`{row.test.rpartition('::')[2]}`" in text
+        assert row.reason in text
+
+
+@pytest.mark.parametrize(
+    ("failure", "outcome"),
+    [
+        (
+            ">       assert len(study.trials) == 3\nE       assert 6 == 3\nE        +  ...",
+            "differs",
+        ),
+        (">       assert len(study.trials) == 3\nE       assert 2 == 3", "failed"),
+        (">       study.optimize(objective, n_trials=10)\nE       KeyError: 'x'", "failed"),
+        ("Failed: Timeout (>300.0s) from pytest-timeout.", "failed"),
+    ],
+)
+def test_only_the_failure_that_is_declared_is_let_off(failure: str, outcome: str) -> None:
+    test = "tests/study_tests/test_study.py::test_stop_in_objective"
+    found = {test: {"outcome": "failed", "text": f"def test():\n{failure}\n\ntest.py:1: Error"}}
+    assert judged(found, "core", width=4).outcomes == {test: outcome}
+    assert judged(found, "core", width=1).outcomes == {test: "failed"}
+
+
+def test_a_test_that_differs_is_let_off_by_its_failure() -> None:
+    assert all(row.failure for row in declared("differs"))

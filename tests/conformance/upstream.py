@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -32,10 +33,11 @@ CORE = (
     "test_multi_objective.py",
 )
 SAMPLERS = ("samplers_tests", "importance_tests")
-TIERS = {"quick": CORE, "core": CORE, "samplers": SAMPLERS}
+OTHERS = ("visualization_tests", "test_cli.py")
+TIERS = {"quick": CORE, "core": CORE, "samplers": SAMPLERS, "others": OTHERS}
 QUICK_STORAGES = ["inmemory", "sqlite"]
 
-_LIMIT_S = {"quick": 600, "core": 1800, "samplers": 3600}
+_LIMIT_S = {"quick": 600, "core": 1800, "samplers": 3600, "others": 1800}
 
 
 class NotFetchedError(Exception):
@@ -43,12 +45,36 @@ class NotFetchedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """A row of declared.tsv: a test of Optuna's that is not simply to pass.
+
+    Attributes:
+        rule: "left out", because it can't apply; "inline", because its objective writes into
+            objects of the caller's process, so that it runs with ``cluster="inline"``; or
+            "differs", because it may fail where several trials run at a time.
+        test: Its name, without parameters.
+        failure: Regular expression of the failure let off: the statement that fails, then on a
+            line of its own what pytest says of it.
+        reason: Why, as it is in the documentation.
+    """
+
+    rule: str
+    test: str
+    failure: str
+    reason: str
+
+    def covers(self, text: str) -> bool:
+        """Whether this traceback, as printed by pytest, is of the failure let off."""
+        return re.search(self.failure, failed_statement(text)) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What became of the tests of a tier that call `Study.optimize`.
 
     Attributes:
-        outcomes: "passed", "failed", "differs" (failed, as declared for several devices),
-            "excluded" or "skipped" by test.
+        outcomes: "passed", "passed inline", "failed", "differs" (failed, as declared for several
+            devices), "left out" or "skipped" by test.
         texts: The traceback or the reason by test, where there is one.
     """
 
@@ -68,8 +94,8 @@ class Report:
         return "\n".join([head, *map(self._line, [*self.of("failed"), *self.of("differs")])])
 
     def _line(self, test: str) -> str:
-        last = self.texts[test].strip().splitlines() or [""]
-        return f"  {self.outcomes[test]}: {test}: {last[-1]}"
+        what = failed_statement(self.texts[test]) or self.texts[test].strip()
+        return f"  {self.outcomes[test]}: {test}: {what.replace(chr(10), ': ')[-200:]}"
 
 
 def fetch(folder: Path) -> Path:
@@ -93,10 +119,16 @@ def fetch(folder: Path) -> Path:
 
 def run(root: Path, tier: str, width: int) -> Report:
     """Run the tests of a tier on an executor of so many devices."""
-    excluded, differing = declared()
     orders, report = root / "orders.json", root / "report.json"
-    storages = QUICK_STORAGES if tier == "quick" else None
-    orders.write_text(json.dumps({"excluded": excluded, "storages": storages}))
+    orders.write_text(
+        json.dumps(
+            {
+                "left out": {row.test: row.reason for row in declared("left out")},
+                "inline": [row.test for row in declared("inline")],
+                "storages": QUICK_STORAGES if tier == "quick" else None,
+            }
+        )
+    )
     report.unlink(missing_ok=True)
     command = [
         *(sys.executable, "-m", "pytest", "-p", "fleet_plugin", "-p", "no:cacheprovider"),
@@ -116,26 +148,37 @@ def run(root: Path, tier: str, width: int) -> Report:
     )
     if done.returncode > 1 or not report.exists():  # 1: some failed
         raise RuntimeError(f"Optuna's tests did not run:\n{done.stdout}\n{done.stderr}")
-    return _judged(json.loads(report.read_text()), differing if width > 1 else {}, tier, width)
+    return judged(json.loads(report.read_text()), tier, width)
 
 
-def declared() -> tuple[dict[str, str], dict[str, str]]:
-    """Reasons by test: of those that can't apply, and of the differences of several devices."""
+def declared(rule: str | None = None) -> list[Declared]:
+    """The rows of declared.tsv, or those of one rule."""
     with DECLARED.open() as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    excluded, differing = (
-        {row["test"]: row["reason"] for row in rows if row["devices"] == kind}
-        for kind in ("any", "several")
-    )
-    return excluded, differing
+        rows = [Declared(**row) for row in csv.DictReader(file, delimiter="\t")]
+    return [row for row in rows if rule in (None, row.rule)]
 
 
-def _judged(
-    found: dict[str, dict[str, Any]], differing: dict[str, str], tier: str, width: int
-) -> Report:
+def failed_statement(text: str) -> str:
+    """The statement at the end of a traceback printed by pytest, and the first line about it."""
+    lines = text.splitlines()
+    at = max((i for i, line in enumerate(lines) if line.startswith(">")), default=None)
+    if at is None:
+        return ""
+    error = next((line for line in lines[at:] if line.startswith("E ")), "")
+    return f"{lines[at][1:].strip()}\n{error[1:].strip()}"
+
+
+def judged(found: dict[str, dict[str, Any]], tier: str, width: int) -> Report:
+    """What the outcomes that the plugin reports are by the rules of declared.tsv."""
+    inline = {row.test for row in declared("inline")}
+    differing = {row.test: row for row in declared("differs")} if width > 1 else {}
     outcomes = {test: what["outcome"] for test, what in found.items()}
     for test, outcome in outcomes.items():
-        if outcome == "failed" and test.partition("[")[0] in differing:
+        name = test.partition("[")[0]
+        if outcome == "passed" and name in inline:
+            outcomes[test] = "passed inline"
+        row = differing.get(name)
+        if outcome == "failed" and row is not None and row.covers(found[test]["text"]):
             outcomes[test] = "differs"
     texts = {test: what["text"] for test, what in found.items()}
     return Report(tier=tier, width=width, outcomes=outcomes, texts=texts)
