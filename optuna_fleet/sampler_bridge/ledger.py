@@ -274,9 +274,8 @@ class Ledger:
         was_stopped = compat.is_stopped(self.study)
         try:
             state, values, problem = compat.tell(self.study, trial, value, told)
-        except (
-            Exception
-        ) as raised:  # by the sampler's after_trial; the state is stored all the same
+        except Exception as raised:
+            # By the sampler's after_trial; the state is stored all the same.
             finished = compat.frozen(self.study, trial)
             self._log(trial, finished.state, finished.values, value, error, None)
             if compat.is_for_want_of_cell(raised, self.study.sampler, finished):
