@@ -29,9 +29,18 @@ import optuna
 
 from tests.chaos.demon import Strike
 from tests.chaos.faults import KINDS
-from tests.chaos.harness import Result, differences, drawn, playable, run
+from tests.chaos.harness import (
+    Result,
+    differences,
+    drawn,
+    has_postgres,
+    playable,
+    run,
+    storage_for,
+)
 
 NUM_TRIALS = 16
+STORAGES = ["journal", "postgres" if has_postgres() else "journal", "journal", "sqlite"]
 
 
 @dataclass(slots=True)
@@ -60,9 +69,9 @@ def shuffled(names: list[str], chance: random.Random) -> Iterator[str]:
         yield from chance.sample(names, len(names))
 
 
-def sweep(kinds: list[str], reference: Result, seed: int, *, sqlite: bool) -> Result:
+def sweep(kinds: list[str], reference: Result, seed: int, storage: str) -> Result:
     faults = drawn(kinds, reference, seed)
-    return run(num_trials=NUM_TRIALS, faults=faults, seed=seed, sqlite=sqlite)
+    return run(num_trials=NUM_TRIALS, faults=faults, seed=seed, storage=storage)
 
 
 def note(table: dict[str, Row], result: Result, wrong: dict[int, str]) -> None:
@@ -99,6 +108,7 @@ def described(strike: Strike) -> dict[str, Any]:
         "kind": strike.fault.kind,
         "trial": strike.trial,
         "at": strike.fault.at,
+        "after_s": round(strike.fault.after_s, 3),
         "recovery_s": None if done_s is None else round(done_s - strike.began_s, 2),
     }
 
@@ -122,6 +132,7 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=24)
     parser.add_argument("--faults", type=int, default=10, help="per sweep")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", type=int, help="of the sweeps, play these again")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(playable()))
     arguments = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -131,17 +142,20 @@ def main() -> None:
         raise SystemExit(f"The undisturbed sweep failed: {reference.problems}\n{reference.log}")
     table: dict[str, Row] = defaultdict(Row)
     deal = hands(arguments.kinds, arguments.faults, random.Random(arguments.seed))
-    for index, kinds in zip(range(arguments.sweeps), deal, strict=False):
+    played = range(arguments.sweeps) if arguments.only is None else arguments.only
+    for index, kinds in enumerate(itertools.islice(deal, max(played) + 1)):
+        if index not in played:
+            continue
         seed = 1000 * arguments.seed + index
-        sqlite = index % 4 == 3 or any(KINDS[kind].needs == "sqlite" for kind in kinds)
-        result = sweep(kinds, reference, seed, sqlite=sqlite)
+        storage = storage_for(kinds, STORAGES[index % len(STORAGES)])
+        result = sweep(kinds, reference, seed, storage)
         wrong = differences(result, reference)
         note(table, result, wrong)
-        print(as_json(result, wrong, seed=seed, sqlite=sqlite), flush=True)
+        print(as_json(result, wrong, seed=seed, storage=storage), flush=True)
         if result.problems or wrong:
             print(result.log, file=sys.stderr, flush=True)
     print_table(table)
-    print(f"{arguments.sweeps} sweeps took {time.monotonic() - began_s:.0f} s.")
+    print(f"{len(played)} sweeps took {time.monotonic() - began_s:.0f} s.")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,39 @@ def small_model() -> nn.Module:
     ).double()
 
 
+def train_epoch(
+    trial: Any,
+    model: Any,
+    optimizer: Any,
+    losses: list[float],
+    *,
+    batch_size: int,
+    after_step: Callable[[int], Any] = lambda step: None,
+) -> None:
+    """One epoch, whose losses are added to `losses`."""
+    model.train()
+    for step, (images, labels) in enumerate(trial.batches("train", batch_size=batch_size)):
+        loss = F.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(trial.mean(loss.item(), weight=trial.shard_size))
+        after_step(step)
+
+
+def evaluate(trial: Any, model: Any, measure: Callable[[Any, Any], Any]) -> float:
+    """The sum of `measure`, of outputs and labels, over the validation data."""
+    model.eval()
+    with torch.no_grad():
+        batches = trial.batches("val", batch_size=8)
+        total = sum(float(measure(model(images), labels)) for images, labels in batches)
+    return float(trial.sum(total))
+
+
+def num_wrong(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(1) != labels).sum()
+
+
 def train(trial: Any, *, epochs: int = 6, batch_size: int = 10) -> float:
     """Train with BatchNorm and momentum; the losses of all steps go into a user attribute."""
     model = small_model()
@@ -70,22 +103,10 @@ def train(trial: Any, *, epochs: int = 6, batch_size: int = 10) -> float:
     model, optimizer, scheduler = trial.prepare(model, optimizer, scheduler)
     losses = trial.state.setdefault("losses", [])
     for epoch in trial.epochs(epochs):
-        model.train()
-        for images, labels in trial.batches("train", batch_size=batch_size):
-            loss = F.cross_entropy(model(images), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(trial.mean(loss.item(), weight=trial.shard_size))
+        train_epoch(trial, model, optimizer, losses, batch_size=batch_size)
         scheduler.step()
         torch.rand(())  # moves the generator on, alike on every rank
-        model.eval()
-        with torch.no_grad():
-            wrong = sum(
-                int((model(images).argmax(1) != labels).sum())
-                for images, labels in trial.batches("val", batch_size=8)
-            )
-        trial.report(trial.sum(wrong) / 20, epoch)
+        trial.report(evaluate(trial, model, num_wrong) / 20, epoch)
         if trial.should_prune():
             raise AssertionError("nothing prunes here")
     trial.set_user_attr("losses", losses)

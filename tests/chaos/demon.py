@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.faults import KINDS, Fault
+from tests.executor.storage_servers import Postgres
 
-# A disk that is full, or a storage that is locked, has no logical end: only time will do.
+# A disk that is full, or a storage that is gone, has no logical end: only time will do.
 _DISK_S = 2.0
-_LOCK_S = 8.0  # SQLite itself waits for five
+_OUTAGE_S = 60.0
+_AGENT = b"optuna_fleet.executor.cluster.agent"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +38,9 @@ class Strike:
         pid: The process that reached the moment.
         began_s: When.
         recovered_s: When that trial was there again; if it was to fail, when another went on; if
-            no trial was struck, when a process was at such a moment again.
+            no trial was struck, when a process was at such a moment again; if that could be any
+            process, when a new one was at work.
+        known: Processes that had been at work before, if that matters.
     """
 
     fault: Fault
@@ -45,10 +49,13 @@ class Strike:
     pid: int
     began_s: float
     recovered_s: float | None = None
+    known: frozenset[int] | None = None
 
     def is_over_at(self, moment: dict[str, Any]) -> bool:
         """Whether this moment shows that the sweep has recovered."""
         kind = KINDS[self.fault.kind]
+        if self.known is not None:
+            return moment["pid"] not in self.known
         if self.trial is None:
             return bool(moment["site"] == kind.site)
         if moment["site"] != "report" or moment["rank"] != 0:
@@ -63,6 +70,7 @@ class Demon:
 
     Attributes:
         driver: The sweep's first process, while it runs.
+        database: Where its study is, if that is a server.
         pending: What is still to be played.
         strikes: What was played, in order.
         reused: Processes that went on to other trials after they had run out of memory.
@@ -70,13 +78,14 @@ class Demon:
 
     def __init__(self, path: Path, folder: Path, faults: list[Fault], seed: int) -> None:
         self.driver: subprocess.Popen[str] | None = None
+        self.database: Postgres | None = None
         self.strikes: list[Strike] = []
         self.reused: set[int] = set()
         self._folder = folder
         self.pending = list(faults)
         self._chance = random.Random(seed)
         self._counts: Counter[tuple[str, int | None]] = Counter()
-        self._trainers: dict[int, None] = {}
+        self._at_work: dict[int, dict[str, Any]] = {}  # the last moment of each, the latest last
         self._timers: list[threading.Timer] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -106,6 +115,10 @@ class Demon:
         key = moment["site"], moment.get("trial") if moment["site"] == "write" else None
         self._counts[key] += 1
         self._note(moment)
+        for strike in self.strikes:
+            if KINDS[strike.fault.kind].fails and strike.fault.strikes_at(moment, 1):
+                # Whoever was to say so has been killed: it happens again.
+                return KINDS[strike.fault.kind].argument
         for fault in self.pending:
             if fault.strikes_at(moment, self._counts[key]):
                 self.pending.remove(fault)
@@ -120,12 +133,15 @@ class Demon:
             spent = KINDS[strike.fault.kind].takes_all_memory
             if spent and strike.pid == moment["pid"] and strike.trial != moment.get("trial"):
                 self.reused.add(strike.pid)
-        if moment["site"] in ("batch", "report"):
-            self._trainers.pop(moment["pid"], None)
-            self._trainers[moment["pid"]] = None  # the latest last
+        if moment["site"] in ("batch", "report", "sample"):
+            self._at_work.pop(moment["pid"], None)
+            self._at_work[moment["pid"]] = moment
 
     def _strike(self, fault: Fault, moment: dict[str, Any]) -> str:
         kind = KINDS[fault.kind]
+        if kind.late:
+            self._later(fault.after_s, lambda: self._kill_role(fault, kind.argument))
+            return "go"
         self.strikes.append(
             Strike(
                 fault=fault,
@@ -151,7 +167,7 @@ class Demon:
 
     def _kill_another(self, moment: dict[str, Any]) -> None:
         agent = _parent(moment["pid"])
-        others = [p for p in self._trainers if p != moment["pid"] and _parent(p) == agent]
+        others = [p for p in self._living("trainer") if p != moment["pid"] and _parent(p) == agent]
         os.kill(self._chance.choice(others or [moment["pid"]]), signal.SIGKILL)
 
     def _kill_agent(self, moment: dict[str, Any]) -> None:
@@ -167,6 +183,44 @@ class Demon:
     def _kill_driver(self, moment: dict[str, Any]) -> None:
         assert self.driver is not None
         self.driver.kill()
+
+    def _kill_role(self, fault: Fault, role: str) -> None:
+        """Kill one of these processes, whatever it is at; if there is none, nothing was played."""
+        victims = self._living(role)
+        if not victims:
+            self.pending.append(fault)
+            return
+        victim = self._chance.choice(victims)
+        last = self._at_work.get(victim, {}) if role == "trainer" else {}
+        self.strikes.append(
+            Strike(
+                fault=fault,
+                trial=last.get("trial"),
+                epoch=last.get("epoch", 0) + (last.get("site") == "report"),
+                pid=victim,
+                began_s=time.monotonic(),
+                known=None if last else frozenset(self._at_work),
+            )
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
+
+    def _living(self, role: str) -> list[int]:
+        """The sweep's processes that play this role; "any" but the driver itself."""
+        if self.driver is None or self.driver.poll() is not None:
+            return []
+        if role == "driver":
+            return [self.driver.pid]
+        children = _children(self.driver.pid)
+        agents = [pid for pid in children if _AGENT in _command_of(pid)]
+        if role == "agent":
+            return agents
+        others = [pid for agent in agents for pid in _children(agent)]
+        if role == "any":
+            return children + others
+        wanted = "sample" if role == "preprocessor" else "batch report"
+        at_work = dict(self._at_work)
+        return [pid for pid in at_work if pid in others and at_work[pid]["site"] in wanted]
 
     # -- files ------------------------------------------------------------------------------------
 
@@ -198,7 +252,7 @@ class Demon:
         with contextlib.suppress(OSError), file.open("wb", buffering=0) as filler:
             while True:
                 filler.write(bytes(4096))
-        self._end_later(_DISK_S, lambda: (os.unlink(file.name, dir_fd=folder), os.close(folder)))
+        self._later(_DISK_S, lambda: (os.unlink(file.name, dir_fd=folder), os.close(folder)))
 
     def _make_read_only(self, moment: dict[str, Any]) -> None:
         assert self.driver is not None
@@ -208,16 +262,21 @@ class Demon:
             if not subprocess.run([*command, "remount,ro", disk], capture_output=True).returncode:
                 break
             time.sleep(0.01)
-        self._end_later(_DISK_S, lambda: subprocess.run([*command, "remount,rw", disk]))
+        self._later(_DISK_S, lambda: subprocess.run([*command, "remount,rw", disk]))
 
-    def _lock_storage(self, moment: dict[str, Any]) -> None:
+    def _lock_storage(self, moment: dict[str, Any], for_s: str) -> None:
         path = self._folder / "study.db"
         storage = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
         storage.execute("BEGIN EXCLUSIVE")
-        self._end_later(_LOCK_S, storage.close)
+        self._later(float(for_s), storage.close)
 
-    def _end_later(self, after_s: float, end: Callable[[], Any]) -> None:
-        timer = threading.Timer(after_s, end)
+    def _stop_database(self, moment: dict[str, Any]) -> None:
+        assert self.database is not None
+        self.database.stop()
+        self._later(_OUTAGE_S, self.database.start)
+
+    def _later(self, after_s: float, then: Callable[[], Any]) -> None:
+        timer = threading.Timer(after_s, then)
         timer.start()
         self._timers.append(timer)
 
@@ -226,6 +285,21 @@ def _parent(pid: int) -> int | None:
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return None
+
+
+def _children(pid: int) -> list[int]:
+    """Of all its threads."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def _command_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _damage(file: Path, how: str, chance: random.Random) -> None:

@@ -23,8 +23,9 @@ class Kind:
         site: Where in the sweep it strikes.
         wide: Only where the trial has several devices; its last rank is struck.
         fails: Its trial fails with this exception. All else must stay as it was.
+        late: Not at the moment but up to so many seconds later, wherever its victim is then.
         alone: Costs seconds, or changes the whole machine: at most one of these in a sweep.
-        needs: "namespace" (mounts of our own), "sqlite", or nothing.
+        needs: "namespace" (mounts of our own), "sqlite", "postgres", or nothing.
     """
 
     verb: str
@@ -32,6 +33,7 @@ class Kind:
     site: str = "batch"
     wide: bool = False
     fails: str = ""
+    late: float = 0.0
     alone: bool = False
     needs: str = ""
 
@@ -40,6 +42,9 @@ class Kind:
         """Whether the process that is struck must not be used again."""
         return "memory" in self.argument
 
+
+_LATE_S = 1.5  # about the time from an epoch to the next, on a busy machine
+_BEGIN_S = 8.0  # about that of a beginning
 
 KINDS: dict[str, Kind] = {
     # -- processes that die -----------------------------------------------------------------------
@@ -53,6 +58,21 @@ KINDS: dict[str, Kind] = {
     "kill the agent": Kind(verb="kill_agent", alone=True),
     "kill the driver": Kind(verb="kill_driver", alone=True),
     "kill the driver at a trial's end": Kind(verb="kill", site="told", alone=True),
+    # -- the same, wherever they are just then ----------------------------------------------------
+    "kill a trainer at any time": Kind(verb="kill_role", argument="trainer", late=_LATE_S),
+    "kill a preprocessor at any time": Kind(
+        verb="kill_role", argument="preprocessor", late=_LATE_S
+    ),
+    "kill any process at any time": Kind(verb="kill_role", argument="any", late=_LATE_S),
+    "kill the agent at any time": Kind(
+        verb="kill_role", argument="agent", late=_LATE_S, alone=True
+    ),
+    "kill the driver at any time": Kind(
+        verb="kill_role", argument="driver", late=_LATE_S, alone=True
+    ),
+    "kill the driver as it begins": Kind(
+        verb="kill_role", argument="driver", site="begin", late=_BEGIN_S, alone=True
+    ),
     # -- processes that hang ----------------------------------------------------------------------
     "stop a trainer": Kind(verb="stop", alone=True),
     "stop one rank of two": Kind(verb="stop", wide=True, alone=True),
@@ -79,7 +99,13 @@ KINDS: dict[str, Kind] = {
     "disk full": Kind(verb="fill_disk", needs="namespace", alone=True),
     "checkpoints read-only": Kind(verb="make_read_only", needs="namespace", alone=True),
     "/dev/shm full": Kind(verb="fill_shared_memory", needs="namespace", alone=True),
-    "storage locked": Kind(verb="lock_storage", needs="sqlite", alone=True),
+    "storage locked": Kind(verb="lock_storage", argument="8", needs="sqlite", alone=True),
+    "storage locked for a minute": Kind(
+        verb="lock_storage", argument="60", needs="sqlite", alone=True
+    ),
+    "storage gone for a minute": Kind(verb="stop_database", needs="postgres", alone=True),
+    # -- others -----------------------------------------------------------------------------------
+    "a second driver comes": Kind(verb="order", argument="second driver", site="told", alone=True),
     # -- clocks -----------------------------------------------------------------------------------
     "clock of a trainer jumps ahead": Kind(verb="order", argument="clock forward"),
     "clock of a trainer jumps back": Kind(verb="order", argument="clock back"),
@@ -96,11 +122,13 @@ class Fault:
         kind: Its name in `KINDS`.
         trial: The trial that is struck; None at sites that belong to no trial.
         at: The epoch at "batch" and "report"; elsewhere how often the site has been reached.
+        after_s: Seconds later; 0 for the moment itself.
     """
 
     kind: str
     trial: int | None
     at: int
+    after_s: float = 0.0
 
     def strikes_at(self, moment: Mapping[str, int | str], count: int) -> bool:
         """Whether this moment, reached for the `count`-th time, is the fault's."""
@@ -140,9 +168,14 @@ def _drawn(name: str, trial: int, epochs: int, chance: random.Random) -> Fault:
     kind = KINDS[name]
     if kind.wide:
         return Fault(kind=name, trial=trial, at=1)  # as soon as it has two devices
+    after_s = chance.uniform(0.0, kind.late) if kind.late else 0.0
+    if kind.site == "begin":
+        return Fault(kind=name, trial=None, at=1, after_s=after_s)
     if kind.site in ("batch", "report"):
         first = 2 if kind.verb == "damage" else 0  # there must be something to damage
-        return Fault(kind=name, trial=trial, at=chance.randrange(first, epochs - 1))
+        return Fault(
+            kind=name, trial=trial, at=chance.randrange(first, epochs - 1), after_s=after_s
+        )
     if kind.site == "write":
         return Fault(kind=name, trial=trial, at=chance.randint(1, epochs - 2))
     return Fault(kind=name, trial=None, at=chance.randint(2, 6))

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.chaos.demon import Demon, Strike
 from tests.chaos.faults import KINDS, Fault, draw
 from tests.chaos.moments import SOCKET
 from tests.chaos.sweep import STUDY, open_storage
+from tests.executor.storage_servers import Postgres, has_postgres
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0
@@ -74,22 +75,49 @@ def _unshare() -> list[str]:
     return ["unshare", "--user", "--map-root-user", "--mount"]
 
 
-def run(*, num_trials: int, faults: list[Fault], seed: int = 0, sqlite: bool = False) -> Result:
-    """Run a sweep to its end, by the same command again where a fault ended it."""
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
-        return _Sweep(Path(name), num_trials, faults, seed, sqlite).run()
+def run(
+    *, num_trials: int, faults: list[Fault], seed: int = 0, storage: str = "journal"
+) -> Result:
+    """Run a sweep to its end, by the same command again where a fault ended it.
+
+    Args:
+        num_trials: Of the sweep.
+        faults: What strikes it.
+        seed: Decides what is open about them, such as which bit is flipped.
+        storage: Where its study is: "journal", "sqlite" or "postgres", a server of its own.
+    """
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name, contextlib.ExitStack() as stack:
+        urls = {"journal": f"{name}/journal", "sqlite": f"sqlite:///{name}/study.db"}
+        database = None
+        if storage == "postgres":
+            database = stack.enter_context(contextlib.closing(Postgres()))
+            urls[storage] = database.new_database("chaos")
+        return _Sweep(Path(name), num_trials, faults, seed, urls[storage], database).run()
+
+
+def storage_for(kinds: Iterable[str], default: str = "journal") -> str:
+    """Where the study of a sweep must be for faults of these kinds."""
+    wanted = {KINDS[kind].needs for kind in kinds} & {"sqlite", "postgres"}
+    return wanted.pop() if wanted else default
 
 
 class _Sweep:
     def __init__(
-        self, folder: Path, num_trials: int, faults: list[Fault], seed: int, sqlite: bool
+        self,
+        folder: Path,
+        num_trials: int,
+        faults: list[Fault],
+        seed: int,
+        url: str,
+        database: Postgres | None,
     ) -> None:
         self._folder = folder
         self._num_trials = num_trials
         self._faults = faults
         self._seed = seed
         self._mark = f"OPTUNA_FLEET_SWEEP={uuid.uuid4()}"
-        self._url = f"sqlite:///{folder}/study.db" if sqlite else f"{folder}/journal"
+        self._url = url
+        self._database = database
         self._problems: list[str] = []
 
     def run(self) -> Result:
@@ -97,6 +125,7 @@ class _Sweep:
             (self._folder / name).mkdir()
         began_s = time.monotonic()
         demon = Demon(self._folder / "demon", self._folder, self._faults, self._seed)
+        demon.database = self._database
         try:
             self._run_commands(demon, began_s + LIMIT_S)
         finally:
@@ -284,5 +313,8 @@ def drawn(kinds: list[str], reference: Result, seed: int) -> list[Fault]:
 def playable() -> Iterator[str]:
     """The kinds that can be played on this machine."""
     for name, kind in KINDS.items():
-        if kind.needs != "namespace" or has_namespaces():
-            yield name
+        if kind.needs == "namespace" and not has_namespaces():
+            continue
+        if kind.needs == "postgres" and not has_postgres():
+            continue
+        yield name

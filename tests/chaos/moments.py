@@ -12,6 +12,8 @@ import os
 import re
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +87,14 @@ def _jump(by_s: float) -> None:
     time.time = lambda: was() + by_s
 
 
+def _run_second_driver() -> None:
+    """Run this driver's own command beside it; it has to be refused."""
+    command = [sys.executable, "-c", "from tests.chaos.sweep import main; main()", *sys.argv[1:]]
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    if second.returncode == 0 or f"in use by process {os.getpid()}" not in second.stderr:
+        raise AssertionError(f"A second driver was not refused: {second}")
+
+
 _ORDERS: dict[str, Callable[[], None]] = {
     "go": lambda: None,
     "": lambda: None,  # the demon is gone: so is the test
@@ -94,4 +104,5 @@ _ORDERS: dict[str, Callable[[], None]] = {
     "no memory": _run_out_of_memory,
     "clock forward": lambda: _jump(_JUMP_S),
     "clock back": lambda: _jump(-_JUMP_S),
+    "second driver": _run_second_driver,
 }

@@ -7,8 +7,8 @@ end with the same records.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
-import random
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -23,7 +23,8 @@ from optuna.storages.journal import JournalFileBackend
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import EqualSplitAllocator
 from tests.chaos.moments import reach, watch_checkpoints
-from tests.fleets import Noise, small_model
+from tests.fleets import Noise, evaluate, small_model, train_epoch
+from tests.samplers import ByNumber
 
 EPOCHS = 8
 STUDY = "chaos"
@@ -60,20 +61,6 @@ def is_wide(number: int) -> bool:
     return number % 3 == 2
 
 
-class ByNumber(optuna.samplers.BaseSampler):
-    """Proposes what depends on the trial's number only."""
-
-    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
-        return {}
-
-    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
-        return {}
-
-    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> float:
-        chance = random.Random(f"{trial.number} {name}")
-        return chance.uniform(distribution.low, distribution.high)
-
-
 def objective(trial: Any) -> float:
     """Train with momentum and BatchNorm; the losses of all steps go into a user attribute."""
     watch_checkpoints()
@@ -84,8 +71,10 @@ def objective(trial: Any) -> float:
     model, optimizer = trial.prepare(model, optimizer)
     losses = trial.state.setdefault("losses", [])
     for epoch in trial.epochs(EPOCHS):
-        _train_epoch(trial, model, optimizer, losses, epoch)
-        value = _evaluate(trial, model)
+        after_step = functools.partial(_reach_mid_epoch, trial, epoch)
+        train_epoch(trial, model, optimizer, losses, batch_size=4, after_step=after_step)
+        losses.append(torch.rand(()).item())  # alike on every rank: of the generators' states
+        value = evaluate(trial, model, _summed_loss) / _VAL
         trial.report(value, epoch)
         _reach(trial, "report", epoch)
         if trial.should_prune():
@@ -95,26 +84,13 @@ def objective(trial: Any) -> float:
     return value
 
 
-def _train_epoch(trial: Any, model: Any, optimizer: Any, losses: list[float], epoch: int) -> None:
-    model.train()
-    for step, (images, labels) in enumerate(trial.batches("train", batch_size=4)):
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(trial.mean(loss.item(), weight=trial.shard_size))
-        if step == 2:
-            _reach(trial, "batch", epoch)
-    losses.append(torch.rand(()).item())  # alike on every rank; tells of the generators' states
+def _summed_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, labels, reduction="sum")
 
 
-def _evaluate(trial: Any, model: Any) -> float:
-    model.eval()
-    total = 0.0
-    with torch.no_grad():
-        for images, labels in trial.batches("val", batch_size=8):
-            total += float(F.cross_entropy(model(images), labels, reduction="sum"))
-    return float(trial.sum(total)) / _VAL
+def _reach_mid_epoch(trial: Any, epoch: int, step: int) -> None:
+    if step == 2:
+        _reach(trial, "batch", epoch)
 
 
 def _reach(trial: Any, site: str, epoch: int) -> None:
@@ -122,8 +98,8 @@ def _reach(trial: Any, site: str, epoch: int) -> None:
 
 
 def open_storage(url: str) -> optuna.storages.BaseStorage:
-    """SQLite, or a journal file."""
-    if url.startswith("sqlite:"):
+    """A database, or a journal file."""
+    if "://" in url:
         return optuna.storages.RDBStorage(url)
     return JournalStorage(JournalFileBackend(url))
 
@@ -132,6 +108,7 @@ def main() -> None:
     """Run the sweep, or what is left of it: ``url, checkpoint folder, number of trials``."""
     faulthandler.register(signal.SIGUSR1)
     url, checkpoints, num_trials = sys.argv[1:]
+    reach("begin")
     memory_is_ours = not os.listdir(_SHARED_MEMORY)
     with _fleet(checkpoints) as fleet:
         _study(url).optimize(

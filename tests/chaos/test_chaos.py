@@ -13,7 +13,7 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState
 
 from tests.chaos.faults import KINDS
-from tests.chaos.harness import Result, differences, drawn, playable, run
+from tests.chaos.harness import Result, differences, drawn, playable, run, storage_for
 
 NUM_TRIALS = 10
 
@@ -27,6 +27,14 @@ SWEEPS: dict[str, list[str]] = {
         "kill a preprocessor",
         "kill the solver at work",
         "kill the agent",
+    ],
+    "deaths at any time": [
+        "kill a trainer at any time",
+        "kill a preprocessor at any time",
+        "kill any process at any time",
+        "kill the agent at any time",
+        "kill the driver at any time",
+        "kill the driver as it begins",
     ],
     "failures and disks": [
         "exception",
@@ -58,8 +66,12 @@ SWEEPS: dict[str, list[str]] = {
         "checkpoint with a flipped bit",
         "both checkpoints damaged",
         "checkpoints gone",
+        "a second driver comes",
     ],
+    "an outage": ["storage gone for a minute"],
 }
+# Once a minute is enough here; the benchmark plays all.
+ELSEWHERE = ["storage locked for a minute"]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +82,9 @@ def undisturbed() -> Result:
 
 
 def test_every_kind_strikes_somewhere() -> None:
-    assert sorted(kind for kinds in SWEEPS.values() for kind in kinds) == sorted(KINDS)
+    assert sorted(kind for kinds in SWEEPS.values() for kind in kinds) == sorted(
+        KINDS.keys() - ELSEWHERE
+    )
 
 
 def test_the_undisturbed_sweep_has_all_kinds_of_ends(undisturbed: Result) -> None:
@@ -88,9 +102,13 @@ def test_a_struck_sweep_ends_with_the_records_of_the_undisturbed_one(
     undisturbed: Result, name: str
 ) -> None:
     kinds = [kind for kind in SWEEPS[name] if kind in playable()]
-    sqlite = any(KINDS[kind].needs == "sqlite" for kind in kinds)
+    if not kinds:
+        pytest.skip("no PostgreSQL server here")
     result = run(
-        num_trials=NUM_TRIALS, faults=drawn(kinds, undisturbed, seed=1), seed=1, sqlite=sqlite
+        num_trials=NUM_TRIALS,
+        faults=drawn(kinds, undisturbed, seed=1),
+        seed=1,
+        storage=storage_for(kinds),
     )
     assert result.problems == [], result.log
     assert result.unreached == [], result.log

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from optuna_fleet import FleetExecutor
 from optuna_fleet.checkpoint_folder import StudyFolder
+from tests.samplers import ByNumber
 
 NUM_TRIALS = 5
 _WRITES = (
@@ -32,20 +32,6 @@ _WRITES = (
     "set_study_system_attr",
 )
 _ticks = itertools.count(1)
-
-
-class ByNumber(optuna.samplers.BaseSampler):
-    """Proposes what depends on the trial's number only."""
-
-    def infer_relative_search_space(self, study: Any, trial: Any) -> dict[str, Any]:
-        return {}
-
-    def sample_relative(self, study: Any, trial: Any, search_space: Any) -> dict[str, Any]:
-        return {}
-
-    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> float:
-        chance = random.Random(f"{trial.number} {name}")
-        return chance.uniform(distribution.low, distribution.high)
 
 
 def plain(trial: Any) -> float:

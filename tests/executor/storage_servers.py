@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pwd
 import shutil
@@ -30,6 +31,11 @@ def _postgres_programs() -> Path | None:
     return Path(on_path or folders[-1]).parent if on_path or folders else None
 
 
+def has_postgres() -> bool:
+    """Whether a PostgreSQL server and its client library are installed."""
+    return _postgres_programs() is not None and importlib.util.find_spec("psycopg2") is not None
+
+
 def _unprivileged() -> dict[str, Any]:
     """PostgreSQL refuses to run as root."""
     if os.geteuid() != 0:
@@ -49,6 +55,7 @@ class Postgres:
         self._pg_ctl, self._as = programs / "pg_ctl", _unprivileged()
         self.folder = Path(tempfile.mkdtemp(prefix="optuna-fleet-tests-pg-"))
         os.chown(self.folder, self._as.get("user", -1), self._as.get("group", -1))
+        self.folder.chmod(0o711)  # for who is root in a namespace only, the socket's way
         self._data = self.folder / "data"
         options = ["-A", "trust", "-U", "postgres", "--no-sync", "-E", "UTF8", "--locale=C"]
         self._run(programs / "initdb", "-D", self._data, *options)
