@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -83,6 +84,7 @@ class Demon:
         self.reused: set[int] = set()
         self._folder = folder
         self.pending = list(faults)
+        self._overdue: list[Fault] = []
         self._chance = random.Random(seed)
         self._counts: Counter[tuple[str, int | None]] = Counter()
         self._at_work: dict[int, dict[str, Any]] = {}  # the last moment of each, the latest last
@@ -100,6 +102,7 @@ class Demon:
         self._listener.close()
         for timer in self._timers:
             timer.join()
+        self.pending += self._overdue
 
     def _serve(self) -> None:
         while True:
@@ -115,14 +118,19 @@ class Demon:
         key = moment["site"], moment.get("trial") if moment["site"] == "write" else None
         self._counts[key] += 1
         self._note(moment)
+        overdue, self._overdue = self._overdue, []
+        for fault in overdue:
+            self._kill_role(fault)
         for strike in self.strikes:
             if KINDS[strike.fault.kind].fails and strike.fault.strikes_at(moment, 1):
                 # Whoever was to say so has been killed: it happens again.
                 return KINDS[strike.fault.kind].argument
-        for fault in self.pending:
+        for fault in [*self.pending]:
             if fault.strikes_at(moment, self._counts[key]):
                 self.pending.remove(fault)
-                return self._strike(fault, moment)
+                if not KINDS[fault.kind].late:
+                    return self._strike(fault, moment)
+                self._later(fault.after_s, functools.partial(self._kill_role, fault))
         return "go"
 
     def _note(self, moment: dict[str, Any]) -> None:
@@ -139,9 +147,6 @@ class Demon:
 
     def _strike(self, fault: Fault, moment: dict[str, Any]) -> str:
         kind = KINDS[fault.kind]
-        if kind.late:
-            self._later(fault.after_s, lambda: self._kill_role(fault, kind.argument))
-            return "go"
         self.strikes.append(
             Strike(
                 fault=fault,
@@ -184,11 +189,12 @@ class Demon:
         assert self.driver is not None
         self.driver.kill()
 
-    def _kill_role(self, fault: Fault, role: str) -> None:
-        """Kill one of these processes, whatever it is at; if there is none, nothing was played."""
+    def _kill_role(self, fault: Fault) -> None:
+        """Kill one of these processes, whatever it is at; if there are none, once there are."""
+        role = KINDS[fault.kind].argument
         victims = self._living(role)
         if not victims:
-            self.pending.append(fault)
+            self._overdue.append(fault)
             return
         victim = self._chance.choice(victims)
         last = self._at_work.get(victim, {}) if role == "trainer" else {}

@@ -154,18 +154,32 @@ def draw(kinds: list[str], lengths: Mapping[int, int], chance: random.Random) ->
         chance: Draws.
     """
     trials = [number for number, epochs in lengths.items() if epochs >= 5]
-    faults = []
+    faults: list[Fault] = []
     for name in sorted(kinds, key=lambda name: not KINDS[name].fails):
         kind = KINDS[name]
-        trial = chance.choice([n for n in trials if not kind.wide or is_wide(n)])
+        possible = [n for n in trials if not kind.wide or is_wide(n)]
+        fault = _drawn(name, lengths, possible, chance)
+        while any(_coincide(fault, other) for other in faults):
+            fault = _drawn(name, lengths, possible, chance)
         if kind.fails:
-            trials.remove(trial)
-        faults.append(_drawn(name, trial, lengths[trial], chance))
+            trials.remove(fault.trial)
+        faults.append(fault)
     return faults
 
 
-def _drawn(name: str, trial: int, epochs: int, chance: random.Random) -> Fault:
-    kind = KINDS[name]
+def _coincide(one: Fault, other: Fault) -> bool:
+    """Whether the second may never be played: a moment is answered once."""
+    kinds = KINDS[one.kind], KINDS[other.kind]
+    if one.trial is None or any(kind.late or kind.wide for kind in kinds):
+        return False
+    return (kinds[0].site, one.trial, one.at) == (kinds[1].site, other.trial, other.at)
+
+
+def _drawn(
+    name: str, lengths: Mapping[int, int], possible: list[int], chance: random.Random
+) -> Fault:
+    kind, trial = KINDS[name], chance.choice(possible)
+    epochs = lengths[trial]
     if kind.wide:
         return Fault(kind=name, trial=trial, at=1)  # as soon as it has two devices
     after_s = chance.uniform(0.0, kind.late) if kind.late else 0.0

@@ -113,6 +113,11 @@ def test_a_struck_sweep_ends_with_the_records_of_the_undisturbed_one(
     assert result.problems == [], result.log
     assert result.unreached == [], result.log
     assert differences(result, undisturbed) == {}, result.log
+    if name == "an outage":
+        assert result.log.count("The study's storage is gone") == 1
+        (outage,) = result.strikes
+        assert outage.recovered_s is not None
+        assert outage.recovered_s - outage.began_s >= 60
 
 
 # -- the harness itself ---------------------------------------------------------------------------
@@ -122,6 +127,13 @@ def test_the_same_seed_strikes_at_the_same_moments(undisturbed: Result) -> None:
     kinds = list(KINDS)[:16]
     assert drawn(kinds, undisturbed, seed=3) == drawn(kinds, undisturbed, seed=3)
     assert drawn(kinds, undisturbed, seed=3) != drawn(kinds, undisturbed, seed=4)
+
+
+def test_every_moment_is_for_one_fault(undisturbed: Result) -> None:
+    kinds = [kind for kind in KINDS if KINDS[kind].site == "report"]
+    for seed in range(50):
+        faults = drawn(kinds, undisturbed, seed)
+        assert len({(fault.trial, fault.at) for fault in faults}) == len(kinds)
 
 
 def without_its_last_trial(trials: list[FrozenTrial]) -> None:
