@@ -25,6 +25,7 @@ from tests.executor.storage_servers import Postgres
 # A disk that is full, or a storage that is gone, has no logical end: only time will do.
 _DISK_S = 2.0
 _OUTAGE_S = 60.0
+_AT_WORK = ("batch", "report", "sample")
 _AGENT = b"optuna_fleet.executor.cluster.agent"
 
 
@@ -40,8 +41,8 @@ class Strike:
         began_s: When.
         recovered_s: When that trial was there again; if it was to fail, when another went on; if
             no trial was struck, when a process was at such a moment again; if that could be any
-            process, when a new one was at work.
-        known: Processes that had been at work before, if that matters.
+            process, when one was at work that is younger than the strike.
+        known: All processes there were, if that matters.
     """
 
     fault: Fault
@@ -56,7 +57,7 @@ class Strike:
         """Whether this moment shows that the sweep has recovered."""
         kind = KINDS[self.fault.kind]
         if self.known is not None:
-            return moment["pid"] not in self.known
+            return moment["site"] in _AT_WORK and moment["pid"] not in self.known
         if self.trial is None:
             return bool(moment["site"] == kind.site)
         if moment["site"] != "report" or moment["rank"] != 0:
@@ -141,7 +142,7 @@ class Demon:
             spent = KINDS[strike.fault.kind].takes_all_memory
             if spent and strike.pid == moment["pid"] and strike.trial != moment.get("trial"):
                 self.reused.add(strike.pid)
-        if moment["site"] in ("batch", "report", "sample"):
+        if moment["site"] in _AT_WORK:
             self._at_work.pop(moment["pid"], None)
             self._at_work[moment["pid"]] = moment
 
@@ -205,7 +206,7 @@ class Demon:
                 epoch=last.get("epoch", 0) + (last.get("site") == "report"),
                 pid=victim,
                 began_s=time.monotonic(),
-                known=None if last else frozenset(self._at_work),
+                known=None if last else frozenset(self._living("any")),
             )
         )
         with contextlib.suppress(ProcessLookupError):
@@ -213,7 +214,8 @@ class Demon:
 
     def _living(self, role: str) -> list[int]:
         """The sweep's processes that play this role; "any" but the driver itself."""
-        if self.driver is None or self.driver.poll() is not None:
+        # The same command after a call's end is another call: too late to kill anybody.
+        if self.driver is None or self.driver.poll() is not None or self._counts["end", None]:
             return []
         if role == "driver":
             return [self.driver.pid]

@@ -118,6 +118,7 @@ def main() -> None:
             callbacks=[lambda study, trial: reach("told", trial=trial.number)],
             executor=fleet,
         )
+        reach("end")
     left = set(os.listdir(_SHARED_MEMORY)) - {"filler"}  # the demon's
     if memory_is_ours and left:
         raise SystemExit(f"Left in {_SHARED_MEMORY}: {left}")
