@@ -87,17 +87,22 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReady:
-    """The store accepts connections at this address."""
+    """The store accepts connections at this address; `agent` is the process id of who keeps it."""
 
     host: str
     port: int
+    agent: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLost:
-    """The store's process ended; `cause` is its exit code or signal in words."""
+    """The store's process ended; `cause` is its exit code or signal in words.
+
+    `agent` is the process id of who kept it.
+    """
 
     cause: str
+    agent: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -204,7 +204,8 @@ class Driver:
 
     def _trainer_changed(self, message: TrainerReady | TrainerExited) -> None:
         if isinstance(message, TrainerExited):
-            self._launcher.trainer_died(message.device)
+            if message.pid == self._runtime.live.get(message.device):
+                self._launcher.trainer_died(message.device)
             self._deadlines.pop(message.device, None)
             run = self._runs.get(self._where.get(message.device, -1))
             if run is not None and not run.has_ended(message.device) and not run.is_killed:

@@ -88,5 +88,7 @@ class Launcher:
             )
 
     def trainer_died(self, device: int) -> None:
-        """The device's next trainer knows nothing."""
+        """The device's next trainer knows nothing, and no run that waited for its store begins."""
         self._knows_objective.discard(device)
+        over = {order.run_id for waiting, order in self._waiting if waiting == device}
+        self._waiting = [item for item in self._waiting if item[1].run_id not in over]

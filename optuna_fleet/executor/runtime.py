@@ -24,6 +24,7 @@ from optuna_fleet.executor.hub import Hub, Readable
 from optuna_fleet.messages import (
     AgentConfig,
     AgentLost,
+    AgentReady,
     KillTrainer,
     OpenStore,
     PipelineReport,
@@ -73,7 +74,8 @@ class Runtime:
         self.store: StoreReady | None = None
         self._killed: dict[int, float] = {}  # by when they should be gone
         self._store_asked = False
-        self._stores_lost = 0
+        self._stores_lost = 0  # in a row, without one that was ready
+        self._agents_stillborn = 0
         self._has_worked = False
         self.last_report = PipelineReport()
         self._newcomers: dict[int, int] = {}
@@ -136,19 +138,25 @@ class Runtime:
         """Wait for messages as `Hub.messages` does; what is about processes is noted on the way.
 
         Raises:
-            LaunchError: The agent ended before any trainer was ready.
+            LaunchError: The agent ended before any trainer was ready: by itself, or killed several
+                times in a row.
         """
         if not self._agent.is_alive():
             yield from self._replace_agent()
             return
         self._end_stopped_agent()
         for message in self.hub.messages(self._patience_s(timeout_s), self._agent, *others):
-            match message:
-                case StoreReady():
-                    self.store = message
-                case StoreLost():
-                    self._store_lost(message)
+            self._note(message)
             yield message
+
+    def _note(self, message: Any) -> None:
+        match message:  # what a dead agent said is read after its death, and void
+            case AgentReady() if message.pid == self._agent.pid:
+                self._store_asked = False  # who was asked before is dead
+            case StoreReady() if message.agent == self._agent.pid:
+                self.store, self._stores_lost = message, 0
+            case StoreLost() if message.agent == self._agent.pid:
+                self._store_lost(message)
 
     def _patience_s(self, timeout_s: float | None) -> float | None:
         now = time.monotonic()
@@ -163,12 +171,15 @@ class Runtime:
 
     def _replace_agent(self) -> Iterator[Any]:
         """Start another agent; yield the news that the old one took all its processes along."""
-        cause = cause_of_death(self._agent.exit_code or 0)
+        exit_code = self._agent.exit_code or 0
+        cause = cause_of_death(exit_code)
         self._agent.close()
-        if not self._has_worked:
+        self._agents_stillborn = 0 if self._has_worked else self._agents_stillborn + 1
+        # One that was killed is tried again; one that ended by itself would do so again.
+        if self._agents_stillborn >= (_MAX_STILLBORN if exit_code < 0 else 1):
             raise LaunchError(
-                f"The fleet's agent process ended with {cause} before any trainer was ready; what "
-                "it printed says why."
+                f"The fleet's agent process ended with {cause} before any trainer was ready, "
+                f"{self._agents_stillborn} times in a row; what it printed says why."
             )
         self.last_report = PipelineReport()
         self.store, self._store_asked, self._has_worked = None, False, False
@@ -188,7 +199,8 @@ class Runtime:
         if self._stores_lost >= _MAX_STILLBORN:
             raise LaunchError(
                 "The store where the ranks of a trial find each other ended "
-                f"{self._stores_lost} times, the last time with {message.cause}."
+                f"{self._stores_lost} times in a row before it was ready, the last time with "
+                f"{message.cause}; what it printed says why."
             )
         self.store, self._store_asked = None, False
 

@@ -117,7 +117,7 @@ class Agent:
                 self._pipeline.remove_reader(device.index)
             self._start_trainer(device)
         elif pid == self._store_pid:
-            self._channel.send(StoreLost(cause=cause))
+            self._channel.send(StoreLost(cause=cause, agent=os.getpid()))
         elif self._pipeline is not None:
             self._pipeline.child_died(pid)
 
@@ -190,7 +190,8 @@ class Agent:
             port = sock.recv(64)
             self._store_socket = sock  # open as long as the store is wanted
             if port:
-                self._channel.send(StoreReady(host="127.0.0.1", port=int(port)))
+                ready = StoreReady(host="127.0.0.1", port=int(port), agent=os.getpid())
+                self._channel.send(ready)
 
         self._selector.register(sock, selectors.EVENT_READ, opened)
 

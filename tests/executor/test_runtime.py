@@ -1,0 +1,215 @@
+"""The runtime's books when agents, stores and trainers die at bad moments; no process here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optuna_fleet import LaunchError
+from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
+from optuna_fleet.events import Launch
+from optuna_fleet.executor import runtime as runtimes
+from optuna_fleet.executor.launcher import Launcher
+from optuna_fleet.executor.runtime import Runtime
+from optuna_fleet.messages import (
+    AgentLost,
+    AgentReady,
+    OpenStore,
+    StoreLost,
+    StoreReady,
+    TrainerReady,
+)
+from optuna_fleet.processes import ModuleProcess
+from optuna_fleet.resources import Device, Fleet
+
+KILLED = -9
+
+
+class FakeAgent:
+    _pids = itertools.count(100)
+
+    def __init__(self, config: Any) -> None:
+        self.pid = next(self._pids)
+        self.exit_code: int | None = None
+
+    def is_alive(self) -> bool:
+        return self.exit_code is None
+
+    def close(self) -> None:
+        pass
+
+
+class FakeHub:
+    """Says what it is told to say."""
+
+    host, port, secret = "127.0.0.1", 1, b"secret"
+
+    def __init__(self) -> None:
+        self.agents: dict[int, Any] = {}
+        self.trainers: dict[int, Any] = {}
+        self.news: list[Any] = []
+        self.sent: list[Any] = []
+
+    def messages(self, *_: Any) -> Iterator[Any]:
+        news, self.news = self.news, []
+        yield from news
+
+    def send(self, channel: Any, message: Any) -> None:
+        if channel is not None:
+            self.sent.append((channel, message))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runtime]:
+    monkeypatch.setattr(runtimes, "AgentProcess", FakeAgent)
+    monkeypatch.setattr(runtimes, "Hub", FakeHub)
+    devices = tuple(Device(index=index, node=0, kind="cpu") for index in range(2))
+    allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
+    made = Runtime(Fleet(devices=devices), None, allocator, tmp_path, preload=False)
+    yield made
+    made.close()
+
+
+def hear(runtime: Runtime, *news: Any) -> list[Any]:
+    """What the runtime hands on."""
+    hub: Any = runtime.hub
+    hub.news = list(news)
+    return list(runtime.messages(0.0))
+
+
+def agent(runtime: Runtime) -> Any:
+    return runtime._agent
+
+
+def die(runtime: Runtime, exit_code: int) -> list[Any]:
+    agent(runtime).exit_code = exit_code
+    return hear(runtime)
+
+
+def trainer_ready(runtime: Runtime) -> None:
+    runtime.device_events(TrainerReady(device=0, pid=7, agent=agent(runtime).pid))
+
+
+# -- agents --------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_is_killed_before_a_trainer_was_ready_is_replaced(runtime: Runtime) -> None:
+    first = agent(runtime)
+    assert [type(message) for message in die(runtime, KILLED)] == [AgentLost]
+    assert agent(runtime) is not first
+    die(runtime, KILLED)
+    with pytest.raises(LaunchError, match=r"SIGKILL .* before any trainer was ready, 3 times in"):
+        die(runtime, KILLED)
+
+
+def test_agents_that_have_worked_may_be_killed_as_often_as_they_like(runtime: Runtime) -> None:
+    for _ in range(5):
+        trainer_ready(runtime)
+        die(runtime, KILLED)
+        die(runtime, KILLED)
+
+
+def test_an_agent_that_ends_by_itself_is_not_tried_again(runtime: Runtime) -> None:
+    with pytest.raises(LaunchError, match="exit code 1 before any trainer was ready"):
+        die(runtime, 1)
+
+
+def test_a_process_may_be_closed_again() -> None:
+    """As it is where an agent's end is an error: the executor is closed on the way."""
+    process = ModuleProcess("json.tool", None, environment={})  # anything that ends by itself
+    for end in (process.close, process.close, process.kill):
+        end()
+    assert process.exit_code == 1
+
+
+# -- stores --------------------------------------------------------------------------------------
+
+
+def store_of(owner: Any) -> StoreReady:
+    return StoreReady(host="127.0.0.1", port=owner.pid, agent=owner.pid)
+
+
+def test_the_store_of_a_dead_agent_is_not_used(runtime: Runtime) -> None:
+    trainer_ready(runtime)
+    dead = agent(runtime)
+    die(runtime, KILLED)
+    hear(runtime, store_of(dead))  # it had said so before it died
+    assert runtime.store is None
+    hear(runtime, store_of(agent(runtime)), StoreLost(cause="signal SIGKILL", agent=dead.pid))
+    assert runtime.store == store_of(agent(runtime))
+
+
+def test_only_stores_that_never_were_ready_are_an_error(runtime: Runtime) -> None:
+    lost = StoreLost(cause="signal SIGKILL", agent=agent(runtime).pid)
+    for _ in range(4):
+        hear(runtime, store_of(agent(runtime)), lost)
+    hear(runtime, lost)
+    with pytest.raises(LaunchError, match="3 times in a row before it was ready"):
+        hear(runtime, lost)
+
+
+def test_a_new_agent_is_asked_for_a_store_though_the_dead_one_was(runtime: Runtime) -> None:
+    trainer_ready(runtime)
+    hub: Any = runtime.hub
+    hub.agents[0] = "dead"
+    die(runtime, KILLED)
+    runtime.open_store()  # the end of its channel was not heard of yet
+    hub.agents[0] = "new"
+    hear(runtime, AgentReady(node=0, pid=agent(runtime).pid))
+    runtime.open_store()
+    assert hub.sent == [("dead", OpenStore()), ("new", OpenStore())]
+
+
+# -- runs that wait for a store ------------------------------------------------------------------
+
+
+class FakeRuntime:
+    """Has a store when it is told to; notes who is sent to which device."""
+
+    def __init__(self) -> None:
+        self.store: StoreReady | None = None
+        self.sent: list[tuple[int, int]] = []
+
+    def open_store(self) -> None:
+        pass
+
+    def group_name(self, run_id: int) -> str:
+        return str(run_id)
+
+    def send(self, device: int, order: Any) -> None:
+        self.sent.append((device, order.number))
+
+
+def launch(number: int, *devices: int) -> Launch:
+    return Launch(
+        run_id=number, number=number, devices=devices, probe=False, measure=False, round=1
+    )
+
+
+def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path: Path) -> None:
+    """Its successor would be busy with a run that nobody knows any more."""
+    runtime: Any = FakeRuntime()
+    job = SimpleNamespace(
+        seed=0,
+        objective_id=0,
+        objective=b"",
+        gc_after_trial=False,
+        limits=SimpleNamespace(pulse_s=None),
+    )
+    folder = runtimes.StudyFolder(tmp_path, "study")
+    keeper = SimpleNamespace(folder=folder, keeps_any=False)
+    launcher = Launcher(runtime, job, keeper, adopted=())  # type: ignore[arg-type]
+    launcher.launch(launch(1, 0, 1), trial_id=1)
+    launcher.launch(launch(2, 2, 3), trial_id=2)
+    launcher.trainer_died(1)
+    runtime.store = StoreReady(host="127.0.0.1", port=1, agent=1)
+    launcher.send_waiting()
+    assert runtime.sent == [(2, 2), (3, 2)]
