@@ -106,11 +106,15 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnded:
-    """One rank of a run left the objective; its device is free again."""
+    """One rank of a run left the objective; its device is free again.
+
+    Unless its trainer `is_leaving`: then the device's loss is the next event.
+    """
 
     run_id: int
     device: int
     ending: Ending
+    is_leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

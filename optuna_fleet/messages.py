@@ -270,7 +270,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """One rank left the objective, at `time_s` (seconds since the epoch); `value` is packed."""
+    """One rank left the objective, at `time_s` of the machine's monotonic clock.
+
+    `value` is packed. `is_last`: its process serves no more runs and ends.
+    """
 
     run_id: int
     rank: int
@@ -280,6 +283,7 @@ class Ended:
     value: bytes = b""
     error: Raised | None = None
     usage: Usage = field(default_factory=Usage)
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

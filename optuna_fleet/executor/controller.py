@@ -102,7 +102,7 @@ class Controller:
     def _take(self, event: Event) -> list[Instruction]:  # noqa: C901 - one arm per event
         match event:
             case RankEnded():
-                return self._rank_ended(event.run_id, event.device, event.ending)
+                return self._rank_ended(event)
             case DeviceLost():
                 return self._device_lost(event)
             case RunCondemned():
@@ -176,11 +176,12 @@ class Controller:
             return []
         return [AnswerEpoch(run_id=event.run_id, decision=decision)]
 
-    def _rank_ended(self, run_id: int, device: int, ending: Ending) -> list[Instruction]:
-        run = self._roster.runs.get(run_id)
-        if run is None or device in run.endings:
+    def _rank_ended(self, event: RankEnded) -> list[Instruction]:
+        run = self._roster.runs.get(event.run_id)
+        if run is None or event.device in run.endings:
             return []
-        if self._roster.end_rank(run, device, ending):
+        ending = event.ending
+        if self._roster.end_rank(run, event.device, ending, is_leaving=event.is_leaving):
             return self._run_ended(run)
         if ending in (Ending.RAISED, Ending.CUT_OFF, Ending.LOST) and not run.cut:
             return self._cut_off(run, at_once=run.lost)
@@ -207,7 +208,8 @@ class Controller:
             return []
         # By order, but meant for the run before this one: lost all the same.
         run.lost = run.lost or not (event.by_order and run.cut)
-        return self._rank_ended(run.run_id, event.device, Ending.LOST)
+        ended = RankEnded(run_id=run.run_id, device=event.device, ending=Ending.LOST)
+        return self._rank_ended(ended)
 
     def _run_ended(self, run: Run) -> list[Instruction]:
         trial = self._roster.land(run)

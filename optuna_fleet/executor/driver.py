@@ -20,6 +20,7 @@ from optuna_fleet.events import (
     CutOff,
     DataRequested,
     DeviceJoined,
+    DeviceLost,
     Ending,
     EpochDecision,
     Event,
@@ -203,9 +204,9 @@ class Driver:
                 self._launcher.send_waiting()
 
     def _trainer_changed(self, message: TrainerReady | TrainerExited) -> None:
-        if isinstance(message, TrainerExited):
-            if message.pid == self._runtime.live.get(message.device):
-                self._launcher.trainer_died(message.device)
+        is_live = message.pid == self._runtime.live.get(message.device)
+        if isinstance(message, TrainerExited) and is_live:
+            self._launcher.trainer_died(message.device)
             self._deadlines.pop(message.device, None)
             run = self._runs.get(self._where.get(message.device, -1))
             if run is not None and not run.has_ended(message.device) and not run.is_killed:
@@ -247,9 +248,20 @@ class Driver:
         if message.ending is Ending.CUT_OFF and message.error is not None:
             run.causes.append(f"device {message.device} was cut off: {message.error.description}")
         self._deadlines.pop(message.device, None)
-        seconds = time.time() - run.start
+        seconds = time.monotonic() - run.started
         self.tally.add_stay(message.device, seconds, message.usage, probe=run.launch.probe)
-        self._post(RankEnded(run_id=message.run_id, device=message.device, ending=message.ending))
+        self._post(
+            RankEnded(
+                run_id=message.run_id,
+                device=message.device,
+                ending=message.ending,
+                is_leaving=message.is_last,
+            )
+        )
+        if message.is_last:  # before anything else is launched there
+            self._launcher.trainer_died(message.device)
+            self._runtime.retire(message.device)
+            self._post(DeviceLost(device=message.device))
 
     def _called(self, run: RunRecord, call: Call) -> None:
         ended = self._desk.take(run, call)
@@ -300,9 +312,10 @@ class Driver:
                 assert_never(instruction)
 
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
-        is_due = time.time() - run.saved >= self._job.checkpoint_interval_s
+        now = time.monotonic()
+        is_due = now - run.saved >= self._job.checkpoint_interval_s
         if decision is EpochDecision.GO and is_due:
-            decision, run.saved = EpochDecision.CHECKPOINT, time.time()
+            decision, run.saved = EpochDecision.CHECKPOINT, now
         self._desk.answer_epoch(run, decision)
 
     def _propose(self, *, again: bool = False) -> None:
@@ -313,12 +326,8 @@ class Driver:
             self._post(ProposalsExhausted())
 
     def _launch(self, launch: Launch) -> None:
-        now = time.time()
         self._runs[launch.run_id] = RunRecord(
-            launch=launch,
-            start=now,
-            saved=now,
-            calls=RunCalls(world_size=len(launch.devices)),
+            launch=launch, start=time.time(), calls=RunCalls(world_size=len(launch.devices))
         )
         self._where.update(dict.fromkeys(launch.devices, launch.run_id))
         self._watchdog.launched(launch)

@@ -77,12 +77,12 @@ class Roster:
         self._run_on.update(dict.fromkeys(devices, run))
         return run
 
-    def end_rank(self, run: Run, device: int, ending: Ending) -> bool:
+    def end_rank(self, run: Run, device: int, ending: Ending, *, is_leaving: bool) -> bool:
         """Ends a run on one device; says whether it was the last."""
         run.endings[device] = ending
         run.lost = run.lost or ending is Ending.CUT_OFF
         del self._run_on[device]
-        if ending is not Ending.LOST:
+        if ending is not Ending.LOST and not is_leaving:
             self.idle.add(device)
         return len(run.endings) == len(run.devices)
 

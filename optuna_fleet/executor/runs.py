@@ -44,7 +44,8 @@ class RunRecord:
         start: When it was launched, seconds since the epoch.
         ended: How its ranks ended, in order of arrival.
         causes: What became of ranks that were lost.
-        saved: When it was last told to make a checkpoint, seconds since the epoch.
+        saved: When it was last told to make a checkpoint, by the monotonic clock.
+        started: When it was launched, likewise.
         pending_epoch: Rank 0's unanswered question what to do after an epoch.
         verdict: The error that the trial fails with, if it broke a limit.
         is_killed: Its processes are being killed by us: their deaths are no news.
@@ -53,7 +54,8 @@ class RunRecord:
     launch: Launch
     start: float
     calls: RunCalls
-    saved: float
+    saved: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     ended: list[Ended] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     pending_epoch: Call | None = None

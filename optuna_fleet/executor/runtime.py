@@ -80,6 +80,7 @@ class Runtime:
         self.last_report = PipelineReport()
         self._newcomers: dict[int, int] = {}
         self._dead: set[int] = set()
+        self._retired: set[int] = set()
         self._stillborn: dict[int, int] = {}
         self._checkpoint_dir = checkpoint_dir or Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
         self._keeps_checkpoints = checkpoint_dir is not None
@@ -224,6 +225,9 @@ class Runtime:
                 return []
             self.live[device] = pid
             return [DeviceJoined(device=device)]
+        if pid in self._retired:
+            self._retired.remove(pid)
+            return []
         if self.live.get(device) != pid:
             if self._newcomers.get(device) == pid:
                 del self._newcomers[device]
@@ -239,6 +243,11 @@ class Runtime:
             self.live[device] = self._newcomers.pop(device)
             events.append(DeviceJoined(device=device))
         return events
+
+    def retire(self, device: int) -> None:
+        """The trainer of a device has said that it ends; its successor announces itself."""
+        if (pid := self.live.pop(device, None)) is not None:
+            self._retired.add(pid)
 
     def _note_stillborn(self, message: TrainerExited) -> None:
         number = self._stillborn[message.device] = self._stillborn.get(message.device, 0) + 1

@@ -52,8 +52,9 @@ class Trainer:
                     ended = self._run(message)
                     _flush()
                     usable = self._clean_up(collect=message.gc_after_trial)
-                    self._channel.send(ended)
-                    if self._is_spent or not usable:
+                    is_last = self._is_spent or not usable
+                    self._channel.send(replace(ended, is_last=is_last))
+                    if is_last:
                         return
                 case Quit():
                     return
@@ -94,7 +95,7 @@ class Trainer:
         except BaseException as raised:
             ending, error = Ending.RAISED, pack_error(raised)
             self._is_spent = is_out_of_memory(raised)
-        ended_s = time.time()
+        ended_s = time.monotonic()  # not of this process only, and nobody can set it
         usage = training.end(failed=error is not None) if training else Usage()
         return Ended(
             run_id=run.run_id,

@@ -344,6 +344,17 @@ def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_ki
     assert Settle(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
 
 
+def test_nothing_is_launched_where_a_trainer_is_leaving() -> None:
+    world = World(num_devices=1, trials=2)
+    (run_id,) = world.runs
+    world.runs.clear()
+    world.busy.clear()
+    ended = RankEnded(run_id=run_id, device=0, ending=Ending.RAISED, is_leaving=True)
+    assert world.tell(ended) == [Settle(number=0, run_id=run_id)]
+    assert world.tell(DeviceLost(device=0)) == []
+    assert [type(i) for i in world.tell(DeviceJoined(device=0))] == [Propose, Launch]
+
+
 def test_a_rank_that_could_not_reach_its_peers_is_tried_again_on_the_same_device() -> None:
     world = World(num_devices=1, trials=1)
     instructions = world.end(0, Ending.CUT_OFF)

@@ -393,6 +393,22 @@ def test_an_exception_on_one_rank_is_the_trials(fleet: Any) -> None:
     assert "trial 0, rank 1, on device 1" in told(caught.value)
 
 
+def raise_with_a_clock_ahead(trial: Any) -> float:
+    if trial.rank == 1:
+        now = time.time() + 36_000
+        time.time = lambda: now
+        raise MemoryError("only here")  # for which its process, clock and all, is replaced
+    trial.sum(1.0)
+    raise AssertionError("not without the other rank")
+
+
+def test_which_rank_raised_first_is_not_by_the_clock_that_can_be_set(fleet: Any) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: [Leg((0, 1))]}
+    with pytest.raises(MemoryError, match="only here"):
+        study.optimize(raise_with_a_clock_ahead, n_trials=1, executor=fleet)
+
+
 def extra_call(trial: Any) -> float:
     if trial.rank == 1:
         _ = trial.user_attrs  # rank 0 never asks for them

@@ -324,9 +324,10 @@ def out_of_memory(trial: Any) -> float:
 
 
 def test_a_process_that_ran_out_of_memory_is_not_used_again() -> None:
+    """Nor is it sent another trial meanwhile, which would lose its devices with it."""
     study = optuna.create_study()
     catch = (MemoryError, torch.OutOfMemoryError)
-    with FleetExecutor(devices=1, device_type="cpu") as executor:
+    with FleetExecutor(devices=1, device_type="cpu", max_restarts=0) as executor:
         study.optimize(out_of_memory, n_trials=4, catch=catch, executor=executor)
     assert states(study) == [FAIL, FAIL, COMPLETE, COMPLETE]
     pids = [trial.user_attrs["pid"] for trial in study.trials]

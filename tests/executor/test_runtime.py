@@ -12,9 +12,12 @@ import pytest
 
 from optuna_fleet import LaunchError
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
-from optuna_fleet.events import Launch
+from optuna_fleet.events import DeviceJoined, EpochDecision, Launch
 from optuna_fleet.executor import runtime as runtimes
+from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.executor.driver import Driver
 from optuna_fleet.executor.launcher import Launcher
+from optuna_fleet.executor.runs import RunRecord
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.messages import (
     AgentLost,
@@ -22,6 +25,7 @@ from optuna_fleet.messages import (
     OpenStore,
     StoreLost,
     StoreReady,
+    TrainerExited,
     TrainerReady,
 )
 from optuna_fleet.processes import ModuleProcess
@@ -94,8 +98,12 @@ def die(runtime: Runtime, exit_code: int) -> list[Any]:
     return hear(runtime)
 
 
-def trainer_ready(runtime: Runtime) -> None:
-    runtime.device_events(TrainerReady(device=0, pid=7, agent=agent(runtime).pid))
+def trainer_ready(runtime: Runtime, pid: int = 7) -> list[Any]:
+    return runtime.device_events(TrainerReady(device=0, pid=pid, agent=agent(runtime).pid))
+
+
+def trainer_exited(runtime: Runtime, pid: int = 7) -> list[Any]:
+    return runtime.device_events(TrainerExited(device=0, pid=pid, cause="exit code 0"))
 
 
 # -- agents --------------------------------------------------------------------------------------
@@ -128,6 +136,21 @@ def test_a_process_may_be_closed_again() -> None:
     for end in (process.close, process.close, process.kill):
         end()
     assert process.exit_code == 1
+
+
+# -- trainers that leave ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_overtaken", [False, True])
+def test_a_trainer_that_said_it_ends_has_a_successor(runtime: Runtime, is_overtaken: bool) -> None:
+    trainer_ready(runtime, pid=7)
+    runtime.retire(0)
+    assert runtime.live == {}
+    events = [trainer_exited, trainer_ready][:: -1 if is_overtaken else 1]
+    pids = {trainer_exited: 7, trainer_ready: 8}
+    seen = [event for act in events for event in act(runtime, pid=pids[act])]
+    assert seen == [DeviceJoined(device=0)]
+    assert runtime.live == {0: 8}
 
 
 # -- stores --------------------------------------------------------------------------------------
@@ -166,6 +189,21 @@ def test_a_new_agent_is_asked_for_a_store_though_the_dead_one_was(runtime: Runti
     hear(runtime, AgentReady(node=0, pid=agent(runtime).pid))
     runtime.open_store()
     assert hub.sent == [("dead", OpenStore()), ("new", OpenStore())]
+
+
+# -- clocks --------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> None:
+    run = RunRecord(launch=launch(1, 0), start=0.0, calls=RunCalls(world_size=1))
+    monkeypatch.setattr("time.time", lambda: -36_000.0)
+    answers: list[EpochDecision] = []
+    driver: Any = SimpleNamespace(
+        _job=SimpleNamespace(checkpoint_interval_s=0.0),
+        _desk=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
+    )
+    Driver._answer_epoch(driver, run, EpochDecision.GO)
+    assert answers == [EpochDecision.CHECKPOINT]
 
 
 # -- runs that wait for a store ------------------------------------------------------------------
