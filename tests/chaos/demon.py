@@ -75,6 +75,7 @@ class Demon:
         database: Where its study is, if that is a server.
         pending: What is still to be played.
         strikes: What was played, in order.
+        widths: On how many devices each trial was at most.
         reused: Processes that went on to other trials after they had run out of memory.
     """
 
@@ -82,6 +83,7 @@ class Demon:
         self.driver: subprocess.Popen[str] | None = None
         self.database: Postgres | None = None
         self.strikes: list[Strike] = []
+        self.widths: Counter[int] = Counter()
         self.reused: set[int] = set()
         self._folder = folder
         self.pending = list(faults)
@@ -142,6 +144,8 @@ class Demon:
             spent = KINDS[strike.fault.kind].takes_all_memory
             if spent and strike.pid == moment["pid"] and strike.trial != moment.get("trial"):
                 self.reused.add(strike.pid)
+        if "ranks" in moment:
+            self.widths[moment["trial"]] = max(self.widths[moment["trial"]], moment["ranks"])
         if moment["site"] in _AT_WORK:
             self._at_work.pop(moment["pid"], None)
             self._at_work[moment["pid"]] = moment

@@ -22,7 +22,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.sampler_bridge.ledger import REASON_KEY, flights_of
+from optuna_fleet.sampler_bridge.ledger import REASON_KEY
 from tests.chaos.demon import Demon, Strike
 from tests.chaos.faults import KINDS, Fault, draw
 from tests.chaos.moments import SOCKET
@@ -45,7 +45,8 @@ class Result:
 
     Attributes:
         trials: The study's trials.
-        flights: Of each trial, as recorded.
+        widths: On how many devices each trial was at most. Flights that the study has records of
+            would not do: those that a driver's death ended are not among them.
         strikes: What was played on it.
         unreached: Faults whose moment never came.
         problems: What must not be, whatever was played; among others, that the sweep hung.
@@ -54,7 +55,7 @@ class Result:
     """
 
     trials: list[FrozenTrial]
-    flights: dict[int, list[dict[str, Any]]]
+    widths: dict[int, int]
     strikes: list[Strike]
     unreached: list[Fault]
     problems: list[str]
@@ -139,10 +140,9 @@ class _Sweep:
         return self._result(demon, wall_s)
 
     def _result(self, demon: Demon, wall_s: float) -> Result:
-        trials, flights = _records(self._url)
         return Result(
-            trials=trials,
-            flights=flights,
+            trials=_records(self._url),
+            widths=demon.widths,
             strikes=demon.strikes,
             unreached=demon.pending,
             problems=self._problems,
@@ -229,11 +229,10 @@ def _until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
     return True
 
 
-def _records(url: str) -> tuple[list[FrozenTrial], dict[int, list[dict[str, Any]]]]:
+def _records(url: str) -> list[FrozenTrial]:
     storage = open_storage(url)
     try:
-        study = optuna.load_study(study_name=STUDY, storage=storage)
-        return study.get_trials(), flights_of(study)
+        return optuna.load_study(study_name=STUDY, storage=storage).get_trials()
     finally:
         storage.remove_session()
         if isinstance(storage, optuna.storages.RDBStorage):
@@ -287,7 +286,7 @@ def _difference(trial: FrozenTrial, other: FrozenTrial, *, fails: str, exact: bo
 
 def _is_alone(result: Result, trial: FrozenTrial) -> bool:
     """Whether it always had one device: then results are equal bit for bit."""
-    return all(len(flight["devices"]) == 1 for flight in result.flights.get(trial.number, []))
+    return result.widths[trial.number] == 1
 
 
 def _numbered(values: list[Any]) -> dict[int, Any]:
