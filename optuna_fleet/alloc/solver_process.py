@@ -6,6 +6,7 @@ stdout; each as a pickle after its length (8 bytes, big endian). Ends with its p
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -23,7 +24,8 @@ def main() -> None:
     if sys.platform == "linux":  # the end of stdin is not seen in mid-solve, which may hang
         die_with(os.getppid())
     requests, answers = _private_pipes()
-    with requests, answers:
+    # A broken pipe: the driver was killed and waits for no answer.
+    with contextlib.suppress(BrokenPipeError), requests, answers:
         while (request := _read(requests)) is not None:
             body = _answer(request)
             answers.write(HEADER.pack(len(body)) + body)

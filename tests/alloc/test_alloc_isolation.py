@@ -18,6 +18,7 @@ from optuna_fleet.alloc import (
     MipAllocator,
     validate,
 )
+from optuna_fleet.alloc.isolation import HEADER
 
 GOOD = slide_problem(time_limit_s=20.0)
 BAD = replace(GOOD, candidates=(Candidate(number=99, rates=(30.0,)), *GOOD.candidates))
@@ -161,3 +162,17 @@ def test_a_hanging_child_dies_with_its_parent(tmp_path):
     subprocess.run(
         [sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, timeout=60, check=True
     )
+
+
+def test_a_solver_whose_driver_was_killed_ends_without_a_word() -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-m", "optuna_fleet.alloc.solver_process"]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as solver:
+        assert solver.stdin is not None
+        assert solver.stdout is not None
+        assert solver.stderr is not None
+        solver.stdout.close()
+        solver.stdin.write(HEADER.pack(1) + b"?")
+        solver.stdin.close()
+        assert solver.stderr.read() == b""
+    assert solver.returncode == 0
