@@ -56,10 +56,12 @@ class Row:
     recoveries_s: list[float] = field(default_factory=list)
 
 
-def hands(kinds: list[str], per_sweep: int, chance: random.Random) -> Iterator[list[str]]:
+def hands(
+    kinds: list[str], per_sweep: int, chance: random.Random, *, together: bool = False
+) -> Iterator[list[str]]:
     """Faults for one sweep after the other: one that is costly, and others in turn."""
-    costly = shuffled([name for name in kinds if KINDS[name].alone], chance)
-    others = shuffled([name for name in kinds if not KINDS[name].alone], chance)
+    costly = shuffled([k for k in kinds if KINDS[k].alone and not together], chance)
+    others = shuffled([k for k in kinds if not KINDS[k].alone or together], chance)
     while True:
         hand = list(itertools.islice(costly, 1))
         yield hand + list(itertools.islice(others, per_sweep - len(hand)))
@@ -134,6 +136,7 @@ def main() -> None:
     parser.add_argument("--sweeps", type=int, default=24)
     parser.add_argument("--faults", type=int, default=10, help="per sweep")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--together", action="store_true", help="several costly ones in a sweep")
     parser.add_argument("--only", nargs="+", type=int, help="of the sweeps, play these again")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(playable()))
     arguments = parser.parse_args()
@@ -143,7 +146,8 @@ def main() -> None:
     if reference.problems:
         raise SystemExit(f"The undisturbed sweep failed: {reference.problems}\n{reference.log}")
     table: dict[str, Row] = defaultdict(Row)
-    deal = hands(arguments.kinds, arguments.faults, random.Random(arguments.seed))
+    chance = random.Random(arguments.seed)
+    deal = hands(arguments.kinds, arguments.faults, chance, together=arguments.together)
     played = range(arguments.sweeps) if arguments.only is None else arguments.only
     for index, kinds in enumerate(itertools.islice(deal, max(played) + 1)):
         if index not in played:

@@ -99,6 +99,7 @@ def run(
 def storage_for(kinds: Iterable[str], default: str = "journal") -> str:
     """Where the study of a sweep must be for faults of these kinds."""
     wanted = {KINDS[kind].needs for kind in kinds} & {"sqlite", "postgres"}
+    assert len(wanted) < 2, f"one study can't be in {wanted}"
     return wanted.pop() if wanted else default
 
 
