@@ -26,6 +26,7 @@ from optuna_fleet import (
     TrialTimeoutError,
 )
 from optuna_fleet.events import Launch
+from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.watchdog import Broken, Hung, Limits, Watchdog
 from optuna_fleet.messages import Pulse
 from optuna_fleet.sampler_bridge.ledger import flights_of
@@ -334,6 +335,23 @@ def test_a_process_that_ran_out_of_memory_is_not_used_again() -> None:
     assert len(set(pids)) == 3
     assert pids[2] == pids[3]
     assert reason(study.trials[0]) == "MemoryError: no room"
+
+
+def test_a_memory_kill_explains_deaths_of_that_moment_only() -> None:
+    """The kernel counts those of the whole machine, by whomever."""
+    count, now = 7, 0.0
+    kills = MemoryKills(lambda: count, lambda: now)
+    assert not kills.take()
+    count = 8
+    now += LOOK_EVERY_S
+    kills.look()
+    assert kills.take()  # it died a little later
+    assert not kills.take()
+    count = 9
+    for _ in range(2):
+        now += LOOK_EVERY_S
+        kills.look()
+    assert not kills.take()  # that was somebody else
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ ends, and all its children with it, when its driver does.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import selectors
@@ -17,6 +18,7 @@ import sys
 import time
 
 from optuna_fleet.channel import connect
+from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.messages import (
     AgentConfig,
     AgentReady,
@@ -35,7 +37,6 @@ from optuna_fleet.processes import (
     Forks,
     cause_of_death,
     end_session,
-    num_out_of_memory,
     preload,
     run_loop,
 )
@@ -56,7 +57,7 @@ class Agent:
         self._pipeline: PipelineServer | None = None
         self._report_due = time.monotonic() + _REPORT_EVERY_S
         self._store_pid: int | None = None
-        self._num_out_of_memory = num_out_of_memory()
+        self._memory_kills = MemoryKills()
 
     def serve(self) -> None:
         """Start everything, then act on events until told to quit or the driver is gone."""
@@ -66,8 +67,8 @@ class Agent:
             self._open_pipeline()
             for device in self._config.devices:
                 self._start_trainer(device)
-            stuck_s = self._config.stuck_s
-            run_loop(self._selector, every_s=stuck_s and stuck_s / 4, tick=self._look_after)
+            every_s = min(LOOK_EVERY_S, (self._config.stuck_s or math.inf) / 4)
+            run_loop(self._selector, every_s=every_s, tick=self._look_after)
         except (EOFError, ConnectionError):
             pass
         finally:
@@ -89,6 +90,7 @@ class Agent:
                 raise EOFError
 
     def _look_after(self) -> None:
+        self._memory_kills.look()
         if self._pipeline is not None and self._config.stuck_s is not None:
             self._pipeline.kill_stuck(self._config.stuck_s)
 
@@ -103,14 +105,10 @@ class Agent:
         cause = cause_of_death(exit_code)
         device = self._trainers.pop(pid, None)
         if device is not None:
-            num_before, self._num_out_of_memory = self._num_out_of_memory, num_out_of_memory()
+            out_of_memory = self._memory_kills.take() and exit_code == -signal.SIGKILL
             self._channel.send(
                 TrainerExited(
-                    device=device.index,
-                    pid=pid,
-                    cause=cause,
-                    out_of_memory=exit_code == -signal.SIGKILL
-                    and self._num_out_of_memory > num_before,
+                    device=device.index, pid=pid, cause=cause, out_of_memory=out_of_memory
                 )
             )
             if self._pipeline is not None:
