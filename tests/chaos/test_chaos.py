@@ -110,7 +110,9 @@ def test_a_struck_sweep_ends_with_the_records_of_the_undisturbed_one(
         storage=storage_for(kinds),
     )
     assert result.problems == [], result.log
-    assert result.unreached == [], result.log
+    # Where the machine is fast, the sweep may be over when a late one strikes.
+    assert [fault for fault in result.unreached if not fault.after_s] == [], result.log
+    assert result.strikes, result.log
     assert differences(result, undisturbed) == {}, result.log
     if name == "an outage":
         assert result.log.count("The study's storage is gone") == 1
