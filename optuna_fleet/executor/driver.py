@@ -21,7 +21,6 @@ from optuna_fleet.events import (
     DataRequested,
     DeviceJoined,
     DeviceLost,
-    Ending,
     EpochDecision,
     Event,
     GiveBack,
@@ -209,7 +208,7 @@ class Driver:
             self._launcher.trainer_died(message.device)
             self._deadlines.pop(message.device, None)
             run = self._runs.get(self._where.get(message.device, -1))
-            if run is not None and not run.has_ended(message.device) and not run.is_killed:
+            if run is not None and message.device in run.remaining() and not run.is_killed:
                 self._trainer_died(run, message)
         for event in self._runtime.device_events(message):
             self._post(event)
@@ -228,12 +227,9 @@ class Driver:
             self._condemn(run, fault.error)
             return
         run.is_killed = True
-        run.causes.append(
-            f"it made no progress for {fault.after_s:g} s ({'; '.join(fault.where)})"
-        )
-        for device in run.launch.devices:
-            if not run.has_ended(device):
-                self._runtime.kill(device)
+        run.causes.append(str(fault))
+        for device in run.remaining():
+            self._runtime.kill(device)
 
     def _condemn(self, run: RunRecord, error: BaseException) -> None:
         """End a run at once, and its trial with this error."""
@@ -241,15 +237,12 @@ class Driver:
         self._post(RunCondemned(run_id=run.launch.run_id))
 
     def _rank_ended(self, run: RunRecord, message: Ended) -> None:
-        run.ended.append(message)
+        run.end_rank(message)
         self._watchdog.rank_ended(message.run_id, message.rank)
         if message.rank == 0:
             self._desk.close(run)
-        if message.ending is Ending.CUT_OFF and message.error is not None:
-            run.causes.append(f"device {message.device} was cut off: {message.error.description}")
         self._deadlines.pop(message.device, None)
-        seconds = time.monotonic() - run.started
-        self.tally.add_stay(message.device, seconds, message.usage, probe=run.launch.probe)
+        self.tally.add_stay(message.device, run.age_s, message.usage, probe=run.launch.probe)
         self._post(
             RankEnded(
                 run_id=message.run_id,
@@ -312,10 +305,8 @@ class Driver:
                 assert_never(instruction)
 
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
-        now = time.monotonic()
-        is_due = now - run.saved >= self._job.checkpoint_interval_s
-        if decision is EpochDecision.GO and is_due:
-            decision, run.saved = EpochDecision.CHECKPOINT, now
+        if decision is EpochDecision.GO and run.unsaved_s >= self._job.checkpoint_interval_s:
+            decision, run.saved = EpochDecision.CHECKPOINT, time.monotonic()
         self._desk.answer_epoch(run, decision)
 
     def _propose(self, *, again: bool = False) -> None:

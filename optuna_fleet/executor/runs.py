@@ -77,9 +77,26 @@ class RunRecord:
         (leader,) = (ended for ended in self.ended if ended.rank == 0)
         return unpack(leader.value), None
 
-    def has_ended(self, device: int) -> bool:
-        """Whether the rank on that device has left the objective."""
-        return any(ended.device == device for ended in self.ended)
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was launched."""
+        return time.monotonic() - self.started
+
+    @property
+    def unsaved_s(self) -> float:
+        """Seconds since it was last told to make a checkpoint."""
+        return time.monotonic() - self.saved
+
+    def end_rank(self, ended: Ended) -> None:
+        """Note how a rank left the objective."""
+        self.ended.append(ended)
+        if ended.ending is Ending.CUT_OFF and ended.error is not None:
+            self.causes.append(f"device {ended.device} was cut off: {ended.error.description}")
+
+    def remaining(self) -> list[int]:
+        """The devices whose ranks have not left the objective."""
+        over = {ended.device for ended in self.ended}
+        return [device for device in self.launch.devices if device not in over]
 
     @property
     def cause(self) -> str:

@@ -58,6 +58,9 @@ class Hung:
     after_s: float
     where: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return f"it made no progress for {self.after_s:g} s ({'; '.join(self.where)})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
