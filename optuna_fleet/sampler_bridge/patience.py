@@ -193,11 +193,23 @@ class PatientStorage:
                     self._end = str(end) or "The study's storage was gone when you left."
                     raise
                 call, pause_s = again or first, min(2 * pause_s, _LONGEST_PAUSE_S)
+            except BaseException:  # Ctrl-C in the midst of it
+                self._roll_back()
+                raise
             else:
                 if self._gone_since is not None:
                     self._note_return()
                 return result
         raise StorageLostError(self._end)
+
+    def _roll_back(self) -> None:
+        """End this thread's transaction, whose locks would keep out the other threads.
+
+        An exception that strikes between a transaction and its own end leaves it open, for as
+        long as somebody has the exception's traceback.
+        """
+        with contextlib.suppress(Exception):
+            self.itself.remove_session()
 
     def _wait(self, error: Exception, pause_s: float, since: float) -> None:
         now = time.monotonic()

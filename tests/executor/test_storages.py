@@ -17,6 +17,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from optuna_fleet import FleetConfigError, FleetExecutor, StorageLostError
@@ -296,7 +297,8 @@ def test_patience_has_an_end(
         fleet.optimize(study, objective, catch=ZeroDivisionError, callbacks=[leave])
     storages.come_back()
     assert study.trials[2].state.is_finished()
-    assert TrialState.RUNNING in {trial.state for trial in study.trials}
+    unfinished = [trial for trial in study.trials if not trial.state.is_finished()]
+    assert all(trial.state is TrialState.RUNNING for trial in unfinished)
     other = optuna.create_study()
     fleet.optimize(other, lambda trial: trial.number, 4)  # the trainers are free
     assert len(other.trials) == 4
@@ -309,6 +311,33 @@ def test_ctrl_c_ends_the_waiting(storages: Storages, fleet: Any, when_gone: Any)
     with pytest.raises(KeyboardInterrupt):
         fleet.optimize(study, objective, catch=ZeroDivisionError, callbacks=[leave])
     storages.come_back()
+
+
+class Interrupted:
+    """A storage in which Ctrl-C strikes when a transaction has written and not yet ended."""
+
+    def __init__(self, storage: optuna.storages.RDBStorage) -> None:
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def set_study_user_attr(self, *_: Any) -> None:
+        self._storage.scoped_session().execute(text("UPDATE studies SET study_name = 'x'"))
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_transaction_does_not_keep_others_out(tmp_path: Path) -> None:
+    path = f"sqlite:///{tmp_path}/study.db"
+    at_once = {"connect_args": {"timeout": 0}}
+    storage = optuna.storages.RDBStorage(path, engine_kwargs=at_once)
+    study = optuna.create_study(storage=storage)
+    patient: Any = PatientStorage(Interrupted(storage), 60)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        patient.set_study_user_attr(study._study_id, "a", 1)
+    another = optuna.storages.RDBStorage(path, engine_kwargs=at_once)
+    another.set_study_user_attr(study._study_id, "b", 2)  # or "database is locked"
+    assert study.user_attrs == {"b": 2}
 
 
 def test_an_error_of_the_call_itself_is_not_waited_for(storages: Storages, fleet: Any) -> None:
