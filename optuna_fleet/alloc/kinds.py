@@ -153,7 +153,9 @@ class ByKind:
         for kind, part in _parts(problem, kinds, plans):
             plans[kind] = self.inner.allocate(part)
         if not any(plan.flotillas for plan in plans.values()):
-            plans |= {kind: self.inner.allocate(part) for kind, part in _slowest_alone(problem)}
+            bound = _flying(problem) if self.cautious else {}
+            alone = _slowest_alone(problem, bound)
+            plans |= {kind: self.inner.allocate(part) for kind, part in alone}
         return _merged(self.name, plans)
 
 
@@ -251,14 +253,19 @@ def _drawn(plans: Mapping[str, Plan]) -> float:
     return sum(max(a.rate for a in flotilla.assignments) for flotilla in flotillas)
 
 
-def _slowest_alone(problem: AllocationProblem) -> Iterator[tuple[str, AllocationProblem]]:
-    """Where nothing can be served, the slowest trial flies, as with one type; see `streams`."""
+def _slowest_alone(
+    problem: AllocationProblem, bound: Kinds
+) -> Iterator[tuple[str, AllocationProblem]]:
+    """Where nothing can be served, the slowest trial flies, as with one type; see `streams`.
+
+    Those that are ``bound`` to a type fly on no other.
+    """
     slowest = min(
         (
             (c.rates_on(kind)[c.min_devices - 1], t, kind)
             for kind, total in problem.num_by_kind.items()
             for t, c in problem.by_number.items()
-            if c.min_devices <= total
+            if c.min_devices <= total and bound.get(t, kind) == kind
         ),
         default=None,
     )
