@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
@@ -34,9 +35,9 @@ def check_number(
     """
     if optional and value is None:
         return
-    is_number = hasattr(value, "__index__" if whole else "__float__")
+    wanted_type: Any = numbers.Integral if whole else numbers.Real
     if (
-        not is_number
+        not isinstance(value, wanted_type)
         or isinstance(value, bool)
         or math.isnan(value)
         or (least is not None and value < least)

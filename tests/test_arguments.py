@@ -31,5 +31,11 @@ def test_numbers_of_all_kinds_will_do(value) -> None:
     check_number("x", value, least=3)
 
 
+@pytest.mark.parametrize("value", ["3", np.zeros(2), [3], float("nan"), 3 + 0j, True])
+def test_what_is_no_number_is_refused_in_words(value) -> None:
+    with pytest.raises(FleetConfigError, match="`x` is .*, but must be a number >= 0"):
+        check_number("x", value, least=0)
+
+
 def test_none_will_do_where_it_is_optional() -> None:
     check_number("x", None, above=0, optional=True)

@@ -28,9 +28,10 @@ class _Victim(NamedTuple):
 
 @dataclass(slots=True)
 class _Epoch:
-    """One epoch's chunks that nobody pins (``idle``) and the cursors of the passes over it."""
+    """How many chunks of an epoch there are, which nobody pins, and the cursors of its passes."""
 
     rank: int
+    num_chunks: int = 0
     idle: set[int] = field(default_factory=set)
     cursors: dict[Hashable, int] = field(default_factory=dict)
 
@@ -64,7 +65,6 @@ class Residency:
     def __init__(self, fixed: Iterable[str] = ()) -> None:
         self._fixed = frozenset(fixed)
         self._chunks: dict[ChunkKey, tuple[int, Place]] = {}
-        self._numbers: Counter[tuple[str, int]] = Counter()
         self._pins: Counter[ChunkKey] = Counter()
         self._epochs: dict[tuple[str, int], _Epoch] = {}
         self._total: dict[Place, int] = {"memory": 0, "disk": 0}
@@ -85,7 +85,8 @@ class Residency:
 
     def num_chunks(self, name: str, epoch: int) -> int:
         """Returns how many chunks of an epoch are resident."""
-        return self._numbers[name, epoch]
+        record = self._epochs.get((name, epoch))
+        return record.num_chunks if record else 0
 
     def place(self, key: ChunkKey) -> Place:
         """Returns where a resident chunk is."""
@@ -109,10 +110,11 @@ class Residency:
     def add(self, key: ChunkKey, nbytes: int, place: Place) -> None:
         """A chunk is there; nobody pins it yet."""
         self._chunks[key] = (nbytes, place)
-        self._numbers[key.name, key.epoch] += 1
         self._total[place] += nbytes
         self._idle[place] += nbytes
-        self._epoch(key.name, key.epoch).idle.add(key.chunk)
+        record = self._epoch(key.name, key.epoch)
+        record.num_chunks += 1
+        record.idle.add(key.chunk)
 
     def pin(self, key: ChunkKey) -> None:
         """One more pass holds the chunk; held chunks are never dropped."""
@@ -146,10 +148,11 @@ class Residency:
             return None
         key = ChunkKey(*best[1], best[0].chunk)
         nbytes, where = self._chunks.pop(key)
-        self._numbers[best[1]] -= 1
         self._total[where] -= nbytes
         self._idle[where] -= nbytes
-        self._epochs[best[1]].idle.discard(key.chunk)
+        record = self._epochs[best[1]]
+        record.num_chunks -= 1
+        record.idle.discard(key.chunk)
         self._forget_if_empty(*best[1])
         return key
 
@@ -162,5 +165,5 @@ class Residency:
 
     def _forget_if_empty(self, name: str, epoch: int) -> None:
         record = self._epochs[name, epoch]
-        if not record.idle and not record.cursors:
+        if not record.num_chunks and not record.cursors:
             del self._epochs[name, epoch]

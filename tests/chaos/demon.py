@@ -238,7 +238,7 @@ class Demon:
 
     def _damage(self, moment: dict[str, Any], how: str) -> None:
         """Damage the trial's newest checkpoint, then kill its trainer: it has to read it."""
-        (folder,) = (self._seen(moment) / "checkpoints").glob("chaos-*")
+        (folder,) = _seen(moment, self._folder / "checkpoints").glob("chaos-*")
         newest = folder / f"trial-{moment['trial']}.pt"
         files = (
             [newest, folder / f"{newest.name}.previous"] if how in ("both", "gone") else [newest]
@@ -248,15 +248,11 @@ class Demon:
                 _damage(file, how, self._chance)
         self._kill(moment)
 
-    def _seen(self, moment: dict[str, Any]) -> Path:
-        """The sweep's folder, with what only the sweep has mounted there."""
-        return Path(f"/proc/{moment['pid']}/root{self._folder}")
-
     def _fill_disk(self, moment: dict[str, Any]) -> None:
-        self._fill(self._seen(moment) / "checkpoints" / "filler")
+        self._fill(_seen(moment, self._folder / "checkpoints" / "filler"))
 
     def _fill_shared_memory(self, moment: dict[str, Any]) -> None:
-        self._fill(Path(f"/proc/{moment['pid']}/root/dev/shm/filler"))
+        self._fill(_seen(moment, Path("/dev/shm/filler")))
 
     def _fill(self, file: Path) -> None:
         # Opened now: the process whose root this is may be gone by the time this ends.
@@ -291,6 +287,11 @@ class Demon:
         timer = threading.Timer(after_s, then)
         timer.start()
         self._timers.append(timer)
+
+
+def _seen(moment: dict[str, Any], path: Path) -> Path:
+    """A path as the process sees it, with what only the sweep has mounted there."""
+    return Path(f"/proc/{moment['pid']}/root{path}")
 
 
 def _parent(pid: int) -> int | None:
