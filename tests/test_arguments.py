@@ -33,7 +33,7 @@ def test_numbers_of_all_kinds_will_do(value) -> None:
 
 @pytest.mark.parametrize("value", ["3", np.zeros(2), [3], float("nan"), 3 + 0j, True])
 def test_what_is_no_number_is_refused_in_words(value) -> None:
-    with pytest.raises(FleetConfigError, match="`x` is .*, but must be a number >= 0"):
+    with pytest.raises(FleetConfigError, match=r"`x` is .*, but must be a number >= 0"):
         check_number("x", value, least=0)
 
 
