@@ -110,6 +110,16 @@ def test_prefetch_stays_in_the_window_the_epoch_and_the_budget():
     assert [key.chunk for key in produce_all(store)] == [0]
 
 
+def test_what_a_whole_epoch_has_lost_is_made_again_before_it_is_asked_for():
+    store = make_store(budget=NUM_CHUNKS, window=NUM_CHUNKS)
+    fill(store, "train", 0, range(NUM_CHUNKS))
+    store.set_budget("memory", NUM_CHUNKS - 2)
+    store.set_budget("memory", NUM_CHUNKS)
+    store.open_pass("a", "train", 0, 0)
+    assert produce_all(store) == [ChunkKey("train", 0, 4), ChunkKey("train", 0, 5)]
+    assert store.assign() == []
+
+
 def test_later_epochs_go_first_and_fixed_sets_last():
     store = make_store(budget=4)
     for name, epoch in (("val", 0), ("train", 1), ("train", 0), ("train", 2)):
