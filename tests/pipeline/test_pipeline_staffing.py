@@ -113,7 +113,7 @@ def test_one_is_enough_where_trainers_are_slow():
         here.read(epochs(*range(3)))
         here.read(epochs(*range(3)))
         here.feed(0.1)
-        assert here.numbers == [1]
+        assert max(here.numbers) == 1  # none at last, if one of the readers is far behind
         use = here.server.stats().use
     assert use.full_share > 0.5
     assert use.queue_share > 0.5
