@@ -23,9 +23,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from ensembles import RESCALE_S, STORIES, ensemble
 
+from optuna_fleet.alloc import profiling_width
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.scenarios import EnsembleScenario
-from optuna_fleet.replay.workload import SimulatedTrial
+from optuna_fleet.replay.workload import Rules, SimulatedTrial
 
 POLICIES = ("baseline", "homogeneous", "fleet-g", "fleet-l", "mip", "elastic")
 DEVICES = tuple(range(20, 161, 20))
@@ -35,8 +36,10 @@ VARIANTS = {
     "wrong-rates": "rates the policy believes are wrong by 10 % (standard deviation, each width)",
     "cheap-moves": "each move costs 10 s instead of 34 s",
     "pruned": "at each epoch's end a trial is pruned with probability 0.05",
+    "rates-in-flight": "only r(1) is known at first, r(m) once a trial has flown on m devices",
     "known-lengths": "elastic is told how many epochs a trial will need, at the end of each",
 }
+_DEVICES_PER_NODE = 4
 _NOISE, _CHEAP_MOVE_S, _PRUNED = 0.1, 10.0, 0.05
 
 
@@ -75,14 +78,26 @@ def simulate(case: Case) -> Result:
     outcome = EnsembleScenario(
         trials=trials,
         num_devices=case.num_devices,
+        devices_per_node=_DEVICES_PER_NODE,
         policy=case.policy,
         seed=case.seed,
         noise=_NOISE if case.variant == "wrong-rates" else 0.0,
+        widest_known=1 if case.variant == "rates-in-flight" else None,
     ).run()
     return Result(
         ratio=outcome.end_s / lower_bound_s(trials, case.num_devices),
         rescales=sum(progress.rescales for progress in outcome.trials.values()),
     )
+
+
+def profiling_share(story: str, seed: int, num_devices: int) -> float:
+    """Share of all device time that FLEET's profiling of all widths beforehand takes (B.3)."""
+    trials = ensemble(story, seed, num_devices)
+    single = [trial.rates[0] for trial in trials]
+    widest = profiling_width(single, _DEVICES_PER_NODE, num_devices)
+    samples = Rules().profile_samples
+    profiled_s = sum(m * samples / r for t in trials for m, r in enumerate(t.rates[:widest], 1))
+    return profiled_s / (num_devices * lower_bound_s(trials, num_devices))
 
 
 def _pruned(trial: SimulatedTrial, seed: Sequence[int]) -> SimulatedTrial:
@@ -178,10 +193,21 @@ def print_table(all_cells: Sequence[Cell], devices: Sequence[int]) -> None:
         print(f"| {first.story} | {name} | {len(first.runs)} | {shown} |")
 
 
-def _ratio_note(all_cells: Iterable[Cell]) -> str:
+def _ratio_note(all_cells: Sequence[Cell]) -> str:
     variants = {cell.variant for cell in all_cells}
-    notes = [f"{name}: {what}" for name, what in VARIANTS.items() if name in variants]
-    return "".join(f"\n- {note}; after x: over the plain run, mean" for note in notes)
+    notes = [
+        f"{name}: {what}; after x: over the plain run, mean"
+        for name, what in VARIANTS.items()
+        if name in variants
+    ]
+    if "rates-in-flight" in variants:
+        widths = {cell.num_devices for cell in all_cells}
+        shares = [profiling_share(story, 0, m) for story in STORIES for m in widths]
+        notes.append(
+            "to profile all widths beforehand (FLEET, B.3) would take "
+            f"{min(shares):.1%} to {max(shares):.1%} of the devices' time (seed 0)"
+        )
+    return "".join(f"\n- {note}" for note in notes)
 
 
 def _shown(cell: Cell) -> str:

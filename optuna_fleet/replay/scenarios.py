@@ -33,6 +33,8 @@ class EnsembleScenario:
         policy: A name of `POLICIES`.
         seed: Of random orders and of the noise.
         noise: Standard deviation of the logarithm of (believed / true) rates.
+        widest_known: Rates on more devices than this are estimated until a trial first flies on
+            so many; None if all are known from the start.
         allocator: Instead of the policy's own.
     """
 
@@ -42,6 +44,7 @@ class EnsembleScenario:
     policy: str = "elastic"
     seed: int = 0
     noise: float = 0.0
+    widest_known: int | None = None
     allocator: Allocator | None = None
 
     def run(self) -> Outcome:
@@ -50,7 +53,13 @@ class EnsembleScenario:
         allocator = self.allocator or named.new_allocator(self.seed)
         policy = named.policy(max_restarts=_NO_LIMIT, lookahead=len(self.trials))
         fleet = self._fleet()
-        profiles = believed_profiles(self.trials, fleet.kinds, noise=self.noise, seed=self.seed)
+        profiles = believed_profiles(
+            self.trials,
+            fleet.kinds,
+            noise=self.noise,
+            seed=self.seed,
+            widest=self.widest_known,
+        )
         rules = Rules(coupled=named.is_coupled)
         simulation = Simulation(fleet, self.trials, policy, allocator, profiles, rules)
         everything = FleetChange(time_s=0.0, joined=tuple(range(len(fleet))))

@@ -39,6 +39,7 @@ from optuna_fleet.events import (
     ProposalsExhausted,
     Propose,
     RankEnded,
+    RateMeasured,
     Requeue,
     Settle,
     StartRound,
@@ -150,9 +151,13 @@ class Simulation:
             self._see(self._proposal())
         else:
             flight = self._flights.get(key[0])
-            if flight is None or flight.version != key[1]:
+            if flight is None:
                 return
-            self._epoch_ended(flight)
+            if what == "measured":
+                measured = RateMeasured(run_id=flight.run_id, samples_per_s=flight.rate)
+                self._events.append((measured,))
+            elif flight.version == key[1]:
+                self._epoch_ended(flight)
         self._work()
 
     def _epoch_ended(self, flight: SimulatedRun) -> None:
@@ -262,6 +267,9 @@ class Simulation:
             flotilla=self._flotilla_of.get(launch.number),
         )
         self._flights[launch.run_id] = flight
+        if launch.measure:
+            measured_s = self._now + self._rules.profile_samples / rate
+            self._set_timer(measured_s, "measured", (launch.run_id, 0))
         self._go_on(flight)
         self._couple(flight.flotilla)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
-from optuna_fleet.alloc.rates import RateProfile, profile_key
+from optuna_fleet.alloc.rates import PROFILE_BATCHES, RateProfile, profile_key
+
+_BATCH_SIZE = 32  # of FLEET's networks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +72,14 @@ class Rules:
             ("old rate": BFTrainer, Eq. 13 and its published simulator).
         seen_at: Ends of trials are seen at once ("completions"), or only when the fleet changes
             next ("nodes-only": BFTrainer's published simulator).
+        profile_samples: A run on as many devices as its rate is not known for trains so many
+            samples until it is measured.
     """
 
     coupled: bool = False
     cost: str = "stall"
     seen_at: str = "completions"
+    profile_samples: float = PROFILE_BATCHES * _BATCH_SIZE
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -93,6 +99,7 @@ def believed_profiles(
     *,
     noise: float = 0.0,
     seed: int = 0,
+    widest: int | None = None,
 ) -> dict[str, RateProfile]:
     """What the policy believes of the rates: one profile per name and device type.
 
@@ -101,6 +108,7 @@ def believed_profiles(
         kinds: Device types of the fleet; ``rates`` hold on those no trial knows.
         noise: Standard deviation of the logarithm of (believed / true) rate; 0 for the truth.
         seed: Of the noise.
+        widest: Rates on more devices than this are not known; None if all are.
     """
     generator = np.random.default_rng([seed, 1])
     profiles: dict[str, RateProfile] = {}
@@ -112,9 +120,10 @@ def believed_profiles(
                 rates = trial.rates_on(kind)
                 factors = np.exp(noise * generator.standard_normal(len(rates))).tolist()
                 pairs = zip(rates, factors, strict=True)
+                measured = ((m, r * f) for m, (r, f) in enumerate(pairs, 1))
                 profiles[key] = RateProfile(
                     structure=trial.name,
-                    measured={m: r * f for m, (r, f) in enumerate(pairs, 1)},
+                    measured=dict(islice(measured, widest)),
                     kind=told_apart,
                 )
     return profiles

@@ -70,6 +70,7 @@ def simulate(
     num_devices: int = 4,
     until_s: float | None = None,
     noise: float = 0.0,
+    widest: int | None = None,
     policy: str = "elastic",
     rules: Rules | None = None,
     **more: Any,
@@ -80,7 +81,7 @@ def simulate(
         trials,
         named_policy(policy).policy(**more) if policy else Policy(**more),
         allocator,
-        believed_profiles(trials, noise=noise),
+        believed_profiles(trials, noise=noise, widest=widest),
         rules or Rules(),
     )
     return simulation.run(iter(changes), until_s)

@@ -121,6 +121,26 @@ def test_trials_start_no_sooner_than_they_are_submitted():
     assert [p.begun_s for p in run.run().trials.values()] == [0.0, 3.0, 70.0]
 
 
+def test_a_rate_that_is_not_known_is_estimated_until_a_trial_has_flown_on_so_many_devices():
+    rates = [10.0, 15.0, 21.0]
+    problems = []
+
+    class Seeing(Scripted):
+        def allocate(self, problem):
+            problems.append(problem.by_number[0].rates[:3])
+            return super().allocate(problem)
+
+    simulate(
+        [trial("a", rates, epochs=4)],
+        [all_join(3)],
+        Seeing({0: (0, 1)}),
+        rules=Rules(profile_samples=30.0),
+        widest=1,
+    )
+    assert problems[0] == (10.0, 19.0, pytest.approx(27.075))  # Eq. 5
+    assert problems[-1] == (10.0, 15.0, pytest.approx(16.875))  # Eq. 5 beyond what was measured
+
+
 def test_the_baseline_is_list_scheduling():
     trials = [trial(epochs=3) for _ in range(7)]
     outcome = EnsembleScenario(trials=trials, num_devices=3, policy="baseline").run()
