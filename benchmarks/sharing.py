@@ -90,7 +90,7 @@ def measure_epochs(effort: Effort) -> Iterator[Row]:
             lambda run: run.cpu_us,
             CPU,
             systems=("dataloader", "ours"),
-            ours={"options": {"memory_bytes": 6 * effort.epoch_bytes + (1 << 28)}},
+            ours={"options": effort.room_for(5)},
         )
     )
     yield from rows
@@ -108,7 +108,6 @@ def measure_sweep(effort: Effort) -> Iterator[Row]:
             made.append(run.counts["preprocessed"] / (longest * effort.samples))
         return run.cpu_us
 
-    options = {"memory_bytes": (longest + 1) * effort.epoch_bytes + (1 << 28)}
     rows = list(
         compared(
             "pruning sweep",
@@ -118,7 +117,7 @@ def measure_sweep(effort: Effort) -> Iterator[Row]:
             CPU,
             systems=("dataloader", "ours"),
             dataloader={"slots": 4},
-            ours={"slots": 4, "options": options},
+            ours={"slots": 4, "options": effort.room_for(longest)},
         )
     )
     yield from rows

@@ -11,9 +11,10 @@ from statistics import median
 from typing import Any
 
 from pairing import Served, note
-from scripts.sharing_photos import CROP_PX
+from scripts.sharing_photos import CROP_PX, SIZE_PX
 
 NAMES = {"dataloader": "DataLoaders", "tensorsocket": "TensorSocket", "ours": "SharedPipeline"}
+DECODED_BYTES = 3 * SIZE_PX[0] * SIZE_PX[1]
 SAMPLE_BYTES = {"uint8": 3 * CROP_PX**2, "float32": 12 * CROP_PX**2}
 
 
@@ -36,6 +37,12 @@ class Effort:
     def epoch_bytes(self) -> int:
         """Bytes of a preprocessed epoch."""
         return self.samples * SAMPLE_BYTES[self.dtype]
+
+    def room_for(self, epochs: int) -> dict[str, int]:
+        """Options with which the pipeline can keep all decoded photographs and so many epochs."""
+        decoded_bytes = self.samples * (DECODED_BYTES + (1 << 16))
+        memory_bytes = decoded_bytes + epochs * self.epoch_bytes + (1 << 28)
+        return {"memory_bytes": memory_bytes, "decoded_bytes": decoded_bytes}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
