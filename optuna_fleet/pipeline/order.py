@@ -29,6 +29,14 @@ def permutation(seed: int, name: str, epoch: int, n: int) -> NDArray[np.int64]:
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
+def drawn() -> tuple[int, float, float]:
+    """Draws from each of what `seed_sample` seeds: equal if they were where they are now."""
+    import torch
+
+    number = torch.rand((), dtype=torch.float64).item()
+    return random.getrandbits(64), np.random.random_sample(), number
+
+
 def seed_sample(seed: int, name: str, epoch: int, index: int) -> None:
     """Seeds torch (CPU), NumPy's global generator and ``random`` for one sample.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.columns import without_images
 from optuna_fleet.pipeline.decoded_samples import DecodedSamples, pack, unpack
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
-from optuna_fleet.pipeline.order import permutation, seed_sample
+from optuna_fleet.pipeline.order import drawn, permutation, seed_sample
 from optuna_fleet.pipeline.source import Source
 from optuna_fleet.pipeline.spec import ChunkKey, DatasetSpec, PipelineSpec
 from optuna_fleet.pipeline.splitting import SplitDataset, Stages, agrees, split
@@ -158,9 +158,10 @@ class Samples:
         try:
             prepared = self._prepared(found, spec.name, index, seed, use_store)
         except AnotherWayError:
-            if spec.finish is not None:
+            sample = found.whole(source.datasets[spec.name], index, seed)
+            if spec.finish is not None:  # those of its batch are finished elsewhere
                 raise
-            return found.whole(source.datasets[spec.name], index, seed)
+            return sample
         seed()
         augmented = found.augmented(prepared)
         return augmented if spec.finish is not None else found.finished(augmented)
@@ -182,6 +183,13 @@ class Samples:
             return loaded[0]
         seed()
         prepared = found.prepared(index)
+        after = drawn()
+        seed()
+        if drawn() != after:
+            raise AnotherWayError(
+                f"Sample {index} draws random numbers before the first random step of the "
+                "transform. SharedPipeline(..., split=False) takes no transform apart."
+            )
         if store is not None:
             store.put(index, pack(prepared))
         return prepared
@@ -191,15 +199,28 @@ class Samples:
             source = self._sources()
             seed = partial(seed_sample, self._spec.seed, name, 0, 0)
             dataset, stages = source.datasets[name], source.stages[name]
-            found = split(dataset, stages, index=0, seed=seed)
-            if stages.in_parts and found and not agrees(found, dataset, 0, seed):
+            index = self._first_good(name, dataset, seed)
+            found = split(dataset, stages, index=index, seed=seed)
+            if stages.in_parts and found and not agrees(found, dataset, index, seed):
                 raise FleetConfigError(
-                    f"What `prepare` gives for sample 0 of data set {name!r} is not the same each "
-                    "time, or is changed in place by `augment`, or can't be stored. Leave all "
-                    "that is random to `augment`, which must work on copies."
+                    f"What `prepare` gives for sample {index} of data set {name!r} is not the "
+                    "same each time, or is changed in place by `augment`, or can't be stored. "
+                    "Leave all that is random to `augment`, which must work on copies."
                 )
             self._splits[name] = found
         return self._splits[name]
+
+    def _first_good(self, name: str, dataset: Any, seed: Callable[[], None]) -> int:
+        """The first sample that does not raise, where these are skipped: to try splitting on."""
+        if self._spec.on_error == "raise":
+            return 0
+        last = min(self._spec.dataset(name).num_samples, MAX_SUBSTITUTES) - 1
+        for index in range(last):
+            seed()
+            with suppress(Exception):
+                dataset[index]
+                return index
+        return last
 
     def _load_once(self) -> None:
         if self._source is None:

@@ -1,4 +1,9 @@
-"""A data set split by its own transform: copied, with a part of the transform in its place."""
+"""A data set split by its own transform: copied, with a part of the transform in its place.
+
+What that part gives never reaches the data set's own code, which gets a stand-in to put into the
+sample. So a data set that looks at the result (a label from it, a copy of it) is noticed whichever
+sample it does so for, and not taken apart.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +53,7 @@ def candidates(
             middle=transforms.Steps(steps[begin:end]),
             tail=transforms.Steps(steps[end:]),
             finish=finish,
-            place=watched.place(source[index]),
+            place=watched.taken(source[index])[0],
         )
 
 
@@ -64,7 +69,7 @@ def _inputs(dataset: Any, index: int) -> tuple[Any, ...]:
     """What the data set gives to its transform."""
     watched = _Watched(transforms.Steps(()))
     _with_transform(dataset, watched)[index]
-    return watched.last_call()[0]
+    return watched.last_call().inputs
 
 
 def _smallest_cut(prefix: tuple[Step, ...], inputs: tuple[Any, ...]) -> int:
@@ -79,42 +84,79 @@ _STAR: Path = ("*",)
 """The transform was given several values, and what it returned is the sample."""
 
 
+class _StandIn:
+    """Can be put into a sample; anything else raises, even to ask for its type."""
+
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AnotherWayError("A sample's own code looks at what the transform gave")
+
+    def _looked_at(self, *_: Any) -> Any:
+        raise AnotherWayError("A sample's own code looks at what the transform gave")
+
+    __bool__ = __eq__ = __hash__ = __len__ = __iter__ = __getitem__ = _looked_at
+    __repr__ = __str__ = __float__ = __int__ = __index__ = __contains__ = _looked_at
+    __copy__ = __deepcopy__ = __reduce_ex__ = _looked_at
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    inputs: tuple[Any, ...]
+    output: Any
+    stand_in: Any  # one, or a tuple of as many as there are outputs
+
+
 class _Watched:
-    """Stands where the transform was, and remembers what it was given and what it gave."""
+    """Stands where the transform was, and remembers what it was given and what it would give."""
 
     def __init__(self, steps: transforms.Steps) -> None:
         self._steps = steps
-        self._calls: list[tuple[tuple[Any, ...], Any]] = []
+        self._calls: list[_Call] = []
 
     def __call__(self, *inputs: Any) -> Any:
         output = self._steps(*inputs)
-        self._calls.append((inputs, output))
-        return output
+        stand_in: Any = _StandIn()
+        if len(inputs) > 1:
+            stand_in = tuple(_StandIn() for _ in output)
+        self._calls.append(_Call(inputs, output, stand_in))
+        return stand_in
 
-    def last_call(self) -> tuple[tuple[Any, ...], Any]:
-        """Returns what it was given and what it gave, if it was called once; and forgets it."""
-        calls, self._calls = self._calls, []
+    def forget(self) -> None:
+        """Forgets its calls."""
+        self._calls = []
+
+    def last_call(self) -> _Call:
+        """Returns what it was given and gave, if it was called once; and forgets it."""
+        calls = self._calls
+        self.forget()
         if len(calls) != 1:
             raise NoSplitError(f"called it {len(calls)} times")
         return calls[0]
 
-    def place(self, sample: Any) -> Path:
-        """Returns where in the sample its result went."""
-        inputs, output = self.last_call()
-        places = list(_places(sample, output))
-        if len(inputs) > 1 and not places and isinstance(sample, (tuple, list)):
-            parts = zip(sample, output, strict=False)
-            if len(sample) == len(output) and all(part is given for part, given in parts):
-                return _STAR
-        if len(places) != 1:
-            raise NoSplitError(f"has its result at {len(places)} places")
-        return _STAR if len(inputs) > 1 and places == [()] else places[0]
+    def taken(self, sample: Any) -> tuple[Path, Any]:
+        """Returns where in the sample its result went, and the sample with the result there."""
+        call = self.last_call()
+        place = _place(sample, call)
+        return place, _at(place, sample, lambda *_: call.output)
+
+
+def _place(sample: Any, call: _Call) -> Path:
+    places = list(_places(sample, call.stand_in))
+    is_joint = len(call.inputs) > 1
+    if is_joint and not places and issubclass(type(sample), (tuple, list)):
+        parts = zip(sample, call.stand_in, strict=False)
+        if len(sample) == len(call.stand_in) and all(part is given for part, given in parts):
+            return _STAR
+    if len(places) != 1:
+        raise NoSplitError(f"has its result at {len(places)} places")
+    return _STAR if is_joint and places == [()] else places[0]
 
 
 def _places(node: Any, wanted: Any, path: Path = ()) -> Iterator[Path]:
     if node is wanted:
         yield path
-    elif isinstance(node, (tuple, list)):
+    elif issubclass(type(node), (tuple, list)):
         for number, item in enumerate(node):
             yield from _places(item, wanted, (*path, number))
     elif type(node) is dict:
@@ -183,8 +225,7 @@ class TransformSplit:
     def prepared(self, index: int) -> Any:  # noqa: D102
         from optuna_fleet.pipeline import storable
 
-        sample = self.source[index]
-        self._check(index, sample)
+        sample = self._sample(index)
         return storable.pack(sample, faithful=self.faithful) if self.has_augment else sample
 
     def augmented(self, prepared: Any) -> Any:  # noqa: D102
@@ -205,17 +246,27 @@ class TransformSplit:
         sample = dataset[index]
         return sample if self.finish is None else self.finish(sample)
 
-    def _check(self, index: int, sample: Any) -> None:
+    def _sample(self, index: int) -> Any:
         try:
-            place: object = self.watched.place(sample)
+            sample = self.source[index]
+        except Exception as error:
+            # Perhaps for want of what the transform gives: if not, the whole will raise it too.
+            self.watched.forget()
+            raise _another_way(index, f"raises {type(error).__name__}") from error
+        try:
+            place, sample = self.watched.taken(sample)
         except NoSplitError as error:
-            place = error
+            raise _another_way(index, f"{error}") from error
         if place != self.place:
-            raise AnotherWayError(
-                f"Sample {index} goes another way through the data set than others: it {place}"
-                if isinstance(place, NoSplitError)
-                else f"Sample {index} has its image at {place}, but others have it at {self.place}"
-            )
+            raise _another_way(index, f"has its image at {place} instead of {self.place}")
+        return sample
+
+
+def _another_way(index: int, how: str) -> AnotherWayError:
+    return AnotherWayError(
+        f"Sample {index} goes another way through the data set than the first one: it {how}. "
+        "SharedPipeline(..., split=False) takes no transform apart."
+    )
 
 
 # Which data sets are copied, and how, so that they call another transform.

@@ -74,6 +74,72 @@ def test_later_epochs_load_no_sample_again_and_look_the_same(plain):
     assert 40 * 3 * 18 * 18 <= stats.decoded_bytes <= 1 << 20
 
 
+class Odd(Pictures):
+    """Sample 0 and most others are plain; the others are changed by `oddity(dataset, index)`."""
+
+    def __init__(self, oddity):
+        super().__init__(40, v2.Compose([v2.CenterCrop(18), v2.RandomHorizontalFlip()]))
+        self.oddity = oddity
+
+    def __getitem__(self, index):
+        if index % 3 == 1:
+            return self.oddity(self, index)
+        return super().__getitem__(index)
+
+
+def noisy_before(dataset, index):
+    image, _ = Pictures(40)[index]
+    return dataset.transform(image + torch.randint(0, 9, (), dtype=torch.uint8)), index
+
+
+def labelled_by_the_result(dataset, index):
+    image, _ = Pictures.__getitem__(dataset, index)
+    return image, int(image[:, :, 0].sum())
+
+
+def blank(dataset, index):
+    return torch.zeros(3, 18, 18, dtype=torch.uint8), index
+
+
+@pytest.mark.parametrize("oddity", [noisy_before, labelled_by_the_result, blank])
+def test_samples_that_can_not_be_taken_apart_are_made_whole(oddity):
+    read = []
+    for options in ({"split": False}, {"decoded_bytes": 1 << 20}):
+        with serving(SharedPipeline(train=Odd(oddity), **options)) as agent:
+            batches = [
+                agent.client().read("train", epoch=e, batch_size=7, continues=True)
+                for e in range(3)
+            ]
+            read.append([leaf for epoch in batches for batch in epoch for leaf in batch.data])
+            num_loaded = agent.stats().num_loaded
+    assert same(*read)
+    assert num_loaded > 0
+
+
+def test_a_first_sample_that_is_skipped_does_not_spoil_the_others():
+    class Torn(Pictures):
+        def __getitem__(self, index):
+            if index in (0, 1):
+                raise OSError(f"corrupt {index}")
+            return super().__getitem__(index)
+
+    def augment(sample):
+        return sample[0].float() + torch.rand(()), sample[1]
+
+    pipeline = SharedPipeline(
+        train=Torn(30), prepare=first_rows, augment=augment, on_error="skip", decoded_bytes=1 << 20
+    )
+    with serving(pipeline) as agent:
+        for epoch in range(2):
+            batches = agent.client().read("train", epoch=epoch, batch_size=30, continues=True)
+            (batch,) = batches
+            assert sorted(batch.data[1].tolist()) == sorted([2, 2, *range(2, 30)])
+
+
+def first_rows(sample):
+    return sample[0][:, :8, :8], sample[1]
+
+
 def test_store_that_is_too_small_keeps_what_it_can(plain):
     pipeline = SharedPipeline(train=Pictures(40, CROP), decoded_bytes=20 * 1200)
     with serving(pipeline, memory_bytes=200_000) as agent:

@@ -398,7 +398,32 @@ class Plain:
 
 
 CALL = v2.Compose([*IMAGE, *CROP, *END])
+
+
+def pixels(index):
+    return torch.from_numpy(np.array(picture(index))).permute(2, 0, 1)
+
+
+def with_copy(dataset, index):
+    image = dataset.transform(pixels(index))
+    return image, image.clone()
+
+
+def with_label(dataset, index):
+    image = dataset.transform(pixels(index))
+    return image, float(image.float().mean() > 0.5)
+
+
+def with_own_way_for_tensors(dataset, index):
+    image = dataset.transform(picture(index))
+    return (image, 1) if isinstance(image, torch.Tensor) else (image, 0)
+
+
 NO_PLACE = {
+    # Where nothing random happens to be done to the sample it is tried on, only looking tells.
+    "copy of the result": Plain(with_copy, transform=v2.Compose([v2.RandomErasing(0.0)])),
+    "label from the result": Plain(with_label, transform=v2.Compose([v2.RandomHorizontalFlip()])),
+    "type of the result": Plain(with_own_way_for_tensors, transform=v2.Compose([*IMAGE, *CROP])),
     "no transform": Plain(lambda d, i: picture(i)),
     "transform of the user's": Pictures(lambda image: v2.functional.pil_to_tensor(image)),
     "subclass": Pictures(type("Mine", (v2.Compose,), {})(CROP)),
@@ -468,6 +493,19 @@ def test_odd_samples_do_not_agree():
     assert not agrees(parts, dataset, 4, seeding(4))
     with pytest.raises(RuntimeError, match="Sample 4 goes another way"):
         parts.prepared(4)
+
+
+def test_samples_whose_own_code_looks_at_the_result_are_odd_too():
+    def odd(dataset, index):
+        if index == 4:
+            return with_label(dataset, index)
+        return dataset.transform(pixels(index)), 0.0
+
+    parts = divided(Plain(odd, transform=v2.Compose([v2.RandomHorizontalFlip()])))
+    with pytest.raises(RuntimeError, match="Sample 4 goes another way") as caught:
+        parts.prepared(4)
+    assert "looks at what the transform gave" in str(caught.value.__cause__)
+    parts.prepared(5)  # that of sample 4 is forgotten
 
 
 def test_a_split_of_another_data_set_does_not_agree():
