@@ -89,7 +89,7 @@ class Claims:
             self._study.sampler.reseed_rng()
             resumable = sum(self._folder.can_resume(trial.number) for trial in running)
             compat.fleet_logger.info(
-                f"The driver of an earlier call died: {len(trials) - len(running)} of its trials "
+                f"An earlier call was cut short: {len(trials) - len(running)} of its trials "
                 f"are done, {len(running)} go on, {resumable} of them from a checkpoint."
             )
 

@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_fleet.exceptions import (
     FleetError,
     ProtocolError,
+    RetryableError,
     StorageLostError,
     TrialError,
     is_out_of_memory,
@@ -247,10 +248,20 @@ class Ledger:
         return state
 
     def abandon(self, number: int, error: BaseException) -> None:
-        """Fail a trial cut short because the whole call ends with `error`; never raises."""
+        """Fail a trial cut short because the whole call ends with `error`; never raises.
+
+        If it is the fleet that failed, the trial stays RUNNING where a later call can go on with
+        it.
+        """
         trial = self._proposals[number]
         try:
-            self._tell(trial, None, error)
+            if isinstance(error, RetryableError) and self._proposals.are_claimed:
+                compat.fleet_logger.warning(
+                    f"Trial {number} stays RUNNING: the same call on the same `checkpoint_dir` "
+                    "goes on with it."
+                )
+            else:
+                self._tell(trial, None, error)
         except StorageLostError:
             pass  # which is what the call ends with
         except Exception:

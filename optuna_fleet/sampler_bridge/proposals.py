@@ -56,6 +56,11 @@ class Proposals:
             else:
                 self._adopted.appendleft(trial.number)
 
+    @property
+    def are_claimed(self) -> bool:
+        """Whether the same call can go on with these trials if this one does not end them."""
+        return self._claims is not None
+
     def adopted(self) -> list[int]:
         """Numbers of the trials that a dead driver left and that have not been asked for yet."""
         return list(self._adopted)

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from optuna.storages import JournalStorage, RDBStorage, RetryHeartbeatStaleTrial
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from optuna_fleet import FleetConfigError, FleetExecutor
+from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError
 from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder
+from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.sampler_bridge.claims import Claims
 from tests.executor.mortal_sweep import NUM_TRIALS
 
@@ -172,6 +174,35 @@ def test_a_call_that_ended_is_not_gone_on_with(fleet: Any, root: Path) -> None:
     with pytest.raises(ValueError, match="bad"):
         study.optimize(fail, n_trials=2, executor=fleet)
     assert states(study)[4:] == [FAIL] * 2
+
+
+def test_a_call_that_ends_because_the_fleet_failed_is_gone_on_with(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = optuna.create_study()
+    messages = Runtime.messages
+
+    def failing(runtime: Runtime, *args: Any) -> Any:
+        yield from messages(runtime, *args)
+        if COMPLETE in states(study) and any(trial.user_attrs for trial in study.trials):
+            raise LaunchError("no trainer can be started any more")
+
+    with FleetExecutor(devices=2, device_type="cpu", checkpoint_dir=root) as fleet:
+        monkeypatch.setattr(Runtime, "messages", failing)
+        with pytest.raises(LaunchError, match="no trainer"):
+            study.optimize(waiting, n_trials=4, executor=fleet)
+        monkeypatch.undo()
+        assert states(study)[:2] == [COMPLETE, RUNNING]
+        study.optimize(objective, n_trials=4, executor=fleet)
+    assert states(study) == [COMPLETE] * 4
+
+
+def waiting(trial: Any) -> float:
+    """Only the first trial returns."""
+    if trial.number:
+        trial.set_user_attr("flies", True)
+        threading.Event().wait()
+    return objective(trial)
 
 
 def test_a_seeded_sampler_does_not_propose_twice(fleet: Any, root: Path) -> None:
