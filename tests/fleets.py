@@ -120,6 +120,7 @@ class Leg:
 
     devices: tuple[int, ...]
     until_epoch: int | None = None
+    measure: bool = False
 
 
 @dataclass
@@ -128,6 +129,7 @@ class ScriptedController:
 
     script: dict[int, Sequence[Leg]]
     run_ids: Any = field(default_factory=itertools.count)
+    events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._idle: set[int] = set()
@@ -144,6 +146,7 @@ class ScriptedController:
         return self._exhausted and not self._live
 
     def handle(self, event: Event) -> list[Instruction]:
+        self.events.append(event)
         match event:
             case DeviceJoined():
                 self._idle.add(event.device)
@@ -195,7 +198,7 @@ class ScriptedController:
                         number=number,
                         devices=leg.devices,
                         probe=self._epochs[number] == 0,
-                        measure=False,
+                        measure=leg.measure,
                         round=0,
                     )
                 )
@@ -203,12 +206,15 @@ class ScriptedController:
 
 
 class ScriptableFleet(FleetExecutor):
-    """An executor whose next call may fly by a script."""
+    """An executor whose next call may fly by a script; then `events` are what happened."""
 
     script: dict[int, Sequence[Leg]] | None = None
+    events: list[Event]
 
     def _new_controller(self, runtime: Any) -> Any:
         if self.script is None:
             return super()._new_controller(runtime)
         script, self.script = self.script, None
-        return ScriptedController(script, runtime.run_ids)
+        controller = ScriptedController(script, runtime.run_ids)
+        self.events = controller.events
+        return controller

@@ -36,6 +36,10 @@ class InlineClient:
         """Returns the length of a data set."""
         return self._spec.dataset(name).num_samples
 
+    def is_shuffled(self, name: str) -> bool:
+        """Whether each epoch of a data set has an order of its own."""
+        return self._spec.dataset(name).shuffled
+
     def finisher(self, name: str) -> None:
         """Samples are finished."""
 

@@ -71,6 +71,14 @@ class PipelineClient:
         """
         return self._spec.dataset(name).num_samples
 
+    def is_shuffled(self, name: str) -> bool:
+        """Returns whether each epoch of a data set has an order of its own.
+
+        Raises:
+            FleetConfigError: There is no data set of that name.
+        """
+        return self._spec.dataset(name).shuffled
+
     def read(
         self,
         name: str,

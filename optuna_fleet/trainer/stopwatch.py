@@ -20,6 +20,11 @@ class Stopwatch:
         self._samples: list[int] = []
         self._started = 0.0
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether nothing was timed yet."""
+        return not self._durations_s
+
     def start(self) -> None:
         """A batch is about to be asked for."""
         self._started = time.perf_counter()

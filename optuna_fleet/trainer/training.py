@@ -5,8 +5,7 @@ Imports torch; a trainer imports this module when an objective first needs it.
 
 from __future__ import annotations
 
-import hashlib
-import time
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,17 +13,17 @@ import torch
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import Measured, Reached, RunTrial, Usage
+from optuna_fleet.messages import RunTrial, Usage
 from optuna_fleet.packing import plain
 from optuna_fleet.pipeline.inline import InlineClient
 from optuna_fleet.pipeline.reader import PipelineClient
 from optuna_fleet.trainer import checkpoint, reduction
-from optuna_fleet.trainer.feed import feed
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
-from optuna_fleet.trainer.parallel import ShardWeights, wrap_module
+from optuna_fleet.trainer.parallel import wrap_module
+from optuna_fleet.trainer.reading import Place, Reading
+from optuna_fleet.trainer.reading import Shards as Shards
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session, Yielded
-from optuna_fleet.trainer.stopwatch import Stopwatch
 
 _GROUP_TIMEOUT_S = 600.0
 
@@ -52,18 +51,13 @@ class Training:
     ) -> None:
         self._session = session
         self._run = session.run
-        self._pipeline = pipeline
         self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self._kind = kind
         self._objects: list[Any] = []
         self._modules: list[torch.nn.Module] = []
-        self._weights = ShardWeights()
-        self._epoch = 0
-        self._num_epochs = 1
+        self._place = Place()
         self._num_loops = 0
-        self._in_epochs = False
-        self._reached_after_s: float | None = None
-        self._stopwatch = Stopwatch(session.run.measure)
+        self._reading = Reading(session, pipeline, self.device, self._modules, self._place)
         self.state: dict[str, Any] = {}
         self._checkpoint: checkpoint.Checkpoint | None = None
         self._saver = Saver(session)
@@ -86,12 +80,15 @@ class Training:
         """
         self._saver.finish()  # or the file would appear when nobody expects it any more
         leave_group(abort=failed and self._kind != "cpu")
-        return Usage(probing_s=self._reached_after_s or 0.0, profiling_s=self._stopwatch.total_s)
+        return Usage(
+            probing_s=self._reading.reached_after_s or 0.0,
+            profiling_s=self._reading.stopwatch.total_s,
+        )
 
     @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank."""
-        return self._weights.local_size
+        return self._reading.weights.local_size
 
     # -- prepare ----------------------------------------------------------------------------------
 
@@ -130,13 +127,18 @@ class Training:
                 f"was checkpointed ({len(saved)}): an objective must prepare the same objects "
                 "each time."
             )
-        thing.load_state_dict(saved[position])
+        state = saved[position]
+        if not isinstance(
+            thing, torch.nn.Module
+        ):  # which would copy; optimizers keep what they get
+            state = copy.deepcopy(state)
+        thing.load_state_dict(state)
 
     def _parallel(self, module: torch.nn.Module) -> torch.nn.Module:
         self._modules.append(module)
         if self._run.world_size == 1:
             return module
-        return wrap_module(module, self._weights, self.device)
+        return wrap_module(module, self._reading.weights, self.device)
 
     # -- epochs -----------------------------------------------------------------------------------
 
@@ -156,15 +158,23 @@ class Training:
                 return  # this loop was done before the checkpoint
             if self._num_loops == self._checkpoint.loop:
                 first = self._checkpoint.epoch
-                checkpoint.restore_rng(self._checkpoint.rng)
-        self._in_epochs = True
-        self._num_epochs = num_epochs
+                self._restore_all(self._checkpoint)
+        self._place.is_inside, self._place.num_epochs = True, num_epochs
         for epoch in range(first, num_epochs):
-            self._epoch = epoch
+            self._place.epoch = epoch
             yield epoch
+            self._reading.end_epoch()
             if epoch + 1 < num_epochs and not self._goes_on_after(epoch):
                 break
-        self._in_epochs = False
+        self._place.is_inside = False
+
+    def _restore_all(self, saved: checkpoint.Checkpoint) -> None:
+        """Once more: what came after `prepare` began anew (weights, a scheduler's first rate)."""
+        for position, thing in enumerate(self._objects[: len(saved.objects)]):
+            thing.load_state_dict(saved.objects[position])
+            saved.objects[position] = {}  # its memory is needed
+        self.state.update(saved.state)
+        checkpoint.restore_rng(saved.rng)
 
     def _goes_on_after(self, epoch: int) -> bool:
         decision = self._session.call("fleet", "end_epoch", epoch)
@@ -210,7 +220,7 @@ class Training:
         self._saver.finish()
         if is_wanted:
             self._saver.save(
-                path, lambda: self._checkpoint_at(self._epoch + 1, []), keep_previous=False
+                path, lambda: self._checkpoint_at(self._place.epoch + 1, []), keep_previous=False
             )
             self._saver.finish()
 
@@ -218,102 +228,7 @@ class Training:
 
     def batches(self, name: str, batch_size: int, *, drop_last: bool) -> Shards:
         """See `FleetTrial.batches`."""
-        if self._pipeline is None:
-            raise FleetConfigError(
-                "trial.batches() needs data: pass it as FleetExecutor(SharedPipeline(train=..., "
-                "...))."
-            )
-        if not self._modules:
-            raise TrialError(
-                f"Trial {self._run.number} asked for batches before trial.prepare(model, "
-                "optimizer): without it the model would not be trained on the trial's devices nor "
-                "checkpointed."
-            )
-        batches = Shards(self, name, batch_size, drop_last)
-        len(batches)  # checks the arguments
-        self._reach(name, batch_size)
-        return batches
-
-    def _reach(self, name: str, batch_size: int) -> None:
-        if self._reached_after_s is not None:
-            return
-        self._reached_after_s = time.perf_counter() - self._session.began
-        assert self._pipeline is not None
-        samples = self._pipeline.sample_count(name)
-        if self._run.rank == 0:
-            structure = self._structure(name, batch_size)
-            self._session.send(
-                Reached(
-                    run_id=self._run.run_id,
-                    structure=structure,
-                    resumable=self._in_epochs,
-                    batch_size=batch_size,
-                    samples_per_epoch=samples,
-                )
-            )
-        if batch_size > samples:
-            self._session.tell(
-                "fleet",
-                "warn",
-                f"batch_size={batch_size} is larger than data set '{name}' with its {samples} "
-                f"samples: each epoch is one batch of {samples}.",
-            )
-
-    def _structure(self, name: str, batch_size: int) -> str:
-        """What decides the rate on devices of one type: parameter shapes, batch size, data."""
-        digest = hashlib.sha256(f"{name}|{batch_size}".encode())
-        for module in self._modules:
-            digest.update(type(module).__qualname__.encode())
-            for key, parameter in module.named_parameters():
-                digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        return digest.hexdigest()[:16]
-
-    def read(self, name: str, batch_size: int, drop_last: bool) -> Iterator[Any]:
-        """Yield this rank's shards, on the trial's device."""
-        assert self._pipeline is not None
-        watch = self._stopwatch
-        watch.start()
-        waited_s = self._pipeline.waited_s
-        batches = self._read(name, batch_size, drop_last)
-        for batch, data in feed(batches, self.device, self._pipeline.finisher(name)):
-            # Every rank takes part in a step that trains, if need be with a stand-in sample.
-            self._session.num_batches += 1
-            in_step = any(module.training for module in self._modules)
-            if batch.local_size == 0 and not in_step:
-                continue
-            self._weights.local_size = batch.local_size
-            self._weights.global_size = batch.global_size
-            self._weights.lockstep = in_step
-            timed = watch.active and in_step and torch.is_grad_enabled()
-            yield data
-            if timed:
-                self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
-                waited_s = self._pipeline.waited_s
-                watch.start()
-
-    def _read(self, name: str, batch_size: int, drop_last: bool) -> Any:
-        assert self._pipeline is not None
-        return self._pipeline.read(
-            name,
-            epoch=self._epoch,
-            batch_size=batch_size,
-            rank=self._run.rank,
-            world_size=self._run.world_size,
-            drop_last=drop_last,
-            dummy=True,
-            continues=self._epoch + 1 < self._num_epochs,
-        )
-
-    def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
-        """Number of global batches in an epoch."""
-        return len(self._read(name, batch_size, drop_last))
-
-    def _measure(self, samples: int, waited_s: float) -> None:
-        if self._kind != "cpu":
-            torch.cuda.synchronize()
-        rate = self._stopwatch.stop(samples, waited_s)
-        if rate is not None and self._run.rank == 0:
-            self._session.send(Measured(run_id=self._run.run_id, samples_per_s=rate))
+        return self._reading.batches(name, batch_size, drop_last=drop_last)
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -324,18 +239,3 @@ class Training:
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
         return reduction.mean(value, weight)
-
-
-class Shards:
-    """One epoch's batches of a data set, this rank's share of each."""
-
-    def __init__(self, training: Training, name: str, batch_size: int, drop_last: bool) -> None:
-        self._training = training
-        self._arguments = (name, batch_size, drop_last)
-
-    def __len__(self) -> int:
-        """Number of steps in the epoch, the same on every rank."""
-        return self._training.num_steps(*self._arguments)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._training.read(*self._arguments)

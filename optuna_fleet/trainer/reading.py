@@ -1,0 +1,263 @@
+"""A rank's data: which batches it gets, what part of each it holds, how fast they are trained."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.messages import Measured, Reached
+from optuna_fleet.pipeline.inline import InlineClient
+from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.trainer.feed import feed
+from optuna_fleet.trainer.groups import ShardWeights
+from optuna_fleet.trainer.session import Session
+from optuna_fleet.trainer.stopwatch import Stopwatch
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the objective is in its epochs.
+
+    Attributes:
+        epoch: The one under way, from 0.
+        num_epochs: How many there will be.
+        is_inside: Whether it is in a loop over `FleetTrial.epochs`.
+    """
+
+    epoch: int = 0
+    num_epochs: int = 1
+    is_inside: bool = False
+
+
+class Reading:
+    """What `FleetTrial.batches` does.
+
+    Args:
+        session: This rank's calls.
+        pipeline: Where samples come from.
+        device: Where the trial computes.
+        modules: What was prepared so far; grows while the objective runs.
+        place: Kept up to date by whoever counts epochs.
+
+    Attributes:
+        weights: What part of the present batch this rank holds.
+        reached_after_s: When the objective first asked for data; None before.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        pipeline: PipelineClient | InlineClient | None,
+        device: torch.device,
+        modules: list[torch.nn.Module],
+        place: Place,
+    ) -> None:
+        self.weights = ShardWeights()
+        self.reached_after_s: float | None = None
+        self.stopwatch = Stopwatch(session.run.measure)
+        self._session = session
+        self._run = session.run
+        self._pipeline = pipeline
+        self._device = device
+        self._modules = modules
+        self._place = place
+        self._has_reached_training = False
+        self._samples_per_epoch = 0
+        self._epoch_began = time.perf_counter()
+        self._read_outside: Counter[str] = Counter()
+        # The present shard of each pass that is open, by when it came: `weights` is the last.
+        self._open: dict[int, ShardWeights] = {}
+        self._num_passes = 0
+
+    def batches(self, name: str, batch_size: int, *, drop_last: bool) -> Shards:
+        """See `FleetTrial.batches`."""
+        if self._pipeline is None:
+            raise FleetConfigError(
+                "trial.batches() needs data: pass it as FleetExecutor(SharedPipeline(train=..., "
+                "...))."
+            )
+        if not self._modules:
+            raise TrialError(
+                f"Trial {self._run.number} asked for batches before trial.prepare(model, "
+                "optimizer): without it the model would not be trained on the trial's devices nor "
+                "checkpointed."
+            )
+        shards = Shards(self, name, batch_size, drop_last)
+        len(shards)  # checks the arguments
+        self._reach(name, batch_size)
+        return shards
+
+    def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
+        """Number of global batches in an epoch."""
+        return len(self._pass(name, batch_size, drop_last))
+
+    def read(self, name: str, batch_size: int, drop_last: bool) -> Iterator[Any]:
+        """Yield this rank's shards, on the trial's device."""
+        assert self._pipeline is not None
+        is_shuffled = self._pipeline.is_shuffled(name)
+        self._check_order(name, is_shuffled)
+        watch = self.stopwatch
+        if self._trains(is_shuffled):
+            watch.start()
+        waited_s = self._pipeline.waited_s
+        self._num_passes += 1
+        number = self._num_passes
+        batches = self._pass(name, batch_size, drop_last)
+        try:
+            for batch, data in feed(batches, self._device, self._pipeline.finisher(name)):
+                self._session.num_batches += 1
+                trains = self._trains(is_shuffled)
+                in_step = trains or self._normalises()
+                # Every rank takes part in a step that trains, if need be with a stand-in sample.
+                if batch.local_size == 0 and not in_step:
+                    continue
+                self._open.pop(number, None)
+                self._open[number] = ShardWeights(
+                    local_size=batch.local_size, global_size=batch.global_size, lockstep=in_step
+                )
+                self._weigh()
+                timed = watch.active and trains
+                yield data
+                if timed:
+                    self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
+                    waited_s = self._pipeline.waited_s
+                    watch.start()
+        finally:
+            self._open.pop(number, None)
+            if self._open:  # this was an evaluation in the midst of another pass
+                self._weigh()
+
+    def _weigh(self) -> None:
+        present = next(reversed(self._open.values()))
+        self.weights.local_size = present.local_size
+        self.weights.global_size = present.global_size
+        self.weights.lockstep = present.lockstep
+
+    def _trains(self, is_shuffled: bool) -> bool:
+        """Whether the step that comes may end in `backward`, where the ranks communicate.
+
+        A model may be trained in eval mode, but then on training data.
+        """
+        return torch.is_grad_enabled() and (is_shuffled or any(map(_is_trained, self._modules)))
+
+    def _normalises(self) -> bool:
+        """Whether BatchNorm communicates in a step without gradients."""
+        if self._run.world_size == 1 or torch.is_grad_enabled():
+            return False
+        return any(
+            layer.training
+            for module in self._modules
+            for layer in module.modules()
+            if isinstance(layer, _BatchNorm)
+        )
+
+    def _pass(self, name: str, batch_size: int, drop_last: bool) -> Any:
+        assert self._pipeline is not None
+        return self._pipeline.read(
+            name,
+            epoch=self._place.epoch,
+            batch_size=batch_size,
+            rank=self._run.rank,
+            world_size=self._run.world_size,
+            drop_last=drop_last,
+            dummy=True,
+            continues=self._place.epoch + 1 < self._place.num_epochs,
+        )
+
+    def _check_order(self, name: str, is_shuffled: bool) -> None:
+        if not is_shuffled or self._place.is_inside:
+            return
+        self._read_outside[name] += 1
+        if self._read_outside[name] == 2:
+            self._session.tell(
+                "fleet",
+                "warn",
+                f"Data set '{name}' is read again outside of trial.epochs(): all such passes have "
+                "the same order and augmentation. Use `for epoch in trial.epochs(n):`.",
+            )
+
+    # -- what the driver is told ------------------------------------------------------------------
+
+    def _reach(self, name: str, batch_size: int) -> None:
+        """Tells what the trial trains on; if it evaluates first, once more when it trains."""
+        assert self._pipeline is not None
+        trains = self._pipeline.is_shuffled(name)
+        is_first = self.reached_after_s is None
+        if not is_first and (self._has_reached_training or not trains):
+            return
+        if is_first:
+            self.reached_after_s = time.perf_counter() - self._session.began
+        self._has_reached_training = trains
+        self._samples_per_epoch = samples = self._pipeline.sample_count(name)
+        if self._run.rank == 0:
+            self._session.send(
+                Reached(
+                    run_id=self._run.run_id,
+                    structure=self._structure(name, batch_size),
+                    resumable=self._place.is_inside,
+                    batch_size=batch_size,
+                    samples_per_epoch=samples,
+                )
+            )
+        if batch_size > samples:
+            self._session.tell(
+                "fleet",
+                "warn",
+                f"batch_size={batch_size} is larger than data set '{name}' with its {samples} "
+                f"samples: each epoch is one batch of {samples}.",
+            )
+
+    def _structure(self, name: str, batch_size: int) -> str:
+        """What decides the rate on devices of one type: parameter shapes, batch size, data."""
+        digest = hashlib.sha256(f"{name}|{batch_size}".encode())
+        for module in self._modules:
+            digest.update(type(module).__qualname__.encode())
+            for key, parameter in module.named_parameters():
+                digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        return digest.hexdigest()[:16]
+
+    def _measure(self, samples: int, waited_s: float) -> None:
+        if self._device.type != "cpu":
+            torch.cuda.synchronize()
+        rate = self.stopwatch.stop(samples, waited_s)
+        if rate is not None:
+            self._tell_rate(rate)
+
+    def end_epoch(self) -> None:
+        """An epoch without a training batch has a pace too: others wait for its rate."""
+        now = time.perf_counter()
+        seconds, self._epoch_began = now - self._epoch_began, now
+        if self.stopwatch.active and self.stopwatch.is_unused and self._samples_per_epoch:
+            self.stopwatch.active = False
+            self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
+
+    def _tell_rate(self, samples_per_s: float) -> None:
+        if self._run.rank == 0:
+            self._session.send(Measured(run_id=self._run.run_id, samples_per_s=samples_per_s))
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    return module.training and any(p.requires_grad for p in module.parameters())
+
+
+class Shards:
+    """One epoch's batches of a data set, this rank's share of each."""
+
+    def __init__(self, reading: Reading, name: str, batch_size: int, drop_last: bool) -> None:
+        self._reading = reading
+        self._arguments = (name, batch_size, drop_last)
+
+    def __len__(self) -> int:
+        """Number of steps in the epoch, the same on every rank."""
+        return self._reading.num_steps(*self._arguments)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._reading.read(*self._arguments)

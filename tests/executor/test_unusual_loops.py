@@ -1,0 +1,188 @@
+"""G2 for objectives that do more than the plain loop: the same on any devices, moved or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from optuna_fleet.events import DataRequested, RateMeasured
+from tests.fleets import Leg, evaluate, num_wrong, small_model, train_epoch
+
+ALONE = [Leg((0,))]
+ON_THREE = [Leg((0, 1, 2))]
+
+
+def seen_by(fleet: Any, objective: Any, legs: Sequence[Leg]) -> Any:
+    """What the objective leaves in the attribute `seen`."""
+    study = optuna.create_study()
+    fleet.script = {0: legs}
+    study.optimize(objective, n_trials=1, executor=fleet)
+    return study.trials[0].user_attrs["seen"]
+
+
+def prepared(trial: Any, *more: Any) -> Any:
+    model = small_model()
+    return trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), *more)
+
+
+def step(trial: Any, model: Any, optimizer: Any, images: Any, labels: Any) -> float:
+    loss = F.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return float(trial.mean(loss.item(), weight=trial.shard_size))
+
+
+# -- on several devices ---------------------------------------------------------------------------
+
+
+def evaluates_within_steps(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    seen = []
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=10):
+            model.eval()
+            with torch.no_grad():  # 20 samples by 8: the last shards are unlike those of training
+                wrong = sum(num_wrong(model(x), y) for x, y in trial.batches("val", batch_size=8))
+            model.train()
+            seen += [step(trial, model, optimizer, images, labels), trial.sum(float(wrong))]
+    trial.set_user_attr("seen", seen)
+    return 0.0
+
+
+def trains_in_eval_mode(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    model.eval()
+    seen = []
+    for _ in trial.epochs(2):  # the last batch is one sample
+        for images, labels in trial.batches("train", batch_size=10):
+            seen.append(step(trial, model, optimizer, images, labels))
+    trial.set_user_attr("seen", seen)
+    return 0.0
+
+
+@pytest.mark.parametrize("objective", [evaluates_within_steps, trains_in_eval_mode])
+def test_the_same_losses_on_several_devices(fleet: Any, objective: Any) -> None:
+    alone = seen_by(fleet, objective, ALONE)
+    assert seen_by(fleet, objective, ON_THREE) == pytest.approx(alone, rel=1e-10)
+
+
+def counts_with_a_loss_module(trial: Any) -> float:
+    model, _, _ = prepared(trial, nn.CrossEntropyLoss())
+    model.eval()
+    with torch.no_grad():
+        number = sum(len(labels) for _, labels in trial.batches("val", batch_size=9))
+    trial.set_user_attr("seen", trial.sum(number))
+    return 0.0
+
+
+def counts_without_eval(trial: Any) -> float:
+    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(36, 3)).double()
+    trial.prepare(model)
+    with torch.no_grad():
+        number = sum(len(labels) for _, labels in trial.batches("val", batch_size=9))
+    trial.set_user_attr("seen", trial.sum(number))
+    return 0.0
+
+
+@pytest.mark.parametrize("objective", [counts_with_a_loss_module, counts_without_eval])
+def test_each_sample_is_evaluated_once(fleet: Any, objective: Any) -> None:
+    assert seen_by(fleet, objective, ON_THREE) == 20  # the last batch is two samples
+
+
+# -- moved ----------------------------------------------------------------------------------------
+
+
+def makes_the_scheduler_late(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    warmup = trial.prepare(torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3))
+    losses = trial.state.setdefault("losses", [])
+    for _ in trial.epochs(4):
+        train_epoch(trial, model, optimizer, losses, batch_size=10)
+        warmup.step()
+    trial.set_user_attr("seen", losses)
+    return 0.0
+
+
+def makes_weights_late(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    nn.init.constant_(model[0].weight, 0.1)
+    losses = trial.state.setdefault("losses", [])
+    for _ in trial.epochs(4):
+        train_epoch(trial, model, optimizer, losses, batch_size=10)
+    trial.set_user_attr("seen", losses)
+    return 0.0
+
+
+def counts_in_its_state(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    trial.state["steps"] = 0
+    for _ in trial.epochs(4):
+        for images, labels in trial.batches("train", batch_size=10):
+            step(trial, model, optimizer, images, labels)
+            trial.state["steps"] += 1
+    trial.set_user_attr("seen", trial.state["steps"])
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    "objective", [makes_the_scheduler_late, makes_weights_late, counts_in_its_state]
+)
+def test_what_is_made_anew_before_the_loop_is_restored_in_it(fleet: Any, objective: Any) -> None:
+    alone = seen_by(fleet, objective, ALONE)
+    assert seen_by(fleet, objective, [Leg((0,), 1), Leg((1,), 3), Leg((2,))]) == alone
+
+
+# -- what the controller is told ------------------------------------------------------------------
+
+
+def evaluates_first(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    evaluate(trial, model, num_wrong)
+    losses: list[float] = []
+    for _ in trial.epochs(2):
+        train_epoch(trial, model, optimizer, losses, batch_size=10)
+    trial.set_user_attr("seen", losses)
+    return 0.0
+
+
+def test_a_trial_that_evaluates_first_is_known_by_its_training(fleet: Any) -> None:
+    seen_by(fleet, evaluates_first, ON_THREE)
+    models = [event.model for event in fleet.events if isinstance(event, DataRequested)]
+    assert [(model.samples_per_epoch, model.resumable) for model in models] == [
+        (20, False),
+        (41, True),
+    ]
+
+
+def never_trains(trial: Any) -> float:
+    model, _ = prepared(trial)
+    for _ in trial.epochs(3):
+        trial.set_user_attr("seen", evaluate(trial, model, num_wrong))
+    return 0.0
+
+
+def test_a_trial_that_never_trains_has_a_rate_all_the_same(fleet: Any) -> None:
+    seen_by(fleet, never_trains, [Leg((0,), measure=True)])
+    (measured,) = [event for event in fleet.events if isinstance(event, RateMeasured)]
+    assert measured.samples_per_s > 0
+
+
+def loops_by_itself(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    losses: list[float] = []
+    for _ in range(3):
+        train_epoch(trial, model, optimizer, losses, batch_size=10)
+    trial.set_user_attr("seen", losses)
+    return 0.0
+
+
+def test_a_loop_of_its_own_is_told_that_its_epochs_are_all_alike(fleet: Any, log: Any) -> None:
+    seen_by(fleet, loops_by_itself, ON_THREE)
+    assert log.getvalue().count("is read again outside of trial.epochs()") == 1
