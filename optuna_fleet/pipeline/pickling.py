@@ -33,6 +33,29 @@ def dumps_outside(value: Any) -> list[Any]:
     return [_dumped(value, buffers), *(buffer.raw() for buffer in buffers)]
 
 
+def is_view_of_bytes(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is no more than its place in a piece of this machine's memory."""
+    return _is_usual(tensor) and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+
+
+def storage_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Returns the memory that a tensor is a view of, all of it; not a copy."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return whole.numpy()
+
+
+def tensor_in(
+    raw: np.ndarray[Any, Any],
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """Returns a tensor that lies in these bytes as another one lay in its storage."""
+    storage = torch.from_numpy(raw).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+
+
 class _Pickler(pickle.Pickler):
     """Takes tensors and arrays as bytes: a tenth of the time that torch's own reduction takes."""
 
