@@ -44,7 +44,7 @@ def preprocessor_main(
 
     Args:
         sock: This process' end of the socket pair; blocking.
-        payload: The data sets (``SharedPipeline.payload()``).
+        payload: What unpickles to the data sets (``PayloadFile.reference()``).
         spec: Their description.
         budgets: What the pipeline may take.
         decoded: The decoded store.

@@ -23,6 +23,7 @@ from optuna_fleet.pipeline.messages import (
     PassOpened,
     ReturnChunks,
 )
+from optuna_fleet.pipeline.payload import PayloadFile
 from optuna_fleet.pipeline.production import Outlets, Production
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSetup
 from optuna_fleet.pipeline.stats import Counts, PipelineStats
@@ -47,7 +48,8 @@ class PipelineServer:
     started when there is work for them.
 
     Args:
-        setup: The data sets and what they may take (``SharedPipeline.setup()``).
+        setup: The data sets and what they may take (``SharedPipeline.setup()``). They are copied
+            into a memory file: whoever calls need not keep them.
         spawn: Starts a child process, see ``Spawn``.
         selector: The agent's selector.
         notify: Given a sentence that the user should read, now and then.
@@ -85,8 +87,9 @@ class PipelineServer:
             window=(2 * budgets.num_preprocessors + 2) * (exchange.num_nodes if exchange else 1),
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
         )
+        self._payload = PayloadFile(setup.payload)
         self._production = Production(
-            payload=setup.payload,
+            payload=self._payload.reference(),
             spec=spec,
             budgets=budgets,
             store=self._store,
@@ -183,6 +186,7 @@ class PipelineServer:
         for reader in self._readers.values():
             reader.channel.close()
         self._readers.clear()
+        self._payload.close()
         self._close_files()
 
     def close_in_child(self) -> None:
@@ -192,6 +196,7 @@ class PipelineServer:
         """
         self._close_in_preprocessor()
         self._production.close_decoded()
+        self._payload.close()
 
     def _close_in_preprocessor(self) -> None:
         self._production.close_in_child()

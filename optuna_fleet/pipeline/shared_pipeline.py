@@ -13,7 +13,7 @@ import cloudpickle
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline import limits
+from optuna_fleet.pipeline import limits, payload
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.source import Source
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSetup, PipelineSpec
@@ -188,8 +188,8 @@ class SharedPipeline:
         return InlineClient(self.spec(), self._source(), self._collates)
 
     def payload(self) -> bytes:
-        """Returns the data sets as cloudpickle bytes, for the preprocessors."""
-        packed = _packed("data sets of the SharedPipeline", self._source())
+        """Returns the data sets as bytes, for the preprocessors."""
+        packed = _packed("data sets of the SharedPipeline", self._source(), payload.pack)
         assert packed is not None
         return packed
 
@@ -333,11 +333,13 @@ def _whole(argument: str, value: Any, *, minimum: int | None) -> int:
     return operator.index(value)
 
 
-def _packed(what: str, value: Any) -> bytes | None:
+def _packed(
+    what: str, value: Any, pack: Callable[[Any], bytes] = cloudpickle.dumps
+) -> bytes | None:
     if value is None:
         return None
     try:
-        return cast(bytes, cloudpickle.dumps(value))
+        return pack(value)
     except Exception as error:
         raise FleetConfigError(
             f"The {what} can't be pickled ({type(error).__name__}: {error}). Preprocessors are "

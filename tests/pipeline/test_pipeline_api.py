@@ -10,7 +10,7 @@ from pipeline_harness import Agent, serving
 from torch.utils.data import IterableDataset
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError
-from optuna_fleet.pipeline import SharedPipeline, default_preprocessors
+from optuna_fleet.pipeline import SharedPipeline, default_preprocessors, payload
 from optuna_fleet.pipeline.batches import shard
 from optuna_fleet.pipeline.limits import default_chunk_bytes, default_memory_bytes
 from optuna_fleet.pipeline.reader import PipelineClient
@@ -40,7 +40,7 @@ def test_spec_describes_the_data_sets():
     assert spec.seed == 5
     assert spec.dataset("train_a").collate is None
     assert cloudpickle.loads(spec.dataset("val").collate) is list
-    assert list(cloudpickle.loads(pipeline.payload()).datasets) == ["train_a", "val"]
+    assert list(payload.unpack(pipeline.payload()).datasets) == ["train_a", "val"]
 
 
 def test_shuffled_can_be_chosen():

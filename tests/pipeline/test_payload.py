@@ -1,0 +1,291 @@
+"""The data sets on their way to the preprocessors."""
+
+import os
+import selectors
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pipeline_harness import Forked, serving
+from torch.utils.data import TensorDataset
+
+from optuna_fleet.exceptions import PreprocessingError
+from optuna_fleet.pipeline import PipelineServer, SharedPipeline
+from optuna_fleet.pipeline.payload import pack, unpack
+from optuna_fleet.pipeline.storable import same
+
+LENGTH = 100_000
+MB = 1 << 20
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """A file of so many numbers, 64 bytes behind its beginning."""
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(64) + np.arange(LENGTH, dtype=np.int32).tobytes())
+    return path
+
+
+def mapped(path, mode="r", **how):
+    return np.memmap(path, dtype=np.int32, mode=mode, offset=64, **how)
+
+
+def travelled(value):
+    """What comes out at the other end, in memory that may be written to."""
+    return unpack(memoryview(bytearray(pack(value))))
+
+
+class Tokens:
+    """Sample i is the i-th row of a mapped file."""
+
+    def __init__(self, path):
+        self.rows = mapped(path).reshape(-1, 100)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return torch.from_numpy(self.rows[index].copy())
+
+
+class Nosy:
+    """Writes its process id into its data, and says which it found there."""
+
+    def __init__(self):
+        self.owner = torch.zeros(LENGTH, dtype=torch.int64)
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        time.sleep(2e-3)
+        found, self.owner[0] = self.owner[0].item(), os.getpid()
+        return found, os.getpid()
+
+
+class Summed(TensorDataset):
+    """Each sample takes all of the data, so that whoever makes one has all of its pages."""
+
+    def __init__(self, nbytes):
+        super().__init__(torch.ones(16, nbytes // 16 // 8, dtype=torch.int64))
+
+    def __getitem__(self, index):
+        time.sleep(2e-3)
+        return self.tensors[0].sum()
+
+
+def read(agent):
+    return [batch.data for batch in agent.client().read("val", epoch=0, batch_size=100)]
+
+
+# Mapped files
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda array: array,
+        lambda array: array[5:],
+        lambda array: array[7],
+        lambda array: array[3:900:7, ::-2],
+        lambda array: array.T[4:],
+        lambda array: array.view(np.float32)[:, 3:9],
+        lambda array: array[3:4, 5:6].reshape(()),
+        lambda array: np.broadcast_to(array[3], (5, 100)),
+        lambda array: np.asarray(array)[3:],
+    ],
+)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_view_of_a_mapped_file_travels_as_its_place(tokens, view, order):
+    array = view(mapped(tokens, shape=(1000, 100), order=order))
+    assert len(pack(array)) < 500
+    there = travelled(array)
+    assert type(there) is type(array)
+    assert (there.dtype, there.strides) == (array.dtype, array.strides)
+    assert np.array_equal(there, array)
+    assert getattr(there, "filename", None) == getattr(array, "filename", None)
+
+
+@pytest.mark.parametrize(("mode", "there"), [("r", "r"), ("r+", "r"), ("c", "c")])
+def test_only_copies_of_a_mapped_file_may_be_written(tokens, mode, there):
+    array = travelled(mapped(tokens, mode))
+    assert array.mode == there
+    assert array.flags.writeable == (there == "c")
+
+
+def test_what_was_written_into_a_copy_of_a_mapped_file_travels_too(tokens):
+    array = mapped(tokens, "c")
+    array[77] = -1
+    assert np.array_equal(travelled(array), array)
+    assert np.array_equal(travelled(array[70:]), array[70:])
+    assert mapped(tokens)[77] == 77
+
+
+def test_views_of_a_copy_share_it_and_may_do_what_they_could(tokens):
+    array = mapped(tokens, "c")
+    fixed = array[:5]
+    fixed.flags.writeable = False
+    whole, fixed = travelled((array, fixed))
+    whole[0] = 5
+    assert fixed[0] == 5  # as they were before they travelled
+    assert not fixed.flags.writeable
+
+
+def test_many_views_of_a_file_are_one_mapping(tokens):
+    array = mapped(tokens)
+    there = travelled([array[i : i + 10] for i in range(500)])
+    assert len({view._mmap for view in there}) == 1
+
+
+@pytest.mark.parametrize("change", [np.copy, lambda array: array[[1, 2, 3]], lambda array: -array])
+def test_what_was_made_of_a_mapped_file_travels_as_bytes(tokens, change):
+    made = change(mapped(tokens))
+    tokens.unlink()
+    assert np.array_equal(travelled(made), made)
+
+
+def test_a_file_that_is_gone_before_it_is_packed_travels_as_bytes(tokens):
+    array = mapped(tokens)
+    tokens.unlink()
+    assert np.array_equal(travelled(array), array)
+
+
+def test_a_mapped_data_set_is_served(tokens, monkeypatch):
+    monkeypatch.chdir(tokens.parent)
+    dataset = Tokens(tokens.name)
+    monkeypatch.chdir("/")
+    pipeline = SharedPipeline(val=dataset)
+    assert len(pipeline.payload()) < 5000
+    with serving(pipeline) as agent:
+        found = torch.cat(read(agent))
+    assert torch.equal(found.flatten(), torch.arange(LENGTH, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (Path.unlink, r"'.*tokens.bin', which a data set maps, can't be had any more \(No such"),
+        (lambda path: os.truncate(path, 100), "has 100 bytes, but had 400064 when"),
+    ],
+)
+def test_a_mapped_file_that_changes_on_the_way_is_named(tokens, change, message):
+    with serving(SharedPipeline(val=Tokens(tokens))) as agent:
+        change(tokens)
+        with pytest.raises(PreprocessingError, match=message):
+            read(agent)
+
+
+# What lies outside of the pickle
+
+
+def test_arrays_are_the_same_after_the_journey():
+    fixed = np.arange(1000.0)
+    fixed.flags.writeable = False
+    grid = np.arange(6000.0).reshape(60, 100)
+    arrays = [fixed, grid, grid.T, grid[::2, 3:], np.arange(5), np.zeros((0, 3)), np.array(7)]
+    arrays += [
+        np.array(["word" * 200] * 9),
+        np.array([{}, 1], dtype=object),
+        grid.view(np.recarray),
+    ]
+    for array, there in zip(arrays, travelled(arrays), strict=True):
+        assert type(there) is type(array)
+        assert same(array, there)
+        assert there.flags.writeable == array.flags.writeable
+        assert there.flags.f_contiguous == array.flags.f_contiguous
+
+
+def test_tensors_are_the_same_after_the_journey():
+    tensor = torch.arange(6000.0).view(60, 100)
+    complex_ = torch.randn(600, dtype=torch.complex64)
+    tensors = [tensor, tensor.T, tensor[::2, 3:], tensor[7, 7], tensor.expand(3, -1, -1)]
+    tensors += [tensor.bfloat16(), tensor > 5, complex_, torch.zeros(0, 3), torch.tensor(7)]
+    tensors += [torch.nn.Parameter(tensor.clone()), tensor.to_sparse(), complex_.conj()]
+    for tensor, there in zip(tensors, travelled(tensors), strict=True):
+        assert type(there) is type(tensor)
+        assert torch.equal(there.to_dense(), tensor.to_dense())
+        assert there.dtype == tensor.dtype
+        assert there.requires_grad == tensor.requires_grad
+        assert tensor.is_sparse or there.stride() == tensor.stride()
+
+
+def test_tensors_in_one_storage_stay_there():
+    whole = torch.arange(5000.0)
+    rows = [*whole.view(50, 100)]
+    assert len(pack(rows)) < 2 * whole.nbytes  # not the whole storage for each
+    there, again, *rows = travelled([whole, whole, *rows])
+    assert there is again
+    there[123] = -1
+    assert rows[1][23] == -1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros((90, 100)),
+        np.zeros((90, 100)).T,
+        np.zeros((90, 100))[::2, 3:],
+        torch.zeros(90, 100),
+        torch.zeros(90, 100)[::2, 3:],
+    ],
+)
+def test_large_ones_are_views_of_what_was_sent(value):
+    payload = bytearray(pack({"value": value}))
+    there = unpack(memoryview(payload))["value"]
+    assert np.shares_memory(np.asarray(there), np.frombuffer(payload, dtype=np.uint8))
+
+
+def test_small_arrays_stay_in_the_pickle():
+    arrays = [np.full(3, i) for i in range(1000)]
+    assert len(pack(arrays)) < 1000 * 60
+
+
+# Memory
+
+
+def memory_of(pid):
+    """Bytes of a process' memory by kind."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
+
+
+def memory_files(pid="self"):
+    """Names of the memory files that a process has open."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    return [link for link in links if "memfd:optuna-fleet-chunk" in link]
+
+
+def test_preprocessors_share_the_memory_of_a_data_set():
+    with serving(SharedPipeline(val=Summed(64 * MB)), chunk_bytes=100) as agent:
+        assert read(agent)[0].tolist() == [8 * MB] * 16
+        memories = [memory_of(pid) for pid in agent.pids()]
+    assert len(memories) == 2
+    for memory in memories:
+        assert memory["Private_Dirty"] < 40 * MB
+        assert memory["Shared_Dirty"] + memory["Shared_Clean"] > 64 * MB
+
+
+def test_what_a_data_set_writes_into_itself_stays_in_its_process():
+    with serving(SharedPipeline(val=Nosy()), chunk_bytes=100) as agent:
+        [(found, pids)] = read(agent)
+        assert set(pids.tolist()) == set(agent.pids())
+        assert len(agent.pids()) == 2
+    first_of_each = 2
+    assert (found == pids).sum() == len(pids) - first_of_each
+    assert (found == 0).sum() == first_of_each
+
+
+def test_the_file_of_the_data_sets_is_closed_with_the_server():
+    def inherited():
+        server.close_in_child()
+        return memory_files()
+
+    setup = SharedPipeline(val=[1, 2]).setup(1)
+    with selectors.DefaultSelector() as selector:
+        server = PipelineServer(setup, spawn=None, selector=selector)
+        assert len(memory_files()) == 1
+        assert Forked(inherited).result() == []
+        server.close()
+    assert memory_files() == []
