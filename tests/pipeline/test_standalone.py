@@ -20,7 +20,7 @@ import pytest
 import torch
 from pipeline_datasets import Augmented
 from pipeline_harness import Forked
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PreprocessingError, ProtocolError
 from optuna_fleet.pipeline import SharedPipeline, admission
@@ -78,6 +78,12 @@ def server_of(pipeline: SharedPipeline) -> int:
 
 def is_listening(handle: PipelineHandle) -> bool:
     return f"@{handle.address.name[1:]}" in Path("/proc/net/unix").read_text()
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that is in no file, nor in a memory file."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
 
 def children_of(pid: int) -> list[int]:
@@ -507,3 +513,12 @@ def test_the_kernel_says_who_asks() -> None:
         with sock:
             assert admission.peer_uid(sock) == 65534
         assert "another user" in fork.result()
+
+
+def test_the_server_has_the_data_sets_in_their_file_only(running: SharedPipeline) -> None:
+    nbytes = 128 << 20
+    dataset = TensorDataset(torch.ones(16, nbytes // 16, dtype=torch.uint8))
+    with SharedPipeline(val=dataset, num_preprocessors=1) as pipeline:
+        assert next(iter(pipeline.batches("val", batch_size=1, epoch=0)))[0].all()
+        more = anonymous_bytes(server_of(pipeline)) - anonymous_bytes(server_of(running))
+    assert more < nbytes / 2

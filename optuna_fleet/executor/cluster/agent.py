@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 
 from optuna_fleet.channel import connect
 from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
@@ -156,6 +157,8 @@ class Agent:
             on_event=self._report_now_and_then,
             notify=lambda text: self._channel.send(PipelineNotice(text=text)),
         )
+        # The server has the data sets in a file now: they are not to be in memory twice.
+        self._config = replace(self._config, pipeline=replace(setup, payload=b""))
 
     def _report_now_and_then(self) -> None:
         if time.monotonic() >= self._report_due:
@@ -208,5 +211,7 @@ def main() -> None:
     config = pickle.loads(sys.stdin.buffer.read())  # from our parent, the driver
     sys.path[:], sys.argv[:] = config.sys_path, config.argv  # as objectives know them
     preload(config.preload)
-    Agent(config).serve()
+    agent = Agent(config)
+    del config  # large: the agent lets go of it when it can
+    agent.serve()
     end_session()
