@@ -180,8 +180,9 @@ class Reading:
             self._session.tell(
                 "fleet",
                 "warn",
-                f"Data set '{name}' is read again outside of trial.epochs(): all such passes have "
-                "the same order and augmentation. Use `for epoch in trial.epochs(n):`.",
+                f"Trial {self._run.number}: data set '{name}' is read again outside of "
+                "trial.epochs(): all such passes have the same order and augmentation. Use `for "
+                "epoch in trial.epochs(n):`.",
             )
 
     # -- what the driver is told ------------------------------------------------------------------

@@ -18,12 +18,14 @@ from optuna_fleet.packing import plain
 from optuna_fleet.pipeline.inline import InlineClient
 from optuna_fleet.pipeline.reader import PipelineClient
 from optuna_fleet.trainer import checkpoint, reduction
+from optuna_fleet.trainer.alike import come_apart
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
 from optuna_fleet.trainer.parallel import wrap_module
 from optuna_fleet.trainer.reading import Place, Reading
 from optuna_fleet.trainer.reading import Shards as Shards
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.unprepared import Unprepared
 
 _GROUP_TIMEOUT_S = 600.0
 
@@ -61,6 +63,11 @@ class Training:
         self.state: dict[str, Any] = {}
         self._checkpoint: checkpoint.Checkpoint | None = None
         self._saver = Saver(session)
+        self._is_apart = False
+        self._unprepared = Unprepared(
+            self._objects,
+            lambda text: session.tell("fleet", "warn", f"Trial {self._run.number}: {text}"),
+        )
         join_group_of(session.run, kind)
         if self._run.checkpoint is not None:
             self._resume(self._run.checkpoint)
@@ -78,6 +85,7 @@ class Training:
 
         A rank that `failed` does not wait for its peers, which may be in a collective for ever.
         """
+        self._unprepared.close()
         self._saver.finish()  # or the file would appear when nobody expects it any more
         leave_group(abort=failed and self._kind != "cpu")
         return Usage(
@@ -177,12 +185,26 @@ class Training:
         checkpoint.restore_rng(saved.rng)
 
     def _goes_on_after(self, epoch: int) -> bool:
+        self._check_alike()
         decision = self._session.call("fleet", "end_epoch", epoch)
         if decision is EpochDecision.YIELD and self._has_landed(epoch + 1):
             raise Yielded
         if decision is EpochDecision.CHECKPOINT:
             self._save(epoch + 1)
         return decision is not EpochDecision.STOP
+
+    def _check_alike(self) -> None:
+        if self._is_apart or not (apart := come_apart(self._objects)):
+            return
+        self._is_apart = True
+        shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
+        self._session.tell(
+            "fleet",
+            "warn",
+            f"Trial {self._run.number}: its ranks have come apart: {shown}. On another number of "
+            "devices it would give other results. What decides must be alike on all ranks: use "
+            "trial.mean(loss) for it; prepare layers when the model is complete.",
+        )
 
     def _has_landed(self, next_epoch: int) -> bool:
         """Write the checkpoint to leave with; a trial that can't keeps its devices for now."""

@@ -186,3 +186,80 @@ def loops_by_itself(trial: Any) -> float:
 def test_a_loop_of_its_own_is_told_that_its_epochs_are_all_alike(fleet: Any, log: Any) -> None:
     seen_by(fleet, loops_by_itself, ON_THREE)
     assert log.getvalue().count("is read again outside of trial.epochs()") == 1
+
+
+# -- what was not prepared ------------------------------------------------------------------------
+
+
+def forgets_the_optimizer(trial: Any) -> float:
+    model = trial.prepare(small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses: list[float] = []
+    for _ in trial.epochs(2):
+        train_epoch(trial, model, optimizer, losses, batch_size=10)
+    trial.set_user_attr("seen", losses)
+    return 0.0
+
+
+def trains_a_bare_parameter(trial: Any) -> float:
+    model, _ = prepared(trial)
+    bare = nn.Parameter(torch.zeros(()))
+    optimizer = trial.prepare(torch.optim.SGD([*model.parameters(), bare], lr=0.05))
+    for images, labels in trial.batches("train", batch_size=10):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images) * bare, labels).backward()
+        optimizer.step()
+    trial.set_user_attr("seen", 0)
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        (forgets_the_optimizer, ["(SGD) that was not given to trial.prepare()"]),
+        (trains_a_bare_parameter, ["trains 1 parameters (SGD) of no module"]),
+        (evaluates_first, []),
+    ],
+)
+def test_what_trains_but_was_not_prepared_is_told_once(
+    fleet: Any, log: Any, objective: Any, said: list[str]
+) -> None:
+    seen_by(fleet, objective, ON_THREE)
+    told = [line for line in log.getvalue().splitlines() if "prepare" in line]
+    assert len(told) == len(said)
+    assert all(text in line for text, line in zip(said, told, strict=True))
+
+
+# -- ranks that come apart ------------------------------------------------------------------------
+
+
+def follows_its_own_loss(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for epoch in trial.epochs(3):
+        train_epoch(trial, model, optimizer, [], batch_size=10)
+        plateau.step(0.0 if trial.rank else -float(epoch))  # losses of this rank's samples
+    trial.set_user_attr("seen", 0)
+    return 0.0
+
+
+def follows_everybodys_loss(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for _ in trial.epochs(3):
+        losses: list[float] = []
+        train_epoch(trial, model, optimizer, losses, batch_size=10)
+        plateau.step(losses[-1])
+    trial.set_user_attr("seen", 0)
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("objective", "times"), [(follows_its_own_loss, 1), (follows_everybodys_loss, 0)]
+)
+def test_ranks_that_come_apart_are_told_of(
+    fleet: Any, log: Any, objective: Any, times: int
+) -> None:
+    seen_by(fleet, objective, ON_THREE)
+    assert log.getvalue().count("its ranks have come apart: SGD (1): learning rate 0.") == times
+    assert log.getvalue().count("come apart") == times

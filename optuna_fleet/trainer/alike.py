@@ -1,0 +1,51 @@
+"""Whether the ranks of a trial still train the same model: what is computed on each must be alike.
+
+Gradients are exchanged, all else is not: a learning rate that follows one rank's loss, layers
+added after `prepare`, statistics kept of one rank's samples let the ranks come apart in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from optuna_fleet.trainer.groups import group_size, wire_device
+
+_TOLERANCE = 1e-9  # unlike devices add up in an order of their own
+
+
+@torch.no_grad()
+def come_apart(objects: Sequence[Any]) -> list[str]:
+    """Returns what differs between the ranks; called on all of them alike, one collective.
+
+    Args:
+        objects: The prepared objects: of modules parameters and buffers are compared, of
+            optimizers the learning rates.
+    """
+    if group_size() == 1:
+        return []
+    found = dict(_numbers(objects))
+    if not found:
+        return []
+    values = torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in found.values()])
+    values = values.nan_to_num().to(wire_device())
+    extremes = torch.cat([values, -values])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, smallest = extremes.cpu().chunk(2)
+    differs = largest + smallest > _TOLERANCE * (1 + largest.abs())
+    return [name for name, apart in zip(found, differs.tolist(), strict=True) if apart]
+
+
+def _numbers(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for position, thing in enumerate(objects):
+        name = f"{type(thing).__name__} ({position})"
+        if isinstance(thing, torch.nn.Module):
+            for key, tensor in [*thing.named_parameters(), *thing.named_buffers()]:
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                yield f"{name}: {key}", real.sum(dtype=torch.float64)
+        elif isinstance(thing, torch.optim.Optimizer):
+            for number, group in enumerate(thing.param_groups):
+                yield f"{name}: learning rate {number}", group.get("lr", 0.0)

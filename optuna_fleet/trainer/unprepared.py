@@ -1,0 +1,54 @@
+"""Tells of what trains but was not prepared: nothing else would, and its trial would go wrong."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Unprepared:
+    """Looks at each optimizer of this process at its first step.
+
+    Args:
+        objects: What was prepared so far; grows while the objective runs.
+        warn: Given a sentence for the user.
+    """
+
+    def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
+        self._objects = objects
+        self._warn = warn
+        self._seen = weakref.WeakSet[torch.optim.Optimizer]()
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        modules = [thing for thing in self._objects if isinstance(thing, torch.nn.Module)]
+        if not modules:  # it trains by itself, on one device
+            return
+        name = type(optimizer).__name__
+        if not any(thing is optimizer for thing in self._objects):
+            self._warn(
+                f"The objective trains with an optimizer ({name}) that was not given to "
+                "trial.prepare(): its state (momentum, steps) is lost when the trial moves or "
+                "resumes. Prepare it together with the model."
+            )
+        known = {id(parameter) for module in modules for parameter in module.parameters()}
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        number = sum(id(parameter) not in known for parameter in trained)
+        if number:
+            self._warn(
+                f"The objective trains {number} parameters ({name}) of no module that was given "
+                "to trial.prepare(): they are not checkpointed, and on several devices each would "
+                "train them on its part of the batches only. Make them part of a module and "
+                "prepare it."
+            )
