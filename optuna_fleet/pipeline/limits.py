@@ -6,12 +6,15 @@ import os
 import resource
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.pipeline.machine_memory import available_bytes
 
 MEMORY_SHARE = 0.25
 """Part of the available memory that chunks may occupy by default."""
+
+LEAST_MEMORY_BYTES = 64 << 20
+"""The default is no smaller: one of nothing would only fail later, with another message."""
 
 SPILL_SHARE = 0.5
 """Part of the free disk that spilled chunks may occupy by default."""
@@ -170,12 +173,7 @@ def most_preprocessors(cpus: int, *, num_slots: int, cpu_slots: bool) -> int:
 
 def default_memory_bytes() -> int:
     """Returns a quarter of the memory that is available."""
-    return int(MEMORY_SHARE * available_bytes())
-
-
-def available_bytes() -> int:
-    """Returns the memory that is available, inside the cgroup's limit if any."""
-    return min([_memory_available(), *_cgroup_headroom()])
+    return max(LEAST_MEMORY_BYTES, int(MEMORY_SHARE * available_bytes()))
 
 
 def default_chunk_bytes(memory_bytes: int, max_chunks: int) -> int:
@@ -198,31 +196,3 @@ def raise_file_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     files = 1 << 20 if hard == resource.RLIM_INFINITY else hard
     return max(16, files // 2)
-
-
-def _memory_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 30
-
-
-def _cgroup_headroom() -> list[int]:
-    """What cgroup v2 leaves at each level above this process; Slurm's --mem arrives this way."""
-    try:
-        line = Path("/proc/self/cgroup").read_text().splitlines()[-1]
-        root = Path("/sys/fs/cgroup")
-        leaf = root / line.rpartition(":")[2].lstrip("/")
-        levels = [leaf, *(parent for parent in leaf.parents if root in parent.parents)]
-    except (OSError, IndexError):
-        return []
-    return [room for level in levels if (room := _headroom(level)) is not None]
-
-
-def _headroom(cgroup: Path) -> int | None:
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else max(0, int(limit) - used)

@@ -1,0 +1,103 @@
+"""How much memory is left on this machine, and within the control groups of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    """The names of the files of one version of control groups.
+
+    Attributes:
+        limit: Most bytes the processes of a group may use.
+        used: Those they use, the page cache of files they have read or written included.
+        page_cache: Lines of ``memory.stat`` with what the kernel takes back when it is needed.
+    """
+
+    limit: str
+    used: str
+    page_cache: tuple[str, ...]
+
+
+_V1 = _Version(
+    limit="memory.limit_in_bytes",
+    used="memory.usage_in_bytes",
+    page_cache=("total_inactive_file", "total_active_file"),  # of the groups below it too
+)
+_V2 = _Version(
+    limit="memory.max", used="memory.current", page_cache=("inactive_file", "active_file")
+)
+
+
+def available_bytes() -> int:
+    """Returns the memory that is available, inside the control groups' limits if any."""
+    return min([_of_machine(), *cgroup_headrooms()])
+
+
+def cgroup_headrooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int]:
+    """Returns what the groups of this process, from its own upwards, leave to it.
+
+    This is how Slurm's --mem arrives, and the limit of a container.
+
+    Args:
+        root: Where control groups are mounted.
+        membership: The file that says which groups the process is in.
+    """
+    found = [
+        _headroom(level, version)
+        for version, mount, group in _memberships(root, membership)
+        for level in _levels(mount, group)
+    ]
+    return [room for room in found if room is not None]
+
+
+def _memberships(root: Path, membership: Path) -> Iterator[tuple[_Version, Path, str]]:
+    """The group that limits this process' memory, by version: machines may have both."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, group = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            yield _V1, root / "memory", group
+        elif number == "0" and not controllers:
+            yield _V2, root, group
+
+
+def _levels(mount: Path, group: str) -> list[Path]:
+    """A group and all above it; in a container its path may be the host's, the mount never is."""
+    leaf = mount / group.lstrip("/")
+    return [leaf, *(parent for parent in leaf.parents if parent.is_relative_to(mount))]
+
+
+def _headroom(group: Path, version: _Version) -> int | None:
+    try:
+        limit = int((group / version.limit).read_text())  # "max" is no number: no limit
+        used = int((group / version.used).read_text())
+    except (OSError, ValueError):
+        return None
+    # A group that has read files is always full to its limit: that is no want of memory.
+    return max(0, limit - max(0, used - _page_cache(group, version)))
+
+
+def _page_cache(group: Path, version: _Version) -> int:
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    stat = dict(line.split(maxsplit=1) for line in lines)
+    return sum(int(stat.get(name, 0)) for name in version.page_cache)
+
+
+def _of_machine() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 30

@@ -1,0 +1,84 @@
+"""How much memory there is by default, and that no more of it is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optuna_fleet.pipeline import limits
+from optuna_fleet.pipeline.machine_memory import available_bytes, cgroup_headrooms
+
+GIB = 1 << 30
+
+
+class Groups:
+    """Control groups in a folder, as the kernel shows them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "cgroup"
+        self.membership = folder / "membership"
+        self.root.mkdir()
+
+    def v1(self, path: str, *, limit: int, used: int, files: int) -> None:
+        stat = f"inactive_file 0\ntotal_inactive_file {files // 2}\ntotal_active_file {files // 2}"
+        texts = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used}
+        self._write(self.root / "memory" / path, {**texts, "memory.stat": stat})
+
+    def v2(self, path: str, *, limit: int | str, used: int, files: int) -> None:
+        stat = f"anon 1\ninactive_file {files // 2}\nactive_file {files // 2}"
+        texts = {"memory.max": limit, "memory.current": used, "memory.stat": stat}
+        self._write(self.root / path, texts)
+
+    def _write(self, folder: Path, texts: dict[str, int | str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(f"{text}\n")
+
+    def headrooms(self, *memberships: str) -> list[int]:
+        self.membership.write_text("".join(f"{line}\n" for line in memberships))
+        return cgroup_headrooms(self.root, self.membership)
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Groups:
+    return Groups(tmp_path)
+
+
+def test_what_the_kernel_keeps_of_files_is_no_want_of_memory(groups: Groups) -> None:
+    groups.v2("job", limit=64 * GIB, used=64 * GIB, files=62 * GIB)
+    assert groups.headrooms("0::/job") == [62 * GIB]
+
+
+def test_every_level_above_a_process_has_its_limit(groups: Groups) -> None:
+    groups.v2("job/step/task", limit="max", used=GIB, files=0)
+    groups.v2("job/step", limit=8 * GIB, used=GIB, files=0)
+    groups.v2("job", limit=4 * GIB, used=6 * GIB, files=GIB)
+    assert groups.headrooms("0::/job/step/task") == [7 * GIB, 0]
+
+
+def test_groups_of_version_1_are_heeded(groups: Groups) -> None:
+    groups.v1("slurm/job_5/step_0", limit=16 * GIB, used=10 * GIB, files=8 * GIB)
+    groups.v1("slurm/job_5", limit=12 * GIB, used=10 * GIB, files=0)
+    found = groups.headrooms("5:cpu,cpuacct:/other", "4:memory:/slurm/job_5/step_0", "0::/")
+    assert found == [14 * GIB, 2 * GIB]
+
+
+@pytest.mark.parametrize("line", ["4:memory:/docker/abc", "0::/docker/abc"])
+def test_a_container_sees_its_own_limit_at_the_top(groups: Groups, line: str) -> None:
+    groups.v1("", limit=2 * GIB, used=GIB, files=0)
+    groups.v2("", limit=2 * GIB, used=GIB, files=0)
+    assert groups.headrooms(line) == [GIB]
+
+
+def test_a_machine_without_control_groups(groups: Groups) -> None:
+    assert groups.headrooms() == groups.headrooms("0::/job", "4:memory:/") == []
+    assert cgroup_headrooms(groups.root, groups.root / "none") == []
+    assert available_bytes() > 0
+
+
+def test_the_default_is_never_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "available_bytes", lambda: 0)
+    budgets = limits.budgets(limits.Wanted(), num_preprocessors=2)
+    assert budgets.memory_bytes == limits.LEAST_MEMORY_BYTES
+    assert budgets.chunk_bytes > 1 << 16
