@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -43,3 +48,33 @@ class Fleet:
 
     def __len__(self) -> int:
         return len(self.devices)
+
+
+def cpu_count() -> int:
+    """Returns how many cores this process may use, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(cores, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return cores
+
+
+def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """Returns how many NVIDIA GPUs a process sees, without a word to CUDA or its driver.
+
+    Args:
+        environment: The process' environment.
+        devices: The folder of this machine's devices.
+    """
+    there = len(list(devices.glob("nvidia[0-9]*")))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return there
+    chosen = itertools.takewhile(_names_gpu, (name.strip() for name in visible.split(",")))
+    return min(there, len(list(chosen)))
+
+
+def _names_gpu(name: str) -> bool:
+    """CUDA ends the list at the first that does not, and "-1" is how to say none."""
+    return name.isdigit() or name.startswith(("GPU-", "MIG-"))

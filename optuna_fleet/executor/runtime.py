@@ -18,7 +18,6 @@ from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.checkpoint_folder import StudyFolder
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.devices import cpu_count
 from optuna_fleet.executor.cluster.local import AgentProcess
 from optuna_fleet.executor.hub import Hub, Readable
 from optuna_fleet.messages import (
@@ -38,7 +37,7 @@ from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.processes import cause_of_death, state_in_words
-from optuna_fleet.resources import Fleet
+from optuna_fleet.resources import Fleet, cpu_count
 
 _MAX_STILLBORN = 3
 _REPORT_LIMIT_S = 5.0

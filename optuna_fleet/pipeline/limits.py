@@ -26,6 +26,12 @@ Two trainers on two cores keep 98 % of their speed beside one or two preprocesso
 46 % beside those of niceness 0). When trainers wait for data, preprocessors have their cores.
 """
 
+STUCK_S = 600.0
+"""A preprocessor that has worked on one chunk for so long is replaced, where there is no executor.
+
+Those of an executor have half of its ``hang_timeout_s``.
+"""
+
 CHUNK_BYTES = 20 << 20
 """Size of a chunk aimed at: 32 images of 3 x 224 x 224 in float32.
 

@@ -17,6 +17,9 @@ CHUNK_S = 0.25
 MIN_CHUNK_SAMPLES = 8
 """Below this many samples a chunk is not made smaller just to have more of them."""
 
+SLOW_CHUNK_S = 30.0
+"""Unless they take longer than this: who is at one chunk for minutes counts as stuck."""
+
 Place = Literal["memory", "disk"]
 """Where a chunk is: in a memory file, or in a file of the spill folder."""
 
@@ -121,7 +124,9 @@ def choose_chunk_size(
     """
     by_bytes = max(1, chunk_bytes // max(1, sample_bytes))
     by_count = max(MIN_CHUNK_SAMPLES, num_samples // MIN_CHUNKS_PER_EPOCH)
-    by_time = max(MIN_CHUNK_SAMPLES, int(CHUNK_S / max(sample_s, 1e-6)))
+    sample_s = max(sample_s, 1e-6)
+    few = min(MIN_CHUNK_SAMPLES, max(1, int(SLOW_CHUNK_S / sample_s)))
+    by_time = max(few, int(CHUNK_S / sample_s))
     size = min(by_bytes, by_count, by_time)
     return min(num_samples, 1 << (size.bit_length() - 1))
 

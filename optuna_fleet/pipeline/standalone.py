@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError
+from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.admission import Address
-from optuna_fleet.pipeline.limits import default_preprocessors
 from optuna_fleet.pipeline.spec import PipelineSetup, PipelineSpec
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import MAX_PACKET, socket_pair
 from optuna_fleet.processes import ModuleProcess, cause_of_death
+from optuna_fleet.resources import cpu_count, num_gpus
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.batches import Batches
@@ -32,13 +33,17 @@ _SERVER = "optuna_fleet.pipeline.standalone_server"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """All that the server process needs to know to start; the descriptors are inherited."""
+    """All that the server process needs to know to start; the descriptors are inherited.
+
+    A preprocessor that works on one chunk for `stuck_s` seconds is killed.
+    """
 
     setup: PipelineSetup
     secret: bytes = field(repr=False)
     listener: int
     lifeline: int
     owner_pid: int
+    stuck_s: float
     sys_path: tuple[str, ...]
     preload: tuple[str, ...]
 
@@ -212,6 +217,7 @@ class Session:
                     listener=listener.fileno(),
                     lifeline=lifeline.fileno(),
                     owner_pid=self._owner_pid,
+                    stuck_s=limits.STUCK_S,
                     sys_path=tuple(sys.path),
                     preload=_modules_to_preload(),
                 )
@@ -251,7 +257,13 @@ class Session:
 
 
 def _setup(pipeline: SharedPipeline) -> PipelineSetup:
-    return pipeline.setup(default_preprocessors(len(os.sched_getaffinity(0)), cpu_slots=False))
+    """As in a fleet of all visible GPUs, or of CPU slots: those who read are trainers too."""
+    gpus = num_gpus(os.environ)
+    return pipeline.setup(
+        limits.most_preprocessors(cpu_count(), num_slots=gpus, cpu_slots=not gpus),
+        is_adaptive=True,
+        niceness=0 if gpus else limits.NICENESS,
+    )
 
 
 def _modules_to_preload() -> tuple[str, ...]:

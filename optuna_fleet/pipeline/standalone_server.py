@@ -42,9 +42,9 @@ class _Server:
             on_exit=self._exited,
             in_child=self._close_inherited,
         )
-        setup = config.setup
+        self._stuck_s = config.stuck_s
         self._pipeline = PipelineServer(
-            setup,
+            config.setup,
             spawn=self._forks.spawn,
             selector=self._selector,
             notify=logging.getLogger(__name__).warning,
@@ -57,11 +57,15 @@ class _Server:
         self._selector.register(self._lifeline, selectors.EVENT_READ, _end)
         self._selector.register(self._owner, selectors.EVENT_READ, _end)
         try:
-            run_loop(self._selector)
+            # Nothing tells of a preprocessor that is stuck but the time that has passed.
+            run_loop(self._selector, every_s=self._stuck_s / 4, tick=self._end_stuck)
         except EOFError:
             pass
         finally:
             self._forks.kill_all()
+
+    def _end_stuck(self) -> None:
+        self._pipeline.kill_stuck(self._stuck_s)
 
     def _accept(self, mask: int) -> None:
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from optuna_fleet import LaunchError
+from optuna_fleet import LaunchError, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
 from optuna_fleet.events import DeviceJoined, EpochDecision, Launch
 from optuna_fleet.executor import runtime as runtimes
@@ -28,6 +28,8 @@ from optuna_fleet.messages import (
     TrainerExited,
     TrainerReady,
 )
+from optuna_fleet.pipeline.limits import NICENESS
+from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import Device, Fleet
 
@@ -251,3 +253,39 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     runtime.store = StoreReady(host="127.0.0.1", port=1, agent=1)
     launcher.send_waiting()
     assert runtime.sent == [(2, 2), (3, 2)]
+
+
+# -- the pipeline ---------------------------------------------------------------------------------
+
+
+def halve(sample: Any) -> Any:
+    return sample / 2
+
+
+def pipeline_of(runtime: Runtime, **more: Any) -> PipelineSetup:
+    return runtime._pipeline_setup(SharedPipeline(train=[1.0], finish=halve, **more))
+
+
+def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes, "cpu_count", lambda: 12)
+    setup = pipeline_of(runtime)
+    assert (setup.is_adaptive, setup.niceness, setup.num_preprocessors) == (True, NICENESS, 6)
+    assert setup.spec.dataset("train").finish is None
+
+
+def test_beside_gpus_preprocessors_have_all_other_cores_and_trainers_finish(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtimes, "cpu_count", lambda: 12)
+    gpus = [Device(index=i, node=0, kind="H100", visible=str(i)) for i in range(2)]
+    runtime.fleet = Fleet(devices=tuple(gpus))
+    setup = pipeline_of(runtime)
+    assert (setup.is_adaptive, setup.niceness, setup.num_preprocessors) == (True, 0, 10)
+    assert setup.spec.dataset("train").finish is not None
+
+
+def test_a_number_of_preprocessors_that_was_given_is_kept(runtime: Runtime) -> None:
+    setup = pipeline_of(runtime, num_preprocessors=3)
+    assert (setup.is_adaptive, setup.num_preprocessors) == (False, 3)

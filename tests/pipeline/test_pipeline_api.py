@@ -164,6 +164,8 @@ def test_chunk_sizes():
     assert choose_chunk_size(num_samples=1600, sample_bytes=4, chunk_bytes=4 << 20) == 64
     sizes = {"num_samples": 10**6, "sample_bytes": 4, "chunk_bytes": 4 << 20}
     assert [choose_chunk_size(**sizes, sample_s=s) for s in (1.0, 0.005)] == [8, 32]
+    # Who is at a chunk for minutes counts as stuck.
+    assert [choose_chunk_size(**sizes, sample_s=s) for s in (5.0, 50.0)] == [4, 1]
 
 
 def test_defaults_fit_the_machine():

@@ -23,7 +23,7 @@ from pipeline_harness import Forked
 from torch.utils.data import Dataset, TensorDataset
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PreprocessingError, ProtocolError
-from optuna_fleet.pipeline import SharedPipeline, admission
+from optuna_fleet.pipeline import SharedPipeline, admission, limits, standalone
 from optuna_fleet.pipeline.admission import Address
 from optuna_fleet.pipeline.standalone import PipelineHandle
 
@@ -46,6 +46,22 @@ class Fatal(Dataset[int]):
             os.kill(os.getpid(), signal.SIGKILL)
         if index == 999:
             raise ValueError("broken image")
+        return index
+
+
+class Sticky(Dataset[int]):
+    """Stops the process that asks for sample 17, the first time or always."""
+
+    def __init__(self, folder: Path, *, always: bool = False) -> None:
+        self.flag, self.always = folder / "stopped", always
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 17 and (self.always or not self.flag.exists()):
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
         return index
 
 
@@ -397,6 +413,47 @@ def test_a_killed_preprocessor_is_replaced(tmp_path: Path) -> None:
         batches = pipeline.batches("train", batch_size=9, epoch=0)
         assert sorted(int(i) for batch in batches for i in batch) == list(range(100))
         assert pipeline.stats().num_lost == 1
+
+
+def test_a_preprocessor_that_is_stuck_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "STUCK_S", 2.0)
+    data = {"once": Sticky(tmp_path), "always": Sticky(tmp_path, always=True)}
+    with SharedPipeline(num_preprocessors=1, **data) as pipeline:
+        once = pipeline.batches("once", batch_size=8, epoch=0)
+        assert [int(i) for batch in once for i in batch] == list(range(40))
+        assert (tmp_path / "stopped").exists()
+        with pytest.raises(PreprocessingError, match=r"data set .always.: .*stuck"):
+            list(pipeline.batches("always", batch_size=8, epoch=0))
+        assert pipeline.stats().num_lost >= 4
+
+
+def niceness_of(pid: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
+def test_where_there_are_no_gpus_preprocessors_let_others_go_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with SharedPipeline(train=Augmented(SIZE)) as pipeline:
+        indices(pipeline.batches("train", batch_size=8, epoch=0))
+        found = {niceness_of(pid) for pid in children_of(server_of(pipeline))}
+        assert found == {min(19, niceness_of(0) + limits.NICENESS)}
+
+
+@pytest.mark.parametrize(("gpus", "niceness"), [(0, limits.NICENESS), (2, 0)])
+def test_preprocessors_are_chosen_as_in_a_fleet(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, niceness: int
+) -> None:
+    monkeypatch.setattr(standalone, "num_gpus", lambda environment: gpus)
+    monkeypatch.setattr(standalone, "cpu_count", lambda: 12)
+    setup = standalone._setup(SharedPipeline(train=Augmented(SIZE)))
+    assert (setup.is_adaptive, setup.niceness) == (True, niceness)
+    assert setup.num_preprocessors == (10 if gpus else 6)
+    setup = standalone._setup(new_pipeline())  # the user's number
+    assert (setup.is_adaptive, setup.num_preprocessors) == (False, 2)
 
 
 def test_a_sample_that_raises_is_reported_and_the_pipeline_goes_on(tmp_path: Path) -> None:

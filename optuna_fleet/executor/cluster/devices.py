@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.resources import Device, Fleet, cpu_count
 
 _PROBE = """
 import json, torch
@@ -39,16 +38,6 @@ def find_fleet(devices: int | None, device_type: str | None) -> Fleet:
         return _gpu_fleet(gpus, devices)
     number = devices if devices is not None else cpu_count()
     return Fleet(devices=tuple(Device(index=i, node=0, kind="cpu") for i in range(number)))
-
-
-def cpu_count() -> int:
-    """Number of CPU cores this process may use, by its affinity and its container's quota."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return cores
 
 
 def _gpu_fleet(names: list[str], devices: int | None) -> Fleet:
