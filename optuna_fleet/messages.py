@@ -122,6 +122,9 @@ class PipelineReport:
         preprocessed: Samples preprocessed.
         consumed: Samples delivered to trials.
         resident_bytes: Bytes of preprocessed data in memory now.
+        repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
+        num_skipped: Samples that raised and whose place others took, in all epochs.
+        num_lost: Preprocessors that died.
         use: How preprocessors and readers spent their time, and how full the queues were.
         is_answer: It was asked for.
     """
@@ -129,6 +132,9 @@ class PipelineReport:
     preprocessed: int = 0
     consumed: int = 0
     resident_bytes: int = 0
+    repeated: int = 0
+    num_skipped: int = 0
+    num_lost: int = 0
     use: PipelineUse = field(default_factory=PipelineUse)
     is_answer: bool = False
 
@@ -138,6 +144,9 @@ class PipelineReport:
             self,
             preprocessed=self.preprocessed - last.preprocessed,
             consumed=self.consumed - last.consumed,
+            repeated=self.repeated - last.repeated,
+            num_skipped=self.num_skipped - last.num_skipped,
+            num_lost=self.num_lost - last.num_lost,
             use=self.use.since(last.use),
         )
 

@@ -27,8 +27,8 @@ class FleetSummary:
             away.
         decisions: Every allocation, with its reason, solver status, gap and time.
         rescales: How often a trial was moved to other devices.
-        pipeline: What the shared pipeline did for this call, how its processes spent their time
-            and how full its queues were; None without a pipeline.
+        pipeline: What the shared pipeline did for this call, how its processes spent their time,
+            how full its queues were and what went wrong; None without a pipeline.
     """
 
     trials: dict[str, int]
@@ -75,6 +75,8 @@ class FleetSummary:
         )
         if self.pipeline and self.consumed:
             text += f"; sharing factor {self.sharing_factor:.1f}; {_in_words(self.pipeline.use)}"
+        if self.pipeline and (trouble := _trouble(self.pipeline)):
+            text += f"; {trouble}"
         if self.decisions:
             solver_s = sum(decision.solve_time_s for decision in self.decisions)
             text += f"; solver {solver_s:.2f} s"
@@ -129,6 +131,16 @@ def _in_words(use: PipelineUse) -> str:
         f"{text}, queues were {use.queue_share:.0%} full ({use.queue_chunks:.1f} chunks), "
         f"readers waited for {use.stalled_share:.0%} of theirs"
     )
+
+
+def _trouble(report: PipelineReport) -> str:
+    """What went wrong in the pipeline without failing a trial."""
+    counted = {
+        "samples skipped": report.num_skipped,
+        "preprocessors that died": report.num_lost,
+        "samples preprocessed again": report.repeated,
+    }
+    return ", ".join(f"{what}: {number}" for what, number in counted.items() if number)
 
 
 def _mean(values: list[float]) -> float:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -11,12 +14,13 @@ import pytest
 from optuna_fleet.executor.pipeline_log import MIN_SPAN_S, PipelineLog
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.messages import PipelineReport
+from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import PIPELINE_PREFIX, PipelineSpan
 from optuna_fleet.visualization import plot_timeline
 from optuna_fleet.visualization.lane import Curve
-from tests.fleets import Leg, fleet_of, train
+from tests.fleets import Leg, Noise, fleet_of, small_model, train
 
 
 def report(seconds: float, *, stalled: float = 0.25, **more: Any) -> PipelineReport:
@@ -86,6 +90,50 @@ def test_the_summary_says_where_the_bottleneck_is() -> None:
     without = Tally().summary(2, None)
     assert (without.preprocessed, without.sharing_factor) == (0, 0.0)
     assert "preprocessors" not in str(without)
+
+
+def test_what_went_wrong_in_the_pipeline_is_in_the_summary() -> None:
+    before = report(5.0, num_skipped=2, num_lost=1, repeated=30)
+    log = PipelineLog(lambda span: None, before, began=0.0)
+    used = log.finish(report(9.0, num_skipped=5, num_lost=2, repeated=70), 9.0)
+    summary = str(Tally().summary(1, used))
+    assert (
+        "; samples skipped: 3, preprocessors that died: 1, samples preprocessed again: 40"
+    ) in summary
+    summary = str(Tally().summary(1, log.finish(before, 9.0)))
+    assert not any(word in summary for word in ("skipped", "died", "again"))
+
+
+class Flawed(Noise):
+    """Raises on sample 3; its first preprocessor dies of sample 7."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(20)
+        self.flag = folder / "died"
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7 and not self.flag.exists():
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 3:
+            raise ValueError("broken image")
+        return super().__getitem__(index)
+
+
+def read_flawed(trial: Any) -> int:
+    trial.prepare(small_model())
+    return sum(len(labels) for _ in trial.epochs(1) for _, labels in trial.batches("data", 8))
+
+
+def test_a_sweep_tells_of_samples_that_were_skipped(tmp_path: Path) -> None:
+    data = SharedPipeline(data=Flawed(tmp_path), on_error="skip")
+    with fleet_of(devices=1, pipeline=data) as fleet:
+        study = optuna.create_study()
+        study.optimize(read_flawed, n_trials=1, executor=fleet)
+        assert study.trials[0].value == 20
+        pipeline = fleet.summary.pipeline
+        assert (pipeline.num_skipped, pipeline.num_lost) == (1, 1)
+        assert "samples skipped: 1, preprocessors that died: 1" in str(fleet.summary)
 
 
 def test_a_sweep_leaves_its_pipelines_work_in_summary_study_and_timeline() -> None:

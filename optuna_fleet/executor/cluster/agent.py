@@ -173,6 +173,9 @@ class Agent:
             preprocessed=stats.preprocessed,
             consumed=stats.consumed,
             resident_bytes=stats.resident_bytes,
+            repeated=stats.repeated,
+            num_skipped=stats.num_skipped,
+            num_lost=stats.num_lost,
             use=stats.use,
             is_answer=is_answer,
         )
