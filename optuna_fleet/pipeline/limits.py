@@ -16,6 +16,9 @@ MEMORY_SHARE = 0.25
 LEAST_MEMORY_BYTES = 64 << 20
 """The default is no smaller: one of nothing would only fail later, with another message."""
 
+MOST_DECODED = 7 / 8
+"""Part of the budget that the decoded store may take: samples are made from it into the rest."""
+
 SPILL_SHARE = 0.5
 """Part of the free disk that spilled chunks may occupy by default."""
 
@@ -112,7 +115,7 @@ def budgets(
         spill_bytes = wanted.spill_bytes or int(SPILL_SHARE * _disk_free(wanted.spill_dir))
     return Budgets(
         memory_bytes=memory_bytes,
-        decoded_bytes=min(decoded_bytes, memory_bytes),
+        decoded_bytes=min(decoded_bytes, most_decoded_bytes(memory_bytes)),
         force_decoded=bool(wanted.decoded_bytes),
         spill_dir=wanted.spill_dir,
         spill_bytes=spill_bytes,
@@ -124,8 +127,37 @@ def budgets(
     )
 
 
+def check_sense(wanted: Wanted) -> None:
+    """Raises FleetConfigError if what the user asks for would do no good on any machine."""
+    if wanted.spill_bytes is not None and wanted.spill_dir is None:
+        raise FleetConfigError(
+            f"SharedPipeline was given spill_bytes={wanted.spill_bytes}, but no spill_dir: "
+            "nothing would be spilled. Give it a folder on a local disk as well, or leave both out."
+        )
+    if wanted.memory_bytes is not None:
+        _check_decoded(wanted.decoded_bytes, wanted.memory_bytes)
+
+
+def _check_decoded(decoded_bytes: int | None, memory_bytes: int) -> None:
+    most = most_decoded_bytes(memory_bytes)
+    if decoded_bytes is not None and decoded_bytes > most:
+        raise FleetConfigError(
+            f"SharedPipeline was given decoded_bytes={decoded_bytes}, but that must be at most "
+            f"{most}: the decoded store is a part of memory_bytes, which is {memory_bytes} here, "
+            "and preprocessed samples need the rest. Give less, leave it out for a third, or give "
+            "a larger memory_bytes."
+        )
+
+
+def most_decoded_bytes(memory_bytes: int) -> int:
+    """Returns how much of a budget the decoded store may take."""
+    return int(MOST_DECODED * memory_bytes)
+
+
 def check(wanted: Wanted) -> None:
     """Raises FleetConfigError if this machine does not have what the user asks for."""
+    if wanted.memory_bytes is None:
+        _check_decoded(wanted.decoded_bytes, default_memory_bytes())
     if wanted.memory_bytes is not None and wanted.memory_bytes > available_bytes():
         raise FleetConfigError(
             f"SharedPipeline was given memory_bytes={wanted.memory_bytes}, but only "

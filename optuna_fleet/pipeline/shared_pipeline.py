@@ -114,6 +114,7 @@ class SharedPipeline:
             spill_dir=None if spill_dir is None else os.path.abspath(os.fspath(spill_dir)),
             spill_bytes=_optional("spill_bytes", spill_bytes),
         )
+        limits.check_sense(self._wanted)
 
     def setup(
         self,

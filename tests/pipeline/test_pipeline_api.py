@@ -61,11 +61,23 @@ def test_shuffled_can_be_chosen():
         ({"train": [1], "num_preprocessors": 0}, "`num_preprocessors` is 0"),
         ({"train": [1], "memory_bytes": 1.5}, "`memory_bytes` is 1.5"),
         ({"train": [1], "seed": "x"}, "`seed` is 'x'"),
+        ({"train": [1], "spill_bytes": 9}, "spill_bytes=9, but no spill_dir.*folder"),
+        (
+            {"train": [1], "memory_bytes": 800, "decoded_bytes": 800},
+            "decoded_bytes=800, .*at most 700: .*memory_bytes, which is 800.*larger",
+        ),
     ],
 )
 def test_arguments_that_can_not_work(arguments, message):
     with pytest.raises(FleetConfigError, match=message):
         SharedPipeline(**arguments)
+
+
+def test_decoded_store_larger_than_the_default_budget():
+    pipeline = SharedPipeline(train=[1], decoded_bytes=1 << 60)
+    with pytest.raises(FleetConfigError, match=r"decoded_bytes=.*at most"):
+        pipeline.setup(1)
+    assert SharedPipeline(train=[1], decoded_bytes=100, memory_bytes=120).setup(1)
 
 
 def test_data_set_that_can_not_be_pickled():
