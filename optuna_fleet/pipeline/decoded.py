@@ -32,6 +32,9 @@ class DecodedStore:
     Args:
         lengths: Number of samples of each data set.
         max_bytes: Most bytes the store may take.
+
+    Attributes:
+        is_full: It could not lend as much as was needed.
     """
 
     def __init__(self, lengths: Mapping[str, int], max_bytes: int) -> None:
@@ -42,7 +45,9 @@ class DecodedStore:
         self._prepared_bytes: dict[str, int] = {}
         self._free: list[Extent] = []
         self._lent: dict[object, list[Extent]] = {}
-        self._top = 0
+        self._top = 0  # where free space without an end begins
+        self._peak = 0
+        self.is_full = False
         self.file = os.memfd_create("optuna-fleet-decoded", os.MFD_CLOEXEC)
         os.ftruncate(self.file, max(1, max_bytes))  # sparse: takes nothing until written
         self.table = os.memfd_create("optuna-fleet-decoded-table", os.MFD_CLOEXEC)
@@ -52,17 +57,21 @@ class DecodedStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of memory the store takes, lent extents included."""
-        return self._top
+        return self._peak
 
     @property
     def wanted_bytes(self) -> int:
         """Bytes it will take in the end, as far as its data sets are known."""
         wanted = sum(size * self._lengths[name] for name, size in self._prepared_bytes.items())
-        return min(self.max_bytes, max(wanted, self._top))
+        return min(self.max_bytes, max(wanted, self._peak))
 
     def serves(self, name: str) -> bool:
         """Returns whether samples of this data set are kept."""
         return name in self._prepared_bytes
+
+    def stored_share(self, name: str) -> float:
+        """Returns which part of the samples of a data set is kept."""
+        return 1 - self._missing[name] / self._lengths[name]
 
     def serve(self, name: str, prepared_bytes: int) -> None:
         """Begins to keep samples of about this size of a data set."""
@@ -79,21 +88,33 @@ class DecodedStore:
         """
         each = self._prepared_bytes[name]
         need = min(num_samples, self._missing[name]) * each
-        lent: list[Extent] = []
-        while need > 0 and self._free:
-            offset, length = self._free.pop()
-            part = min(length, need)
-            lent.append((offset, part))
-            if part < length:
-                self._free.append((offset + part, length - part))
-            need -= part
+        lent, need = self._lend_free(need, each)
+        self.is_full = self.is_full or need > self.max_bytes - self._top
+        room_bytes += self._peak - self._top
         grown = min(need, room_bytes, self.max_bytes - self._top)
         if grown >= each:
             lent.append((self._top, grown))
             self._top += grown
+            self._peak = max(self._peak, self._top)
         if lent:
             self._lent[order] = lent
         return lent
+
+    def _lend_free(self, need: int, each: int) -> tuple[list[Extent], int]:
+        """Lends what came back, and returns it and what is needed beyond it."""
+        lent: list[Extent] = []
+        # One in which no sample fits would only take the place of one in which it does.
+        for extent in [extent for extent in self._free if extent[1] >= each]:
+            if need <= 0:
+                break
+            offset, length = extent
+            part = min(length, need)
+            self._free.remove(extent)
+            if part < length:
+                self._free.append((offset + part, length - part))
+            lent.append((offset, part))
+            need -= part
+        return lent, need
 
     def publish(self, order: object, name: str, stored: Iterable[Stored]) -> None:
         """Makes what an order has written known to all; takes back what it left."""
@@ -109,7 +130,12 @@ class DecodedStore:
             # The length first: a reader that sees the offset sees the length as well.
             struct.pack_into("<Q", self._entries, place + 8, length)
             struct.pack_into("<Q", self._entries, place, offset + 1)
-        self._free = _merged([*self._free, *left])
+        free = _merged([*self._free, *left])
+        if free and sum(free[-1]) == self._top:
+            self._top, _ = free.pop()  # whoever comes next may have more than that
+        # Beside what is written for good, scraps of a few bytes only become more and more.
+        least = min(self._prepared_bytes.values(), default=0)
+        self._free = [extent for extent in free if extent[1] >= least]
 
     def close(self) -> None:
         """Frees the memory, once the preprocessors are gone too."""

@@ -132,7 +132,7 @@ def check_sense(wanted: Wanted) -> None:
     if wanted.spill_bytes is not None and wanted.spill_dir is None:
         raise FleetConfigError(
             f"SharedPipeline was given spill_bytes={wanted.spill_bytes}, but no spill_dir: "
-            "nothing would be spilled. Give it a folder on a local disk as well, or leave both out."
+            "nothing would be spilled. Give a folder on a local disk too, or leave both out."
         )
     if wanted.memory_bytes is not None:
         _check_decoded(wanted.decoded_bytes, wanted.memory_bytes)

@@ -26,6 +26,7 @@ from optuna_fleet.pipeline.messages import (
     ProduceChunk,
     SampleMeasured,
 )
+from optuna_fleet.pipeline.notices import Notices
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size, count_chunks
 from optuna_fleet.pipeline.staffing import Foreman
 from optuna_fleet.pipeline.stats import Counts
@@ -101,7 +102,7 @@ class Production:
         self._measuring: set[str] = set()
         self._deaths: Counter[str] = Counter()
         self._made: set[ChunkKey] = set()
-        self._told: set[str] = set()
+        self._notices = Notices(outlets.notify, budgets, self._lengths)
         self.pool = PreprocessorPool(
             limit=budgets.num_preprocessors,
             spawn=spawn,
@@ -143,7 +144,7 @@ class Production:
 
     def _use_decoded(self, name: str) -> None:
         known = name in self._recurring and name in self._prepared_bytes
-        if known and not self._decoded.serves(name):
+        if known and self._budgets.decoded_bytes and not self._decoded.serves(name):
             self._decoded.serve(name, self._prepared_bytes[name])
             left = self._budgets.memory_bytes - self._decoded.wanted_bytes
             self._outlets.carry_out(self._store.set_budget("memory", left))
@@ -299,14 +300,19 @@ class Production:
         counts.busy_s += message.busy_s
         self.foreman.count(key.name, message.num_samples, message.busy_s)
         counts.num_loaded += message.num_loaded
+        self._notices.count(key.name, message.num_samples, message.busy_s)
         again = key in self._made
         self._made.add(key)
         if again:
             counts.repeated += message.num_samples
-            self._tell_of_repetition(key.name)
+            self._notices.repeated(key.name)
         if message.complaint is not None:
-            self._tell_of_skipping(message, message.complaint)
+            counts.num_skipped += len(message.skipped)
+            self._notices.skipped(key.name, message.skipped, message.complaint)
         self._decoded.publish(key, key.name, message.stored)
+        is_whole = message.num_loaded + len(message.stored) >= message.num_samples
+        if self._decoded.is_full and self._decoded.serves(key.name) and not is_whole:
+            self._notices.decoded_full(key.name, self._decoded.stored_share(key.name))
         nbytes = os.fstat(fd).st_size
         self.exchange.preprocessed(
             num_samples=message.num_samples,
@@ -326,10 +332,7 @@ class Production:
 
     def _disk_failed(self, message: DiskFailed) -> None:
         self._decoded.publish(message.key, message.key.name, ())
-        self._outlets.notify(
-            f"Preprocessed data is no longer spilled to {self._budgets.spill_dir}: "
-            f"{message.reason}. What does not fit into memory is preprocessed again when needed."
-        )
+        self._notices.disk_failed(message.reason)
         self._outlets.carry_out(self._store.disk_failed(message.key))
 
     def _lost(self, key: ChunkKey | None) -> None:
@@ -353,30 +356,3 @@ class Production:
         # Nobody will tell the size now. Guess, so that readers get to hear of the failure.
         guess = limits.guess_sample_bytes(self._budgets.chunk_bytes)
         self._measured(SampleMeasured(key=key, sample_bytes=guess, header_bytes=0))
-
-    # What the user should know
-
-    def _tell_of_skipping(self, message: ChunkProduced, complaint: ChunkError) -> None:
-        name = message.key.name
-        self._counts.num_skipped += len(message.skipped)
-        self._once(
-            f"skipped {name}",
-            f"Skipped sample(s) {', '.join(map(str, message.skipped))} of data set {name!r}; "
-            f"others take their places. More of them are only counted. {complaint.text()}",
-        )
-
-    def _tell_of_repetition(self, name: str) -> None:
-        each_s = self._counts.busy_s / self._counts.preprocessed
-        self._once(
-            f"repeated {name}",
-            f"The preprocessed epochs of data set {name!r} that are in use do not fit into "
-            f"{self._budgets.memory_bytes >> 20} MiB: what was dropped is preprocessed again, at "
-            f"{1e3 * each_s:.3g} ms of a core per sample, up to "
-            f"{each_s * self._lengths[name]:.3g} s per epoch for each group of trials of a like "
-            "pace. A larger memory_bytes or a spill_dir would avoid that.",
-        )
-
-    def _once(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self._outlets.notify(text)

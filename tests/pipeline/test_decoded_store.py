@@ -1,6 +1,7 @@
 """The decoded store: what is the same in every epoch is done once, and nothing looks different."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def plain():
     with serving(pipeline) as agent:
         read = epochs(agent.client())
         assert agent.stats().num_loaded == 0
+        assert agent.notices() == []
     return read
 
 
@@ -70,6 +72,7 @@ def test_later_epochs_load_no_sample_again_and_look_the_same(plain):
         # Splitting is tried on sample 0; the one that told the size was not stored yet.
         assert (COUNTS[1:40] - loaded[1:]).sum() <= 4
         stats = agent.stats()
+        assert agent.notices() == []
     assert stats.num_loaded >= 76
     assert 40 * 3 * 18 * 18 <= stats.decoded_bytes <= 1 << 20
 
@@ -145,8 +148,12 @@ def test_store_that_is_too_small_keeps_what_it_can(plain):
     with serving(pipeline, memory_bytes=200_000) as agent:
         assert same(epochs(agent.client()), plain)
         stats = agent.stats()
-    # Up to 20 samples fit; how many of them are there in time for which epoch, the load decides.
-    assert 0 < stats.num_loaded <= 40
+        (notice,) = [text for text in agent.notices() if "decoded store" in text]
+    share = re.search(r"about (\d+)% of the samples of data set 'train'", notice)[1]
+    assert 40 <= int(share) <= 60
+    assert re.search(r"ms of a core each, .* s per epoch\. A larger decoded_bytes", notice)
+    # Up to 21 samples fit; how many of them are there in time for which epoch, the load decides.
+    assert 0 < stats.num_loaded <= 42
     assert stats.decoded_bytes <= 20 * 1200
     assert stats.peak_bytes <= 200_000
 
@@ -198,6 +205,23 @@ def test_killed_preprocessor_leaves_no_half_written_sample(plain):
             read.append(torch.cat(parts))
         assert agent.stats().num_loaded > 0
     assert same(read, plain)
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+def test_what_comes_back_takes_no_room_from_what_is_to_come(num_samples):
+    store = DecodedStore({"a": 100}, 100 * 164)
+    try:
+        store.serve("a", 100)
+        flying = [(order, store.lend(order, "a", num_samples, 1 << 20)) for order in range(2)]
+        for order in range(100 // num_samples):
+            ended, extents = flying.pop(0)
+            places = [o for begin, size in extents for o in range(begin, begin + size - 99, 100)]
+            indices = range(order * num_samples, (order + 1) * num_samples)
+            store.publish(ended, "a", [(i, o, 100) for i, o in zip(indices, places, strict=False)])
+            flying.append((order + 2, store.lend(order + 2, "a", num_samples, 1 << 20)))
+        assert store.stored_share("a") == 1
+    finally:
+        store.close()
 
 
 @given(data=st.data())

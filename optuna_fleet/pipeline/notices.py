@@ -1,0 +1,82 @@
+"""What the user should know of how chunks get made, each thing said once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from optuna_fleet.pipeline.limits import Budgets
+from optuna_fleet.pipeline.messages import ChunkError
+
+
+class Notices:
+    """Tells what the pipeline does that the user might not expect, and what it costs.
+
+    Args:
+        notify: Given a sentence for the user.
+        budgets: What the pipeline may take.
+        lengths: Number of samples of each data set.
+    """
+
+    def __init__(
+        self, notify: Callable[[str], None], budgets: Budgets, lengths: Mapping[str, int]
+    ) -> None:
+        self._notify = notify
+        self._budgets = budgets
+        self._lengths = lengths
+        self._told: set[tuple[str, str]] = set()
+        self._made: Counter[str] = Counter()
+        self._busy_s: dict[str, float] = {}
+
+    def count(self, name: str, num_samples: int, busy_s: float) -> None:
+        """Notes what it took to make a chunk of a data set."""
+        self._made[name] += num_samples
+        self._busy_s[name] = self._busy_s.get(name, 0.0) + busy_s
+
+    def skipped(self, name: str, indices: tuple[int, ...], complaint: ChunkError) -> None:
+        """Samples raised, and others took their places."""
+        self._once(
+            ("skipped", name),
+            f"Skipped sample(s) {', '.join(map(str, indices))} of data set {name!r}; "
+            f"others take their places. More of them are only counted. {complaint.text()}",
+        )
+
+    def repeated(self, name: str) -> None:
+        """A chunk was made that had been made before."""
+        each_s = self._each_s(name)
+        self._once(
+            ("repeated", name),
+            f"The preprocessed epochs of data set {name!r} that are in use do not fit into "
+            f"{self._budgets.memory_bytes >> 20} MiB: what was dropped is preprocessed again, at "
+            f"{1e3 * each_s:.3g} ms of a core per sample, up to "
+            f"{each_s * self._lengths[name]:.3g} s per epoch for each group of trials of a like "
+            "pace. A larger memory_bytes or a spill_dir would avoid that.",
+        )
+
+    def decoded_full(self, name: str, stored_share: float) -> None:
+        """The decoded store can't take more samples of a data set."""
+        each_s = self._each_s(name)
+        others = (1 - stored_share) * self._lengths[name]
+        self._once(
+            ("decoded", name),
+            f"The decoded store has room for about {stored_share:.0%} of the samples of data set "
+            f"{name!r}, in {self._budgets.decoded_bytes >> 20} MiB. The others are read and "
+            f"decoded in every epoch, at up to {1e3 * each_s:.3g} ms of a core each, "
+            f"{each_s * others:.3g} s per epoch. A larger decoded_bytes, or memory_bytes, of "
+            "which it is a part, would avoid that.",
+        )
+
+    def disk_failed(self, reason: str) -> None:
+        """A chunk could not be spilled."""
+        self._notify(
+            f"Preprocessed data is no longer spilled to {self._budgets.spill_dir}: "
+            f"{reason}. What does not fit into memory is preprocessed again when needed."
+        )
+
+    def _each_s(self, name: str) -> float:
+        return self._busy_s.get(name, 0.0) / max(1, self._made[name])
+
+    def _once(self, what: tuple[str, str], text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            self._notify(text)
