@@ -8,7 +8,7 @@ from typing import NamedTuple
 from optuna_fleet.pipeline.decoded import Extent, Stored
 from optuna_fleet.pipeline.spec import ChunkKey, Place
 
-MAX_TEXT = 20_000
+MAX_TEXT = 10_000
 """Characters of a remote traceback that are kept, so that a message fits into one packet."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from os import PathLike
@@ -258,7 +259,7 @@ class SharedPipeline:
 
 
 def _length(name: str, dataset: Any) -> int:
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if not (_has_getitem(dataset) and hasattr(dataset, "__len__")):
         raise FleetConfigError(
             f"Data set {name!r} is of type {type(dataset).__name__}, but a SharedPipeline needs a "
             "map-style data set, with len(dataset) and dataset[index]: all trials share one order "
@@ -271,6 +272,13 @@ def _length(name: str, dataset: Any) -> int:
             "Check the path or the filter it was built with."
         )
     return int(length)
+
+
+def _has_getitem(dataset: Any) -> bool:
+    # What torch's Dataset has only raises, and an IterableDataset with a length inherits it.
+    data = sys.modules.get("torch.utils.data")  # not loaded: no data set is of these classes
+    stub = getattr(getattr(data, "Dataset", None), "__getitem__", None)
+    return getattr(type(dataset), "__getitem__", None) not in (None, stub)
 
 
 def _by_name(

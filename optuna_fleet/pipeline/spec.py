@@ -17,6 +17,9 @@ CHUNK_S = 0.25
 MIN_CHUNK_SAMPLES = 8
 """Below this many samples a chunk is not made smaller just to have more of them."""
 
+MAX_CHUNK_SAMPLES = 4096
+"""No chunk has more: what is told of each sample has to fit into one packet."""
+
 SLOW_CHUNK_S = 30.0
 """Unless they take longer than this: who is at one chunk for minutes counts as stuck."""
 
@@ -127,7 +130,7 @@ def choose_chunk_size(
     sample_s = max(sample_s, 1e-6)
     few = min(MIN_CHUNK_SAMPLES, max(1, int(SLOW_CHUNK_S / sample_s)))
     by_time = max(few, int(CHUNK_S / sample_s))
-    size = min(by_bytes, by_count, by_time)
+    size = min(by_bytes, by_count, by_time, MAX_CHUNK_SAMPLES)
     return min(num_samples, 1 << (size.bit_length() - 1))
 
 

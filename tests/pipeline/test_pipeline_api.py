@@ -13,13 +13,20 @@ from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.pipeline import SharedPipeline, default_preprocessors, payload
 from optuna_fleet.pipeline.batches import shard
 from optuna_fleet.pipeline.limits import default_chunk_bytes, default_memory_bytes
+from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError, ChunkProduced
 from optuna_fleet.pipeline.reader import PipelineClient
-from optuna_fleet.pipeline.spec import choose_chunk_size
+from optuna_fleet.pipeline.spec import ChunkKey, choose_chunk_size
+from optuna_fleet.pipeline.wire import encode
 
 
 class Endless(IterableDataset):
     def __iter__(self):
         return iter(range(10))
+
+
+class EndlessWithLength(Endless):
+    def __len__(self):
+        return 10
 
 
 def test_importing_the_pipeline_imports_no_torch():
@@ -53,6 +60,7 @@ def test_shuffled_can_be_chosen():
     [
         ({}, "at least one data set"),
         ({"train": Endless()}, "'train' is of type Endless.*map-style"),
+        ({"train": EndlessWithLength()}, "'train' is of type EndlessWithLength.*map-style"),
         ({"train": iter([1])}, "map-style"),
         ({"train": []}, "'train' is empty"),
         ({"train": [1], "collate_fn": 3}, "collate_fn of data set 'train' is 3"),
@@ -178,6 +186,20 @@ def test_chunk_sizes():
     assert [choose_chunk_size(**sizes, sample_s=s) for s in (1.0, 0.005)] == [8, 32]
     # Who is at a chunk for minutes counts as stuck.
     assert [choose_chunk_size(**sizes, sample_s=s) for s in (5.0, 50.0)] == [4, 1]
+
+
+def test_news_of_the_largest_chunk_fits_into_a_packet():
+    size = choose_chunk_size(num_samples=10**9, sample_bytes=1, chunk_bytes=20 << 20)
+    indices = range(2**31 - size, 2**31)
+    done = ChunkProduced(
+        key=ChunkKey("train", 10**6, 10**6),
+        num_samples=size,
+        busy_s=1 / 3,
+        stored=tuple((index, (1 << 40) + index, 1 << 20) for index in indices),
+        skipped=tuple(indices),
+        complaint=ChunkError(summary="x" * MAX_TEXT, traceback="y" * MAX_TEXT),
+    )
+    assert encode(done)
 
 
 def test_defaults_fit_the_machine():
