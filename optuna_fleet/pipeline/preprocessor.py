@@ -25,7 +25,7 @@ from optuna_fleet.pipeline.messages import (
     SampleMeasured,
 )
 from optuna_fleet.pipeline.sampling import SampleError, Samples, reported
-from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
+from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
 from optuna_fleet.pipeline.spill import to_disk
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -110,7 +110,8 @@ class _Producer:
             fd = write_chunk([sample], collated_by_user=by_user)
             header_bytes = max(0, os.fstat(fd).st_size - nbytes)
             os.close(fd)
-        except SampleError:
+            nbytes = max(nbytes, self._largest(key, sample_s))
+        except Exception:
             pass  # The size is a guess then; the order for the chunk will tell the error.
         wire.send(
             self._sock,
@@ -122,6 +123,18 @@ class _Producer:
                 prepared_bytes=prepared_bytes,
             ),
         )
+
+    def _largest(self, key: ChunkKey, sample_s: float) -> int:
+        """Returns the size of the largest of a few samples; of two if these are alike."""
+        assert self._kept is not None
+        by_user = self._spec.dataset(key.name).collate is not None
+        samples = self._kept[1]
+        sizes = [sample_bytes(sample, collated_by_user=by_user) for sample in samples]
+        most = min(MIN_CHUNK_SAMPLES, self._spec.dataset(key.name).num_samples)
+        while len(set(sizes)) > 1 and len(sizes) < most and len(sizes) * sample_s < CHUNK_S:
+            samples.append(self._samples.sample(key, len(sizes)))  # the first chunk will have it
+            sizes.append(sample_bytes(samples[-1], collated_by_user=by_user))
+        return max(sizes)
 
     def _second_sample(self, key: ChunkKey, first: Any) -> float:
         """Makes one more sample, as the first had much to load, and returns the seconds."""

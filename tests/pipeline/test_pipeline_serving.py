@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 from functools import partial
 
 import numpy as np
@@ -139,6 +140,38 @@ def test_budget_below_one_chunk_is_a_clear_error():
     pipeline = SharedPipeline(train=Counted(150))
     with serving(pipeline, memory_bytes=1, chunk_bytes=1000) as agent, error:
         labels(agent.client())
+
+
+class LateLarge(Counted):
+    """Sample i is a text of 4000 bytes, but for the first, which is empty."""
+
+    def __getitem__(self, index):
+        COUNTS[index] += 1
+        return "x" * 4000 if index else ""
+
+
+@pytest.mark.parametrize("collate_fn", [None, list])
+def test_small_budget_serves_samples_of_unlike_size_whose_first_is_small(collate_fn):
+    pipeline = SharedPipeline(val=LateLarge(200), collate_fn=collate_fn)
+    with serving(pipeline, memory_bytes=64 << 10) as agent:
+        read = [batch.data for batch in agent.client().read("val", epoch=0, batch_size=20)]
+        assert agent.stats().peak_bytes <= 64 << 10
+    assert [len(text) for batch in read for text in batch] == [0] + 199 * [4000]
+    assert COUNTS[:200].sum() <= 200 + 8  # those that were measured, if chunks have room for one
+
+
+class Unpicklable(Counted):
+    """Sample 1 can't be pickled."""
+
+    def __getitem__(self, index):
+        return threading.Lock() if index == 1 else index
+
+
+def test_sample_that_can_not_be_stored_is_an_error_that_says_so():
+    with serving(SharedPipeline(val=Unpicklable(20), collate_fn=list)) as agent:
+        with pytest.raises(PreprocessingError, match=r"could not be stored.*pickle"):
+            list(agent.client().read("val", epoch=0, batch_size=4))
+        assert agent.stats().num_lost == 0
 
 
 def test_error_names_the_sample_and_spares_the_others():
