@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -43,6 +44,7 @@ class DecodedStore:
         self._lengths = dict(lengths)
         self._missing = dict(lengths)
         self._prepared_bytes: dict[str, int] = {}
+        self._kept_bytes: Counter[str] = Counter()
         self._free: list[Extent] = []
         self._lent: dict[object, list[Extent]] = {}
         self._top = 0  # where free space without an end begins
@@ -69,9 +71,16 @@ class DecodedStore:
         """Returns whether samples of this data set are kept."""
         return name in self._prepared_bytes
 
-    def stored_share(self, name: str) -> float:
-        """Returns which part of the samples of a data set is kept."""
-        return 1 - self._missing[name] / self._lengths[name]
+    def fitting_share(self, name: str) -> float:
+        """Returns about which part of a data set's samples is kept, or will be with what is left.
+
+        What is lent counts as left: it is being filled.
+        """
+        length, missing = self._lengths[name], self._missing[name]
+        kept = length - missing
+        each = self._kept_bytes[name] / kept if kept else self._prepared_bytes[name]
+        left = self.max_bytes - self._kept_bytes.total()
+        return min(1.0, (kept + left / each) / length)
 
     def serve(self, name: str, prepared_bytes: int) -> None:
         """Begins to keep samples of about this size of a data set."""
@@ -121,12 +130,13 @@ class DecodedStore:
         left = self._lent.pop(order, [])
         for index, offset, length in stored:
             left = _without(left, offset, length)
-            place = (self._first[name] + index) * ENTRY.size
-            if ENTRY.unpack_from(self._entries, place)[0]:
+            if self.is_kept(name, index):
                 left.append((offset, length))  # another preprocessor was faster
                 continue
             self._missing[name] -= 1
+            self._kept_bytes[name] += length
             self._prepared_bytes[name] = max(self._prepared_bytes[name], length + SPARE_BYTES)
+            place = self._place(name, index)
             # The length first: a reader that sees the offset sees the length as well.
             struct.pack_into("<Q", self._entries, place + 8, length)
             struct.pack_into("<Q", self._entries, place, offset + 1)
@@ -136,6 +146,13 @@ class DecodedStore:
         # Beside what is written for good, scraps of a few bytes only become more and more.
         least = min(self._prepared_bytes.values(), default=0)
         self._free = [extent for extent in free if extent[1] >= least]
+
+    def is_kept(self, name: str, index: int) -> bool:
+        """Returns whether a sample is in the store."""
+        return bool(ENTRY.unpack_from(self._entries, self._place(name, index))[0])
+
+    def _place(self, name: str, index: int) -> int:
+        return (self._first[name] + index) * ENTRY.size
 
     def close(self) -> None:
         """Frees the memory, once the preprocessors are gone too."""

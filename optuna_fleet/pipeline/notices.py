@@ -53,13 +53,15 @@ class Notices:
             "pace. A larger memory_bytes or a spill_dir would avoid that.",
         )
 
-    def decoded_full(self, name: str, stored_share: float) -> None:
-        """The decoded store can't take more samples of a data set."""
+    def decoded_full(self, name: str, share: float) -> None:
+        """The decoded store could not take some samples, and has room for this share of all."""
+        if share >= 1:
+            return  # it will in the next epoch: these were larger than is usual
         each_s = self._each_s(name)
-        others = (1 - stored_share) * self._lengths[name]
+        others = (1 - share) * self._lengths[name]
         self._once(
             ("decoded", name),
-            f"The decoded store has room for about {stored_share:.0%} of the samples of data set "
+            f"The decoded store has room for about {share:.0%} of the samples of data set "
             f"{name!r}, in {self._budgets.decoded_bytes >> 20} MiB. The others are read and "
             f"decoded in every epoch, at up to {1e3 * each_s:.3g} ms of a core each, "
             f"{each_s * others:.3g} s per epoch. A larger decoded_bytes, or memory_bytes, of "

@@ -312,7 +312,7 @@ class Production:
         self._decoded.publish(key, key.name, message.stored)
         is_whole = message.num_loaded + len(message.stored) >= message.num_samples
         if self._decoded.is_full and self._decoded.serves(key.name) and not is_whole:
-            self._notices.decoded_full(key.name, self._decoded.stored_share(key.name))
+            self._notices.decoded_full(key.name, self._decoded.fitting_share(key.name))
         nbytes = os.fstat(fd).st_size
         self.exchange.preprocessed(
             num_samples=message.num_samples,

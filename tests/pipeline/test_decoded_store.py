@@ -150,7 +150,7 @@ def test_store_that_is_too_small_keeps_what_it_can(plain):
         stats = agent.stats()
         (notice,) = [text for text in agent.notices() if "decoded store" in text]
     share = re.search(r"about (\d+)% of the samples of data set 'train'", notice)[1]
-    assert 40 <= int(share) <= 60
+    assert 50 <= int(share) <= 55
     assert re.search(r"ms of a core each, .* s per epoch\. A larger decoded_bytes", notice)
     # Up to 21 samples fit; how many of them are there in time for which epoch, the load decides.
     assert 0 < stats.num_loaded <= 42
@@ -219,7 +219,7 @@ def test_what_comes_back_takes_no_room_from_what_is_to_come(num_samples):
             indices = range(order * num_samples, (order + 1) * num_samples)
             store.publish(ended, "a", [(i, o, 100) for i, o in zip(indices, places, strict=False)])
             flying.append((order + 2, store.lend(order + 2, "a", num_samples, 1 << 20)))
-        assert store.stored_share("a") == 1
+        assert all(store.is_kept("a", index) for index in range(100))
     finally:
         store.close()
 
