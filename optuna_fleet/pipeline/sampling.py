@@ -28,6 +28,9 @@ MAX_SUBSTITUTES = 16
 WORTH = 2.0
 """The decoded store is used where preparing takes this many times as long as loading."""
 
+_RAISED = (Exception, SystemExit)
+"""What user code may raise: a sample must not end the process that makes it."""
+
 _OURS = str(Path(__file__).parent)
 
 
@@ -92,13 +95,13 @@ class Samples:
         self._load_once()
         try:
             return self._make(spec, key.epoch, index, use_store)
-        except Exception as error:
+        except _RAISED as error:
             if self._spec.on_error == "raise":
                 raise _sample_error(spec, index, error) from error
             return self._substitute(spec, key.epoch, index, use_store, error)
 
     def _substitute(
-        self, spec: DatasetSpec, epoch: int, index: int, use_store: bool, error: Exception
+        self, spec: DatasetSpec, epoch: int, index: int, use_store: bool, error: BaseException
     ) -> Any:
         """The next sample that does not raise."""
         for step in range(1, MAX_SUBSTITUTES):
@@ -107,7 +110,7 @@ class Samples:
             index = (index + 1) % spec.num_samples
             try:
                 return self._make(spec, epoch, index, use_store)
-            except Exception as another:
+            except _RAISED as another:
                 if step + 1 == MAX_SUBSTITUTES:
                     raise _sample_error(spec, index, another) from another
         raise AssertionError
@@ -248,16 +251,20 @@ def reported(what: str) -> Iterator[None]:
     """An exception within becomes a `SampleError`, which can be sent."""
     try:
         yield
-    except Exception as error:
+    except _RAISED as error:
         raise _error(what, error) from error
 
 
-def _sample_error(spec: DatasetSpec, index: int, error: Exception) -> SampleError:
+def _sample_error(spec: DatasetSpec, index: int, error: BaseException) -> SampleError:
     return _error(f"Sample {index} of data set {spec.name!r}", error)
 
 
-def _error(what: str, error: Exception) -> SampleError:
-    summary = f"{what} raised {type(error).__name__}: {error}"
+def _error(what: str, error: BaseException) -> SampleError:
+    try:
+        text = str(error)
+    except Exception as raised:
+        text = f"(its text raised {type(raised).__name__})"
+    summary = f"{what} raised {type(error).__name__}: {text}"
     lines = traceback.format_exception(type(error), error, _theirs(error.__traceback__))
     return SampleError(
         ChunkError(summary=summary[:MAX_TEXT], traceback="".join(lines)[-MAX_TEXT:])

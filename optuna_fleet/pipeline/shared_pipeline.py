@@ -76,7 +76,7 @@ class SharedPipeline:
 
     def __init__(
         self,
-        *,
+        *unnamed: Any,
         seed: int = 0,
         collate_fn: Collate | Mapping[str, Collate] | None = None,
         prepare: Stage | Mapping[str, Stage] | None = None,
@@ -92,9 +92,10 @@ class SharedPipeline:
         spill_bytes: int | None = None,
         **datasets: Any,
     ) -> None:
-        if not datasets:
+        if unnamed or not datasets:
             raise FleetConfigError(
-                "A SharedPipeline needs at least one data set: SharedPipeline(train=dataset)."
+                "A SharedPipeline needs at least one data set, by name: "
+                f"SharedPipeline(train=dataset). It was given {len(unnamed)} without a name."
             )
         self._datasets = datasets
         self._shuffled = _shuffled(shuffled, datasets)
@@ -158,7 +159,9 @@ class SharedPipeline:
             return spec
         from optuna_fleet.pipeline.sampling import Samples
 
-        samples = Samples(self._source, spec)
+        # A copy: what data sets open lazily (HDF5) must not be open here when they are pickled.
+        source: Source = payload.unpack(self.payload())
+        samples = Samples(lambda: source, spec)
         finished = []
         for dataset in spec.datasets:
             # With a collate_fn, samples must be finished before they are collated.
@@ -320,6 +323,10 @@ def _shuffled(given: Collection[str] | None, names: Collection[str]) -> frozense
         return frozenset(name for name in names if name.startswith("train"))
     if isinstance(given, str):
         given = [given]
+    if not isinstance(given, Collection):
+        raise FleetConfigError(
+            f"The value of `shuffled` is {given!r}, but must be names of data sets, as ['train']."
+        )
     _check_names("shuffled", given, names)
     return frozenset(given)
 

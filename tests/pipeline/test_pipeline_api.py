@@ -66,6 +66,7 @@ def test_shuffled_can_be_chosen():
         ({"train": [1], "collate_fn": 3}, "collate_fn of data set 'train' is 3"),
         ({"train": [1], "collate_fn": {"vla": list}}, "names 'vla'.*'train'"),
         ({"train": [1], "shuffled": ["vla"]}, "names 'vla'"),
+        ({"train": [1], "shuffled": True}, "`shuffled` is True"),
         ({"train": [1], "num_preprocessors": 0}, "`num_preprocessors` is 0"),
         ({"train": [1], "memory_bytes": 1.5}, "`memory_bytes` is 1.5"),
         ({"train": [1], "seed": "x"}, "`seed` is 'x'"),
@@ -79,6 +80,11 @@ def test_shuffled_can_be_chosen():
 def test_arguments_that_can_not_work(arguments, message):
     with pytest.raises(FleetConfigError, match=message):
         SharedPipeline(**arguments)
+
+
+def test_data_sets_must_have_names():
+    with pytest.raises(FleetConfigError, match=r"by name: .*1 without a name"):
+        SharedPipeline([1])
 
 
 def test_decoded_store_larger_than_the_default_budget():

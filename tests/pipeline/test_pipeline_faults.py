@@ -68,6 +68,33 @@ def test_skipping_ends_where_nothing_works():
         labels(agent.client(), "val")
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [(Mute(), r"raised Mute: \(its text"), (SystemExit(3), "SystemExit: 3")]
+)
+def test_odd_exceptions_of_samples_end_no_process(error, message):
+    pipeline = SharedPipeline(val=Angry(error))
+    with serving(pipeline) as agent:
+        with pytest.raises(PreprocessingError, match=message):
+            labels(agent.client(), "val")
+        assert agent.stats().num_lost == 0
+
+
+class Angry:
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        raise self.error
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Two classes of small photographs, one of which is cut short."""
@@ -129,6 +156,14 @@ class Hdf5:
     def __getitem__(self, index):
         self.file = self.file or h5py.File(self.path, "r")
         return torch.from_numpy(self.file["x"][index]), index
+
+
+def test_what_is_opened_lazily_is_not_open_where_it_is_pickled(tmp_path):
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        file["x"] = np.arange(60)
+    pipeline = SharedPipeline(train=Hdf5(tmp_path / "data.h5"))
+    pipeline.setup(1, finish_on_device=True)  # looks at a sample
+    assert pipeline.payload()
 
 
 def test_open_file_is_refused_with_advice(tmp_path):
