@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -58,3 +60,13 @@ def read_everywhere(agents: list[Agent], epochs: range, sizes: tuple[int, ...]) 
 
 def _read(client: Any, epochs: range, size: int) -> list[list[int]]:
     return [labels(client, epoch=epoch, batch_size=size) for epoch in epochs]
+
+
+@contextlib.contextmanager
+def pidfd(pid: int) -> Iterator[Callable[[], object]]:
+    """Gives a function that waits until the process has ended, be it our child or not."""
+    fd = os.pidfd_open(pid)
+    try:
+        yield lambda: select.select([fd], [], [])
+    finally:
+        os.close(fd)

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import select
 import signal
 from mmap import mmap
 from pathlib import Path
 
 import pytest
-from exchange_harness import config, free_port, labels, nodes, read_everywhere
+from exchange_harness import config, free_port, labels, nodes, pidfd, read_everywhere
 from pipeline_datasets import Counted, Raising
 from pipeline_harness import serving
 
@@ -208,16 +207,6 @@ def listening_at(pid):
         if row[3] == "0A" and f"socket:[{row[9]}]" in inodes:
             packed = bytes.fromhex(row[1].partition(":")[0])
             yield ".".join(map(str, reversed(packed)))
-
-
-@contextlib.contextmanager
-def pidfd(pid):
-    """Gives a function that waits until the process has ended, be it our child or not."""
-    fd = os.pidfd_open(pid)
-    try:
-        yield lambda: select.select([fd], [], [])
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -25,12 +25,16 @@ class Bandwidth:
             if not self._active:
                 self._since = time.perf_counter()
             self._active += 1
-        yield
-        with self._lock:
-            self._active -= 1
-            self._num_bytes += nbytes
-            if not self._active:
-                self._busy_s += time.perf_counter() - self._since
+        received = 0
+        try:
+            yield
+            received = nbytes
+        finally:
+            with self._lock:
+                self._active -= 1
+                self._num_bytes += received
+                if not self._active:
+                    self._busy_s += time.perf_counter() - self._since
 
     def bytes_per_s(self) -> float | None:
         """Returns the rate so far; None before the first transfer."""

@@ -65,11 +65,12 @@ class Bargain:
         if self._config.scheme != "auto":
             return
         times_s = []
-        for nbytes in [0] * _NUM_PINGS + [_PROBE_BYTES] * _NUM_PROBES:
-            begin = time.perf_counter()
-            request = Frame(kind=Kind.PROBE, numbers=(nbytes,))
-            peer.link.call(peer.plan_lane, request, _discard)
-            times_s.append(time.perf_counter() - begin)
+        with peer.planning:
+            for nbytes in [0] * _NUM_PINGS + [_PROBE_BYTES] * _NUM_PROBES:
+                begin = time.perf_counter()
+                request = Frame(kind=Kind.PROBE, numbers=(nbytes,))
+                peer.link.call(peer.plan_lane, request, _discard)
+                times_s.append(time.perf_counter() - begin)
         self._latency_s = statistics.median(times_s[:_NUM_PINGS])
 
     def begin(self, peers: Mapping[int, Peer]) -> None:
@@ -129,7 +130,9 @@ class Bargain:
             round(report.bytes_per_s),
             round(report.latency_s * 1e9),
         )
-        answer, _ = leader.link.call(leader.plan_lane, Frame(kind=Kind.PLAN, numbers=numbers))
+        request = Frame(kind=Kind.PLAN, numbers=numbers)
+        with leader.planning:
+            answer, _ = leader.link.call(leader.plan_lane, request)
         scheme, p = answer.numbers[NUM_ECHOED : NUM_ECHOED + 2]
         plan = Plan(
             scheme=SCHEMES[scheme],

@@ -29,7 +29,8 @@ class ExchangeConfig:
         interface: Network interface to exchange over; by default ``GLOO_SOCKET_IFNAME``, else
             the one that leads to ``host``.
         fetch_timeout_s: A node that lets another wait longer is not asked until it answered.
-        join_timeout_s: Nodes that have not come by then are done without.
+        join_timeout_s: Nodes that have not come by then are done without. So long they may also
+            take to answer when the network is measured; later they are asked again.
         num_lanes: Chunks that may be on their way between two nodes at a time, each direction.
 
     Raises:

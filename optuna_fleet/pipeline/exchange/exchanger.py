@@ -9,16 +9,19 @@ import socket
 import threading
 import time
 
+from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.exchange.bandwidth import Bandwidth
 from optuna_fleet.pipeline.exchange.bargain import Bargain, echo
 from optuna_fleet.pipeline.exchange.config import ExchangeConfig
 from optuna_fleet.pipeline.exchange.crossing import Crossing
 from optuna_fleet.pipeline.exchange.frames import Frame, Kind, Sealer, Status
+from optuna_fleet.pipeline.exchange.joining import first_line, meet, told, within
 from optuna_fleet.pipeline.exchange.link import (
     NUM_ECHOED,
     Answer,
     CorruptError,
+    Link,
     connect,
     open_meeting_point,
 )
@@ -93,38 +96,69 @@ class _Exchanger:
     # Joining
 
     def _join(self) -> None:
-        if self._config.node == 0:
-            self._meeting_point = open_meeting_point(self._config)
-        nodes = (node for node in range(self._config.num_nodes) if node != self._config.node)
-        threads = [threading.Thread(target=self._meet, args=(n,), daemon=True) for n in nodes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        following = self._peers.get((self._config.node + 1) % self._config.num_nodes)
-        if following is not None:
-            self._bargain.probe(following)
+        try:
+            problem = "; ".join(filter(None, (self._meet(), self._probe())))
+        except Exception as error:  # whatever it is: trials wait for the word
+            problem = first_line(error)
         with self._telling:
-            up = tuple(sorted(self._peers))
-            self._told = dict.fromkeys(up, True)
-            self._send(ExchangeReady(up=up))
+            self._told = {node: not peer.overdue for node, peer in sorted(self._peers.items())}
+            up = tuple(node for node, can_be_asked in self._told.items() if can_be_asked)
+            self._send(ExchangeReady(up=up, problem=problem))
         self._bargain.begin(self._peers)
 
-    def _meet(self, node: int) -> None:
-        try:
-            link = connect(self._config, node, sealer=self._sealer, bandwidth=self._bandwidth)
-        except RuntimeError as error:
-            logger.warning("Node %d did not join the exchange: %s", node, _first_line(error))
-            return
+    def _meet(self) -> str:
+        """Returns what kept nodes away."""
+        config = self._config
+        if config.node == 0:
+            try:
+                limit_s = config.join_timeout_s
+                self._meeting_point = within(limit_s, lambda: open_meeting_point(config))
+            except Exception as error:
+                return f"it can't open the meeting point ({first_line(error)})"
+        absent = meet(
+            [node for node in range(config.num_nodes) if node != config.node],
+            limit_s=config.join_timeout_s,
+            connect=lambda node: connect(
+                config, node, sealer=self._sealer, bandwidth=self._bandwidth
+            ),
+            welcome=self._welcome,
+        )
+        return told(absent)
+
+    def _welcome(self, node: int, link: Link) -> None:
         peer = Peer(node, link, num_lanes=self._config.num_lanes, lost=self._lost)
         self._peers[node] = peer
         peer.open(do=self._do, handle=self._handle)
+
+    def _probe(self) -> str:
+        """Measures the network with the following node; returns what was the matter with it.
+
+        One that takes too long is not asked before it has answered.
+        """
+        peer = self._peers.get((self._config.node + 1) % self._config.num_nodes)
+        if peer is None:
+            return ""
+        peer.overdue.add(self._bargain)
+
+        def probe() -> None:
+            self._bargain.probe(peer)
+            peer.overdue.discard(self._bargain)
+            self._tell(peer.node, "it answered")
+
+        try:
+            within(self._config.join_timeout_s, probe)
+        except TimeoutError as error:
+            return f"node {peer.node} was asked how fast the network is ({error})"
+        except (RuntimeError, ProtocolError, OSError) as error:
+            self._lost(peer, str(error))
+            return f"the link to node {peer.node} broke ({first_line(error)})"
+        return ""
 
     def _lost(self, peer: Peer, error: str) -> None:
         with self._lock:
             if self._peers.pop(peer.node, None) is None:
                 return  # another thread was first
-        reason = _first_line(error)
+        reason = first_line(error)
         logger.info("The link to node %d broke: %s", peer.node, reason)
         self._fail_all(peer.node, reason)
         self._bargain.lost()
@@ -281,7 +315,3 @@ def _description(spec: PipelineSpec) -> bytes:
     """What must be the same on all nodes for their chunks to be."""
     datasets = [(each.name, each.num_samples, each.shuffled) for each in spec.datasets]
     return repr((spec.seed, datasets)).encode()
-
-
-def _first_line(reason: object) -> str:
-    return str(reason).partition("\n")[0][:200]

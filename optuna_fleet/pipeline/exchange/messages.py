@@ -47,9 +47,15 @@ class RateMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeReady:
-    """Every node came or is done without; ``up`` are those that came."""
+    """Every node came or is done without.
+
+    Attributes:
+        up: Those that came and can be asked.
+        problem: What kept the others away; empty if none are missing.
+    """
 
     up: tuple[int, ...]
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

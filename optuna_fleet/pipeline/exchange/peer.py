@@ -33,6 +33,10 @@ class Peer:
         link: The connection.
         num_lanes: Lanes for chunks.
         lost: Told why the link can't be used any more; by each thread that uses it.
+
+    Attributes:
+        planning: Held by who asks on ``plan_lane``, where one thread may at a time.
+        overdue: What the node owes an answer; while there is anything, it is not asked more.
     """
 
     def __init__(
@@ -41,7 +45,8 @@ class Peer:
         self.node = node
         self.link = link
         self.plan_lane = num_lanes + 1
-        self.overdue: set[Job] = set()
+        self.planning = threading.Lock()
+        self.overdue: set[object] = set()
         self._num_lanes = num_lanes
         self._lost = lost
         self._chunks: SimpleQueue[Job] = SimpleQueue()
@@ -73,10 +78,10 @@ class Peer:
         def run() -> None:
             try:
                 action()
-            except (RuntimeError, ProtocolError) as error:
-                self._lost(self, str(error))
-            except OSError:
+            except (BrokenPipeError, ConnectionResetError):
                 return  # the agent is gone, which ends this process
+            except (RuntimeError, ProtocolError, OSError, MemoryError) as error:
+                self._lost(self, str(error))
 
         threading.Thread(target=run, daemon=True).start()
 
