@@ -11,6 +11,7 @@ import pytest
 from exchange_harness import config, free_port, labels, pidfd
 from pipeline_datasets import Counted
 from pipeline_harness import serving
+from torch.utils.data import default_collate
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange import exchange, exchanger
@@ -190,3 +191,54 @@ def test_node_without_memory_for_what_comes_makes_it_itself(monkeypatch):
         for agent in agents:
             assert labels(agent.client()) == EPOCHS[0]
             assert agent.stats().received == 0
+
+
+# What must be the same on all nodes
+
+
+class OnDevice:
+    """A pipeline that leaves the end of samples to the trainers."""
+
+    def __init__(self, pipeline):
+        self._pipeline = pipeline
+
+    def spec(self):
+        return self._pipeline.spec(finish_on_device=True)
+
+    def setup(self, num_preprocessors):
+        return self._pipeline.setup(num_preprocessors, finish_on_device=True)
+
+
+def doubled(sample):
+    return sample[0] * 2, sample[1] * 2
+
+
+def tripled(sample):
+    return sample[0] * 3, sample[1] * 3
+
+
+def collated(samples):
+    return default_collate(samples)
+
+
+def val(**options):
+    return SharedPipeline(val=Counted(N), **options)
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "factors", "received"),
+    [
+        ((val(finish=doubled), OnDevice(val(finish=doubled))), (2, 1), [0, 0]),
+        ((OnDevice(val(finish=doubled)), OnDevice(val(finish=tripled))), (1, 1), [0, 0]),
+        ((val(), val(collate_fn=collated)), (1, 1), [0, 0]),
+        ((val(), val(on_error="skip")), (1, 1), [0, 0]),
+        ((OnDevice(val(finish=doubled)), OnDevice(val(finish=doubled))), (1, 1), [N // 2] * 2),
+    ],
+    ids=["whether-finished", "how-finished", "collate", "errors", "same"],
+)
+def test_nodes_that_would_make_unlike_chunks_do_not_exchange(pipelines, factors, received):
+    timeout_s = 60 if any(received) else 1
+    with two_nodes(pipelines=pipelines, join_timeout_s=timeout_s) as agents:
+        for agent, factor in zip(agents, factors, strict=True):
+            assert labels(agent.client(), "val") == [factor * i for i in range(N)]
+        assert [agent.stats().received for agent in agents] == received
