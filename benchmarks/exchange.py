@@ -6,6 +6,7 @@ do not take each other's cores: the numbers show the exchange, not this machine'
 take turns within each n. One JSON line per run, with what the cost model predicts.
 
     python benchmarks/exchange.py [--rounds 1] [--mbit-per-s 100]
+    python benchmarks/exchange.py --quick   # two nodes, few samples; for trying out
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ FAST_LINK_BYTES_PER_S = 1e9
 class Sleeping:
     """Each sample takes as long, and no CPU."""
 
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
     def __len__(self) -> int:
-        return NUM_SAMPLES
+        return self.num_samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
         time.sleep(DECODE_S)
@@ -63,12 +67,14 @@ def read(client: Any) -> tuple[float, float]:
     return over[0], over[2]
 
 
-def run(num_nodes: int, scheme: str, mbit_per_s: float | None) -> dict[str, Any]:
+def run(
+    num_nodes: int, scheme: str, mbit_per_s: float | None, *, num_samples: int
+) -> dict[str, Any]:
     """Runs one sweep of nodes; called in a process of its own."""
     switch = Switch(num_nodes, mbit_per_s)
     port = free_port()
     p = max(1, num_nodes // 2) if "broadcast" in scheme else None
-    pipeline = SharedPipeline(train=Sleeping())
+    pipeline = SharedPipeline(train=Sleeping(num_samples))
     options = {"num_preprocessors": 1, "chunk_bytes": CHUNK_SAMPLES * sample_bytes()}
     with contextlib.closing(switch), contextlib.ExitStack() as stack:
         agents = []
@@ -95,8 +101,8 @@ def run(num_nodes: int, scheme: str, mbit_per_s: float | None) -> dict[str, Any]
         "scheme": scheme,
         "preprocessor_nodes": p,
         "mbit_per_s": mbit_per_s,
-        "samples_per_s": round(2 * NUM_SAMPLES / (end - begin), 1),
-        "preprocessed_per_sample": sum(s.preprocessed for s in stats) / NUM_SAMPLES / 3,
+        "samples_per_s": round(2 * num_samples / (end - begin), 1),
+        "preprocessed_per_sample": sum(s.preprocessed for s in stats) / num_samples / 3,
         "status": status,
     }
 
@@ -125,14 +131,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--mbit-per-s", type=float, default=100.0, help="of the limited link")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 3, 4, 6])
+    parser.add_argument("--quick", action="store_true", help="two nodes, two schemes, few samples")
     arguments = parser.parse_args()
+    links: list[float | None] = [None, arguments.mbit_per_s]
     schemes = ["self", "all-shared", "single-broadcast", "multi-broadcast", "auto"]
-    alone = Forked(partial(run, 1, "self", None)).result()["samples_per_s"]
+    num_samples = NUM_SAMPLES
+    if arguments.quick:
+        arguments.nodes, links, schemes, num_samples = [2], [None], schemes[:2], 64
+    measure = partial(run, num_samples=num_samples)
+    alone = Forked(partial(measure, 1, "self", None)).result()["samples_per_s"]
     for _ in range(arguments.rounds):
         for n in arguments.nodes:
-            for link in (None, arguments.mbit_per_s):
+            for link in links:
                 for scheme in schemes if n > 1 else schemes[:1]:
-                    record = Forked(partial(run, n, scheme, link)).result()
+                    record = Forked(partial(measure, n, scheme, link)).result()
                     record["predicted"] = predicted(record, alone)
                     print(json.dumps(record), flush=True)
 
