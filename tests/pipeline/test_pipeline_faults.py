@@ -161,7 +161,9 @@ class Hdf5:
 def test_what_is_opened_lazily_is_not_open_where_it_is_pickled(tmp_path):
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file["x"] = np.arange(60)
-    pipeline = SharedPipeline(train=Hdf5(tmp_path / "data.h5"))
+    dataset = Hdf5(tmp_path / "data.h5")
+    dataset.transform = v2.Compose([v2.ToDtype(torch.float32)])  # which may be split
+    pipeline = SharedPipeline(train=dataset)
     pipeline.setup(1, finish_on_device=True)  # looks at a sample
     assert pipeline.payload()
 
