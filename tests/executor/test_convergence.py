@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import optuna
 import pytest
+import torch
+from optuna.trial import TrialState
 
 from optuna_fleet import Convergence, FleetConfigError
+from tests.fleets import fleet_of, small_model, train_epoch
 
 
 @pytest.mark.parametrize(
@@ -32,3 +38,27 @@ def test_patience_and_minimum_improvement(values: list[float], reached: bool) ->
 def test_nonsense_is_refused(arguments: dict[str, int]) -> None:
     with pytest.raises(FleetConfigError, match="but must be"):
         Convergence(**arguments)
+
+
+def improves_for_a_while(trial: Any) -> float:
+    """Its loss falls for three epochs, if `kind` says so, and then stays."""
+    last = 3 if trial.suggest_categorical("kind", ["falls", "stays"]) == "falls" else 0
+    model = small_model()
+    model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    value = 1.0
+    for epoch in trial.epochs(20):
+        train_epoch(trial, model, optimizer, [], batch_size=41)
+        value = 1.0 - 0.1 * min(epoch, last)
+        trial.report(value, epoch)
+    return value
+
+
+def test_a_trial_that_has_converged_leaves_its_loop_and_is_complete() -> None:
+    study = optuna.create_study()
+    study.enqueue_trial({"kind": "falls"})
+    study.enqueue_trial({"kind": "stays"})
+    with fleet_of(devices=2, convergence=Convergence(patience=2, min_improvement=0.01)) as fleet:
+        study.optimize(improves_for_a_while, n_trials=2, executor=fleet)
+    assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
+    assert [trial.last_step for trial in study.trials] == [5, 2]
+    assert [trial.value for trial in study.trials] == [pytest.approx(0.7), 1.0]

@@ -11,7 +11,8 @@ from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import train
 
 
-def test_flights_and_decisions_are_recorded(fleet: Any) -> None:
+def test_flights_and_decisions_are_recorded(fleet: Any, log: Any) -> None:
+    optuna.logging.set_verbosity(optuna.logging.INFO)
     study = optuna.create_study()
     # More than the 48 batches that are timed at most, so that there is something to decide on.
     study.optimize(functools.partial(train, epochs=12), n_trials=5, executor=fleet)
@@ -26,6 +27,12 @@ def test_flights_and_decisions_are_recorded(fleet: Any) -> None:
     assert [r["reason"] for r in recorded] == [d.reason for d in decisions]
     assert decisions[0].round == 1
     assert all(d.status and d.allocator and d.solve_time_s >= 0 for d in decisions)
+    lines = log.getvalue().splitlines()
+    assert f"Round 1: {decisions[0].reason}" in lines  # the others only if something moves
+    assert lines[-1] == str(fleet.summary)
+    assert f"in {len(decisions)} rounds" in lines[-1]
+    assert "sharing factor" in lines[-1]
+    assert "; solver " in lines[-1]
 
 
 def test_the_summary_counts(fleet: Any) -> None:
