@@ -84,7 +84,8 @@ class Trainer:
             seed_run(run.seed, run.number)
             self._limit_threads()
             _join_group(run, self._device, open_training)
-            value = _finished(objective(FleetTrial(session, open_training)), training)
+            returned = _called(objective, FleetTrial(session, open_training), session)
+            value = _finished(returned, training)
             ending = Ending.RETURNED
         except Yielded:
             ending = Ending.YIELDED
@@ -110,12 +111,12 @@ class Trainer:
 
     def _training(self, session: Session) -> Training:
         had_torch = "torch" in sys.modules
-        from optuna_fleet.trainer.training import Training  # imports torch
+        from optuna_fleet.trainer.unwinding import UnwindingTraining  # imports torch
 
         if not had_torch:  # else the objective may have changed both by now
             self._limit_threads()
             seed_torch(session.run.seed, session.run.number)
-        return Training(session, self._pipeline, self._device.kind)
+        return UnwindingTraining(session, self._pipeline, self._device.kind)
 
     def _waited_s(self) -> float:
         return self._pipeline.waited_s if self._pipeline else 0.0
@@ -203,6 +204,14 @@ def _client(data: socket.socket, spec: PipelineSpec) -> PipelineClient:
     from optuna_fleet.pipeline.reader import PipelineClient  # imports torch
 
     return PipelineClient(data, spec)
+
+
+def _called(objective: Any, trial: FleetTrial, session: Session) -> Any:
+    """Call the objective; what was to unwind it does so, whatever the objective made of that."""
+    try:
+        return objective(trial)
+    finally:
+        session.check()
 
 
 def _finished(value: Any, training: Training | None) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from optuna_fleet.channel import Channel
 from optuna_fleet.messages import Call, Reply, RunTrial
@@ -38,6 +38,7 @@ class Session:
         self.is_waiting = False
         self._channel = channel
         self._index = 0
+        self._unwinding: type[Yielded | DriverGoneError] | None = None
         # Callbacks of training frameworks may report from threads of their own.
         self._lock = threading.RLock()
 
@@ -45,6 +46,16 @@ class Session:
     def num_calls(self) -> int:
         """Calls made so far."""
         return self._index
+
+    def unwind(self, why: type[Yielded | DriverGoneError]) -> NoReturn:
+        """Raise `why`, and again at all that the objective asks for if it catches that."""
+        self._unwinding = why  # no instance, whose traceback would keep the trial's memory
+        raise why
+
+    def check(self) -> None:
+        """Raise again what unwinds the objective, if anything does."""
+        if self._unwinding is not None:
+            raise self._unwinding
 
     def call(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``target.name(*args, **kwargs)`` in the driver and return its result on every rank.
@@ -63,6 +74,7 @@ class Session:
         if self.run.rank == 0:
             self.call(target, name, *args, **kwargs)
         else:
+            self.check()  # as rank 0 does, or the ranks would part here
             with self._lock:
                 self._index += 1
 
@@ -72,8 +84,8 @@ class Session:
             assert self._channel is not None
             try:
                 self._channel.send(message)
-            except OSError as error:
-                raise DriverGoneError from error
+            except OSError:
+                self.unwind(DriverGoneError)
 
     def send_aside(self, message: Any) -> None:
         """`send` from another thread, which need not wait until a call is answered.
@@ -98,6 +110,7 @@ class Session:
         is_read: bool,
     ) -> Any:
         """Send a `Call` and wait for its answer."""
+        self.check()
         arguments = pack((args, kwargs))
         with self._lock:
             index = self._index
@@ -125,10 +138,10 @@ class Session:
         while True:
             try:
                 message = self._channel.receive()
-            except (EOFError, OSError) as error:
-                raise DriverGoneError from error
+            except (EOFError, OSError):
+                self.unwind(DriverGoneError)
             if isinstance(message, Reply):
                 if (message.run_id, message.index) == (self.run.run_id, index):
                     return message
             else:
-                raise DriverGoneError  # it said `Quit`
+                self.unwind(DriverGoneError)  # it said `Quit`

@@ -1,0 +1,129 @@
+"""Objectives that catch everything: a trial that is told to leave its devices leaves them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet.messages import Quit, RunTrial
+from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
+from tests.fleets import Leg, train
+
+
+def gives_up(trial: Any) -> float:
+    return -1.0
+
+
+def says_so(trial: Any) -> float:
+    trial.report(-1.0, 5)
+    trial.set_user_attr("failed", True)
+    return -1.0
+
+
+def says_so_from_one_rank(trial: Any) -> float:
+    if trial.rank == 0:
+        trial.set_user_attr("failed", True)
+    return -1.0
+
+
+def raises(trial: Any) -> float:
+    raise ValueError("the training failed")
+
+
+def prunes(trial: Any) -> float:
+    raise optuna.TrialPruned
+
+
+def exits(trial: Any) -> float:
+    sys.exit(3)
+
+
+def starts_over(trial: Any) -> float:
+    return train(trial)
+
+
+class CatchesAll:
+    """An objective with a bare ``except:`` around its training."""
+
+    def __init__(self, then: Callable[[Any], float]) -> None:
+        self.then = then
+
+    def __call__(self, trial: Any) -> float:
+        try:
+            return train(trial)
+        except:  # noqa: E722 - what this is about
+            return self.then(trial)
+
+
+@pytest.mark.parametrize(
+    "then", [gives_up, says_so, says_so_from_one_rank, raises, prunes, exits, starts_over]
+)
+def test_a_trial_that_catches_everything_moves(fleet: Any, then: Callable[[Any], float]) -> None:
+    studies = []
+    for legs in ([Leg((0,))], [Leg((0,), 1), Leg((1, 2), 3), Leg((3,))]):
+        studies.append(optuna.create_study())
+        fleet.script = {0: legs}
+        studies[-1].optimize(CatchesAll(then), n_trials=1, executor=fleet)
+    moved = studies[1].trials[0]
+    flights = flights_of(studies[1])[0]
+    assert [flight["ending"] for flight in flights] == ["yielded", "yielded", "returned"]
+    assert len(moved.user_attrs["losses"]) == 6 * 5
+    assert moved.value == pytest.approx(studies[0].trials[0].value)
+    assert list(moved.intermediate_values) == list(range(6))
+    assert set(moved.user_attrs) == {"losses", "noise"}
+
+
+class QuittingDriver:
+    """A channel on which the driver ends the sweep instead of answering."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> Any:
+        return Quit()
+
+
+def session_of(rank: int) -> tuple[Session, QuittingDriver]:
+    channel: Any = QuittingDriver()
+    run = RunTrial(
+        run_id=0,
+        number=0,
+        trial_id=0,
+        rank=rank,
+        world_size=2,
+        seed=0,
+        objective_id=0,
+        objective=None,
+        measure=False,
+        group="",
+        store=None,
+        checkpoint=None,
+        checkpoint_to="",
+        gc_after_trial=False,
+    )
+    return Session(channel, run), channel
+
+
+def test_nothing_is_asked_of_a_driver_that_is_gone() -> None:
+    session, channel = session_of(rank=0)
+    for _ in range(2):
+        with pytest.raises(DriverGoneError):
+            session.call("trial", "should_prune")
+    assert len(channel.sent) == 1  # a second call would wait for ever
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_only_one_rank_says_stops_all_that_leave(rank: int) -> None:
+    session, channel = session_of(rank)
+    for act in (lambda: session.unwind(Yielded), lambda: session.tell("trial", "report", 1.0, 0)):
+        with pytest.raises(Yielded):
+            act()
+    assert not channel.sent
