@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -169,7 +169,8 @@ def _portable(value: Any, where: str, *, own: bool) -> Any:
     if type(value) in (list, tuple, set):
         items = enumerate(value)
         return type(value)(_portable(item, f"{where}[{key}]", own=own) for key, item in items)
-    if type(value) in (dict, OrderedDict, defaultdict):
+    # A default's factory can't be loaded safely: in the user's own state it would be missed.
+    if type(value) in (dict, OrderedDict, Counter) or (type(value) is defaultdict and not own):
         return _portable_dict(value, where, own=own)
     raise FleetConfigError(_refusal(value, where))
 
@@ -179,6 +180,8 @@ def _portable_dict(value: dict[Any, Any], where: str, *, own: bool) -> dict[Any,
         _portable(key, f"a key of {where}", own=own): _portable(item, f"{where}[{key!r}]", own=own)
         for key, item in value.items()
     }
+    if isinstance(value, Counter):  # the milestones of torch's MultiStepLR
+        return Counter(items)
     if not isinstance(value, OrderedDict):
         return items
     ordered = OrderedDict(items)
@@ -208,6 +211,18 @@ def _refusal(value: Any, where: str) -> str:
         return f"The value of {where} is a NumPy {name}; store `value.item()` instead."
     if isinstance(value, np.ndarray):
         return f"The value of {where} is a NumPy array; store `torch.from_numpy(value)` instead."
+    if isinstance(value, defaultdict):
+        return (
+            f"The value of {where} is a defaultdict, but a checkpoint can't keep its default: "
+            "store a dict, and use `setdefault(key, default)` where it may lack a key."
+        )
+    for plain in (dict, list, tuple, set):
+        if isinstance(value, plain):
+            return (
+                f"The value of {where} is a {name}, but a checkpoint takes only a plain "
+                f"{plain.__name__}: store `{plain.__name__}(value)`, and make the {name} from it "
+                "where you need one."
+            )
     return (
         f"The value of {where} is a {name}, but a checkpoint takes only numbers, strings, bytes, "
         f"tensors, and lists, tuples, sets and dicts of them: store such values, and make the "
