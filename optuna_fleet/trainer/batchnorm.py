@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.overrides import TorchFunctionMode
 
@@ -72,8 +71,8 @@ class _Synchronised(_BatchNorm):
         if not kernel.calls:
             raise TrialError(
                 f"{type(self).__name__}.forward does not call torch.nn.functional.batch_norm, so "
-                f"it can't be synchronised over devices; call it there, or limit the trial to one "
-                f"device."
+                f"it can't be synchronised over devices: call it there, or give every trial one "
+                f"device, with FleetExecutor(policy='baseline')."
             )
         return output
 
@@ -172,8 +171,16 @@ class _Normalise(torch.autograd.Function):
         return F.batch_norm(x, mean, var, scale, shift, eps=eps)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = _Normalise._backward(ctx, grad)
+        if torch.is_grad_enabled():  # create_graph=True
+            x, scale, *_ = ctx.saved_tensors
+            grads = _DifferentiableOnce.apply(*grads, grad, x, scale)
+        return (*grads, *(None,) * 5)
+
+    @staticmethod
+    def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, scale, mean, var, count = ctx.saved_tensors
         # In eval mode the fused kernel gives scale * grad / std and the two sums, in one pass.
         dx, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
@@ -191,7 +198,30 @@ class _Normalise(torch.autograd.Function):
                 slope = scale * torch.rsqrt(var + ctx.eps)
                 pull = (slope * dscale_mean, slope * dshift_mean)
                 dx = dx - F.batch_norm(x, mean, var, *pull, eps=ctx.eps)
-        return (dx, dscale, dshift, *(None,) * 5)
+        return dx, dscale, dshift
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """Lets gradients pass that nobody differentiates.
+
+    torch's ``once_differentiable`` lets those pass as constants that are differentiated with
+    ``autograd.grad``: it does not say what they are made of.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, dx: Tensor, dscale: Tensor, dshift: Tensor, *made_of: Tensor
+    ) -> tuple[Tensor, ...]:
+        return dx.view_as(dx), dscale.view_as(dscale), dshift.view_as(dshift)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise TrialError(
+            "A gradient of gradients (of a gradient penalty, say) goes through a BatchNorm in "
+            "training mode, but one that is synchronised over devices can be differentiated only "
+            "once: put it in eval mode for the penalty, use GroupNorm or LayerNorm, or give every "
+            "trial one device, with FleetExecutor(policy='baseline')."
+        )
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:

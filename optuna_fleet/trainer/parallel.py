@@ -252,7 +252,8 @@ def _broadcast(tensors: Iterable[Tensor]) -> None:
     """Give every rank the leader's values, in few messages."""
     for chunk in _chunks(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk]).to(wire_device())
-        dist.broadcast(flat, src=0)  # rank 0 of the default group, which is the trial's
+        # As bytes: not all types of numbers can travel.
+        dist.broadcast(flat.view(torch.uint8), src=0)  # rank 0 of the trial's group
         parts = torch.split(flat, [tensor.numel() for tensor in chunk])
         for tensor, part in zip(chunk, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))

@@ -1,4 +1,9 @@
-"""Sums and means over the ranks of a trial: what ``trial.sum`` and ``trial.mean`` do."""
+"""Sums and means over the ranks of a trial: what ``trial.sum`` and ``trial.mean`` do.
+
+They give and refuse the same in a group of one: what works on one device works on several. So
+their results never carry gradients, not even there: ``loss.backward()`` is for the rank's own
+loss, as gradients are reduced anyhow.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +31,19 @@ def all_reduce_sum(values: Any) -> Any:
 
     Returns:
         The same structure and types on every rank (``bool`` is counted, so it becomes ``int``; an
-        ``int`` becomes ``float`` if another rank has a float there); `values` in a group of one.
+        ``int`` becomes ``float`` if another rank has a float there). Tensors are new ones, which
+        carry no gradients.
 
     Raises:
         FleetConfigError: If a value is no number.
         TrialError: If the structures differ between ranks.
     """
-    if group_size() == 1:
-        return values
     leaves = list(_leaves(values, "value"))
-    check_agreement(
-        ((path, shape) for path, shape, _ in leaves), "The structure of a summed value"
-    )
-    if not leaves:
-        return values
-    wire = torch.cat([_encode(leaf) for _, _, leaf in leaves]).to(wire_device())
-    dist.all_reduce(wire)
-    parts = torch.split(wire.cpu(), [3 * leaf.numel() + 1 for _, _, leaf in leaves])
-    totals = iter([_decode(part) for part in parts])
+    if group_size() > 1:
+        check_agreement(
+            ((path, shape) for path, shape, _ in leaves), "The structure of a summed value"
+        )
+    totals = iter(_totals([leaf for *_, leaf in leaves]))
     return rebuild(values, lambda value: _like(value, next(totals)))
 
 
@@ -56,16 +56,30 @@ def mean(values: Any, weight: float | None = None) -> Any:
             value of weight 0 is ignored, even NaN.
 
     Returns:
-        Floats in the structure of `values`; `values` itself in a group of one.
+        Floats in the structure of `values`, NaN where no rank has any weight. Tensors are new
+        ones, which carry no gradients.
     """
-    if group_size() == 1:
-        return values
     own = 1.0 if weight is None else float(weight)
     leaves = [leaf.double() for *_, leaf in _leaves(values, "value")]
-    scaled = [leaf * own if own else torch.zeros_like(leaf) for leaf in leaves]
-    *sums, weights = all_reduce_sum([*scaled, own])
-    means = iter([part / weights if weights else part * torch.nan for part in sums])
+    if group_size() == 1:
+        scaled, weights = leaves, 1.0 if own else 0.0  # exact, unlike a product and its quotient
+    else:
+        scaled = [leaf * own if own else torch.zeros_like(leaf) for leaf in leaves]
+        *scaled, weights = all_reduce_sum([*scaled, own])
+    means = iter([part / weights if weights else part * torch.nan for part in scaled])
     return rebuild(values, lambda value: _like(value, next(means)))
+
+
+def _totals(leaves: list[Tensor]) -> list[Tensor]:
+    """The sum of each leaf over the ranks, int64 or floating."""
+    if group_size() == 1:
+        return [_total_alone(leaf) for leaf in leaves]
+    if not leaves:
+        return []
+    wire = torch.cat([_encode(leaf) for leaf in leaves]).to(wire_device())
+    dist.all_reduce(wire)
+    parts = torch.split(wire.cpu(), [3 * leaf.numel() + 1 for leaf in leaves])
+    return [_decode(part) for part in parts]
 
 
 def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
@@ -87,6 +101,10 @@ def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tens
             f"numbers, in dicts, lists and tuples, can be reduced over the ranks."
         )
     yield path, tuple(leaf.shape), leaf
+
+
+def _total_alone(leaf: Tensor) -> Tensor:
+    return leaf.to(leaf.dtype if leaf.is_floating_point() else torch.int64, copy=True)
 
 
 def _encode(leaf: Tensor) -> Tensor:

@@ -22,6 +22,10 @@ from optuna_fleet.trainer.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.groups import GroupSpec, ShardWeights
 
 CPU = torch.device("cpu")
+ODD_TYPES = (
+    *("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float64", "complex64", "complex128", "float8_e4m3fn"),
+)
 
 
 @contextmanager
@@ -273,6 +277,43 @@ def identity(spec: GroupSpec) -> dict[str, Any]:
 def wrong_model(spec: GroupSpec) -> None:
     with group(spec):
         parallel.wrap_module(torch.nn.Linear(2 + spec.rank, 2), ShardWeights(), CPU)
+
+
+def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
+    """Each buffer holds 3 on rank 0, another number elsewhere."""
+    with group(spec):
+        module = torch.nn.Linear(2, 2)
+        for name in ODD_TYPES:
+            value = torch.full((2, 3), 3 - spec.rank, dtype=torch.float32)
+            module.register_buffer(f"its_{name}", value.to(getattr(torch, name)))
+        parallel.wrap_module(module, ShardWeights(), CPU)
+        return {name: module.get_buffer(f"its_{name}").to(torch.complex64) for name in ODD_TYPES}
+
+
+def penalty(spec: GroupSpec, how: str) -> Any:
+    """A gradient penalty through BatchNorm; `how` it is taken, if at all."""
+    with group(spec):
+        weights = ShardWeights()
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)]
+        model = torch.nn.Sequential(*layers[: 2 if how == "norm last" else 3]).double()
+        model = parallel.wrap_module(model, weights, CPU).train(how != "eval")
+        x = torch.arange(12.0, dtype=torch.float64).view(6, 2).square()
+        x = shard(x, weights).requires_grad_()
+        loss = model(x).square().mean()
+        if how != "none":
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + gradient.square().sum()
+        params = list(model.parameters())
+        return [grad.detach() for grad in torch.autograd.grad(loss, params, create_graph=True)]
+
+
+def grad_of(spec: GroupSpec, what: str) -> tuple[bool, bool]:
+    """Whether a reduced loss carries gradients, and whether it is the tensor given."""
+    with group(spec):
+        loss = torch.ones((), requires_grad=True) * 2
+        reduced: Any = getattr(reduction, what)(loss)
+        return reduced.requires_grad, reduced.data_ptr() == loss.data_ptr()
 
 
 def reduce(spec: GroupSpec, values: list[Any]) -> Any:

@@ -150,10 +150,77 @@ def test_mean(fleet: Fleet) -> None:
     close(result["a"], torch.tensor([1.0, 2.0]))
 
 
-def test_sum_refuses_what_is_no_number(fleet: Fleet) -> None:
-    results = fleet.pool.run(fleet.calls([0, 1], "reduce", [{"loss": "low"}] * 2))
+@pytest.mark.parametrize("members", [[0], [0, 1]])
+@pytest.mark.parametrize("value", ["low", None, 1j])
+@pytest.mark.parametrize("job", ["reduce", "average"])
+def test_what_is_no_number_is_refused(
+    fleet: Fleet, members: list[int], value: Any, job: str
+) -> None:
+    arguments = [[{"loss": value}] * 2, [None] * 2][: 1 if job == "reduce" else 2]
+    results = fleet.pool.run(fleet.calls(members, job, *arguments))
     assert {result.kind for result in results.values()} == {"FleetConfigError"}
     assert all("value['loss']" in result.text for result in results.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (3, int),
+        (2**62, int),
+        (0.1, float),
+        (True, int),
+        (np.float32(0.1), np.float32),
+        (np.ones(2), np.ndarray),
+        (torch.tensor(0.1), torch.float32),
+        (torch.tensor([2], dtype=torch.int16), torch.int16),
+        (torch.tensor([True]), torch.int64),
+        (torch.tensor(0.1, dtype=torch.float16), torch.float16),
+    ],
+)
+def test_alone_a_sum_has_the_type_it_has_in_a_group(fleet: Fleet, value: Any, kind: Any) -> None:
+    alone, other = fleet.run(1, "reduce", [value])[0], fleet.run(2, "reduce", [value, value])[0]
+    for result in (alone, other):
+        assert (result.dtype if isinstance(result, torch.Tensor) else type(result)) is kind
+    assert (alone == value) if np.ndim(value) == 0 else (alone == value).all()
+
+
+@pytest.mark.parametrize("value", [3, 0.1, True, torch.tensor([1, 2]), np.float32(0.1)])
+@pytest.mark.parametrize("weight", [None, 3.0, 0.0])
+def test_alone_a_mean_is_what_it_is_in_a_group(fleet: Fleet, value: Any, weight: Any) -> None:
+    alone = fleet.run(1, "average", [value], [weight])[0]
+    other = fleet.run(2, "average", [value] * 2, [weight] * 2)[0]
+    assert type(alone) is type(other)
+    torch.testing.assert_close(alone, other, equal_nan=True)
+    exact = torch.as_tensor(alone) == torch.as_tensor(value)
+    assert bool(exact.all()) is (weight != 0.0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("what", ["all_reduce_sum", "mean"])
+def test_what_is_reduced_carries_no_gradient(fleet: Fleet, world_size: int, what: str) -> None:
+    assert fleet.run(world_size, "grad_of", what) == [(False, False)] * world_size
+
+
+def test_buffers_of_every_type_are_made_equal(fleet: Fleet) -> None:
+    for buffers in fleet.run(2, "odd_buffers"):
+        for name, buffer in buffers.items():
+            assert (buffer == (1 if name == "bool" else 3)).all(), name
+
+
+@pytest.mark.parametrize("how", ["train", "norm last"])
+def test_a_gradient_penalty_through_batchnorm_says_what_to_do(fleet: Fleet, how: str) -> None:
+    results = fleet.pool.run(fleet.calls([0, 1], "penalty", how))
+    for result in results.values():
+        assert result.kind == "TrialError"
+        assert "policy='baseline'" in result.text
+
+
+@pytest.mark.parametrize("how", ["none", "eval"])
+def test_graphs_of_gradients_that_nobody_differentiates_are_welcome(
+    fleet: Fleet, how: str
+) -> None:
+    for rank in fleet.run(2, "penalty", how):
+        assert all(grad.isfinite().all() for grad in rank)
 
 
 def test_sum_refuses_unlike_structures(fleet: Fleet) -> None:
@@ -213,7 +280,7 @@ def test_alone_nothing_is_touched() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     assert parallel.wrap_module(model, parallel.ShardWeights(), torch.device("cpu")) is model
     assert type(model[0]) is torch.nn.BatchNorm1d
-    assert reduction.all_reduce_sum({"a": "b"}) == {"a": "b"}
+    assert reduction.all_reduce_sum({"a": 1}) == {"a": 1}
     assert reduction.mean(3) == 3
     groups.leave_group()
 
