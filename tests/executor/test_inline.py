@@ -45,3 +45,18 @@ def test_unpicklable_objectives_and_convergence() -> None:
     executor = FleetExecutor(cluster="inline", convergence=Convergence(patience=2))
     optuna.create_study().optimize(objective, n_trials=1, executor=executor)
     assert epochs == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_what_is_no_exception_leaves_no_running_trial(kind: type[BaseException]) -> None:
+    def objective(trial: optuna.Trial) -> float:
+        trial.suggest_float("x", 0, 1)
+        raise kind
+
+    study = optuna.create_study()
+    fleet = FleetExecutor(cluster="inline")
+    with pytest.raises(kind):
+        study.optimize(objective, n_trials=3, catch=(Exception,), executor=fleet)
+    assert [t.state.name for t in study.trials] == ["FAIL"]
+    study.optimize(lambda trial: 1.0, n_trials=1, executor=fleet)
+    assert [t.state.name for t in study.trials] == ["FAIL", "COMPLETE"]

@@ -52,7 +52,7 @@ def run_inline(
         value, error = None, None
         try:
             value = _run(func, session, pipeline)
-        except (Exception, KeyboardInterrupt) as raised:
+        except BaseException as raised:  # `sys.exit()`, say: the trial has ended all the same
             error = raised
         loop.ledger.settle(number, value, error)
 
