@@ -111,12 +111,12 @@ class Trainer:
 
     def _training(self, session: Session) -> Training:
         had_torch = "torch" in sys.modules
-        from optuna_fleet.trainer.unwinding import UnwindingTraining  # imports torch
+        from optuna_fleet.trainer.training import Training  # imports torch
 
         if not had_torch:  # else the objective may have changed both by now
             self._limit_threads()
             seed_torch(session.run.seed, session.run.number)
-        return UnwindingTraining(session, self._pipeline, self._device.kind)
+        return Training(session, self._pipeline, self._device.kind)
 
     def _waited_s(self) -> float:
         return self._pipeline.waited_s if self._pipeline else 0.0

@@ -152,6 +152,7 @@ class Training:
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """See `FleetTrial.epochs`."""
+        self._session.check()
         if not isinstance(num_epochs, int) or num_epochs < 1:
             raise FleetConfigError(
                 f"trial.epochs() was given {num_epochs!r}, but takes a number of epochs >= 1."
@@ -188,7 +189,7 @@ class Training:
         self._check_alike()
         decision = self._session.call("fleet", "end_epoch", epoch)
         if decision is EpochDecision.YIELD and self._has_landed(epoch + 1):
-            raise Yielded
+            self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:
             self._save(epoch + 1)
         return decision is not EpochDecision.STOP
