@@ -30,6 +30,22 @@ def pack(value: Any) -> bytes:
     return bytes(cloudpickle.dumps(value))
 
 
+def fingerprint(value: Any) -> bytes | None:
+    """Bytes that are equal for an object and for what was unpacked of it; None for want of any."""
+    buffer = io.BytesIO()
+    try:
+        _PrintingPickler(buffer).dump(value)
+    except Exception:
+        return None
+    return buffer.getvalue()
+
+
+class _PrintingPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def persistent_id(self, obj: Any) -> str | None:
+        # Pickle says where equal strings are one object, which unpickling may have changed.
+        return sys.intern(obj) if type(obj) is str else None
+
+
 def plain(value: Any) -> Any:
     """Return the number that a scalar tensor or array holds; lists and tuples item by item.
 

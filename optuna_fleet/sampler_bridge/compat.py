@@ -235,6 +235,30 @@ def is_unsampled(trial: optuna.Trial, name: str) -> bool:
     return trial._relative_params is None and name not in known
 
 
+def given_values(study: optuna.Study, trial: optuna.Trial, name: str) -> list[Any]:
+    """What users named for a parameter outside the objective: in the queue, or to a sampler."""
+    values = [trial._fixed_params[name]] if name in trial._fixed_params else []
+    sampler = study.sampler
+    while isinstance(sampler, optuna.samplers.PartialFixedSampler):
+        values += [sampler._fixed_params[name]] if name in sampler._fixed_params else []
+        sampler = sampler._base_sampler
+    if isinstance(sampler, optuna.samplers.GridSampler):
+        values += sampler._search_space.get(name, ())
+    return values
+
+
+def refix(trial: optuna.Trial, name: str, change: Callable[[Any], Any]) -> None:
+    """Change the value from the queue that the trial will be suggested, if there is one."""
+    if name in trial._fixed_params:
+        changed = change(trial._fixed_params[name])
+        trial._fixed_params = {**trial._fixed_params, name: changed}
+
+
+def internal_value(study: optuna.Study, trial: optuna.Trial, name: str) -> float:
+    """A parameter as the storage has it: of a categorical one, the choice's position."""
+    return study._storage.get_trial_param(trial._trial_id, name)
+
+
 def is_bound_to_thread(study: optuna.Study) -> bool:
     """Whether each thread would see a storage of its own: SQLite in memory."""
     storage = getattr(study._storage, "_backend", study._storage)

@@ -24,7 +24,7 @@ from optuna_fleet.exceptions import (
 )
 from optuna_fleet.messages import Call
 from optuna_fleet.packing import unpack
-from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge import choices, compat
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
 Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
@@ -162,6 +162,8 @@ class Ledger:
         args, kwargs = unpack(call.arguments)
         if call.name == "report" and self._is_known(number, args):
             return None
+        if call.name == "suggest_categorical" and choices.with_objects(args):
+            return choices.choose(self.study, self._proposals[number], *args)
         attribute = getattr(targets[call.target], call.name)
         return attribute if call.is_read else attribute(*args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from optuna.distributions import BaseDistribution
 
 from optuna_fleet.packing import plain
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.choices import is_primitive, suggest
 from optuna_fleet.trainer.session import Session
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class FleetTrial(optuna.Trial):
         self._session = session
         self._open_training = open_training
         self._trial_id = session.run.trial_id
+        self._chosen: dict[str, Any] = {}
         self.study: Any = Remote(lambda: session, "study")
         self.storage: Any = Remote(lambda: session, "storage")
 
@@ -64,8 +67,11 @@ class FleetTrial(optuna.Trial):
         return self._session.call("trial", "suggest_int", name, low, high, step=step, log=log)  # type: ignore[no-any-return]
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """See `optuna.Trial.suggest_categorical`."""
-        return self._session.call("trial", "suggest_categorical", name, choices)
+        """See `optuna.Trial.suggest_categorical`; returns one of `choices` itself."""
+        value = suggest(functools.partial(self._session.call, "trial"), name, choices)
+        if not is_primitive(value):
+            self._chosen[name] = value
+        return value
 
     def report(self, value: float, step: int) -> None:
         """See `optuna.Trial.report`; rank 0's value counts."""
@@ -88,7 +94,9 @@ class FleetTrial(optuna.Trial):
     @property
     def params(self) -> dict[str, Any]:
         """See `optuna.Trial.params`."""
-        return self._session.read("trial", "params")  # type: ignore[no-any-return]
+        params: dict[str, Any] = self._session.read("trial", "params")
+        # What comes from the driver is a copy.
+        return params | self._chosen
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
