@@ -1,9 +1,14 @@
-"""Numbers that a user gives."""
+"""What a user gives."""
+
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import optuna
 import pytest
 
-from optuna_fleet import FleetConfigError, FleetExecutor
+from optuna_fleet import Convergence, FleetConfigError, FleetExecutor
+from optuna_fleet.alloc import MipAllocator
 from optuna_fleet.arguments import check_number
 
 
@@ -18,6 +23,15 @@ from optuna_fleet.arguments import check_number
         ({"storage_patience_s": float("nan")}, "is nan, but must be a number >= 0."),
         ({"keep_checkpoints": True}, "is True, but must be a whole number >= 0."),
         ({"seed": -1}, "`seed` is -1, but must be a whole number >= 0."),
+        ({"convergence": 5}, "`convergence` is 5, but must be a Convergence, as Convergence(pat"),
+        ({"convergence": Convergence}, "must be a Convergence, as Convergence(patience=5)"),
+        ({"allocator": MipAllocator}, "must have a method `allocate`, as the object"),
+        ({"predictor": 5}, "`predictor` is 5, but must be a function from an optuna.trial.Fro"),
+        ({"phases": "no"}, "`phases` is 'no', but must be True or False."),
+        ({"policy": ["mip"]}, "`policy` is ['mip'], but must be one of 'baseline'"),
+        ({"checkpoint_dir": 5}, "`checkpoint_dir` is 5, but must be the path of a folder"),
+        ({"checkpoint_dir": __file__}, "must be a folder, or one that can be made ([Errno"),
+        ({"checkpoint_dir": Path(__file__, "in it")}, "directory"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_was_wanted(arguments, complaint) -> None:
@@ -39,3 +53,28 @@ def test_what_is_no_number_is_refused_in_words(value) -> None:
 
 def test_none_will_do_where_it_is_optional() -> None:
     check_number("x", None, above=0, optional=True)
+
+
+@pytest.mark.parametrize("executor", [2, FleetExecutor, optuna.create_study()])
+def test_what_is_no_executor_is_refused_in_words(executor: Any) -> None:
+    with pytest.raises(FleetConfigError, match=r"`executor` is .* must be a FleetExecutor, as"):
+        optuna.create_study().optimize(lambda trial: 0.0, n_trials=1, executor=executor)
+
+
+def set_state(trial: Any) -> float:
+    trial.state = {"best": 0.0}
+    return 0.0
+
+
+def test_a_state_that_is_set_says_what_to_use(fleet: Any) -> None:
+    with pytest.raises(AttributeError, match=r"use trial\.state\.update\(\.\.\.\), or "):
+        optuna.create_study().optimize(set_state, n_trials=1, executor=fleet)
+
+
+def forget_batch_size(trial: Any) -> float:
+    return float(len(trial.batches("val")))
+
+
+def test_a_batch_size_that_is_missing_is_asked_for(fleet: Any) -> None:
+    with pytest.raises(FleetConfigError, match=r"trial\.batches\('val', batch_size=\.\.\.\)"):
+        optuna.create_study().optimize(forget_batch_size, n_trials=1, executor=fleet)

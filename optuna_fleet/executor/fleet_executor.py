@@ -10,14 +10,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import optuna
 
 from optuna_fleet.alloc import Allocator, ByKind, GreedyAllocator, IsolatedAllocator
-from optuna_fleet.arguments import check_number
+from optuna_fleet.arguments import check_number, check_that, folder, is_a
 from optuna_fleet.checkpoint_folder import StudyFolder, locked
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
@@ -134,11 +133,7 @@ class FleetExecutor:
                 f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a "
                 "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
             )
-        if allocator is not None and not hasattr(allocator, "allocate"):
-            raise FleetConfigError(
-                f"`allocator` is {allocator!r}, but must have a method `allocate`; "
-                "a name goes to `policy`."
-            )
+        _check_objects(allocator, convergence, predictor, phases)
         named = named_policy(policy)
         self._policy = named.policy(
             paradigm=paradigm,
@@ -155,10 +150,8 @@ class FleetExecutor:
         self._convergence = convergence
         self._predictor = predictor
         self._checkpoint_dir = (
-            Path(checkpoint_dir).resolve() if checkpoint_dir is not None else None
+            folder("checkpoint_dir", checkpoint_dir) if checkpoint_dir is not None else None
         )
-        if self._checkpoint_dir is not None:
-            self._checkpoint_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_number("keep_checkpoints", keep_checkpoints, least=0, whole=True)
         check_number("checkpoint_bytes", checkpoint_bytes, above=0, optional=True)
         self._checkpoint_bytes = checkpoint_bytes
@@ -318,6 +311,33 @@ class FleetExecutor:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_objects(allocator: Any, convergence: Any, predictor: Any, phases: Any) -> None:
+    """Refuse what would fail, or be passed over, in the midst of a sweep."""
+    check_that(
+        "allocator",
+        allocator,
+        lambda value: hasattr(value, "allocate") and not isinstance(value, type),
+        "have a method `allocate`, as the object optuna_fleet.alloc.MipAllocator(), or be None; a "
+        "name goes to `policy`",
+        optional=True,
+    )
+    check_that(
+        "convergence",
+        convergence,
+        is_a(Convergence),
+        "be a Convergence, as Convergence(patience=5), or None",
+        optional=True,
+    )
+    check_that(
+        "predictor",
+        predictor,
+        callable,
+        "be a function from an optuna.trial.FrozenTrial to a number of epochs, or None",
+        optional=True,
+    )
+    check_that("phases", phases, is_a(bool), "be True or False")
 
 
 def _limits(

@@ -94,7 +94,7 @@ def named_policy(name: str) -> NamedPolicy:
     Raises:
         FleetConfigError: There is none.
     """
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         names = ", ".join(map(repr, POLICIES))
         raise FleetConfigError(f"`policy` is {name!r}, but must be one of {names}.")
     return POLICIES[name]

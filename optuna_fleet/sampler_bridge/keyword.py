@@ -7,6 +7,7 @@ from typing import Any
 
 import optuna
 
+from optuna_fleet.arguments import check_that
 from optuna_fleet.exceptions import FleetConfigError
 
 _MARK = "_optuna_fleet_original"
@@ -28,14 +29,20 @@ def install() -> None:
     ) -> None:
         if executor is None:
             return original(self, func, *args, **kwargs)
-        if not hasattr(executor, "optimize"):
-            raise FleetConfigError(
-                f"`executor` is {executor!r}, but must be an optuna_fleet.FleetExecutor, or None."
-            )
+        check_that(
+            "executor",
+            executor,
+            _is_executor,
+            "be a FleetExecutor, as optuna_fleet.FleetExecutor(devices=2), or None",
+        )
         return executor.optimize(self, func, **_arguments(*args, **kwargs))  # type: ignore[no-any-return]
 
     setattr(optimize, _MARK, original)
     optuna.Study.optimize = optimize  # type: ignore[method-assign]
+
+
+def _is_executor(value: Any) -> bool:
+    return hasattr(value, "optimize") and not isinstance(value, type | optuna.Study)
 
 
 def uninstall() -> None:

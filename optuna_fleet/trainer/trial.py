@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.distributions import BaseDistribution
 
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.packing import plain
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.choices import is_primitive, suggest
@@ -172,6 +173,13 @@ class FleetTrial(optuna.Trial):
         """
         return self._training.state
 
+    @state.setter
+    def state(self, value: Any) -> None:
+        raise AttributeError(
+            "`trial.state` can't be set, as it may hold what the trial had before it moved: use "
+            "trial.state.update(...), or trial.state['key'] = value."
+        )
+
     def prepare(self, *objects: Any) -> Any:
         """Make modules, optimizers, schedulers and scalers part of the trial.
 
@@ -200,18 +208,26 @@ class FleetTrial(optuna.Trial):
         """
         return self._training.epochs(num_epochs)
 
-    def batches(self, name: str, batch_size: int, *, drop_last: bool = False) -> Shards:
+    def batches(
+        self, name: str, batch_size: int | None = None, *, drop_last: bool = False
+    ) -> Shards:
         """Return this rank's share of the batches of one epoch from the shared pipeline.
 
-        `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so
-        results do not depend on the number of devices. `len()` of the result is the number of
-        steps.
+        `batch_size`, which has no default, is that of the whole trial: the batch is cut into one
+        shard per rank, so results do not depend on the number of devices. `len()` of the result is
+        the number of steps.
 
         Raises:
-            FleetConfigError: No such data set, or a bad batch size.
+            FleetConfigError: No such data set, or a bad batch size, or none.
             TrialError: `prepare` was not called.
             PreprocessingError: A sample could not be preprocessed.
         """
+        if batch_size is None:
+            raise FleetConfigError(
+                f"trial.batches({name!r}) was called without `batch_size`, which has no default: "
+                "give that of the whole trial, over all its devices. For validation that of the "
+                f"training will do: trial.batches({name!r}, batch_size=...)."
+            )
         return self._training.batches(name, batch_size, drop_last=drop_last)
 
     def sum(self, value: Any) -> Any:

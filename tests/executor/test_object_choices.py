@@ -179,7 +179,7 @@ def choose_a_lock(trial: Any) -> float:
 
 
 def test_what_can_not_be_sent_is_named(fleet: Any) -> None:
-    with pytest.raises(TrialError, match="'lock' is <unlocked .*: suggest a name instead"):
+    with pytest.raises(TrialError, match=r"'lock' is <unlocked .*: suggest a name instead"):
         random_study().optimize(choose_a_lock, n_trials=1, executor=fleet)
 
 
