@@ -141,6 +141,29 @@ def test_a_system_exit_leaves_no_running_trial(fleet: Any) -> None:
     assert states(study) == [FAIL]  # Optuna leaves it RUNNING for ever
 
 
+# -- processes that live on -----------------------------------------------------------------------
+
+
+def import_helper(trial: Any) -> float:
+    import edited_helper  # type: ignore[import-not-found]
+
+    return float(edited_helper.VALUE)
+
+
+def test_an_edited_module_is_seen_once_the_executor_was_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    study, helper = optuna.create_study(), tmp_path / "edited_helper.py"
+    with FleetExecutor(devices=1, device_type="cpu") as executor:
+        for content in ("VALUE = 1", "VALUE = 1000"):  # lengths by which Python tells them apart
+            helper.write_text(content)
+            study.optimize(import_helper, n_trials=1, executor=executor)
+        executor.close()
+        study.optimize(import_helper, n_trials=1, executor=executor)
+    assert [trial.value for trial in study.trials] == [1, 1, 1000]
+
+
 # -- heartbeats -----------------------------------------------------------------------------------
 
 
