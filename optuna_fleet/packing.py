@@ -31,7 +31,7 @@ def pack(value: Any) -> bytes:
 
 
 def fingerprint(value: Any) -> bytes | None:
-    """Bytes that are equal for an object and for what was unpacked of it; None for want of any."""
+    """Bytes that are equal for an object and its copies in this process; None for want of any."""
     buffer = io.BytesIO()
     try:
         _PrintingPickler(buffer).dump(value)
@@ -41,9 +41,37 @@ def fingerprint(value: Any) -> bytes | None:
 
 
 class _PrintingPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def persistent_id(self, obj: Any) -> str | None:
-        # Pickle says where equal strings are one object, which unpickling may have changed.
-        return sys.intern(obj) if type(obj) is str else None
+    """Writes what an object consists of, and nothing that depends on where its parts lie.
+
+    Pickle itself says which equal strings and tuples are one object (unpickling changes that), and
+    PyTorch the address of each tensor. cloudpickle gives a class that is sent back the state it
+    had over there, but as the class that it is here.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.fast = True
+        self._met: dict[int, tuple[int, Any]] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is _part:
+            return NotImplemented
+        if isinstance(obj, type):
+            return _part, ("class", id(obj))
+        if id(obj) in self._met:  # "fast" knows no cycles: a function that calls itself
+            return _part, ("again", self._met[id(obj)][0])
+        self._met[id(obj)] = len(self._met), obj  # which keeps it, and so its id, in being
+        return _content(obj) if _is_tensor(obj) else super().reducer_override(obj)
+
+
+def _part(*content: Any) -> None:
+    """Stands for a part of an object in its fingerprint."""
+
+
+def _content(tensor: Any) -> Any:
+    flat = tensor.detach().cpu().reshape(-1)
+    numbers = flat.view(sys.modules["torch"].uint8).numpy().tobytes()
+    return _part, (str(tensor.dtype), list(tensor.shape), tensor.requires_grad, numbers)
 
 
 def plain(value: Any) -> Any:

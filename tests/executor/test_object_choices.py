@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 import optuna
 import pytest
 from optuna.samplers import GridSampler, PartialFixedSampler, RandomSampler
+from torch import nn
 
 from optuna_fleet import FleetExecutor, TrialError
 from optuna_fleet.packing import fingerprint, pack, unpack
@@ -183,9 +185,31 @@ def test_what_can_not_be_sent_is_named(fleet: Any) -> None:
         random_study().optimize(choose_a_lock, n_trials=1, executor=fleet)
 
 
-@pytest.mark.parametrize("value", [RELU, SMALL, [TANH, LARGE, "relu"], {"relu": RELU}])
+OBJECTS: list[Any] = [
+    RELU,
+    SMALL,
+    [TANH, LARGE, "relu"],
+    functools.partial(Act, name="x"),
+    nn.Linear(2, 3),
+    lambda n: OBJECTS[-1](n - 1),  # refers to itself, and to all others
+]
+
+
+@pytest.mark.parametrize("value", OBJECTS)
 def test_a_copy_has_the_same_fingerprint(value: Any) -> None:
-    copy = unpack(pack(unpack(pack(value))))
-    assert copy is not value
-    assert fingerprint(copy) == fingerprint(value)
-    assert fingerprint(value) != fingerprint(Act("other"))
+    before = fingerprint(value)
+    copies = [unpack(pack(value)), unpack(pack(unpack(pack(value))))]
+    assert all(copy is not value for copy in copies)
+    assert [fingerprint(each) for each in (*copies, value)] == 3 * [before]
+    others = [each for each in OBJECTS if each is not value] + [nn.Linear(2, 3), TANH, LARGE]
+    assert before not in [None, *map(fingerprint, others)]
+
+
+def test_an_object_stays_the_same_when_its_class_changes() -> None:
+    class Counted:
+        count = 0
+
+    value = Counted()
+    before = fingerprint(value)
+    Counted.count += 1
+    assert fingerprint(value) == fingerprint(unpack(pack(value))) == before
