@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
+import torch
 
 from optuna_fleet import Convergence, FleetConfigError, FleetExecutor
 from optuna_fleet.alloc import MipAllocator
@@ -72,6 +73,7 @@ def test_a_state_that_is_set_says_what_to_use(fleet: Any) -> None:
 
 
 def forget_batch_size(trial: Any) -> float:
+    trial.prepare(torch.nn.Linear(1, 1))
     return float(len(trial.batches("val")))
 
 

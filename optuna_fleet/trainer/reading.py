@@ -69,6 +69,7 @@ class Reading:
         self._device = device
         self._modules = modules
         self._place = place
+        self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
         self._samples_per_epoch = 0
         self._epoch_began = time.perf_counter()
@@ -77,7 +78,7 @@ class Reading:
         self._open: dict[int, ShardWeights] = {}
         self._num_passes = 0
 
-    def batches(self, name: str, batch_size: int, *, drop_last: bool) -> Shards:
+    def batches(self, name: str, batch_size: int | None, *, drop_last: bool) -> Shards:
         """See `FleetTrial.batches`."""
         if self._pipeline is None:
             raise FleetConfigError(
@@ -90,8 +91,17 @@ class Reading:
                 "optimizer): without it the model would not be trained on the trial's devices nor "
                 "checkpointed."
             )
+        if batch_size is None and self._batch_size is None:
+            raise FleetConfigError(
+                f"trial.batches({name!r}) was called without `batch_size`, and no other call gave "
+                "one yet: give that of the whole trial, over all its devices: "
+                f"trial.batches({name!r}, batch_size=...)."
+            )
+        batch_size = self._batch_size if batch_size is None else batch_size
+        assert batch_size is not None
         shards = Shards(self, name, batch_size, drop_last)
         len(shards)  # checks the arguments
+        self._batch_size = batch_size
         self._reach(name, batch_size)
         return shards
 

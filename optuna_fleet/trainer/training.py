@@ -249,7 +249,7 @@ class Training:
 
     # -- data -------------------------------------------------------------------------------------
 
-    def batches(self, name: str, batch_size: int, *, drop_last: bool) -> Shards:
+    def batches(self, name: str, batch_size: int | None, *, drop_last: bool) -> Shards:
         """See `FleetTrial.batches`."""
         return self._reading.batches(name, batch_size, drop_last=drop_last)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.distributions import BaseDistribution
 
-from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.packing import plain
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.choices import is_primitive, suggest
@@ -169,7 +168,8 @@ class FleetTrial(optuna.Trial):
     def state(self) -> dict[str, Any]:
         """The objective's own variables that must survive a move: part of every checkpoint.
 
-        Values may be numbers, strings, tensors and lists, tuples or dicts of these.
+        Values may be numbers, strings, tensors and plain lists, tuples, sets, dicts, `OrderedDict`
+        or `Counter` of these; no `defaultdict`.
         """
         return self._training.state
 
@@ -213,29 +213,30 @@ class FleetTrial(optuna.Trial):
     ) -> Shards:
         """Return this rank's share of the batches of one epoch from the shared pipeline.
 
-        `batch_size`, which has no default, is that of the whole trial: the batch is cut into one
-        shard per rank, so results do not depend on the number of devices. `len()` of the result is
-        the number of steps.
+        `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so
+        results do not depend on the number of devices. By default it is the one that the objective
+        gave last. `len()` of the result is the number of steps.
 
         Raises:
-            FleetConfigError: No such data set, or a bad batch size, or none.
+            FleetConfigError: No such data set, or a bad batch size, or none so far.
             TrialError: `prepare` was not called.
             PreprocessingError: A sample could not be preprocessed.
         """
-        if batch_size is None:
-            raise FleetConfigError(
-                f"trial.batches({name!r}) was called without `batch_size`, which has no default: "
-                "give that of the whole trial, over all its devices. For validation that of the "
-                f"training will do: trial.batches({name!r}, batch_size=...)."
-            )
         return self._training.batches(name, batch_size, drop_last=drop_last)
 
     def sum(self, value: Any) -> Any:
-        """Return the sum of `value` over the trial's ranks (number, tensor, or dict of these)."""
+        """Return the sum of `value` over the trial's ranks (number, tensor, or dict of these).
+
+        A new value without gradients, on any number of devices: call `loss.backward()` on the
+        rank's own loss.
+        """
         return self._training.sum(value)
 
     def mean(self, value: Any, weight: float | None = None) -> Any:
-        """Return the mean of `value` over the trial's ranks, weighted by `weight` if given."""
+        """Return the mean of `value` over the trial's ranks, weighted by `weight` if given.
+
+        A new value without gradients, as of `sum`.
+        """
         return self._training.mean(value, weight)
 
 

@@ -263,3 +263,17 @@ def test_ranks_that_come_apart_are_told_of(
     seen_by(fleet, objective, ON_THREE)
     assert log.getvalue().count("its ranks have come apart: SGD (1): learning rate 0.") == times
     assert log.getvalue().count("come apart") == times
+
+
+# -- batch sizes ----------------------------------------------------------------------------------
+
+
+def leaves_out_the_batch_size(trial: Any) -> float:
+    prepared(trial)
+    trial.batches("train", batch_size=10)
+    trial.set_user_attr("seen", len(trial.batches("val")))
+    return 0.0
+
+
+def test_the_batch_size_is_the_one_given_last(fleet: Any) -> None:
+    assert seen_by(fleet, leaves_out_the_batch_size, ON_THREE) == 2
