@@ -44,8 +44,16 @@ def _numbers(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         name = f"{type(thing).__name__} ({position})"
         if isinstance(thing, torch.nn.Module):
             for key, tensor in [*thing.named_parameters(), *thing.named_buffers()]:
-                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                yield f"{name}: {key}", real.sum(dtype=torch.float64)
+                if (total := _total(tensor)) is not None:
+                    yield f"{name}: {key}", total
         elif isinstance(thing, torch.optim.Optimizer):
             for number, group in enumerate(thing.param_groups):
                 yield f"{name}: learning rate {number}", group.get("lr", 0.0)
+
+
+def _total(tensor: torch.Tensor) -> torch.Tensor | None:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    try:
+        return real.sum(dtype=torch.float64).cpu()
+    except RuntimeError:  # of a kind that can not be added up: quantised, on the meta device
+        return None
