@@ -86,7 +86,8 @@ def stream_limit(problem: AllocationProblem) -> float:
     a capacity only slows trials, it does not forbid them. That is the draw of the trials that
     can't move, in as few streams as their rates and phases allow. If there are none, it is that of
     the slowest trial that can fly at all, on as few devices as it can: it flies, alone or with
-    others that are no faster.
+    others that are no faster. Trials that fly count on the type they are on, which a fallback
+    does not change.
     """
     if problem.preprocess_samples_per_s is None:
         return math.inf
@@ -94,13 +95,13 @@ def stream_limit(problem: AllocationProblem) -> float:
         apart = replace(problem, phases=True)  # as it may be: in mid-epoch no stream is merged
         unavoidable = demand(apart, group_widths(apart, pinned))
     else:
-        slowest = (
-            c.rates_on(kind)[c.min_devices - 1]
+        rates = [
+            (problem.kind_now(c) not in ("", kind), c.rates_on(kind)[c.min_devices - 1])
             for kind, total in problem.num_by_kind.items()
             for c in problem.candidates
             if c.min_devices <= total
-        )
-        unavoidable = min(slowest, default=0.0)
+        ]
+        _, unavoidable = min(rates, default=(False, 0.0))
     return max(problem.preprocess_samples_per_s, unavoidable)
 
 
