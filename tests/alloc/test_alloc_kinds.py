@@ -125,6 +125,29 @@ def test_a_cautious_plan_changes_no_trials_type(problem):
         assert now in ("", *problem.kinds_of(a.devices))
 
 
+def test_a_cautious_plan_serves_somebody_where_only_a_change_of_type_would_do_with_less():
+    on_a = tuple(10.0 * m for m in range(1, 5))
+    flying = Candidate(
+        number=0,
+        rates=on_a,
+        rates_by_kind={"a": on_a, "b": tuple(r / 2 for r in on_a)},
+        devices=(3,),
+        samples_per_epoch=1.0,
+    )
+    waiting = Candidate(
+        number=1, rates=(5.5,), rates_by_kind={"a": (5.5,), "b": (5.5,)}, samples_per_epoch=1.0
+    )
+    problem = AllocationProblem(
+        candidates=(flying, waiting),
+        nodes=((0, 1, 2), (3,)),
+        kinds=("b", "a"),
+        preprocess_samples_per_s=5.0,  # what trial 0 would draw on type b
+    )
+    plan = ByKind(inner=GreedyAllocator(), cautious=True).allocate(problem)
+    validate(problem, plan)
+    assert plan.assignments.keys() == {1}
+
+
 # -- who flies on which ------------------------------------------------------------------------
 
 
