@@ -8,7 +8,7 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet.pipeline.batches import Batch
+from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.trainer.feed import CudaStage, ahead
 from tests.fleets import Leg, fleet_of, train
 

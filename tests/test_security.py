@@ -31,9 +31,9 @@ from optuna_fleet.channel import HELLO, connect, derived
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.messages import AgentConfig
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.admission import Address
 from optuna_fleet.pipeline.exchange.config import ExchangeConfig
-from optuna_fleet.pipeline.standalone import ServerConfig
+from optuna_fleet.pipeline.standalone.admission import Address
+from optuna_fleet.pipeline.standalone.standalone import ServerConfig
 from tests.fleets import Leg, fleet_of, small_pipeline, train
 
 PATIENCE_S = 20.0

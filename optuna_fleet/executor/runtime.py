@@ -337,6 +337,6 @@ def _modules_to_preload() -> tuple[str, ...]:
         "torch",
         "torch._dynamo",  # which the first optimizer of each process imports: a second or more
         "optuna_fleet.trainer.training",
-        "optuna_fleet.pipeline.preprocessor",
+        "optuna_fleet.pipeline.preprocessor.main",
         *(name for name in wanted if name in sys.modules),
     )

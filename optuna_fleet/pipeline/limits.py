@@ -216,7 +216,7 @@ def default_memory_bytes() -> int:
 
 def default_chunk_bytes(memory_bytes: int, max_chunks: int) -> int:
     """Returns the chunk size for a budget: smaller if it is tiny, larger if files are scarce."""
-    return max(min(CHUNK_BYTES, max(4096, memory_bytes // 64)), memory_bytes // max_chunks)
+    return max(min(CHUNK_BYTES, max(4096, memory_bytes // 16)), memory_bytes // max_chunks)
 
 
 def guess_sample_bytes(chunk_bytes: int) -> int:

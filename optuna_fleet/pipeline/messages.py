@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.decoded import Extent, Stored
+from optuna_fleet.pipeline.server.decoded import Extent, Stored
 from optuna_fleet.pipeline.spec import ChunkKey, Place
 
 MAX_TEXT = 10_000

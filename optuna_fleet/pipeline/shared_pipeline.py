@@ -14,15 +14,16 @@ import cloudpickle
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline import limits, payload
+from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.limits import Wanted
-from optuna_fleet.pipeline.source import Source
+from optuna_fleet.pipeline.preprocessor import payload
+from optuna_fleet.pipeline.preprocessor.source import Source
+from optuna_fleet.pipeline.preprocessor.splitting import Stages
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSetup, PipelineSpec
-from optuna_fleet.pipeline.splitting import Stages
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.inline import InlineClient
-    from optuna_fleet.pipeline.standalone import DataBatches, PipelineHandle, Session
+    from optuna_fleet.pipeline.reader.inline import InlineClient
+    from optuna_fleet.pipeline.standalone.standalone import DataBatches, PipelineHandle, Session
     from optuna_fleet.pipeline.stats import PipelineStats
 
 Collate = Callable[[list[Any]], Any]
@@ -157,7 +158,7 @@ class SharedPipeline:
         spec = self._spec()
         if not finish_on_device:
             return spec
-        from optuna_fleet.pipeline.sampling import Samples
+        from optuna_fleet.pipeline.preprocessor.sampling import Samples
 
         # A copy: what data sets open lazily (HDF5) must not be open here when they are pickled.
         source: Source = payload.unpack(self.payload())
@@ -188,9 +189,11 @@ class SharedPipeline:
 
     def inline(self) -> InlineClient:
         """Returns a client that preprocesses in this process (imports torch)."""
-        from optuna_fleet.pipeline.inline import InlineClient
+        from optuna_fleet.pipeline.reader.inline import InlineClient
 
-        return InlineClient(self.spec(), self._source(), self._collates)
+        source = self._source()
+        source = replace(source, generators=payload.generators_in(source))
+        return InlineClient(self.spec(), source, self._collates)
 
     def payload(self) -> bytes:
         """Returns the data sets as bytes, for the preprocessors."""
@@ -209,7 +212,7 @@ class SharedPipeline:
 
     def __enter__(self) -> SharedPipeline:
         """Starts the processes that preprocess; the end of the ``with`` block ends them."""
-        from optuna_fleet.pipeline.standalone import Session
+        from optuna_fleet.pipeline.standalone.standalone import Session
 
         if self._session is not None:
             raise FleetConfigError(

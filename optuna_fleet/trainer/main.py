@@ -25,7 +25,7 @@ from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
 from optuna_fleet.trainer.trial import FleetTrial, Remote
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.reader import PipelineClient
+    from optuna_fleet.pipeline.reader.client import PipelineClient
     from optuna_fleet.trainer.training import Training
 
 
@@ -201,7 +201,7 @@ def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Train
 
 
 def _client(data: socket.socket, spec: PipelineSpec) -> PipelineClient:
-    from optuna_fleet.pipeline.reader import PipelineClient  # imports torch
+    from optuna_fleet.pipeline.reader.client import PipelineClient  # imports torch
 
     return PipelineClient(data, spec)
 

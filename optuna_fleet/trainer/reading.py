@@ -14,8 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.messages import Measured, Reached
-from optuna_fleet.pipeline.inline import InlineClient
-from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.feed import feed
 from optuna_fleet.trainer.groups import ShardWeights
 from optuna_fleet.trainer.session import Session

@@ -15,8 +15,8 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.messages import RunTrial, Usage
 from optuna_fleet.packing import plain
-from optuna_fleet.pipeline.inline import InlineClient
-from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import checkpoint, reduction
 from optuna_fleet.trainer.alike import come_apart
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group

@@ -15,7 +15,7 @@ from typing import Any
 
 from optuna_fleet.pipeline import PipelineServer, PipelineStats, SharedPipeline, socket_pair
 from optuna_fleet.pipeline.exchange import ExchangeConfig
-from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.spec import PipelineSetup
 
 _PATIENCE_S = 60.0  # an agent that takes longer for an answer hangs

@@ -8,9 +8,9 @@ from pipeline_datasets import COUNTS, Counted
 from pipeline_harness import Agent, serving
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.batches import shard
-from optuna_fleet.pipeline.order import permutation
-from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.reader.batches import shard
+from optuna_fleet.pipeline.reader.client import PipelineClient
 
 
 @dataclass

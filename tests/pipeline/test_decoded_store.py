@@ -12,8 +12,8 @@ from pipeline_harness import serving
 from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.decoded import DecodedStore
-from optuna_fleet.pipeline.decoded_samples import DecodedSamples, pack
+from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack
+from optuna_fleet.pipeline.server.decoded import DecodedStore
 
 
 class Pictures:

@@ -17,7 +17,7 @@ from optuna_fleet.pipeline.exchange import bargain
 from optuna_fleet.pipeline.exchange.cost import Choice
 from optuna_fleet.pipeline.exchange.link import Link
 from optuna_fleet.pipeline.exchange.scheme import Plan
-from optuna_fleet.pipeline.order import permutation
+from optuna_fleet.pipeline.preprocessor.order import permutation
 
 N = 150
 

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange import exchange, exchanger
-from optuna_fleet.pipeline.order import permutation
+from optuna_fleet.pipeline.preprocessor.order import permutation
 
 N = 64
 FIXED = SharedPipeline(val=Counted(N))

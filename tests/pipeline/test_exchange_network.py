@@ -10,7 +10,7 @@ from pipeline_datasets import Counted
 from pipeline_harness import Agent, Forked
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.order import permutation
+from optuna_fleet.pipeline.preprocessor.order import permutation
 
 N = 150
 

@@ -19,7 +19,7 @@ from optuna_fleet.pipeline.exchange.messages import (
     FetchChunk,
     SizeTold,
 )
-from optuna_fleet.pipeline.instructions import Produce
+from optuna_fleet.pipeline.server.instructions import Produce
 from optuna_fleet.pipeline.spec import ChunkKey
 
 KEY = ChunkKey("val", 0, 0)

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 
 from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
-from optuna_fleet.pipeline.payload import pack, unpack
-from optuna_fleet.pipeline.storable import same
+from optuna_fleet.pipeline.preprocessor.payload import pack, unpack
+from optuna_fleet.pipeline.preprocessor.storable import same
 
 LENGTH = 100_000
 MB = 1 << 20

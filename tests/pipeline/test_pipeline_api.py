@@ -10,11 +10,12 @@ from pipeline_harness import Agent, serving
 from torch.utils.data import IterableDataset
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError
-from optuna_fleet.pipeline import SharedPipeline, default_preprocessors, payload
-from optuna_fleet.pipeline.batches import shard
+from optuna_fleet.pipeline import SharedPipeline, default_preprocessors
 from optuna_fleet.pipeline.limits import default_chunk_bytes, default_memory_bytes
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError, ChunkProduced
-from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.pipeline.preprocessor import payload
+from optuna_fleet.pipeline.reader.batches import shard
+from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.spec import ChunkKey, choose_chunk_size
 from optuna_fleet.pipeline.wire import encode
 
@@ -30,7 +31,7 @@ class EndlessWithLength(Endless):
 
 
 def test_importing_the_pipeline_imports_no_torch():
-    code = "import sys, optuna_fleet.pipeline.order; sys.exit('torch' in sys.modules)"
+    code = "import sys, optuna_fleet.pipeline.preprocessor.order; sys.exit('torch' in sys.modules)"
     # The package itself may import what it likes elsewhere; only this room is looked at.
     stub = "import types; m = types.ModuleType('optuna_fleet'); "
     stub += "m.__path__ = ['optuna_fleet']; import sys; sys.modules['optuna_fleet'] = m; "

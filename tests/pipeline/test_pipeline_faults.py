@@ -23,8 +23,8 @@ from torchvision.transforms import v2
 
 from optuna_fleet.exceptions import FleetConfigError, PreprocessingError
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.order import permutation
-from optuna_fleet.pipeline.store import MAX_DEATHS
+from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.server.store import MAX_DEATHS
 
 
 class Broken(Counted):
@@ -261,7 +261,7 @@ from pipeline_datasets import Counted
 from pipeline_harness import serving
 from test_pipeline_faults import labels
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.order import permutation
+from optuna_fleet.pipeline.preprocessor.order import permutation
 """
 
 

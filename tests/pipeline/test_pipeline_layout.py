@@ -17,12 +17,12 @@ from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms.functional import pil_to_tensor
 
-from optuna_fleet.pipeline import columns, memory_files, pickling
-from optuna_fleet.pipeline.chunk_view import ChunkView, cut_batch
-from optuna_fleet.pipeline.columns import without_images
-from optuna_fleet.pipeline.layout import DenseHeader, ObjectHeader, write_chunk
-from optuna_fleet.pipeline.memory_files import HugePages
-from optuna_fleet.pipeline.structure import map_leaves
+from optuna_fleet.pipeline.chunks import columns, memory_files, pickling
+from optuna_fleet.pipeline.chunks.columns import without_images
+from optuna_fleet.pipeline.chunks.layout import DenseHeader, ObjectHeader, write_chunk
+from optuna_fleet.pipeline.chunks.memory_files import HugePages
+from optuna_fleet.pipeline.chunks.structure import map_leaves
+from optuna_fleet.pipeline.chunks.view import ChunkView, cut_batch
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -265,14 +265,15 @@ LARGE = 2 * HUGE + 70_000
 @pytest.mark.parametrize("by_user", [True, False])
 def test_large_chunks_with_and_without_huge_pages(monkeypatch, has_huge_pages, by_user):
     monkeypatch.setattr(memory_files, "_MADV_COLLAPSE", 25 if has_huge_pages else 12345)
-    monkeypatch.setattr(memory_files, "_huge_pages", HugePages())
+    pages = HugePages(memory_files.LONG_PATIENCE_S)
+    monkeypatch.setitem(memory_files._huge_pages, True, pages)
     samples = [torch.randint(0, 255, (LARGE // 3,), dtype=torch.uint8) for _ in range(3)]
-    fd = write_chunk(samples, collated_by_user=by_user)
+    fd = write_chunk(samples, collated_by_user=by_user, read_often=True)
     with pytest.raises(PermissionError):
         os.pwrite(fd, b"x", 0)
     chunk = ChunkView(os.dup(fd))
     if not has_huge_pages:
-        assert not memory_files._huge_pages.wanted()
+        assert not pages.wanted()
     cut_batch([(chunk, 0, 3)], torch.stack if by_user else None).zero_()
     assert bits(ChunkView(fd).samples(0, 3)) == bits(samples)
 
@@ -290,7 +291,7 @@ def test_no_more_than_an_eighth_is_wasted_on_huge_pages(content: int, whole: int
 
 
 def test_huge_pages_that_are_slow_to_come_are_asked_for_less_and_less() -> None:
-    pages = HugePages()
+    pages = HugePages(patience_s=0.01)
     tries = []
     for file in range(100):
         if pages.wanted():
@@ -333,6 +334,21 @@ def test_mappings_begin_where_huge_pages_do():
     mapped = [memory_files.map_privately(fd) for _ in range(3)]
     os.close(fd)
     assert not any(np.asarray(memory).ctypes.data % memory_files.HUGE_PAGE for memory in mapped)
+
+
+def resident(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's memory that this process has mapped already."""
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    pages = -(-tensor.nbytes // mmap.PAGESIZE)
+    entries = np.fromfile("/proc/self/pagemap", np.uint64, pages, offset=8 * first)
+    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE
+
+
+def test_a_batch_is_mapped_as_it_is_cut() -> None:
+    samples = [torch.full((40_000,), i, dtype=torch.uint8) for i in range(8)]
+    (cut,) = view(samples).columns(2, 6)
+    assert resident(cut) >= cut.nbytes
+    assert_same(cut, torch.stack(samples[2:6]))
 
 
 def test_mappings_are_given_back():

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import torch
 
-from optuna_fleet.pipeline.order import permutation, seed_sample
+from optuna_fleet.pipeline.preprocessor.order import permutation, seed_sample
 
 PINNED = [3, 1, 5, 2, 0, 6, 4, 7]
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.pipeline.scaling import (
+from optuna_fleet.pipeline.server.scaling import (
     CHUNKS_PER_WINDOW,
     CLOSE,
     GAIN,

@@ -14,8 +14,8 @@ from pipeline_harness import Forked, serving
 
 from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.order import permutation
-from optuna_fleet.pipeline.store import MAX_DEATHS
+from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.server.store import MAX_DEATHS
 
 
 def labels(client, name="train", **arguments):

@@ -12,8 +12,8 @@ from yard import yard
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import most_preprocessors
-from optuna_fleet.pipeline.meter import Levels, Meter
-from optuna_fleet.pipeline.scaling import PATIENCE_S
+from optuna_fleet.pipeline.server.meter import Levels, Meter
+from optuna_fleet.pipeline.server.scaling import PATIENCE_S
 from optuna_fleet.pipeline.stats import PipelineUse
 
 

@@ -5,10 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from optuna_fleet.pipeline.instructions import Drop, Grant, Produce, Recall, Refuse
 from optuna_fleet.pipeline.messages import ChunkError
+from optuna_fleet.pipeline.server.instructions import Drop, Grant, Produce, Recall, Refuse
+from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
 from optuna_fleet.pipeline.spec import ChunkKey
-from optuna_fleet.pipeline.store import MAX_DEATHS, ChunkStore
 
 ERROR = ChunkError(summary="broken")
 NUM_CHUNKS = 6

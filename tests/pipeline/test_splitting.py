@@ -17,11 +17,11 @@ from torchvision import tv_tensors
 from torchvision.datasets import VisionDataset
 from torchvision.transforms import v2
 
-from optuna_fleet.pipeline.columns import without_images
-from optuna_fleet.pipeline.order import seed_sample
-from optuna_fleet.pipeline.splitting import Stages, agrees, split
-from optuna_fleet.pipeline.storable import nbytes, pack, same, through_chunk, unpack
-from optuna_fleet.pipeline.structure import map_leaves
+from optuna_fleet.pipeline.chunks.columns import without_images
+from optuna_fleet.pipeline.chunks.structure import map_leaves
+from optuna_fleet.pipeline.preprocessor.order import seed_sample
+from optuna_fleet.pipeline.preprocessor.splitting import Stages, agrees, split
+from optuna_fleet.pipeline.preprocessor.storable import nbytes, pack, same, through_chunk, unpack
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 NONE = Stages()
@@ -630,7 +630,7 @@ def test_same_is_strict():
 def test_torchvision_is_not_imported_for_others():
     code = """
 import sys
-from optuna_fleet.pipeline.splitting import Stages, agrees, split
+from optuna_fleet.pipeline.preprocessor.splitting import Stages, agrees, split
 assert not {'torch', 'torchvision', 'PIL'} & set(sys.modules), 'at import'
 class Numbers:
     transform = abs

@@ -23,9 +23,10 @@ from pipeline_harness import Forked
 from torch.utils.data import Dataset, TensorDataset
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PreprocessingError, ProtocolError
-from optuna_fleet.pipeline import SharedPipeline, admission, limits, standalone
-from optuna_fleet.pipeline.admission import Address
-from optuna_fleet.pipeline.standalone import PipelineHandle
+from optuna_fleet.pipeline import SharedPipeline, limits
+from optuna_fleet.pipeline.standalone import admission, standalone
+from optuna_fleet.pipeline.standalone.admission import Address
+from optuna_fleet.pipeline.standalone.standalone import PipelineHandle
 
 SIZE = 150
 READ, COUNT = b"r", b"c"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
-from optuna_fleet.pipeline.reader import PipelineClient
+from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.wire import Port
 from optuna_fleet.processes import Forks
 

@@ -5,8 +5,8 @@ import torch
 from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.batches import Batch
-from optuna_fleet.pipeline.inline import InlineClient
+from optuna_fleet.pipeline.reader.batches import Batch
+from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.feed import ahead, feed
 
 

@@ -25,10 +25,10 @@ from optuna_fleet.pipeline.exchange.messages import (
     SizeTold,
 )
 from optuna_fleet.pipeline.exchange.scheme import source
-from optuna_fleet.pipeline.instructions import Produce
+from optuna_fleet.pipeline.server.instructions import Produce
+from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 from optuna_fleet.pipeline.wire import Port, socket_pair
-from optuna_fleet.pipeline.workers import Spawn
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ import time
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import wire
+from optuna_fleet.pipeline.chunks.memory_files import sealed_file
+from optuna_fleet.pipeline.chunks.spill import to_disk
 from optuna_fleet.pipeline.exchange.bandwidth import Bandwidth
 from optuna_fleet.pipeline.exchange.bargain import Bargain, echo
 from optuna_fleet.pipeline.exchange.config import ExchangeConfig
@@ -39,9 +41,7 @@ from optuna_fleet.pipeline.exchange.messages import (
     SizeTold,
 )
 from optuna_fleet.pipeline.exchange.peer import Job, Peer
-from optuna_fleet.pipeline.memory_files import sealed_file
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
-from optuna_fleet.pipeline.spill import to_disk
 
 logger = logging.getLogger(__name__)
 

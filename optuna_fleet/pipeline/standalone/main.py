@@ -18,9 +18,9 @@ from itertools import count
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.admission import Applicant
-from optuna_fleet.pipeline.server import PipelineServer
-from optuna_fleet.pipeline.standalone import COUNT, READ, ServerConfig
+from optuna_fleet.pipeline.server.server import PipelineServer
+from optuna_fleet.pipeline.standalone.admission import Applicant
+from optuna_fleet.pipeline.standalone.standalone import COUNT, READ, ServerConfig
 from optuna_fleet.processes import Forks, end_session, preload, run_loop
 
 _MAX_APPLICANTS = 128

@@ -11,7 +11,7 @@ import cloudpickle
 import numpy as np
 import torch
 
-from optuna_fleet.pipeline.columns import raw_bytes
+from optuna_fleet.pipeline.chunks.columns import raw_bytes
 
 _BufferCallback = Callable[[pickle.PickleBuffer], Any]
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from optuna_fleet.pipeline.batches import Batch, ReadPlan
-from optuna_fleet.pipeline.chunk_view import ChunkView, cut_batch
-from optuna_fleet.pipeline.layout import write_chunk
-from optuna_fleet.pipeline.reader import planned
-from optuna_fleet.pipeline.sampling import SampleError, Samples
-from optuna_fleet.pipeline.source import Source
+from optuna_fleet.pipeline.chunks.layout import write_chunk
+from optuna_fleet.pipeline.chunks.view import ChunkView, cut_batch
+from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples
+from optuna_fleet.pipeline.preprocessor.source import Source
+from optuna_fleet.pipeline.reader.batches import Batch, ReadPlan
+from optuna_fleet.pipeline.reader.client import planned
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 
 

@@ -12,10 +12,18 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from optuna_fleet.pipeline.columns import Column, leaf
-from optuna_fleet.pipeline.layout import ALIGNMENT, LENGTH, DenseHeader, ObjectHeader, aligned
-from optuna_fleet.pipeline.memory_files import map_privately
-from optuna_fleet.pipeline.structure import rebuild, rebuild_batch
+from optuna_fleet.pipeline.chunks.columns import Column, leaf
+from optuna_fleet.pipeline.chunks.layout import (
+    ALIGNMENT,
+    LENGTH,
+    DenseHeader,
+    ObjectHeader,
+    aligned,
+)
+from optuna_fleet.pipeline.chunks.memory_files import map_privately, populate
+from optuna_fleet.pipeline.chunks.structure import rebuild, rebuild_batch
+
+_LEAST_POPULATED = 16 << 10  # bytes: of fewer, page faults cost less than a call
 
 
 @lru_cache(maxsize=4)
@@ -58,7 +66,11 @@ class ChunkView:
         if self._columns is None:
             places = zip(self.header.columns, self.header.offsets, strict=False)
             self._columns = [self._map(column, offset) for column, offset in places]
-        return [column[start:stop] for column in self._columns]
+        cut = [column[start:stop] for column in self._columns]
+        for part in cut:
+            if isinstance(part, torch.Tensor) and part.nbytes >= _LEAST_POPULATED:
+                populate(part.data_ptr(), part.nbytes)
+        return cut
 
     def samples(self, start: int, stop: int) -> list[Any]:
         """Returns samples [start, stop) one by one, as the data set gave them."""

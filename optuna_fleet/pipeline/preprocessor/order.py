@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from optuna_fleet.pipeline.preprocessor import generators
+from optuna_fleet.pipeline.preprocessor.generators import Generator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,16 +33,18 @@ def permutation(seed: int, name: str, epoch: int, n: int) -> NDArray[np.int64]:
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
-def drawn() -> tuple[int, float, float]:
+def drawn(own: Sequence[Generator] = ()) -> tuple[float, ...]:
     """Draws from each of what `seed_sample` seeds: equal if they were where they are now."""
     import torch
 
     number = torch.rand((), dtype=torch.float64).item()
-    return random.getrandbits(64), np.random.random_sample(), number
+    return random.random(), np.random.random_sample(), number, *map(generators.draw, own)
 
 
-def seed_sample(seed: int, name: str, epoch: int, index: int) -> None:
-    """Seeds torch (CPU), NumPy's global generator and ``random`` for one sample.
+def seed_sample(
+    seed: int, name: str, epoch: int, index: int, own: Sequence[Generator] = ()
+) -> None:
+    """Seeds torch (CPU), NumPy's global generator, ``random`` and ``own`` for one sample.
 
     Called before ``dataset[index]``, so that augmentation depends on nothing else. About 20 us.
     """
@@ -52,3 +58,5 @@ def seed_sample(seed: int, name: str, epoch: int, index: int) -> None:
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))
     random.seed(int.from_bytes(digest[16:24], "little"))
+    for number, generator in enumerate(own, int.from_bytes(digest[24:], "little")):
+        generators.seed(generator, number % (1 << 64))

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
-from optuna_fleet.pipeline.decoded import DecodedStore
+from optuna_fleet.pipeline.chunks.memory_files import file_bytes
 from optuna_fleet.pipeline.exchange import Exchange, ExchangeConfig, Inlets
-from optuna_fleet.pipeline.instructions import Instruction, Produce
-from optuna_fleet.pipeline.memory_files import file_bytes
 from optuna_fleet.pipeline.messages import (
     ChunkError,
     ChunkNotProduced,
@@ -26,12 +24,14 @@ from optuna_fleet.pipeline.messages import (
     ProduceChunk,
     SampleMeasured,
 )
-from optuna_fleet.pipeline.notices import Notices
+from optuna_fleet.pipeline.server.decoded import DecodedStore
+from optuna_fleet.pipeline.server.instructions import Instruction, Produce
+from optuna_fleet.pipeline.server.notices import Notices
+from optuna_fleet.pipeline.server.staffing import Foreman
+from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
+from optuna_fleet.pipeline.server.workers import PreprocessorPool, Spawn
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size, count_chunks
-from optuna_fleet.pipeline.staffing import Foreman
 from optuna_fleet.pipeline.stats import Counts
-from optuna_fleet.pipeline.store import MAX_DEATHS, ChunkStore
-from optuna_fleet.pipeline.workers import PreprocessorPool, Spawn
 
 HEADER_SPARE_BYTES = 1024
 """Room for what a chunk's header holds beyond that of a single sample."""
@@ -228,8 +228,8 @@ class Production:
         self._close_in_child()
         os.nice(self._budgets.niceness)
         # Imported in the child: the agent itself never uses torch.
-        from optuna_fleet.pipeline.decoded_samples import DecodedSamples
-        from optuna_fleet.pipeline.preprocessor import preprocessor_main
+        from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
+        from optuna_fleet.pipeline.preprocessor.main import preprocessor_main
 
         preprocessor_main(
             sock,

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from optuna_fleet.pipeline.transform_split import NoSplitError, candidates, transform_of
-from optuna_fleet.pipeline.transforms import steps_of
+from optuna_fleet.pipeline.preprocessor.transform_split import (
+    NoSplitError,
+    candidates,
+    transform_of,
+)
+from optuna_fleet.pipeline.preprocessor.transforms import steps_of
 
 Seed = Callable[[], None]
 
@@ -133,7 +137,7 @@ def agrees(split: SplitDataset, dataset: Any, index: int, seed: Seed) -> bool:
 
 
 def _agrees(split: SplitDataset, index: int, seed: Seed, wanted: Any) -> bool:
-    from optuna_fleet.pipeline import storable
+    from optuna_fleet.pipeline.preprocessor import storable
 
     prepared = _drawing_nothing(split, index, seed, num_drawn=0)
     again = _drawing_nothing(split, index, seed, num_drawn=1)
@@ -155,7 +159,7 @@ def _agrees(split: SplitDataset, index: int, seed: Seed, wanted: Any) -> bool:
 
 
 def _agrees_as_batch(split: SplitDataset, augmented: Any, wanted: Any) -> bool:
-    from optuna_fleet.pipeline import storable
+    from optuna_fleet.pipeline.preprocessor import storable
 
     try:
         batch, wanted_batch = storable.batch_of_two(augmented), storable.batch_of_two(wanted)
@@ -218,13 +222,13 @@ class _StagedSplit:
         return self.stages.finish is not None
 
     def prepared(self, index: int) -> Any:
-        from optuna_fleet.pipeline import storable
+        from optuna_fleet.pipeline.preprocessor import storable
 
         sample = _called(self.stages.prepare, self.dataset[index])
         return storable.pack(sample, faithful=True) if self.has_augment else sample
 
     def augmented(self, prepared: Any) -> Any:
-        from optuna_fleet.pipeline import storable
+        from optuna_fleet.pipeline.preprocessor import storable
 
         if not self.has_augment:
             return prepared

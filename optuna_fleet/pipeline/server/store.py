@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from optuna_fleet.pipeline.instructions import (
+from optuna_fleet.pipeline.messages import ChunkError
+from optuna_fleet.pipeline.server.instructions import (
     Drop,
     Grant,
     Instruction,
@@ -22,9 +23,8 @@ from optuna_fleet.pipeline.instructions import (
     Recall,
     Refuse,
 )
-from optuna_fleet.pipeline.messages import ChunkError
-from optuna_fleet.pipeline.meter import Queue
-from optuna_fleet.pipeline.residency import Residency
+from optuna_fleet.pipeline.server.meter import Queue
+from optuna_fleet.pipeline.server.residency import Residency
 from optuna_fleet.pipeline.spec import ChunkKey, Place
 
 MAX_DEATHS = 3

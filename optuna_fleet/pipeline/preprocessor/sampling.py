@@ -12,15 +12,15 @@ from types import TracebackType
 from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.columns import without_images
-from optuna_fleet.pipeline.decoded_samples import DecodedSamples, pack, unpack
+from optuna_fleet.pipeline.chunks.columns import without_images
+from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
-from optuna_fleet.pipeline.order import drawn, permutation, seed_sample
-from optuna_fleet.pipeline.source import Source
+from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack, unpack
+from optuna_fleet.pipeline.preprocessor.order import drawn, permutation, seed_sample
+from optuna_fleet.pipeline.preprocessor.source import Source
+from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, Stages, agrees, split
+from optuna_fleet.pipeline.preprocessor.transform_split import AnotherWayError
 from optuna_fleet.pipeline.spec import ChunkKey, DatasetSpec, PipelineSpec
-from optuna_fleet.pipeline.splitting import SplitDataset, Stages, agrees, split
-from optuna_fleet.pipeline.structure import map_leaves
-from optuna_fleet.pipeline.transform_split import AnotherWayError
 
 MAX_SUBSTITUTES = 16
 """Where samples that raise are skipped: after this many in a row something else is wrong."""
@@ -31,7 +31,7 @@ WORTH = 2.0
 _RAISED = (Exception, SystemExit)
 """What user code may raise: a sample must not end the process that makes it."""
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 
 
 class SampleError(Exception):
@@ -146,16 +146,19 @@ class Samples:
         return sample if spec.collate is not None else map_leaves(sample, without_images)
 
     def _whole(self, spec: DatasetSpec, stages: Stages, epoch: int, index: int) -> Any:
-        seed_sample(self._spec.seed, spec.name, epoch, index)
+        self._seed(spec.name, epoch, index)
         sample = self._sources().datasets[spec.name][index]
         return sample if spec.finish or stages.finish is None else stages.finish(sample)
+
+    def _seed(self, name: str, epoch: int, index: int) -> None:
+        seed_sample(self._spec.seed, name, epoch, index, self._sources().generators)
 
     def _in_parts(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Any:
         source = self._sources()
         found = self._split(spec.name)
         if found is None:
             return self._whole(spec, source.stages[spec.name], epoch, index)
-        seed = partial(seed_sample, self._spec.seed, spec.name, epoch, index)
+        seed = partial(self._seed, spec.name, epoch, index)
         if not use_store and spec.finish is None:
             return found.whole(source.datasets[spec.name], index, seed)
         try:
@@ -186,9 +189,9 @@ class Samples:
             return loaded[0]
         seed()
         prepared = found.prepared(index)
-        after = drawn()
+        after = drawn(own := self._sources().generators)
         seed()
-        if drawn() != after:
+        if drawn(own) != after:
             raise AnotherWayError(
                 f"Sample {index} draws random numbers before the first random step of the "
                 "transform. SharedPipeline(..., split=False) takes no transform apart."
@@ -200,7 +203,7 @@ class Samples:
     def _split(self, name: str) -> SplitDataset | None:
         if name not in self._splits:
             source = self._sources()
-            seed = partial(seed_sample, self._spec.seed, name, 0, 0)
+            seed = partial(self._seed, name, 0, 0)
             dataset, stages = source.datasets[name], source.stages[name]
             index = self._first_good(name, dataset, seed)
             found = split(dataset, stages, index=index, seed=seed)

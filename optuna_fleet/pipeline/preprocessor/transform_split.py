@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_fleet.pipeline import transforms
-from optuna_fleet.pipeline.transforms import Step
+from optuna_fleet.pipeline.preprocessor import transforms
+from optuna_fleet.pipeline.preprocessor.transforms import Step
 
 Path = tuple[Any, ...]
 """Indices and keys that lead to one part of a sample."""
@@ -74,7 +74,7 @@ def _inputs(dataset: Any, index: int) -> tuple[Any, ...]:
 
 def _smallest_cut(prefix: tuple[Step, ...], inputs: tuple[Any, ...]) -> int:
     """The latest of the cuts whose result takes the fewest bytes."""
-    from optuna_fleet.pipeline.storable import nbytes
+    from optuna_fleet.pipeline.preprocessor.storable import nbytes
 
     sizes = [nbytes(transforms.Steps(prefix[:cut])(*inputs)) for cut in range(len(prefix) + 1)]
     return max(cut for cut, size in enumerate(sizes) if size == min(sizes))
@@ -223,13 +223,13 @@ class TransformSplit:
         return bool(self.tail.steps) or self.finish is not None
 
     def prepared(self, index: int) -> Any:  # noqa: D102
-        from optuna_fleet.pipeline import storable
+        from optuna_fleet.pipeline.preprocessor import storable
 
         sample = self._sample(index)
         return storable.pack(sample, faithful=self.faithful) if self.has_augment else sample
 
     def augmented(self, prepared: Any) -> Any:  # noqa: D102
-        from optuna_fleet.pipeline import storable
+        from optuna_fleet.pipeline.preprocessor import storable
 
         if not self.has_augment:
             return prepared

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from optuna_fleet.pipeline import columns
-from optuna_fleet.pipeline.columns import Column
-from optuna_fleet.pipeline.memory_files import sealed_file as sealed_file
-from optuna_fleet.pipeline.memory_files import sealed_file_of
-from optuna_fleet.pipeline.pickling import dumps as dumps
-from optuna_fleet.pipeline.pickling import dumps_outside
-from optuna_fleet.pipeline.structure import Structure, flatten
+from optuna_fleet.pipeline.chunks import columns
+from optuna_fleet.pipeline.chunks.columns import Column
+from optuna_fleet.pipeline.chunks.memory_files import sealed_file as sealed_file
+from optuna_fleet.pipeline.chunks.memory_files import sealed_file_of
+from optuna_fleet.pipeline.chunks.pickling import dumps as dumps
+from optuna_fleet.pipeline.chunks.pickling import dumps_outside
+from optuna_fleet.pipeline.chunks.structure import Structure, flatten
 
 ALIGNMENT = 64
 """Bytes. Arrays begin at multiples of it, as torch's own do."""
@@ -56,12 +56,15 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def write_chunk(samples: Sequence[Any], *, collated_by_user: bool) -> int:
+def write_chunk(
+    samples: Sequence[Any], *, collated_by_user: bool, read_often: bool = False
+) -> int:
     """Stores samples in a new sealed memory file.
 
     Args:
         samples: At least one sample.
         collated_by_user: They must come out as they are, for the user's ``collate_fn``.
+        read_often: More often than once by each trial.
 
     Returns:
         The file's descriptor, which the caller must close.
@@ -69,8 +72,8 @@ def write_chunk(samples: Sequence[Any], *, collated_by_user: bool) -> int:
     if not collated_by_user:
         dense = _plan(samples)
         if dense is not None:
-            return _write_dense(*dense)
-    return _write_objects(samples)
+            return sealed_file_of(_dense(*dense), read_often=read_often)
+    return sealed_file_of(_objects(samples), read_often=read_often)
 
 
 def sample_bytes(sample: Any, *, collated_by_user: bool) -> int:
@@ -107,15 +110,15 @@ def _plan(samples: Sequence[Any]) -> tuple[DenseHeader, list[Sequence[Any]]] | N
     return header, values
 
 
-def _write_dense(header: DenseHeader, values: list[Sequence[Any]]) -> int:
+def _dense(header: DenseHeader, values: list[Sequence[Any]]) -> list[Any]:
     written: list[Any] = [_head(header)]
     for column, leaves in zip(header.columns, values, strict=True):
         if nbytes := header.num_samples * column.sample_bytes:
             written += [*columns.pieces(column, leaves), bytes(-nbytes % ALIGNMENT)]
-    return sealed_file_of(written)
+    return written
 
 
-def _write_objects(samples: Sequence[Any]) -> int:
+def _objects(samples: Sequence[Any]) -> list[Any]:
     places, written, end = [], [], 0
     for sample in samples:
         place = []
@@ -126,7 +129,7 @@ def _write_objects(samples: Sequence[Any]) -> int:
             written += [blob, _ZEROS[:padding]]
             end += padding
         places.append(tuple(place))
-    return sealed_file_of([_head(ObjectHeader(blobs=tuple(places))), *written])
+    return [_head(ObjectHeader(blobs=tuple(places))), *written]
 
 
 def _head(header: DenseHeader | ObjectHeader) -> bytes:

@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.pipeline import limits
-from optuna_fleet.pipeline.admission import Address
 from optuna_fleet.pipeline.spec import PipelineSetup, PipelineSpec
+from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import MAX_PACKET, socket_pair
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import cpu_count, num_gpus
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.batches import Batches
+    from optuna_fleet.pipeline.reader.batches import Batches
     from optuna_fleet.pipeline.shared_pipeline import SharedPipeline
 
 READ, COUNT = b"r", b"c"
 """What a process may wish for: to read, or to be told the counts."""
 
-_SERVER = "optuna_fleet.pipeline.standalone_server"
+_SERVER = "optuna_fleet.pipeline.standalone.main"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class PipelineReader:
 
     def __init__(self, handle: PipelineHandle, server: ModuleProcess | None = None) -> None:
         # Imported here: a process that only passes handles on needs no torch.
-        from optuna_fleet.pipeline.reader import PipelineClient
+        from optuna_fleet.pipeline.reader.client import PipelineClient
 
         try:
             self._sock = handle.address.connect(READ)
@@ -270,7 +270,7 @@ def _modules_to_preload() -> tuple[str, ...]:
     """What the server imports once for its preprocessors."""
     wanted = ("torchvision", "torchvision.transforms.v2")
     loaded = (name for name in wanted if name in sys.modules)
-    return ("torch", "optuna_fleet.pipeline.preprocessor", *loaded)
+    return ("torch", "optuna_fleet.pipeline.preprocessor.main", *loaded)
 
 
 def _check_shares(num_samples: int, batch_size: int, world_size: int, drop_last: bool) -> None:

@@ -12,8 +12,8 @@ import cloudpickle
 import torch
 
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.decoded_samples import DecodedSamples
-from optuna_fleet.pipeline.layout import sample_bytes, write_chunk
+from optuna_fleet.pipeline.chunks.layout import sample_bytes, write_chunk
+from optuna_fleet.pipeline.chunks.spill import to_disk
 from optuna_fleet.pipeline.limits import Budgets, guess_sample_bytes
 from optuna_fleet.pipeline.messages import (
     ChunkNotProduced,
@@ -24,9 +24,9 @@ from optuna_fleet.pipeline.messages import (
     ProduceChunk,
     SampleMeasured,
 )
-from optuna_fleet.pipeline.sampling import SampleError, Samples, reported
+from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
+from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples, reported
 from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
-from optuna_fleet.pipeline.spill import to_disk
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes; glibc takes no more
@@ -154,9 +154,12 @@ class _Producer:
         began = time.perf_counter()
         try:
             samples = self._make(order)
-            by_user = self._spec.dataset(order.key.name).collate is not None
+            dataset = self._spec.dataset(order.key.name)
+            by_user = dataset.collate is not None
             with reported(f"A chunk of data set {order.key.name!r} could not be stored: it"):
-                fd = write_chunk(samples, collated_by_user=by_user)
+                fd = write_chunk(
+                    samples, collated_by_user=by_user, read_often=not dataset.shuffled
+                )
         except SampleError as failure:
             wire.send(self._sock, ChunkNotProduced(key=order.key, error=failure.error))
             return

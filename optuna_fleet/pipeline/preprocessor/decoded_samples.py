@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-from optuna_fleet.pipeline.decoded import ENTRY, Extent, Stored, first_entries
-from optuna_fleet.pipeline.pickling import dumps_outside
+from optuna_fleet.pipeline.chunks.pickling import dumps_outside
+from optuna_fleet.pipeline.server.decoded import ENTRY, Extent, Stored, first_entries
 
 
 class DecodedSamples:

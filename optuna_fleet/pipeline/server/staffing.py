@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from optuna_fleet.pipeline.limits import Budgets
-from optuna_fleet.pipeline.meter import Levels, Meter, Queue
-from optuna_fleet.pipeline.scaling import Scaling, Staffing, Window
+from optuna_fleet.pipeline.server.meter import Levels, Meter, Queue
+from optuna_fleet.pipeline.server.scaling import Scaling, Staffing, Window
+from optuna_fleet.pipeline.server.store import ChunkStore
+from optuna_fleet.pipeline.server.workers import PreprocessorPool
 from optuna_fleet.pipeline.stats import PipelineUse
-from optuna_fleet.pipeline.store import ChunkStore
-from optuna_fleet.pipeline.workers import PreprocessorPool
 
 _logger = logging.getLogger(__name__)
 

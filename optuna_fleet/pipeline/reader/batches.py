@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.chunk_view import Part, cut_batch
+from optuna_fleet.pipeline.chunks.view import Part, cut_batch
 from optuna_fleet.pipeline.messages import Advance
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.reader import PipelineClient
+    from optuna_fleet.pipeline.reader.client import PipelineClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

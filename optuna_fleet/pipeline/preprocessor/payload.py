@@ -14,14 +14,19 @@ import os
 import pickle
 import struct
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import cloudpickle
 import numpy as np
 
-from optuna_fleet.pipeline.mapped_files import MappedFiles
-from optuna_fleet.pipeline.memory_files import map_privately, sealed_file_of
+from optuna_fleet.pipeline.chunks.memory_files import map_privately, sealed_file_of
+from optuna_fleet.pipeline.preprocessor.generators import Generator, is_generator
+from optuna_fleet.pipeline.preprocessor.mapped_files import MappedFiles
+from optuna_fleet.pipeline.preprocessor.source import Source
 
 LEAST_BYTES = 256
 """Arrays of fewer bytes stay in the pickle, where they take less with all that is about them."""
@@ -39,7 +44,7 @@ def pack(value: Any) -> bytes:
     stream, outside = io.BytesIO(), list[memoryview]()
     # Not a method of the pickler: in a cycle it would keep what it has seen for a while.
     stays_inside = functools.partial(_stays_inside, outside)
-    _Pickler(stream, protocol=5, buffer_callback=stays_inside).dump(value)
+    _Pickler(stream, buffer_callback=stays_inside).dump_all(value)
     blobs = [stream.getbuffer(), *outside]
     lengths = [blob.nbytes for blob in blobs]
     head = struct.pack(f"<{1 + len(blobs)}Q", len(blobs), *lengths)
@@ -52,6 +57,8 @@ def pack(value: Any) -> bytes:
 def unpack(payload: bytes | memoryview) -> Any:
     """Returns what was packed; its large arrays are views of the payload.
 
+    A `Source` is told of the random generators in it.
+
     Raises:
         Exception: It can't be unpickled here.
     """
@@ -62,7 +69,16 @@ def unpack(payload: bytes | memoryview) -> Any:
     first = head_bytes + len(_padding(head_bytes))
     begins = accumulate((n + len(_padding(n)) for n in lengths), initial=first)
     blobs = [memory[begin : begin + n] for begin, n in zip(begins, lengths, strict=False)]
-    return pickle.loads(blobs[0], buffers=blobs[1:])
+    value, generators = pickle.loads(blobs[0], buffers=blobs[1:])
+    return replace(value, generators=generators) if isinstance(value, Source) else value
+
+
+def generators_in(value: Any) -> list[Generator]:
+    """Returns the random generators that pickling a value comes across."""
+    pickler = _Pickler(_Nowhere(), buffer_callback=lambda _: False)
+    with suppress(Exception):  # what can't be pickled can be used in this process
+        pickler.dump_all(value)
+    return pickler.generators
 
 
 class PayloadFile:
@@ -110,13 +126,25 @@ def _padding(nbytes: int) -> bytes:
     return bytes(-nbytes % _ALIGNMENT)
 
 
+class _Nowhere:
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, stream: Any, *, buffer_callback: Callable[[Any], bool]) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
+        self.generators: list[Generator] = []
         self._files = MappedFiles()
         self._storages: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
 
+    def dump_all(self, value: Any) -> None:
+        """Writes a value and, as the same objects, the random generators that it has in it."""
+        self.dump((value, self.generators))  # in this order: they are found while it is written
+
     def reducer_override(self, obj: Any) -> Any:
+        if is_generator(obj):
+            self.generators.append(obj)
         found = None
         if isinstance(obj, np.ndarray):
             found = self._files.reduction(obj) or _array_reduction(obj)
@@ -126,7 +154,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _tensor_reduction(self, tensor: Any) -> Any:
         """By way of its whole storage, which tensors that share it go on sharing."""
-        from optuna_fleet.pipeline import pickling  # it imports torch, which costs seconds
+        from optuna_fleet.pipeline.chunks import pickling  # it imports torch, which costs seconds
 
         storage = tensor.untyped_storage() if pickling.is_view_of_bytes(tensor) else None
         if storage is None or storage.nbytes() < LEAST_BYTES:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.exchange import Exchange, ExchangeConfig
-from optuna_fleet.pipeline.instructions import Drop, Grant, Instruction, Produce, Recall, Refuse
 from optuna_fleet.pipeline.messages import (
     Advance,
     ChunkFailed,
@@ -23,13 +22,21 @@ from optuna_fleet.pipeline.messages import (
     PassOpened,
     ReturnChunks,
 )
-from optuna_fleet.pipeline.payload import PayloadFile
-from optuna_fleet.pipeline.production import Outlets, Production
+from optuna_fleet.pipeline.preprocessor.payload import PayloadFile
+from optuna_fleet.pipeline.server.instructions import (
+    Drop,
+    Grant,
+    Instruction,
+    Produce,
+    Recall,
+    Refuse,
+)
+from optuna_fleet.pipeline.server.production import Outlets, Production
+from optuna_fleet.pipeline.server.store import ChunkStore
+from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSetup
 from optuna_fleet.pipeline.stats import Counts, PipelineStats
-from optuna_fleet.pipeline.store import ChunkStore
 from optuna_fleet.pipeline.wire import Port
-from optuna_fleet.pipeline.workers import Spawn
 
 PassId = tuple[Hashable, int]
 

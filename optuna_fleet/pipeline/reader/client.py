@@ -15,8 +15,7 @@ import cloudpickle
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetError, PreprocessingError
 from optuna_fleet.pipeline import wire
-from optuna_fleet.pipeline.batches import Batches, ReadPlan
-from optuna_fleet.pipeline.chunk_view import ChunkView
+from optuna_fleet.pipeline.chunks.view import ChunkView
 from optuna_fleet.pipeline.messages import (
     Advance,
     ChunkError,
@@ -28,6 +27,7 @@ from optuna_fleet.pipeline.messages import (
     PassOpened,
     ReturnChunks,
 )
+from optuna_fleet.pipeline.reader.batches import Batches, ReadPlan
 from optuna_fleet.pipeline.spec import PipelineSpec
 
 _AT_ONCE = int(socket.MSG_DONTWAIT)

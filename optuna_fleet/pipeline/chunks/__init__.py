@@ -1,0 +1,1 @@
+"""How samples lie in memory, and how they come out again."""

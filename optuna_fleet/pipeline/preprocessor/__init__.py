@@ -1,0 +1,1 @@
+"""What a preprocessor does: it makes the samples, in the canonical order."""

@@ -1,0 +1,1 @@
+"""A trainer's side: batches out of chunks."""

@@ -1,0 +1,1 @@
+"""A pipeline without an executor, for training processes that the user starts."""
