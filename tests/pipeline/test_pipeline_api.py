@@ -214,5 +214,5 @@ def test_defaults_fit_the_machine():
     assert [default_preprocessors(c, cpu_slots=False) for c in (1, 8, 64)] == [1, 4, 16]
     assert 1 << 20 < default_memory_bytes() < 1 << 45
     assert default_chunk_bytes(10 << 30, 10_000) == 20 << 20
-    assert default_chunk_bytes(1 << 20, 10_000) == 16 << 10
+    assert default_chunk_bytes(1 << 20, 10_000) == 64 << 10
     assert default_chunk_bytes(64 << 30, 1024) == 64 << 20
