@@ -103,10 +103,13 @@ def objective(trial: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=24)
-    parser.add_argument("--devices", type=int, default=4, help="device slots")
+    parser.add_argument("--devices", type=int, help="default: all GPUs, or 4 CPU slots")
     parser.add_argument("--storage", help="Optuna storage URL; default: in memory")
     parser.add_argument("--picture", default="digits.png", help="where to draw the timeline")
     arguments = parser.parse_args()
+
+    if arguments.devices is None and not torch.cuda.device_count():
+        arguments.devices = 4
 
     train, val = load_datasets()
     study = optuna.create_study(

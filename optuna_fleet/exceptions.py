@@ -61,4 +61,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & {"MemoryError", "OutOfMemoryError"}:  # the second is torch's
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    told = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in told)

@@ -14,6 +14,8 @@ import pytest
 from tests import leftovers
 from tests.fleets import fleet_of
 
+_VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
@@ -23,6 +25,23 @@ def _nothing_is_left_behind() -> Iterator[None]:
     assert leftovers.processes() == []
     assert leftovers.sockets() <= sockets
     assert leftovers.shared_memory() <= segments
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_gpus() -> Iterator[None]:
+    """On any machine these tests are about CPU slots; `gpus` is for the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, _no_gpus: None) -> None:
+    """Shows the machine's GPUs again."""
+    if _VISIBLE is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", _VISIBLE)
 
 
 @pytest.fixture(autouse=True)

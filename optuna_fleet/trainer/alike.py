@@ -30,8 +30,10 @@ def come_apart(objects: Sequence[Any]) -> list[str]:
     found = dict(_numbers(objects))
     if not found:
         return []
-    values = torch.stack([torch.as_tensor(v, dtype=torch.float64).cpu() for v in found.values()])
-    values = values.nan_to_num().to(wire_device())
+    device = wire_device()
+    values = torch.stack(
+        [torch.as_tensor(v, dtype=torch.float64, device=device) for v in found.values()]
+    ).nan_to_num()
     extremes = torch.cat([values, -values])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     largest, smallest = extremes.cpu().chunk(2)
@@ -52,8 +54,10 @@ def _numbers(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _total(tensor: torch.Tensor) -> torch.Tensor | None:
+    if tensor.is_meta:
+        return None
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     try:
-        return real.sum(dtype=torch.float64).cpu()
-    except RuntimeError:  # of a kind that can not be added up: quantised, on the meta device
+        return real.sum(dtype=torch.float64)
+    except RuntimeError:  # of a kind that can not be added up
         return None

@@ -136,12 +136,13 @@ def gather_rng() -> list[dict[str, Any]]:
     mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(wire_device())
     sizes = [torch.tensor(0, device=mine.device) for _ in range(group_size())]
     dist.all_gather(sizes, torch.tensor(len(mine), device=mine.device))
-    most = max(int(size) for size in sizes)
+    lengths: list[int] = torch.stack(sizes).tolist()
+    most = max(lengths)
     states = [torch.empty(most, dtype=torch.uint8, device=mine.device) for _ in sizes]
     dist.all_gather(states, torch.nn.functional.pad(mine, (0, most - len(mine))))
     return [
-        torch.load(io.BytesIO(state[: int(size)].cpu().numpy().tobytes()), weights_only=True)
-        for state, size in zip(states, sizes, strict=True)
+        torch.load(io.BytesIO(state[:length].cpu().numpy().tobytes()), weights_only=True)
+        for state, length in zip(states, lengths, strict=True)
     ]
 
 

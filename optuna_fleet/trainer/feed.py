@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ def ahead(batches: Iterable[Batch], stage: Callable[[Any], Arrive]) -> Iterator[
 
 
 class CudaStage:
-    """Copies by way of pinned memory on a stream of its own.
+    """Copies by way of pinned memory, and finishes, on a stream of its own.
 
     The chunk is free as soon as its samples are in pinned memory, which PyTorch's caching
     allocator keeps until the transfer is done.
@@ -65,22 +66,35 @@ class CudaStage:
     def __init__(self, device: torch.device, finish: Finish | None = None) -> None:
         self._device = device
         self._finish = finish
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _side_stream(device)
 
     def __call__(self, data: Any) -> Arrive:
         """Starts the transfer of a batch."""
-        pinned = map_tensors(data, torch.Tensor.pin_memory)
+        pinned = map_tensors(data, _pinned)
         with torch.cuda.stream(self._stream):
-            moved = to_device(pinned, self._device)
+            ready = map_tensors(pinned, lambda x: x.to(self._device, non_blocking=True))
+            if self._finish is not None:
+                ready = self._finish(ready)
             there = self._stream.record_event()
 
         def arrive() -> Any:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(there)
-            map_tensors(moved, lambda tensor: _used_on(tensor, current))
-            return moved if self._finish is None else self._finish(moved)
+            map_tensors(ready, lambda tensor: _used_on(tensor, current))
+            return to_device(ready, self._device)  # what moves itself: memory of this stream
 
         return arrive
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all: the caching allocator keeps memory for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    is_pinnable = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return tensor.pin_memory() if is_pinnable else tensor
 
 
 def _used_on(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -65,11 +65,13 @@ class ShardWeights:
             rank counts alike.
         lockstep: True while every rank is served equally many batches. Only then do BatchNorm
             layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
+        unreduced: By pass over the data, the weight of what was read since gradients were reduced.
     """
 
     local_size: int = 0
     global_size: int = 0
     lockstep: bool = False
+    unreduced: dict[int, float] = field(default_factory=dict)
 
     @property
     def weight(self) -> float:
@@ -141,6 +143,9 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
             world_size=spec.world_size,
             timeout=timeout,
         )
+        if backend == "nccl" and spec.world_size > 1:
+            dist.all_reduce(torch.zeros(1, device=wire_device()))  # NCCL meets nobody before
+            torch.cuda.synchronize()
     except RuntimeError as error:  # torch's DistError and its kin
         leave_group()
         raise TrainerLostError(
@@ -151,18 +156,12 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
         sys.excepthook = excepthook
 
 
-def leave_group(*, abort: bool = False) -> None:
+def leave_group() -> None:
     """Destroy the default group, if any; afterwards this process can join another one.
 
-    Safe to call when there is none and when peers of the group are dead.
-
-    Args:
-        abort: Do not wait for operations under way, which NCCL's orderly end does.
+    Safe to call when there is none, and for gloo when peers of the group are dead.
     """
     if not dist.is_initialized():
-        return
-    if abort:
-        _forget_group()
         return
     try:
         dist.destroy_process_group()
@@ -201,7 +200,7 @@ def check_agreement(items: Iterable[object], what: str) -> None:
     mine = torch.tensor([int.from_bytes(digest[:7], "big")], device=wire_device())
     everyone = [torch.empty_like(mine) for _ in range(group_size())]
     dist.all_gather(everyone, mine)
-    if len({int(one) for one in everyone}) > 1:
+    if len(set(torch.cat(everyone).tolist())) > 1:
         raise TrialError(
             f"{what} differs between the ranks of the trial, but must be the same on each. Does "
             f"the objective draw numbers that are not seeded, or depend on the rank?"

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from optuna import TrialPruned
+
 from optuna_fleet.channel import Channel, connect
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import FleetError, RetryableError, TrialError, is_out_of_memory
@@ -51,8 +53,8 @@ class Trainer:
                 case RunTrial():
                     ended = self._run(message)
                     _flush()
-                    usable = self._clean_up(collect=message.gc_after_trial)
-                    is_last = self._is_spent or not usable
+                    collect = message.gc_after_trial
+                    is_last = self._is_spent or not self._clean_up(collect=collect)
                     self._channel.send(replace(ended, is_last=is_last))
                     if is_last:
                         return
@@ -78,6 +80,7 @@ class Trainer:
 
         waited_s = self._waited_s()
         value, error = b"", None
+        alone = False  # at its end, while the other ranks go on
         try:
             # First, because importing what it refers to may run code that draws or seeds.
             objective = self._objective(run)
@@ -92,12 +95,16 @@ class Trainer:
         except DriverGoneError:
             raise
         except RetryableError as trouble:
-            ending, error = Ending.CUT_OFF, pack_error(trouble)
+            ending, error, alone = Ending.CUT_OFF, pack_error(trouble), True
         except BaseException as raised:
             ending, error = Ending.RAISED, pack_error(raised)
+            alone = not isinstance(raised, TrialPruned)
             self._is_spent = is_out_of_memory(raised)
         ended_s = time.monotonic()  # not of this process only, and nobody can set it
-        usage = training.end(failed=error is not None) if training else Usage()
+        usage = Usage()
+        if training is not None:
+            usage = training.end(alone=alone)
+            self._is_spent = self._is_spent or training.is_stuck
         return Ended(
             run_id=run.run_id,
             rank=run.rank,
@@ -127,7 +134,7 @@ class Trainer:
         An error on a GPU (an illegal access, a failed assertion) spoils its context for good.
         """
         torch: Any = sys.modules.get("torch")
-        has_gpu = self._device.kind != "cpu" and torch is not None and torch.cuda.is_initialized()
+        has_gpu = torch is not None and torch.cuda.is_initialized()
         if collect or has_gpu:
             gc.collect()
         if not has_gpu:

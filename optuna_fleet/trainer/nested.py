@@ -12,15 +12,26 @@ def to_device(data: Any, device: torch.device) -> Any:
     """Copy of the nested `data` (dicts, lists, tuples) with every tensor on `device`."""
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=True)
-    if hasattr(data, "to") and not isinstance(data, (dict, list, tuple)):
-        return data.to(device)  # a batch class of the user's collate_fn
+    if moves_itself(data):
+        return data.to(device)
     return map_children(data, lambda child: to_device(child, device))
 
 
+def moves_itself(data: Any) -> bool:
+    """Whether `data` has a way of its own to a device: `PackedSequence`, a user's batch class."""
+    plain = type(data) in (dict, list, tuple) or isinstance(data, torch.Tensor)
+    return not plain and hasattr(data, "to")
+
+
 def map_tensors(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The nested `data` (dicts, lists, tuples) with `function` applied to every tensor."""
+    """The nested `data` (dicts, lists, tuples) with `function` applied to every tensor.
+
+    What moves itself stays as it is.
+    """
     if isinstance(data, torch.Tensor):
         return function(data)
+    if moves_itself(data):
+        return data
     return map_children(data, lambda child: map_tensors(child, function))
 
 

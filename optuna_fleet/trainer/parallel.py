@@ -196,6 +196,7 @@ class _Reducer:
         for bucket in self._buckets:
             bucket.collect()
             bucket.arrived.clear()
+        self._weights.unreduced.clear()
         self._task = None
 
 

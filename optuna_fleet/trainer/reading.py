@@ -77,6 +77,7 @@ class Reading:
         # The present shard of each pass that is open, by when it came: `weights` is the last.
         self._open: dict[int, ShardWeights] = {}
         self._num_passes = 0
+        self._has_warned_together = False
 
     def batches(self, name: str, batch_size: int | None, *, drop_last: bool) -> Shards:
         """See `FleetTrial.batches`."""
@@ -134,6 +135,8 @@ class Reading:
                     local_size=batch.local_size, global_size=batch.global_size, lockstep=in_step
                 )
                 self._weigh()
+                if trains:
+                    self._check_together(number, name)
                 timed = watch.active and trains
                 yield data
                 if timed:
@@ -142,6 +145,7 @@ class Reading:
                     watch.start()
         finally:
             self._open.pop(number, None)
+            self.weights.unreduced.pop(number, None)
             if self._open:  # this was an evaluation in the midst of another pass
                 self._weigh()
 
@@ -190,10 +194,26 @@ class Reading:
             self._session.tell(
                 "fleet",
                 "warn",
-                f"Trial {self._run.number}: data set '{name}' is read again outside of "
+                f"Data set '{name}' is read again outside of "
                 "trial.epochs(): all such passes have the same order and augmentation. Use `for "
                 "epoch in trial.epochs(n):`.",
             )
+
+    def _check_together(self, number: int, name: str) -> None:
+        """Gradients of one step have one weight, whatever batches they come from."""
+        unreduced = self.weights.unreduced
+        unreduced[number] = self.weights.weight
+        if len(set(unreduced.values())) == 1 or self._has_warned_together:
+            return
+        self._has_warned_together = True
+        self._session.tell(
+            "fleet",
+            "warn",
+            f"A batch of '{name}' is read in the same training step as "
+            f"one of another pass, and its {self._run.world_size} devices share the two unlike. "
+            "Gradients weigh both by the share of the one read last. They are exact where the "
+            "number of devices divides all batch sizes (and with drop_last=True).",
+        )
 
     # -- what the driver is told ------------------------------------------------------------------
 

@@ -46,6 +46,9 @@ class Training:
     """One rank's part in a run: its prepared objects, its place in the epochs, its data.
 
     Joins the trial's process group, so every rank of a trial must make one.
+
+    Attributes:
+        is_stuck: After the end: this process can't leave the group, nor join another one.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Training:
         self._run = session.run
         self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self._kind = kind
+        self.is_stuck = False
         self._objects: list[Any] = []
         self._modules: list[torch.nn.Module] = []
         self._place = Place()
@@ -66,7 +70,7 @@ class Training:
         self._is_apart = False
         self._unprepared = Unprepared(
             self._objects,
-            lambda text: session.tell("fleet", "warn", f"Trial {self._run.number}: {text}"),
+            lambda text: session.tell("fleet", "warn", text),
         )
         join_group_of(session.run, kind)
         if self._run.checkpoint is not None:
@@ -80,14 +84,19 @@ class Training:
             self.state.update(self._checkpoint.state)
             self._session.reported[:0] = self._checkpoint.history
 
-    def end(self, *, failed: bool) -> Usage:
-        """Leave the group; return where the time went.
+    def end(self, *, alone: bool) -> Usage:
+        """Leave the group, unless that could take for ever; return where the time went.
 
-        A rank that `failed` does not wait for its peers, which may be in a collective for ever.
+        Args:
+            alone: The other ranks may not be at their end.
         """
         self._unprepared.close()
         self._saver.finish()  # or the file would appear when nobody expects it any more
-        leave_group(abort=failed and self._kind != "cpu")
+        # Its peers may be in a collective, and NCCL's end, abrupt or not, may wait for them, who
+        # end when the driver has heard of this failure. The process' own end waits for nobody.
+        self.is_stuck = alone and self._kind != "cpu" and self._run.world_size > 1
+        if not self.is_stuck:
+            leave_group()
         return Usage(
             probing_s=self._reading.reached_after_s or 0.0,
             profiling_s=self._reading.stopwatch.total_s,
@@ -202,7 +211,7 @@ class Training:
         self._session.tell(
             "fleet",
             "warn",
-            f"Trial {self._run.number}: its ranks have come apart: {shown}. On another number of "
+            f"Its ranks have come apart: {shown}. On another number of "
             "devices it would give other results. What decides must be alike on all ranks: use "
             "trial.mean(loss) for it; prepare layers when the model is complete.",
         )

@@ -188,6 +188,47 @@ def test_a_loop_of_its_own_is_told_that_its_epochs_are_all_alike(fleet: Any, log
     assert log.getvalue().count("is read again outside of trial.epochs()") == 1
 
 
+def reads_two_at_once(sizes: tuple[int, int]) -> Any:
+    def objective(trial: Any) -> float:
+        model, optimizer = prepared(trial)
+        for _ in trial.epochs(2):
+            passes = [trial.batches("train", batch_size=n, drop_last=True) for n in sizes]
+            for (images, labels), (more, _) in zip(*passes, strict=False):
+                both = F.cross_entropy(model(images), labels) + model(more).square().mean()
+                optimizer.zero_grad()
+                both.backward()
+                optimizer.step()
+        trial.set_user_attr("seen", 0)
+        return 0.0
+
+    return objective
+
+
+def evaluates_with_gradients(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(2):
+        train_epoch(trial, model, optimizer, [], batch_size=10)
+        for images, labels in trial.batches("train", batch_size=7):
+            F.cross_entropy(model(images), labels)
+    trial.set_user_attr("seen", 0)
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("objective", "times"),
+    [
+        (reads_two_at_once((10, 7)), 1),
+        (reads_two_at_once((9, 6)), 0),  # a third on each device
+        (evaluates_with_gradients, 0),
+    ],
+)
+def test_passes_that_one_step_can_not_weigh_are_told_of(
+    fleet: Any, log: Any, objective: Any, times: int
+) -> None:
+    seen_by(fleet, objective, ON_THREE)
+    assert log.getvalue().count("devices share the two unlike") == times
+
+
 # -- what was not prepared ------------------------------------------------------------------------
 
 
@@ -261,7 +302,7 @@ def test_ranks_that_come_apart_are_told_of(
     fleet: Any, log: Any, objective: Any, times: int
 ) -> None:
     seen_by(fleet, objective, ON_THREE)
-    assert log.getvalue().count("its ranks have come apart: SGD (1): learning rate 0.") == times
+    assert log.getvalue().count("Its ranks have come apart: SGD (1): learning rate 0.") == times
     assert log.getvalue().count("come apart") == times
 
 

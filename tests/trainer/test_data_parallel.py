@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,25 @@ def test_broken_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lazy_layers_are_refused() -> None:
     with pytest.raises(FleetConfigError, match="'0'"):
         convert_batchnorm(torch.nn.Sequential(torch.nn.LazyBatchNorm1d()))
+
+
+class OfTheirs(UserDict[str, Any]):
+    """A batch class with a way of its own to a device."""
+
+    def to(self, device: torch.device) -> OfTheirs:
+        return OfTheirs({key: value.to(device) for key, value in self.items()})
+
+
+def test_what_moves_itself_is_asked_to() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    data = [packed, OfTheirs(x=torch.ones(1)), torch.ones(1)]
+    lengths, theirs, _ = nested.to_device(data, torch.device("meta"))
+    assert lengths.data.is_meta
+    assert lengths.batch_sizes.tolist() == [2, 1]
+    assert theirs["x"].is_meta
+    same = nested.map_tensors(data, lambda tensor: tensor + 1)
+    assert same[:2] == data[:2]
+    assert same[2] == 2
 
 
 def test_to_device_copies_containers() -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
@@ -14,9 +13,13 @@ from optuna_fleet.resources import Device, Fleet, cpu_count
 
 _PROBE = """
 import json, torch
+if torch.cuda.is_available():
+    torch.cuda.init()  # before it, the number is that of cards, not of what MIG makes of them
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps(names))
 """
+_PROBE_TIMEOUT_S = 120.0
+_DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")  # the last is that of WSL
 
 
 def find_fleet(devices: int | None, device_type: str | None) -> Fleet:
@@ -60,15 +63,18 @@ def _gpu_fleet(names: list[str], devices: int | None) -> Fleet:
 
 def _gpu_names() -> list[str]:
     # Asking torch costs seconds, and no NVIDIA driver means no GPU.
-    if not Path("/proc/driver/nvidia").exists() and not Path("/dev/nvidiactl").exists():
+    if not any(map(os.path.exists, _DRIVERS)):
         return []
-    answer = subprocess.run(
-        [sys.executable, "-c", _PROBE], capture_output=True, text=True, check=False
-    )
-    if answer.returncode != 0:
+    probe = [sys.executable, "-c", _PROBE]
+    try:
+        answer = subprocess.run(
+            probe, capture_output=True, text=True, check=True, timeout=_PROBE_TIMEOUT_S
+        )
+    except subprocess.SubprocessError as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         raise FleetConfigError(
             "This machine has an NVIDIA driver, but torch can't list its GPUs; pass "
-            f"device_type='cpu' to do without them. torch said:\n{answer.stderr.strip()}"
-        )
+            f"device_type='cpu' to do without them. torch said:\n{said.strip()}"
+        ) from error
     names: list[str] = json.loads(answer.stdout.splitlines()[-1])
     return names

@@ -73,7 +73,7 @@ def _run(func: Callable[[Any], Any], session: Session, pipeline: SharedPipeline 
         return func(FleetTrial(session, open_training))
     finally:
         if training is not None:
-            training.end(failed=False)
+            training.end(alone=False)
 
 
 class _InlineSession(Session):

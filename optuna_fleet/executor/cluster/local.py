@@ -7,12 +7,19 @@ import os
 from optuna_fleet.messages import AgentConfig
 from optuna_fleet.processes import ModuleProcess
 
-# gloo would look up the machine's name, which need not resolve; one node needs no network.
-# Threads that spin at barriers starve the other slots; where all fit, they lose little.
 _DEFAULTS = {
+    # gloo would look up the machine's name, which need not resolve; one node needs no network.
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
+    # Threads that spin at barriers starve the other slots; where all fit, they lose little.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # The driver judges who hangs, and hears of errors from whoever raised them: torch's own
+    # watchdog would abort the process first, and other trials' processes on the same store.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # A trial that resumes goes on bit for bit; has to be set before cuBLAS is first used.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
 

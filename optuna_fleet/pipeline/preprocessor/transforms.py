@@ -92,7 +92,8 @@ class ToUnit:
             return inputs
         (value,) = inputs
         if isinstance(value, torch.Tensor) and value.dtype is torch.uint8:
-            return value.to(torch.get_default_dtype()).div(255)
+            floats = value.to(torch.get_default_dtype())
+            return floats.div(floats.new_full((), 255))  # CUDA multiplies by 1 / 255 for a number
         return value
 
 
