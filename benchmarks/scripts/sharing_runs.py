@@ -13,7 +13,12 @@ from typing import Any
 from pairing import Served, note
 from scripts.sharing_photos import CROP_PX, SIZE_PX
 
-NAMES = {"dataloader": "DataLoaders", "tensorsocket": "TensorSocket", "ours": "SharedPipeline"}
+NAMES = {
+    "dataloader": "DataLoaders",
+    "tensorsocket": "TensorSocket",
+    "ours": "SharedPipeline",
+    "bare": "no loader: samples made and read",
+}
 DECODED_BYTES = 3 * SIZE_PX[0] * SIZE_PX[1]
 SAMPLE_BYTES = {"uint8": 3 * CROP_PX**2, "float32": 12 * CROP_PX**2}
 
@@ -76,7 +81,7 @@ class Row:
 
     Attributes:
         row: Which line of the table.
-        system: "dataloader", "tensorsocket" or "ours"; "ratio" compares ours with the first.
+        system: One of `NAMES`; "ratio" compares ours with the DataLoaders.
         trials: Number of trials.
         unit: Unit of the values.
         runs: One value per round.
