@@ -70,8 +70,13 @@ def rows(num_trials: int, ours: list[Cost], theirs: dict[int, list[Cost]]) -> li
         row("CPU seconds of the same", cpu, "x", 1.0),
         row("Share of device time spent probing", map(probing_percent, summaries), "%", 10),
         row("... profiling (batches that are kept)", map(profiling_percent, summaries), "%"),
-        row("Sharing factor", (s["consumed"] / s["preprocessed"] for s in summaries), "x"),
+        row("Sharing factor", map(sharing_factor, summaries), "x"),
     ]
+
+
+def sharing_factor(summary: dict[str, Any]) -> float:
+    """Samples consumed per sample preprocessed."""
+    return float(summary["pipeline"]["consumed"]) / summary["pipeline"]["preprocessed"]
 
 
 def probing_percent(summary: dict[str, Any]) -> float:
