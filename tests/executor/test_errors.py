@@ -740,7 +740,6 @@ def test_an_argument_out_of_range_is_refused(options: dict[str, Any], words: str
         FleetExecutor(**options)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for GPUs where there are none")
 @pytest.mark.parametrize("devices", [None, 2])
 def test_gpus_that_are_not_there_are_refused(devices: int | None) -> None:
     with pytest.raises(FleetConfigError, match=r"0 are visible here.*device_type='cpu'"):

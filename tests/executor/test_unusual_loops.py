@@ -204,6 +204,17 @@ def reads_two_at_once(sizes: tuple[int, int]) -> Any:
     return objective
 
 
+def trains_on_one_within_the_other(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(1):
+        for images, labels in trial.batches("train", batch_size=20):
+            step(trial, model, optimizer, images, labels)
+            for more, theirs in trial.batches("train", batch_size=25):
+                step(trial, model, optimizer, more, theirs)
+    trial.set_user_attr("seen", 0)
+    return 0.0
+
+
 def evaluates_with_gradients(trial: Any) -> float:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(2):
@@ -219,6 +230,7 @@ def evaluates_with_gradients(trial: Any) -> float:
     [
         (reads_two_at_once((10, 7)), 1),
         (reads_two_at_once((9, 6)), 0),  # a third on each device
+        (trains_on_one_within_the_other, 0),
         (evaluates_with_gradients, 0),
     ],
 )

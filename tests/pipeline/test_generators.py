@@ -62,6 +62,19 @@ class Images(Dataset[Any]):
         return index, self.transform(image)
 
 
+class Shifted(Images):
+    """Draws from its generator before its transform, but not for the sample that is tried."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__(generator)
+        self.generator = generator
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        shift = int(100 * draw(self.generator)) if index % 2 else 0
+        image = torch.full((3, 8, 8), index + shift, dtype=torch.uint8)
+        return index, self.transform(image)
+
+
 def read(client: Any, epoch: int) -> dict[int, float]:
     found = {}
     for batch in client.read("train", epoch=epoch, batch_size=5):
@@ -92,10 +105,11 @@ def test_own_generators_are_seeded_for_each_sample(kind: str) -> None:
     assert read(pipeline.inline(), 1) == other
 
 
+@pytest.mark.parametrize("dataset", [Images, Shifted])
 @pytest.mark.parametrize("kind", KINDS)
-def test_transforms_with_own_generators_may_be_split(kind: str) -> None:
-    parts = SharedPipeline(train=Images(KINDS[kind]()), seed=5)
-    whole = SharedPipeline(train=Images(KINDS[kind]()), seed=5, split=False)
+def test_transforms_with_own_generators_may_be_split(kind: str, dataset: Any) -> None:
+    parts = SharedPipeline(train=dataset(KINDS[kind]()), seed=5)
+    whole = SharedPipeline(train=dataset(KINDS[kind]()), seed=5, split=False)
     wanted = read_by_processes(whole)
     assert wanted[0] == wanted[2] != wanted[1]
     assert read_by_processes(parts, decoded_bytes=1 << 20) == wanted

@@ -23,8 +23,8 @@ HUGE_PAGE = 2 << 20
 
 PATIENCE_S, LONG_PATIENCE_S = 0.4e-3, 2.5e-3
 """For a huge page, in time of this thread; clearing one takes 0.1 ms, or 2 ms if it comes from a
-host. Each reading of it then takes 0.05 ms less than of small pages that are mapped at once. So
-the latter are for what is read over and over.
+host. Each reading of it then takes 0.05 ms less than that of small pages. So the long patience is
+for files that are read over and over.
 """
 
 _LONGEST_PAUSE = 32
