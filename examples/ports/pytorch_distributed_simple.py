@@ -78,7 +78,6 @@ def optimize_together(n_trials, storage):
         for _ in range(n_trials):
             with contextlib.suppress(optuna.TrialPruned):
                 objective(None)
-    dist.barrier()  # nobody leaves while another still communicates
     dist.destroy_process_group()
 
 

@@ -117,11 +117,23 @@ def test_optuna_alone_gets_the_same_values_from_the_same_objectives(
     assert re.findall(r"^(\w+) is equal$", printed, re.M) == list(PLAIN)
 
 
+TORN_DOWN = "terminate called without an active exception"
+"""What torch may say at the end of a process whose models were in DDP over gloo.
+
+They keep the process group beyond `destroy_process_group`, so a thread of it can still be letting
+go of the tensors of the last collective when the interpreter ends, and takes the process with it.
+"""
+
+
 def test_the_plain_distributed_port_runs_under_torchrun(tmp_path: Path) -> None:
-    storage = f"sqlite:///{tmp_path}/study.db"
     script = PORTS / "pytorch_distributed_simple.py"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    printed_by(tmp_path, *torchrun, script, "--trials", 2, "--storage", storage)
+    for attempt in range(5):
+        storage = f"sqlite:///{tmp_path}/study{attempt}.db"
+        ended = run(tmp_path, *torchrun, script, "--trials", 2, "--storage", storage)
+        if TORN_DOWN not in ended.stderr:
+            break
+    assert ended.returncode == 0, ended.stderr
     assert [trial.state for trial in trials_of(storage)] == 2 * [TrialState.COMPLETE]
 
 
