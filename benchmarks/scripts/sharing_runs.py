@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +18,17 @@ NAMES = {
     "dataloader": "DataLoaders",
     "tensorsocket": "TensorSocket",
     "ours": "SharedPipeline",
+    "ring": "a ring without features",
     "bare": "no loader: samples made and read",
 }
 DECODED_BYTES = 3 * SIZE_PX[0] * SIZE_PX[1]
+RELEASE_BYTES, RELEASE_S = 64 << 20, 0.05
 SAMPLE_BYTES = {"uint8": 3 * CROP_PX**2, "float32": 12 * CROP_PX**2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much to measure, and with what data; `touch_bytes`: see `touched`."""
+    """How much to measure, and with what data; `warm_bytes`: see `WarmMemory`."""
 
     rounds: int
     samples: int
@@ -36,7 +39,7 @@ class Effort:
     dtype: str
     preprocessors: int
     systems: tuple[str, ...]
-    touch_bytes: int
+    warm_bytes: int
 
     @property
     def epoch_bytes(self) -> int:
@@ -138,22 +141,38 @@ class Row:
         )
 
 
-@contextmanager
-def touched(nbytes: int) -> Iterator[None]:
-    """Hold memory, and leave that much which the machine has behind it.
+class WarmMemory:
+    """Memory that the machine has behind it, to be left to others little by little.
 
     A virtual machine may get its memory from its host only when it is used, at ten times the cost
-    of using it again, and give back what it has freed. Without this, a system that holds much is
-    measured together with its host.
+    of using it again, and give back what has been free for a second or two. Without this, a system
+    that holds much is measured together with its host.
     """
-    block = bytes(1 << 20)
-    file = os.memfd_create("touched")
-    try:
-        for _ in range(nbytes >> 20):
-            os.write(file, block)
-        yield
-    finally:
-        os.close(file)
+
+    def __init__(self, nbytes: int) -> None:
+        block = bytes(1 << 20)
+        self._left = nbytes // len(block) * len(block)
+        self._file = os.memfd_create("warm")
+        for _ in range(0, self._left, len(block)):
+            os.write(self._file, block)
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Leaves it to whoever takes memory meanwhile, faster than a system does."""
+        done = threading.Event()
+        thread = threading.Thread(target=self._release, args=(done,))
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            os.close(self._file)
+
+    def _release(self, done: threading.Event) -> None:
+        while self._left and not done.wait(RELEASE_S):
+            self._left = max(0, self._left - RELEASE_BYTES)
+            os.ftruncate(self._file, self._left)
 
 
 def run(system: str, effort: Effort, trials: Sequence[dict[str, Any]], **more: Any) -> Run:
@@ -169,9 +188,10 @@ def run(system: str, effort: Effort, trials: Sequence[dict[str, Any]], **more: A
         **more,
     }
     with Served(f"sharing_{system}.py") as served:
-        with touched(effort.touch_bytes):
-            served.ask(request)
-        cost = served.ask("go")
+        memory = WarmMemory(effort.warm_bytes)
+        served.ask(request)
+        with memory.released():
+            cost = served.ask("go")
         counts = served.ask("end").answers[0]
     reports = cost.answers[0]
     samples = sum(report["samples"] for report in reports)
