@@ -40,6 +40,7 @@ from scripts.sharing_runs import (
 
 TRIALS = (1, 2, 4, 8)
 SLOW_S = 1 / 32
+LONGEST = 4
 
 
 # -- the rows ---------------------------------------------------------------------------------
@@ -81,6 +82,11 @@ def measure_fastest(effort: Effort) -> Iterator[Row]:
     yield times_less(rows, "one epoch, fastest decoder", 8, least=10)
 
 
+def pruning_sweep() -> list[dict[str, int]]:
+    """24 trials; most of them are stopped after their second epoch."""
+    return [{"epochs": LONGEST if number % 4 == 3 else 2} for number in range(24)]
+
+
 def measure_epochs(effort: Effort) -> Iterator[Row]:
     """Five epochs, everything in memory."""
     rows = list(
@@ -99,26 +105,24 @@ def measure_epochs(effort: Effort) -> Iterator[Row]:
 
 
 def measure_sweep(effort: Effort) -> Iterator[Row]:
-    """24 trials, four at a time; most of them are stopped after their second epoch."""
-    longest = 4
-    trials = [{"epochs": longest if number % 4 == 3 else 2} for number in range(24)]
+    """The pruning sweep, four trials at a time, everything in memory."""
     made = []
 
     def value(run: Run) -> float:
         if run.counts is not None:
-            made.append(run.counts["preprocessed"] / (longest * effort.samples))
+            made.append(run.counts["preprocessed"] / (LONGEST * effort.samples))
         return run.cpu_us
 
     rows = list(
         compared(
             "pruning sweep",
             effort,
-            trials,
+            pruning_sweep(),
             value,
             CPU,
             systems=("dataloader", "ours"),
             dataloader={"slots": 4},
-            ours={"slots": 4, "options": effort.room_for(longest)},
+            ours={"slots": 4, "options": effort.room_for(LONGEST)},
         )
     )
     yield from rows
@@ -131,6 +135,29 @@ def measure_sweep(effort: Effort) -> Iterator[Row]:
         runs=tuple(made),
         most=1.1,
     )
+
+
+def measure_rolling(effort: Effort) -> Iterator[Row]:
+    """The pruning sweep with memory for a quarter of an epoch: trials of unlike epochs."""
+    factors: dict[str, list[float]] = {"canonical": [], "rolling": []}
+    wrong = 0
+    for _ in range(effort.rounds):
+        for order, found in factors.items():
+            options = {"memory_bytes": effort.epoch_bytes // 4, "order": order}
+            done = run("ours", effort, pruning_sweep(), slots=4, options=options)
+            assert done.counts is not None
+            found.append(done.total("samples") / done.counts["preprocessed"])
+            wrong += done.total("missed") + done.total("repeated")
+    for order, found in factors.items():
+        yield Row(
+            row="pruning sweep in a window of a quarter epoch: samples read / made",
+            system=f"order={order}",
+            trials=24,
+            unit="x",
+            runs=tuple(found),
+        )
+    row = "the same: samples missed or repeated"
+    yield Row(row=row, system="ours", trials=24, unit="samples", runs=(float(wrong),), most=0)
 
 
 def measure_handover(effort: Effort) -> Iterator[Row]:
@@ -206,6 +233,7 @@ MEASURES: dict[str, Callable[[Effort], Iterator[Row]]] = {
     "fastest": measure_fastest,
     "epochs": measure_epochs,
     "sweep": measure_sweep,
+    "rolling": measure_rolling,
     "handover": measure_handover,
     "slow": measure_slow,
     "mixed": measure_mixed,

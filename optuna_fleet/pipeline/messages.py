@@ -48,6 +48,14 @@ class OpenPass:
     continues: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindHead:
+    """Asks where those who read a data set are."""
+
+    pass_id: int
+    name: str
+
+
 class Advance(NamedTuple):
     """A pass moved: its first chunk still needed, what it wants, what it gives back.
 
@@ -73,11 +81,15 @@ class ReturnChunks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosePass:
-    """A pass ended, early or not: what it held is free. ``waited_s`` is its time without data."""
+    """A pass ended, early or not: what it held is free. ``waited_s`` is its time without data.
+
+    The next chunk that it would have read is ``end``; 0 if it has read none.
+    """
 
     pass_id: int
     num_consumed: int
     waited_s: float
+    end: int = 0
 
 
 # Agent -> trainer
@@ -89,6 +101,15 @@ class PassOpened:
 
     pass_id: int
     chunk_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadFound:
+    """Answers FindHead: where the reader that is farthest is, or the last one was."""
+
+    pass_id: int
+    epoch: int
+    start: int
 
 
 class ChunkReady(NamedTuple):

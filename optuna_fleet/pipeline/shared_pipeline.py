@@ -19,7 +19,7 @@ from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import Stages
-from optuna_fleet.pipeline.spec import DatasetSpec, OnError, PipelineSetup, PipelineSpec
+from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSetup, PipelineSpec
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -56,6 +56,9 @@ class SharedPipeline:
             the samples: it is tried on one of them first, and left where that comes out different.
         on_error: "raise" tells the trials that wait for a sample that raised, with index and
             traceback; "skip" lets the next sample take its place and counts.
+        order: "canonical" gives every trial the same epochs, each from its beginning; "rolling" is
+            for shuffled data of which too little can be kept for that: one endless stream, which
+            a trial joins at each of its epochs wherever it is. See docs/preprocessing.md.
         num_preprocessors: Most processes that preprocess, per node. If not given there are as many
             as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
@@ -85,6 +88,7 @@ class SharedPipeline:
         finish: Stage | Mapping[str, Stage] | None = None,
         split: bool = True,
         on_error: OnError = "raise",
+        order: Order = "canonical",
         shuffled: Collection[str] | None = None,
         num_preprocessors: int | None = None,
         memory_bytes: int | None = None,
@@ -109,7 +113,8 @@ class SharedPipeline:
         self._lengths = {name: _length(name, dataset) for name, dataset in datasets.items()}
         self.seed = _whole("seed", seed, minimum=None)
         self.num_preprocessors = _optional("num_preprocessors", num_preprocessors)
-        self._on_error = _on_error(on_error)
+        self._on_error = cast("OnError", _one_of("on_error", on_error, "raise", "skip"))
+        self._order = cast("Order", _one_of("order", order, "canonical", "rolling"))
         self._split = bool(split)
         self._wanted = Wanted(
             memory_bytes=_optional("memory_bytes", memory_bytes),
@@ -185,6 +190,7 @@ class SharedPipeline:
             ),
             on_error=self._on_error,
             split=self._split,
+            order=self._order,
         )
 
     def inline(self) -> InlineClient:
@@ -313,12 +319,12 @@ _PURPOSES = {
 }
 
 
-def _on_error(value: Any) -> OnError:
-    if value not in ("raise", "skip"):
+def _one_of(argument: str, value: Any, first: str, second: str) -> str:
+    if value not in (first, second):
         raise FleetConfigError(
-            f"The value of `on_error` is {value!r}, but must be 'raise' or 'skip'."
+            f"The value of `{argument}` is {value!r}, but must be {first!r} or {second!r}."
         )
-    return cast("OnError", value)
+    return str(value)
 
 
 def _shuffled(given: Collection[str] | None, names: Collection[str]) -> frozenset[str]:

@@ -29,6 +29,9 @@ Place = Literal["memory", "disk"]
 OnError = Literal["raise", "skip"]
 """A sample that raises: tell those who wait for it, or let the next one take its place."""
 
+Order = Literal["canonical", "rolling"]
+"""Which epoch a trial reads: its own, from the beginning; or what the others are reading now."""
+
 
 class ChunkKey(NamedTuple):
     """Names one chunk: a contiguous range of the canonical order of an epoch of a data set."""
@@ -71,12 +74,22 @@ class PipelineSpec:
         datasets: The data sets, in the order they were given.
         on_error: What becomes of a sample that raises.
         split: Whether transforms may be taken apart without the user's saying so.
+        order: What a trial reads as its next epoch of a shuffled data set.
     """
 
     seed: int
     datasets: tuple[DatasetSpec, ...]
     on_error: OnError = "raise"
     split: bool = True
+    order: Order = "canonical"
+
+    def rolls(self, name: str) -> bool:
+        """Returns whether the epochs of a data set are one stream, which trials join anywhere.
+
+        Raises:
+            FleetConfigError: There is no data set of that name.
+        """
+        return self.dataset(name).shuffled and self.order == "rolling"
 
     def dataset(self, name: str) -> DatasetSpec:
         """Returns the data set called ``name``.

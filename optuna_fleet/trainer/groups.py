@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -184,6 +184,14 @@ def wire_device() -> torch.device:
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def of_first_rank(numbers: Sequence[int]) -> list[int]:
+    """Returns the numbers that rank 0 has; all ranks must call it, with as many of them."""
+    shared = torch.tensor(list(numbers), device=wire_device())
+    if group_size() > 1:
+        dist.broadcast(shared, src=0)
+    return [int(number) for number in shared.tolist()]
 
 
 def check_agreement(items: Iterable[object], what: str) -> None:

@@ -17,7 +17,7 @@ from optuna_fleet.messages import Measured, Reached
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.feed import feed
-from optuna_fleet.trainer.groups import ShardWeights
+from optuna_fleet.trainer.groups import ShardWeights, of_first_rank
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.stopwatch import Stopwatch
 
@@ -108,7 +108,7 @@ class Reading:
 
     def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
         """Number of global batches in an epoch."""
-        return len(self._pass(name, batch_size, drop_last))
+        return len(self._pass(name, batch_size, drop_last, self._place.epoch, 0))
 
     def read(self, name: str, batch_size: int, drop_last: bool) -> Iterator[Any]:
         """Yield this rank's shards, on the trial's device."""
@@ -121,7 +121,7 @@ class Reading:
         waited_s = self._pipeline.waited_s
         self._num_passes += 1
         number = self._num_passes
-        batches = self._pass(name, batch_size, drop_last)
+        batches = self._pass(name, batch_size, drop_last, *self._begin(name))
         try:
             for batch, data in feed(batches, self._device, self._pipeline.finisher(name)):
                 self._session.num_batches += 1
@@ -173,11 +173,22 @@ class Reading:
             if isinstance(layer, _BatchNorm)
         )
 
-    def _pass(self, name: str, batch_size: int, drop_last: bool) -> Any:
+    def _begin(self, name: str) -> tuple[int, int]:
+        """The epoch to read, and the sample in it to begin with, the same on all ranks."""
+        assert self._pipeline is not None
+        # Whoever is alone in a process reads nobody else's stream.
+        if isinstance(self._pipeline, InlineClient) or not self._pipeline.rolls(name):
+            return self._place.epoch, 0
+        head = self._pipeline.head(name) if self._run.rank == 0 else (0, 0)
+        epoch, origin = of_first_rank(head)
+        return epoch, origin
+
+    def _pass(self, name: str, batch_size: int, drop_last: bool, epoch: int, origin: int) -> Any:
         assert self._pipeline is not None
         return self._pipeline.read(
             name,
-            epoch=self._place.epoch,
+            epoch=epoch,
+            origin=origin,
             batch_size=batch_size,
             rank=self._run.rank,
             world_size=self._run.world_size,

@@ -135,6 +135,8 @@ class Samples:
     def _index(self, spec: DatasetSpec, epoch: int, position: int) -> int:
         if not spec.shuffled:
             return position
+        # A window of an endless stream has each sample once only if its order repeats.
+        epoch = 0 if self._spec.rolls(spec.name) else epoch
         return int(self._order(self._spec.seed, spec.name, epoch, spec.num_samples)[position])
 
     def _make(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Any:

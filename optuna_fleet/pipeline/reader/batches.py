@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.chunks.view import Part, cut_batch
-from optuna_fleet.pipeline.messages import Advance
+from optuna_fleet.pipeline.messages import Advance, ClosePass
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
@@ -40,6 +40,22 @@ def shard(size: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, start + share + (rank < extra)
 
 
+class Span(NamedTuple):
+    """The part of a pass that lies in one epoch of a data set: its samples [first, last).
+
+    Sample ``i`` of the pass is sample ``i + shift`` of that epoch.
+    """
+
+    epoch: int
+    first: int
+    last: int
+    shift: int
+
+    def positions(self, start: int, stop: int) -> tuple[int, int]:
+        """Returns which samples of the epoch are among samples [start, stop) of the pass."""
+        return max(start + self.shift, self.first), min(stop + self.shift, self.last)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
     """The arguments of ``PipelineClient.read``, and what follows from them."""
@@ -54,6 +70,14 @@ class ReadPlan:
     dummy: bool
     continues: bool
     first_step: int
+    origin: int | None
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The epochs that the pass reads: one, or the end of one and the beginning of the next."""
+        origin, length = self.origin or 0, self.num_samples
+        tail = Span(self.epoch, origin, length, origin)
+        return (tail, Span(self.epoch + 1, 0, origin, origin - length)) if origin else (tail,)
 
     @property
     def num_steps(self) -> int:
@@ -110,7 +134,10 @@ class Batches:
         if not len(self):
             return
         collate = self._client.collate_fn(plan.name)
-        reading = _Pass(self._client, plan)
+        if plan.origin is None:
+            epoch, origin = self._client.head(plan.name)
+            plan = replace(plan, epoch=epoch, origin=origin)
+        reading = _Reading(self._client, plan)
         consumed = 0
         try:
             for step in range(plan.first_step, plan.num_steps):
@@ -124,24 +151,66 @@ class Batches:
             reading.close(consumed)
 
 
-class _Pass:
-    """Keeps the chunks of the current step, asks for those of the next, gives back the rest."""
+class _Reading:
+    """A pass from its first step to its last, through one epoch or two."""
 
     def __init__(self, client: PipelineClient, plan: ReadPlan) -> None:
         self._client = client
         self._plan = plan
+        self._spans = list(plan.spans)
+        self._pass: _Pass | None = None
+
+    def parts(self, step: int) -> list[Part]:
+        """Returns the pieces of chunks that make up this rank's share of a step."""
+        parts: list[Part] = []
+        _, stop = asked = self._plan.positions(step)
+        while True:
+            first, last = self._spans[0].positions(*asked)
+            if first < last:
+                self._pass = self._pass or self._begin(step)
+                parts += self._pass.parts(step)
+            if len(self._spans) == 1 or stop + self._spans[0].shift <= self._spans[0].last:
+                return parts
+            self.close(0)
+            del self._spans[0]
+
+    def _begin(self, step: int) -> _Pass:
+        continues = self._plan.continues or len(self._spans) > 1
+        return _Pass(self._client, self._plan, self._spans[0], step, continues=continues)
+
+    def close(self, num_consumed: int) -> None:
+        """Ends what is open and reports it."""
+        if self._pass is not None:
+            self._pass.close(num_consumed)
+        self._pass = None
+
+
+class _Pass:
+    """A pass over one epoch, as the agent sees it.
+
+    Keeps the chunks of the current step, asks for those of the next, gives back the rest.
+    """
+
+    def __init__(
+        self, client: PipelineClient, plan: ReadPlan, span: Span, step: int, *, continues: bool
+    ) -> None:
+        self._client = client
+        self._plan = plan
+        self._span = span
         self._waited_s = client.waited_s
-        start = plan.first_step * plan.batch_size
+        start, _ = span.positions(step * plan.batch_size, plan.num_samples)
         self._number, self._chunk_size = client.open_pass(
-            plan.name, plan.epoch, start, continues=plan.continues
+            plan.name, span.epoch, start, continues=continues
         )
         self._asked: set[int] = set()
         self._cursor = 0
         self._last = -1
+        self._read_to = 0
 
     def parts(self, step: int) -> list[Part]:
         """Returns the pieces of chunks that make up this rank's share of a step."""
-        start, stop = self._plan.positions(step)
+        start, stop = self._span.positions(*self._plan.positions(step))
+        self._read_to = stop
         needed = self._chunks(start, stop)
         ahead = range(0)
         if needed and needed[-1] != self._last:
@@ -160,8 +229,14 @@ class _Pass:
 
     def close(self, num_consumed: int) -> None:
         """Ends the pass and reports it."""
-        waited_s = self._client.waited_s - self._waited_s
-        self._client.close_pass(self._number, num_consumed=num_consumed, waited_s=waited_s)
+        self._client.close_pass(
+            ClosePass(
+                pass_id=self._number,
+                num_consumed=num_consumed,
+                waited_s=self._client.waited_s - self._waited_s,
+                end=-(-self._read_to // self._chunk_size),
+            )
+        )
 
     def _chunks(self, start: int, stop: int) -> range:
         size = self._chunk_size
@@ -170,7 +245,7 @@ class _Pass:
     def _next_chunks(self, step: int, last: int) -> range:
         """The first chunk after ``last`` that a later step needs: asked for ahead of time."""
         for later in range(step + 1, self._plan.num_steps):
-            chunks = self._chunks(*self._plan.positions(later))
+            chunks = self._chunks(*self._span.positions(*self._plan.positions(later)))
             if chunks and chunks[-1] > last:
                 first = max(chunks[0], last + 1)
                 return range(first, first + 1)

@@ -22,7 +22,9 @@ from optuna_fleet.pipeline.messages import (
     ChunkFailed,
     ChunkReady,
     ClosePass,
+    FindHead,
     GiveBack,
+    HeadFound,
     OpenPass,
     PassOpened,
     ReturnChunks,
@@ -30,6 +32,7 @@ from optuna_fleet.pipeline.messages import (
 from optuna_fleet.pipeline.reader.batches import Batches, ReadPlan
 from optuna_fleet.pipeline.spec import PipelineSpec
 
+_FromAgent = PassOpened | HeadFound | ChunkReady | GiveBack | ChunkFailed
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 
@@ -39,6 +42,7 @@ class _Inbox:
 
     pid: int = field(default_factory=os.getpid)
     chunk_size: int | None = None
+    head: tuple[int, int] | None = None
     chunks: dict[int, ChunkView] = field(default_factory=dict)
     errors: dict[int, ChunkError] = field(default_factory=dict)
 
@@ -91,6 +95,7 @@ class PipelineClient:
         dummy: bool = False,
         first_step: int = 0,
         continues: bool = False,
+        origin: int | None = 0,
     ) -> Batches:
         """Returns one epoch of a data set in batches, or one rank's shard of each of them.
 
@@ -105,6 +110,8 @@ class PipelineClient:
                 ``local_size`` is 0 all the same.
             first_step: Batches to skip, for a trial that resumes within an epoch.
             continues: The next epoch will be read too: its beginning is preprocessed in good time.
+            origin: The sample of the epoch to begin with; the pass goes on into the next epoch
+                until it has had all. None for where `head` is when it begins.
 
         Raises:
             FleetConfigError: An argument can't work.
@@ -122,8 +129,28 @@ class PipelineClient:
                 dummy=dummy,
                 first_step=first_step,
                 continues=continues,
+                origin=origin,
             ),
         )
+
+    def rolls(self, name: str) -> bool:
+        """Returns whether a pass over a data set begins at its `head`.
+
+        Raises:
+            FleetConfigError: There is no data set of that name.
+        """
+        return self._spec.rolls(name)
+
+    def head(self, name: str) -> tuple[int, int]:
+        """Returns the epoch and the sample in it where those who read a data set are."""
+        number, inbox = self._inbox()
+        try:
+            self._send(FindHead(pass_id=number, name=name))
+            self._wait_until(lambda: inbox.head is not None)
+        finally:
+            del self._inboxes[number]
+        assert inbox.head is not None
+        return inbox.head
 
     def finisher(self, name: str) -> Callable[[Any], Any] | None:
         """Returns what is left to do with each batch where the trial computes; None if nothing."""
@@ -143,19 +170,22 @@ class PipelineClient:
         self, name: str, epoch: int, start: int, *, continues: bool = False
     ) -> tuple[int, int]:
         """Begins to read at position ``start``; returns the pass' number and the chunk size."""
-        self._num_passes += 1
-        number = self._num_passes
-        inbox = self._inboxes[number] = _Inbox()
+        number, inbox = self._inbox()
         try:
             self._send(
                 OpenPass(pass_id=number, name=name, epoch=epoch, start=start, continues=continues)
             )
             self._wait_until(lambda: inbox.chunk_size is not None)
         except BaseException:
-            self.close_pass(number, num_consumed=0, waited_s=0.0)
+            self.close_pass(ClosePass(pass_id=number, num_consumed=0, waited_s=0.0))
             raise
         assert inbox.chunk_size is not None
         return number, inbox.chunk_size
+
+    def _inbox(self) -> tuple[int, _Inbox]:
+        self._num_passes += 1
+        inbox = self._inboxes[self._num_passes] = _Inbox()
+        return self._num_passes, inbox
 
     def advance(self, message: Advance) -> None:
         """Tells the agent where the pass is and what it wants; released chunks are forgotten."""
@@ -186,13 +216,12 @@ class PipelineClient:
             raise PreprocessingError(inbox.errors[chunk].text())
         return inbox.chunks[chunk]
 
-    def close_pass(self, number: int, *, num_consumed: int, waited_s: float) -> None:
+    def close_pass(self, closing: ClosePass) -> None:
         """Ends a pass, at its end or before; the agent may drop its chunks."""
-        inbox = self._inboxes.pop(number, None)
+        inbox = self._inboxes.pop(closing.pass_id, None)
         # A generator can be collected in a process that the user's code forked, whose loop goes on
         # in the parent; or when the agent is gone.
         if inbox is not None and inbox.pid == os.getpid():
-            closing = ClosePass(pass_id=number, num_consumed=num_consumed, waited_s=waited_s)
             try:
                 wire.send(self._sock, closing)
             except OSError:
@@ -225,15 +254,20 @@ class PipelineClient:
             message, fd = wire.receive(self._sock, flags)
         except EOFError:
             raise _agent_gone() from None
-        assert isinstance(message, PassOpened | ChunkReady | GiveBack | ChunkFailed)
+        assert isinstance(message, _FromAgent)
         inbox = self._inboxes.get(message.pass_id)
         if inbox is None:
             if fd is not None:
                 os.close(fd)  # of a pass that was ended early
             return
+        self._put(inbox, message, fd)
+
+    def _put(self, inbox: _Inbox, message: _FromAgent, fd: int | None) -> None:
         match message:
             case PassOpened():
                 inbox.chunk_size = message.chunk_size
+            case HeadFound():
+                inbox.head = message.epoch, message.start
             case ChunkReady():
                 if fd is None:
                     raise FleetError(
@@ -261,6 +295,7 @@ def planned(
     dummy: bool = False,
     first_step: int = 0,
     continues: bool = False,
+    origin: int | None = 0,
 ) -> ReadPlan:
     """Returns the checked arguments of ``PipelineClient.read``.
 
@@ -279,6 +314,7 @@ def planned(
         dummy=dummy,
         first_step=_at_least(0, first_step=first_step),
         continues=continues and dataset.shuffled,
+        origin=origin,
     )
     plan.check()
     return plan

@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from optuna_fleet.pipeline.spec import ChunkKey, Place
 
+_LATEST = 1 << 62
+"""Later than any epoch."""
+
 
 class _Victim(NamedTuple):
     """A chunk that may be dropped; the largest is dropped first.
@@ -19,6 +22,8 @@ class _Victim(NamedTuple):
         rank: For unneeded chunks the epoch (-1 for fixed data sets), as every new trial starts at
             epoch 0; for needed ones how many chunks the nearest reader is away.
         chunk: Its number: a reader to come begins at chunk 0, so the last is missed latest.
+
+    In a rolling order both count downwards: the oldest are of least use.
     """
 
     unneeded: int
@@ -31,6 +36,7 @@ class _Epoch:
     """How many chunks of an epoch there are, which nobody pins, and the cursors of its passes."""
 
     rank: int
+    oldest_first: bool = False
     num_chunks: int = 0
     idle: set[int] = field(default_factory=set)
     cursors: dict[Hashable, int] = field(default_factory=dict)
@@ -41,7 +47,7 @@ class _Epoch:
         cursors = sorted(self.cursors.values())
         behind = [chunk for chunk in self.idle if chunk < cursors[0]] if cursors else self.idle
         if behind:
-            return _Victim(1, self.rank, max(behind))
+            return _Victim(1, self.rank, -min(behind) if self.oldest_first else max(behind))
         return max(self._needed(cursors, spare), default=None)
 
     def _needed(self, cursors: list[int], spare: int) -> Iterable[_Victim]:
@@ -60,10 +66,12 @@ class Residency:
 
     Args:
         fixed: Names of the data sets whose only epoch is 0.
+        rolling: Readers to come begin where the others are.
     """
 
-    def __init__(self, fixed: Iterable[str] = ()) -> None:
+    def __init__(self, fixed: Iterable[str] = (), *, rolling: bool = False) -> None:
         self._fixed = frozenset(fixed)
+        self._rolling = rolling
         self._chunks: dict[ChunkKey, tuple[int, Place]] = {}
         self._pins: Counter[ChunkKey] = Counter()
         self._epochs: dict[tuple[str, int], _Epoch] = {}
@@ -146,7 +154,7 @@ class Residency:
                 best = (victim, place)
         if best is None:
             return None
-        key = ChunkKey(*best[1], best[0].chunk)
+        key = ChunkKey(*best[1], abs(best[0].chunk))
         nbytes, where = self._chunks.pop(key)
         self._total[where] -= nbytes
         self._idle[where] -= nbytes
@@ -159,8 +167,9 @@ class Residency:
     def _epoch(self, name: str, epoch: int) -> _Epoch:
         record = self._epochs.get((name, epoch))
         if record is None:
-            rank = -1 if name in self._fixed else epoch
-            record = self._epochs[name, epoch] = _Epoch(rank=rank)
+            rolls = self._rolling and name not in self._fixed
+            rank = _LATEST - epoch if rolls else -1 if name in self._fixed else epoch
+            record = self._epochs[name, epoch] = _Epoch(rank=rank, oldest_first=rolls)
         return record
 
     def _forget_if_empty(self, name: str, epoch: int) -> None:

@@ -17,7 +17,9 @@ from optuna_fleet.pipeline.messages import (
     ChunkFailed,
     ChunkReady,
     ClosePass,
+    FindHead,
     GiveBack,
+    HeadFound,
     OpenPass,
     PassOpened,
     ReturnChunks,
@@ -93,6 +95,7 @@ class PipelineServer:
             max_chunks=budgets.max_chunks,
             window=(2 * budgets.num_preprocessors + 2) * (exchange.num_nodes if exchange else 1),
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
+            rolling=spec.order == "rolling",
         )
         self._payload = PayloadFile(setup.payload)
         self._production = Production(
@@ -222,6 +225,8 @@ class PipelineServer:
         match message:
             case OpenPass():
                 self._open(reader_id, message)
+            case FindHead():
+                self._find_head(reader_id, message)
             case Advance():
                 self._advance((reader_id, message.pass_id), message)
             case ReturnChunks():
@@ -254,6 +259,12 @@ class PipelineServer:
         )
         reader.channel.send(PassOpened(pass_id=message.pass_id, chunk_size=size))
 
+    def _find_head(self, reader_id: Hashable, message: FindHead) -> None:
+        size = self._production.chunk_size(message.name)
+        epoch, chunk = self._store.head(message.name) if size is not None else (0, 0)
+        found = HeadFound(pass_id=message.pass_id, epoch=epoch, start=chunk * (size or 0))
+        self._readers[reader_id].channel.send(found)
+
     def _open_waiting(self, name: str) -> None:
         """The chunk size of a data set is known: its readers can begin."""
         waiting, self._unopened = self._unopened, []
@@ -274,7 +285,7 @@ class PipelineServer:
         passes = self._readers[pass_id[0]].passes
         if message.pass_id in passes:
             passes.remove(message.pass_id)
-            self._store.close_pass(pass_id)
+            self._store.close_pass(pass_id, message.end)
         else:
             self._unopened = [
                 entry for entry in self._unopened if (entry[0], entry[1].pass_id) != pass_id

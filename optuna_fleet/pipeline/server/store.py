@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from optuna_fleet.pipeline.messages import ChunkError
 from optuna_fleet.pipeline.server.instructions import (
@@ -24,6 +24,7 @@ from optuna_fleet.pipeline.server.instructions import (
     Refuse,
 )
 from optuna_fleet.pipeline.server.meter import Queue
+from optuna_fleet.pipeline.server.passes import Pass
 from optuna_fleet.pipeline.server.residency import Residency
 from optuna_fleet.pipeline.spec import ChunkKey, Place
 
@@ -35,20 +36,6 @@ BRIEF_SHARE = 0.5
 
 So readers that stand still can't keep the others from going on.
 """
-
-
-@dataclass(slots=True)
-class _Pass:
-    name: str
-    epoch: int
-    cursor: int
-    continues: bool
-    wanted: set[int] = field(default_factory=set)
-    held: set[int] = field(default_factory=set)
-    recalled: bool = False
-
-    def key(self, chunk: int) -> ChunkKey:
-        return ChunkKey(self.name, self.epoch, chunk)
 
 
 @dataclass(slots=True)
@@ -67,6 +54,7 @@ class ChunkStore:
         max_chunks: Most chunks to keep, each being an open file of the agent.
         window: Chunks ahead of each open pass that are produced before they are asked for.
         fixed: Names of data sets whose only epoch is 0; their chunks are kept longest.
+        rolling: A pass begins where others are, not at the beginning of an epoch.
     """
 
     def __init__(
@@ -77,13 +65,15 @@ class ChunkStore:
         window: int,
         disk_bytes: int = 0,
         fixed: Iterable[str] = (),
+        rolling: bool = False,
     ) -> None:
         self._budgets: dict[Place, int] = {"memory": memory_bytes, "disk": disk_bytes}
         self._max_chunks = max_chunks
         self._window = window
-        self._residency = Residency(fixed)
+        self._residency = Residency(fixed, rolling=rolling)
         self._sizes: dict[str, _Size] = {}
-        self._passes: dict[Hashable, _Pass] = {}
+        self._passes: dict[Hashable, Pass] = {}
+        self._ends: Counter[str] = Counter()  # after the last chunk of passes that ended
         self._waiting: dict[ChunkKey, dict[Hashable, bool]] = {}  # pass -> can't go on without
         self._producing: dict[ChunkKey, Produce] = {}
         self._deaths: Counter[ChunkKey] = Counter()
@@ -129,7 +119,7 @@ class ChunkStore:
         """
         assert name in self._sizes, name
         assert pass_id not in self._passes, pass_id
-        self._passes[pass_id] = _Pass(name=name, epoch=epoch, cursor=cursor, continues=continues)
+        self._passes[pass_id] = Pass(name=name, epoch=epoch, cursor=cursor, continues=continues)
         self._residency.set_cursor(pass_id, name, epoch, cursor)
 
     def move(self, pass_id: Hashable, cursor: int) -> None:
@@ -161,9 +151,16 @@ class ChunkStore:
                 self._residency.unpin(record.key(chunk))
         record.recalled &= bool(record.held)
 
-    def close_pass(self, pass_id: Hashable) -> None:
-        """Ends the pass, or its reader died: everything it held or wanted is let go."""
+    def close_pass(self, pass_id: Hashable, end: int = 0) -> None:
+        """Ends the pass, or its reader died: everything it held or wanted is let go.
+
+        Args:
+            pass_id: The pass.
+            end: The next chunk that it would have read, if that is known.
+        """
         record = self._passes.pop(pass_id)
+        place = record.epoch * self._sizes[record.name].num_chunks + end
+        self._ends[record.name] = max(self._ends[record.name], place if end else 0)
         for chunk in record.wanted:
             waiting = self._waiting[record.key(chunk)]
             del waiting[pass_id]
@@ -172,6 +169,16 @@ class ChunkStore:
         for chunk in record.held:
             self._residency.unpin(record.key(chunk))
         self._residency.remove_cursor(pass_id, record.name, record.epoch)
+
+    def head(self, name: str) -> tuple[int, int]:
+        """Returns the epoch and the chunk where the pass that is farthest is.
+
+        Where none is open: the chunk after those that were read.
+        """
+        num_chunks = self._sizes[name].num_chunks
+        places = (p.place(num_chunks) for p in self._passes.values() if p.name == name)
+        farthest = max(places, default=-1)
+        return divmod(self._ends[name] if farthest < 0 else farthest, num_chunks)
 
     def _lend(self, pass_id: Hashable, key: ChunkKey, *, urgent: bool) -> list[Instruction]:
         record = self._passes[pass_id]

@@ -120,7 +120,8 @@ class PipelineReader:
 
         Args:
             name: The data set.
-            epoch: From 0. A data set that is not shuffled is the same in all of them.
+            epoch: From 0. A data set that is not shuffled is the same in all of them, and with
+                order="rolling" it is whatever the others read.
             batch_size: Samples per batch, over all ranks.
             rank: Whose share of each batch to read, for data-parallel training.
             world_size: Number of ranks that share each batch.
@@ -141,7 +142,14 @@ class PipelineReader:
             drop_last=drop_last,
             first_step=first_step,
             continues=continues,
+            origin=None if self._client.rolls(name) else 0,
         )
+        if world_size > 1 and self._client.rolls(name):
+            raise FleetConfigError(
+                f"The value of `world_size` is {world_size}, but with order='rolling' each reader "
+                "begins where it finds the stream: the ranks of one trial would read different "
+                "batches. Use order='canonical' for data-parallel training without an executor."
+            )
         _check_shares(self._client.sample_count(name), batch_size, world_size, drop_last)
         return DataBatches(self, batches)
 
