@@ -114,7 +114,7 @@ class Reading:
         """Yield this rank's shards, on the trial's device."""
         assert self._pipeline is not None
         is_shuffled = self._pipeline.is_shuffled(name)
-        self._check_order(name, is_shuffled)
+        self._check_order(name, is_shuffled and not self._pipeline.rolls(name))
         watch = self.stopwatch
         if self._trains(is_shuffled):
             watch.start()
@@ -176,9 +176,9 @@ class Reading:
     def _begin(self, name: str) -> tuple[int, int]:
         """The epoch to read, and the sample in it to begin with, the same on all ranks."""
         assert self._pipeline is not None
-        # Whoever is alone in a process reads nobody else's stream.
-        if isinstance(self._pipeline, InlineClient) or not self._pipeline.rolls(name):
+        if not self._pipeline.rolls(name):
             return self._place.epoch, 0
+        assert isinstance(self._pipeline, PipelineClient)
         head = self._pipeline.head(name) if self._run.rank == 0 else (0, 0)
         epoch, origin = of_first_rank(head)
         return epoch, origin
@@ -197,8 +197,8 @@ class Reading:
             continues=self._place.epoch + 1 < self._place.num_epochs,
         )
 
-    def _check_order(self, name: str, is_shuffled: bool) -> None:
-        if not is_shuffled or self._place.is_inside:
+    def _check_order(self, name: str, has_epochs: bool) -> None:
+        if not has_epochs or self._place.is_inside:
             return
         self._read_outside[name] += 1
         if self._read_outside[name] == 2:

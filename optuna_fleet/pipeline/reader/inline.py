@@ -40,6 +40,10 @@ class InlineClient:
         """Whether each epoch of a data set has an order of its own."""
         return self._spec.dataset(name).shuffled
 
+    def rolls(self, name: str) -> bool:
+        """Whether passes begin where others are: here there are no others."""
+        return False
+
     def finisher(self, name: str) -> None:
         """Samples are finished."""
 
