@@ -105,7 +105,7 @@ class PassOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadFound:
-    """Answers FindHead: where the reader that is farthest is, or the last one was."""
+    """Answers FindHead: up to where anyone has read."""
 
     pass_id: int
     epoch: int

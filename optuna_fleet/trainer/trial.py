@@ -215,7 +215,8 @@ class FleetTrial(optuna.Trial):
 
         `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so
         results do not depend on the number of devices. By default it is the one that the objective
-        gave last. `len()` of the result is the number of steps.
+        gave last. `len()` of the result is the number of steps. With a pipeline of
+        `order="rolling"` all ranks must begin to read the same batches in the same order.
 
         Raises:
             FleetConfigError: No such data set, or a bad batch size, or none so far.

@@ -318,7 +318,7 @@ def _description(spec: PipelineSpec) -> bytes:
         (each.name, each.num_samples, each.shuffled, _same(each.collate), _same(each.finish))
         for each in spec.datasets
     ]
-    return repr((spec.seed, spec.on_error, datasets)).encode()
+    return repr((spec.seed, spec.on_error, spec.order, datasets)).encode()
 
 
 def _same(pickled: bytes | None) -> bytes | None:

@@ -138,27 +138,31 @@ class Batches:
             epoch, origin = self._client.head(plan.name)
             plan = replace(plan, epoch=epoch, origin=origin)
         reading = _Reading(self._client, plan)
-        consumed = 0
         try:
             for step in range(plan.first_step, plan.num_steps):
                 parts = reading.parts(step)
                 data = cut_batch(parts, collate) if parts else None
                 del parts  # or they would outlive their release, for as long as the user computes
                 local_size = plan.local_size(step)
-                consumed += local_size
+                reading.consumed += local_size
                 yield Batch(data=data, local_size=local_size, global_size=plan.size(step))
         finally:
-            reading.close(consumed)
+            reading.close()
 
 
 class _Reading:
-    """A pass from its first step to its last, through one epoch or two."""
+    """A pass from its first step to its last, through one epoch or two.
+
+    Attributes:
+        consumed: Samples that were read and not yet reported.
+    """
 
     def __init__(self, client: PipelineClient, plan: ReadPlan) -> None:
         self._client = client
         self._plan = plan
         self._spans = list(plan.spans)
         self._pass: _Pass | None = None
+        self.consumed = 0
 
     def parts(self, step: int) -> list[Part]:
         """Returns the pieces of chunks that make up this rank's share of a step."""
@@ -171,18 +175,18 @@ class _Reading:
                 parts += self._pass.parts(step)
             if len(self._spans) == 1 or stop + self._spans[0].shift <= self._spans[0].last:
                 return parts
-            self.close(0)
+            self.close()
             del self._spans[0]
 
     def _begin(self, step: int) -> _Pass:
         continues = self._plan.continues or len(self._spans) > 1
         return _Pass(self._client, self._plan, self._spans[0], step, continues=continues)
 
-    def close(self, num_consumed: int) -> None:
+    def close(self) -> None:
         """Ends what is open and reports it."""
         if self._pass is not None:
-            self._pass.close(num_consumed)
-        self._pass = None
+            self._pass.close(self.consumed)
+            self._pass, self.consumed = None, 0
 
 
 class _Pass:
@@ -245,7 +249,10 @@ class _Pass:
     def _next_chunks(self, step: int, last: int) -> range:
         """The first chunk after ``last`` that a later step needs: asked for ahead of time."""
         for later in range(step + 1, self._plan.num_steps):
-            chunks = self._chunks(*self._span.positions(*self._plan.positions(later)))
+            start, stop = self._span.positions(*self._plan.positions(later))
+            if start >= self._span.last:
+                break
+            chunks = self._chunks(start, stop)
             if chunks and chunks[-1] > last:
                 first = max(chunks[0], last + 1)
                 return range(first, first + 1)

@@ -32,7 +32,3 @@ class Pass:
     def key(self, chunk: int) -> ChunkKey:
         """Returns the name of a chunk of its epoch."""
         return ChunkKey(self.name, self.epoch, chunk)
-
-    def place(self, num_chunks: int) -> int:
-        """Returns how many chunks lie before it in all epochs, of so many chunks; -1 if beyond."""
-        return self.epoch * num_chunks + self.cursor if self.cursor < num_chunks else -1

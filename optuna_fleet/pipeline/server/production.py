@@ -101,7 +101,8 @@ class Production:
         self._to_measure: dict[str, ChunkKey] = {}
         self._measuring: set[str] = set()
         self._deaths: Counter[str] = Counter()
-        self._made: set[ChunkKey] = set()
+        # By data set and epoch, which of its chunks were made: a byte each, as there may be many.
+        self._made: dict[tuple[str, int], bytearray] = {}
         self._notices = Notices(outlets.notify, budgets, self._lengths)
         self.pool = PreprocessorPool(
             limit=budgets.num_preprocessors,
@@ -301,8 +302,9 @@ class Production:
         self.foreman.count(key.name, message.num_samples, message.busy_s)
         counts.num_loaded += message.num_loaded
         self._notices.count(key.name, message.num_samples, message.busy_s)
-        again = key in self._made
-        self._made.add(key)
+        num_chunks = count_chunks(self._lengths[key.name], self._chunk_sizes[key.name])
+        made = self._made.setdefault((key.name, key.epoch), bytearray(num_chunks))
+        again, made[key.chunk] = made[key.chunk], True
         if again:
             counts.repeated += message.num_samples
             self._notices.repeated(key.name)

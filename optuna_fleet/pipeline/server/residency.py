@@ -20,10 +20,9 @@ class _Victim(NamedTuple):
     Attributes:
         unneeded: 1 if no open pass will come to it.
         rank: For unneeded chunks the epoch (-1 for fixed data sets), as every new trial starts at
-            epoch 0; for needed ones how many chunks the nearest reader is away.
+            epoch 0, or in a rolling order with the latest; for needed ones how many chunks the
+            nearest reader is away.
         chunk: Its number: a reader to come begins at chunk 0, so the last is missed latest.
-
-    In a rolling order both count downwards: the oldest are of least use.
     """
 
     unneeded: int
@@ -36,7 +35,6 @@ class _Epoch:
     """How many chunks of an epoch there are, which nobody pins, and the cursors of its passes."""
 
     rank: int
-    oldest_first: bool = False
     num_chunks: int = 0
     idle: set[int] = field(default_factory=set)
     cursors: dict[Hashable, int] = field(default_factory=dict)
@@ -47,7 +45,7 @@ class _Epoch:
         cursors = sorted(self.cursors.values())
         behind = [chunk for chunk in self.idle if chunk < cursors[0]] if cursors else self.idle
         if behind:
-            return _Victim(1, self.rank, -min(behind) if self.oldest_first else max(behind))
+            return _Victim(1, self.rank, max(behind))
         return max(self._needed(cursors, spare), default=None)
 
     def _needed(self, cursors: list[int], spare: int) -> Iterable[_Victim]:
@@ -60,7 +58,8 @@ class _Epoch:
 class Residency:
     """Accounts for resident chunks and ranks them.
 
-    Chunks no open pass will come to go first, latest epoch first and fixed data sets last; then
+    Chunks no open pass will come to go first, latest epoch first (in a rolling order the oldest,
+    as followers are yet to come to the latest) and fixed data sets last; then
     those farthest ahead of every reader. What a pass is certain to read is worth more than what a
     trial to come may read.
 
@@ -154,7 +153,7 @@ class Residency:
                 best = (victim, place)
         if best is None:
             return None
-        key = ChunkKey(*best[1], abs(best[0].chunk))
+        key = ChunkKey(*best[1], best[0].chunk)
         nbytes, where = self._chunks.pop(key)
         self._total[where] -= nbytes
         self._idle[where] -= nbytes
@@ -167,9 +166,8 @@ class Residency:
     def _epoch(self, name: str, epoch: int) -> _Epoch:
         record = self._epochs.get((name, epoch))
         if record is None:
-            rolls = self._rolling and name not in self._fixed
-            rank = _LATEST - epoch if rolls else -1 if name in self._fixed else epoch
-            record = self._epochs[name, epoch] = _Epoch(rank=rank, oldest_first=rolls)
+            rank = -1 if name in self._fixed else _LATEST - epoch if self._rolling else epoch
+            record = self._epochs[name, epoch] = _Epoch(rank=rank)
         return record
 
     def _forget_if_empty(self, name: str, epoch: int) -> None:

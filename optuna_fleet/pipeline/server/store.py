@@ -73,7 +73,7 @@ class ChunkStore:
         self._residency = Residency(fixed, rolling=rolling)
         self._sizes: dict[str, _Size] = {}
         self._passes: dict[Hashable, Pass] = {}
-        self._ends: Counter[str] = Counter()  # after the last chunk of passes that ended
+        self._heads: Counter[str] = Counter()  # chunks before the farthest place of any pass
         self._waiting: dict[ChunkKey, dict[Hashable, bool]] = {}  # pass -> can't go on without
         self._producing: dict[ChunkKey, Produce] = {}
         self._deaths: Counter[ChunkKey] = Counter()
@@ -127,6 +127,7 @@ class ChunkStore:
         record = self._passes[pass_id]
         record.cursor = cursor
         self._residency.set_cursor(pass_id, record.name, record.epoch, cursor)
+        self._reached(record, cursor)
 
     def request(self, pass_id: Hashable, chunk: int, *, urgent: bool) -> list[Instruction]:
         """The pass wants a chunk; ``urgent`` if it can't go on without. May be repeated."""
@@ -159,8 +160,7 @@ class ChunkStore:
             end: The next chunk that it would have read, if that is known.
         """
         record = self._passes.pop(pass_id)
-        place = record.epoch * self._sizes[record.name].num_chunks + end
-        self._ends[record.name] = max(self._ends[record.name], place if end else 0)
+        self._reached(record, end)
         for chunk in record.wanted:
             waiting = self._waiting[record.key(chunk)]
             del waiting[pass_id]
@@ -171,14 +171,14 @@ class ChunkStore:
         self._residency.remove_cursor(pass_id, record.name, record.epoch)
 
     def head(self, name: str) -> tuple[int, int]:
-        """Returns the epoch and the chunk where the pass that is farthest is.
+        """Returns the epoch and the chunk up to which passes have come: it never goes back."""
+        return divmod(self._heads[name], self._sizes[name].num_chunks)
 
-        Where none is open: the chunk after those that were read.
-        """
-        num_chunks = self._sizes[name].num_chunks
-        places = (p.place(num_chunks) for p in self._passes.values() if p.name == name)
-        farthest = max(places, default=-1)
-        return divmod(self._ends[name] if farthest < 0 else farthest, num_chunks)
+    def _reached(self, record: Pass, chunk: int) -> None:
+        num_chunks = self._sizes[record.name].num_chunks
+        if 0 < chunk <= num_chunks:  # the exchange's passes are beyond
+            place = record.epoch * num_chunks + chunk
+            self._heads[record.name] = max(self._heads[record.name], place)
 
     def _lend(self, pass_id: Hashable, key: ChunkKey, *, urgent: bool) -> list[Instruction]:
         record = self._passes[pass_id]

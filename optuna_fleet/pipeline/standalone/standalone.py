@@ -126,7 +126,8 @@ class PipelineReader:
             rank: Whose share of each batch to read, for data-parallel training.
             world_size: Number of ranks that share each batch.
             drop_last: Leave out the last batch if it is smaller than the others.
-            first_step: Batches to skip, to go on in the middle of an epoch.
+            first_step: Batches to skip, to go on in the middle of an epoch. With order="rolling"
+                there are neither ranks nor later beginnings.
             continues: The next epoch will be read too: its beginning is preprocessed in good time.
 
         Raises:
@@ -144,11 +145,12 @@ class PipelineReader:
             continues=continues,
             origin=None if self._client.rolls(name) else 0,
         )
-        if world_size > 1 and self._client.rolls(name):
+        if self._client.rolls(name) and (world_size > 1 or first_step):
             raise FleetConfigError(
-                f"The value of `world_size` is {world_size}, but with order='rolling' each reader "
-                "begins where it finds the stream: the ranks of one trial would read different "
-                "batches. Use order='canonical' for data-parallel training without an executor."
+                f"batches() was given world_size={world_size} and first_step={first_step}, but "
+                "with order='rolling' each reader begins where it finds the stream: ranks of one "
+                "trial would read different batches, and an epoch that was left can't be "
+                "continued. Use order='canonical' for these without an executor."
             )
         _check_shares(self._client.sample_count(name), batch_size, world_size, drop_last)
         return DataBatches(self, batches)
