@@ -232,9 +232,10 @@ def val(**options):
         ((OnDevice(val(finish=doubled)), OnDevice(val(finish=tripled))), (1, 1), [0, 0]),
         ((val(), val(collate_fn=collated)), (1, 1), [0, 0]),
         ((val(), val(on_error="skip")), (1, 1), [0, 0]),
+        ((val(), val(order="rolling")), (1, 1), [0, 0]),
         ((OnDevice(val(finish=doubled)), OnDevice(val(finish=doubled))), (1, 1), [N // 2] * 2),
     ],
-    ids=["whether-finished", "how-finished", "collate", "errors", "same"],
+    ids=["whether-finished", "how-finished", "collate", "errors", "order", "same"],
 )
 def test_nodes_that_would_make_unlike_chunks_do_not_exchange(pipelines, factors, received):
     timeout_s = 60 if any(received) else 1
