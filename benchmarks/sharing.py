@@ -62,7 +62,7 @@ def measure_epoch(effort: Effort) -> Iterator[Row]:
             )
         )
         yield from rows
-        yield times_less(rows, "one epoch", trials, least=least)
+        yield from times_less(rows, "one epoch", trials, least=least)
 
 
 def measure_fastest(effort: Effort) -> Iterator[Row]:
@@ -79,7 +79,7 @@ def measure_fastest(effort: Effort) -> Iterator[Row]:
         )
     )
     yield from rows
-    yield times_less(rows, "one epoch, fastest decoder", 8, least=10)
+    yield from times_less(rows, "one epoch, fastest decoder", 8, least=10)
 
 
 def pruning_sweep() -> list[dict[str, int]]:
@@ -101,7 +101,7 @@ def measure_epochs(effort: Effort) -> Iterator[Row]:
         )
     )
     yield from rows
-    yield times_less(rows, "five epochs", 8, least=16)
+    yield from times_less(rows, "five epochs", 8, least=16)
 
 
 def measure_sweep(effort: Effort) -> Iterator[Row]:
@@ -126,7 +126,7 @@ def measure_sweep(effort: Effort) -> Iterator[Row]:
         )
     )
     yield from rows
-    yield times_less(rows, "pruning sweep", 24, least=22)
+    yield from times_less(rows, "pruning sweep", 24, least=22)
     yield Row(
         row="pruning sweep: samples made / (epochs x samples)",
         system="ours",
