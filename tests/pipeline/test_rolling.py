@@ -16,6 +16,7 @@ from optuna_fleet import FleetExecutor
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.server.instructions import Drop
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.spec import ChunkKey
@@ -260,6 +261,26 @@ def test_every_epoch_of_every_trial_has_each_sample_once_on_any_number_of_device
         study.optimize(count, n_trials=3, executor=fleet)
     for trial in study.trials:
         assert trial.user_attrs["counts"] == 4 * [60 * [1.0]]
+
+
+def elsewhere(client: PipelineClient, name: str) -> tuple[int, int]:
+    return 5, 17
+
+
+def count_apart(trial: Any) -> float:
+    """As `count`, where another rank than the first would begin elsewhere."""
+    if trial.rank:
+        PipelineClient.head = elsewhere  # type: ignore[method-assign]
+    return count(trial)
+
+
+def test_all_ranks_begin_where_the_first_does() -> None:
+    study = optuna.create_study()
+    pipeline = SharedPipeline(train=Indexed(), order="rolling")
+    with fleet_of(devices=3, pipeline=pipeline) as fleet:
+        fleet.script = {0: [Leg((0, 1, 2))]}
+        study.optimize(count_apart, n_trials=1, executor=fleet)
+    assert study.trials[0].user_attrs["counts"] == 4 * [60 * [1.0]]
 
 
 def test_inline_trials_read_their_own_epochs() -> None:
