@@ -3,6 +3,7 @@
 Importing it gives `optuna.Study.optimize` the keyword ``executor=``.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.checkpoints import load_best_model
@@ -47,14 +48,18 @@ __all__ = [
     "load_best_model",
     "read_image",
     "uninstall",
+    "visualization",
 ]
 
 if TYPE_CHECKING:
+    from optuna_fleet import visualization
     from optuna_fleet.pipeline.images import RandomResizedCrop, read_image
 else:
 
     def __getattr__(name: str) -> Any:
-        """These import torch, which the driver does without."""
+        """What not every driver needs: torch, plotly."""
+        if name == "visualization":
+            return importlib.import_module("optuna_fleet.visualization")
         if name in ("RandomResizedCrop", "read_image"):
             from optuna_fleet.pipeline import images
 

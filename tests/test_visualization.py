@@ -372,3 +372,9 @@ def test_importing_draws_in_no_heavy_package():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_it_is_there_after_import_optuna_fleet_alone():
+    script = "import optuna_fleet; print(optuna_fleet.visualization.plot_timeline.__name__)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "plot_timeline\n", done.stderr

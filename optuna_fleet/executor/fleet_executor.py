@@ -53,7 +53,8 @@ class FleetExecutor:
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
         policy: Who flies where, and when that is decided: "mip" (rounds, python-mip), "elastic"
             (at each event), "greedy", "fleet-g" and "fleet-l" (as published), "homogeneous" (all
-            alike), "baseline" (one device each); see docs/allocation.md.
+            alike), "equal-split" (as many for everyone), "baseline" (one device each); see
+            docs/allocation.md.
         allocator: Your own allocator, instead of the policy's.
         paradigm: "global" re-allocates all trials at each round; "local" only fills freed devices;
             "elastic" decides at each event; None for the policy's.
@@ -192,12 +193,14 @@ class FleetExecutor:
         """Optimize `func` as `optuna.Study.optimize` does, with the trials on this fleet.
 
         The arguments are those of `optuna.Study.optimize`. Afterwards `summary` holds the call in
-        numbers.
+        numbers (None if it broke off, and with `cluster="inline"`).
 
         Raises:
             FleetConfigError: The objective can't be sent to the trainers.
             FleetConfigError: Another driver uses the checkpoint folder, or it can't be written to.
             RuntimeError: The study, or this executor, is already optimizing.
+            LaunchError: The processes of the fleet can't be started or kept up.
+            StorageLostError: The study's storage was gone for longer than `storage_patience_s`.
             BaseException: The first failure of a trial that `catch` does not cover.
         """
         _check_not_importing_main()

@@ -34,7 +34,7 @@ class SharedPipeline:
     """Data sets that all trials of a sweep read, each sample preprocessed once for all of them.
 
     The content and the order of an epoch depend only on (seed, name, epoch, index): every trial
-    sees the same data, at its own batch size.
+    sees the same data, at its own batch size (but see ``order``).
 
     Args:
         seed: Seed of orders and of augmentation; torch, NumPy and ``random`` are seeded from it
@@ -239,7 +239,8 @@ class SharedPipeline:
             name: The data set.
             batch_size: Samples per batch.
             epoch: From 0. A data set that is not shuffled is the same in all of them.
-            **more: As for ``PipelineReader.batches``: rank, world_size, drop_last, first_step.
+            **more: As for ``PipelineReader.batches``: rank, world_size, drop_last, first_step,
+                continues.
 
         Raises:
             FleetConfigError: An argument can't work, or the pipeline does not run.

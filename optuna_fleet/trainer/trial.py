@@ -191,8 +191,7 @@ class FleetTrial(optuna.Trial):
             objects: Anything with `state_dict` and `load_state_dict`.
 
         Returns:
-            The objects in the same order (one object alone is returned as itself); modules may be
-            wrapped.
+            The same objects in the same order (one alone as itself); none is wrapped.
 
         Raises:
             FleetConfigError: An object has no `state_dict`.

@@ -252,6 +252,7 @@ def test_without_a_spill_folder_the_cost_is_told_once():
         assert agent.stats().repeated > 0
     assert "do not fit into" in notice
     assert "spill_dir" in notice
+    assert "order='rolling'" in notice
 
 
 _IN_NAMESPACE = """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from optuna_fleet.pipeline.limits import Budgets
 from optuna_fleet.pipeline.messages import ChunkError
+from optuna_fleet.pipeline.spec import PipelineSpec
 
 
 class Notices:
@@ -15,15 +16,15 @@ class Notices:
     Args:
         notify: Given a sentence for the user.
         budgets: What the pipeline may take.
-        lengths: Number of samples of each data set.
+        spec: The data sets.
     """
 
     def __init__(
-        self, notify: Callable[[str], None], budgets: Budgets, lengths: Mapping[str, int]
+        self, notify: Callable[[str], None], budgets: Budgets, spec: PipelineSpec
     ) -> None:
         self._notify = notify
         self._budgets = budgets
-        self._lengths = lengths
+        self._spec = spec
         self._told: set[tuple[str, str]] = set()
         self._made: Counter[str] = Counter()
         self._busy_s: dict[str, float] = {}
@@ -44,13 +45,17 @@ class Notices:
     def repeated(self, name: str) -> None:
         """A chunk was made that had been made before."""
         each_s = self._each_s(name)
+        dataset = self._spec.dataset(name)
+        less = ""
+        if dataset.shuffled and not self._spec.rolls(name):
+            less = "; order='rolling' would spare trials in unlike epochs most of it"
         self._once(
             ("repeated", name),
             f"The preprocessed epochs of data set {name!r} that are in use do not fit into "
             f"{self._budgets.memory_bytes >> 20} MiB: what was dropped is preprocessed again, at "
             f"{1e3 * each_s:.3g} ms of a core per sample, up to "
-            f"{each_s * self._lengths[name]:.3g} s per epoch for each group of trials of a like "
-            "pace. A larger memory_bytes or a spill_dir would avoid that.",
+            f"{each_s * dataset.num_samples:.3g} s per epoch for each group of trials of a like "
+            f"pace. A larger memory_bytes or a spill_dir would avoid that{less}.",
         )
 
     def decoded_full(self, name: str, share: float) -> None:
@@ -58,7 +63,7 @@ class Notices:
         if share >= 1:
             return  # it will in the next epoch: these were larger than is usual
         each_s = self._each_s(name)
-        others = (1 - share) * self._lengths[name]
+        others = (1 - share) * self._spec.dataset(name).num_samples
         self._once(
             ("decoded", name),
             f"The decoded store has room for about {share:.0%} of the samples of data set "

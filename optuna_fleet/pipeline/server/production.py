@@ -103,7 +103,7 @@ class Production:
         self._deaths: Counter[str] = Counter()
         # By data set and epoch, which of its chunks were made: a byte each, as there may be many.
         self._made: dict[tuple[str, int], bytearray] = {}
-        self._notices = Notices(outlets.notify, budgets, self._lengths)
+        self._notices = Notices(outlets.notify, budgets, spec)
         self.pool = PreprocessorPool(
             limit=budgets.num_preprocessors,
             spawn=spawn,

@@ -131,7 +131,9 @@ class PipelineReader:
             continues: The next epoch will be read too: its beginning is preprocessed in good time.
 
         Raises:
-            FleetConfigError: An argument can't work, or this process or reader may not read.
+            FleetConfigError: An argument can't work, a rank would get no sample of a batch, or
+                this process or reader may not read. Iterating raises PreprocessingError where a
+                sample could not be made, and FleetError where the pipeline is gone.
         """
         self._check()
         batches = self._client.read(
