@@ -6,6 +6,8 @@ from typing import Any
 
 import optuna
 import pytest
+import torch
+import torch.distributed as dist
 
 from optuna_fleet import Convergence, FleetExecutor
 from tests.executor.test_same_results import losses_of
@@ -31,6 +33,31 @@ def test_exceptions_arrive_as_they_were_raised() -> None:
         study.optimize(objective, n_trials=3, executor=FleetExecutor(cluster="inline"))
     assert caught.value is raised
     assert [t.state.name for t in study.trials] == ["FAIL"]
+
+
+def reduce_at_once(trial: Any) -> float:
+    value = torch.tensor([trial.suggest_float("x", 1, 2)])
+    dist.all_reduce(value)
+    return float(value)
+
+
+def test_collectives_work_from_the_first_line_on() -> None:
+    assert not dist.is_initialized()
+    study = optuna.create_study()
+    study.optimize(reduce_at_once, n_trials=2, executor=FleetExecutor(cluster="inline"))
+    assert [t.value for t in study.trials] == pytest.approx([t.params["x"] for t in study.trials])
+    assert not dist.is_initialized()
+
+
+def test_a_group_of_ones_own_is_left_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        study = optuna.create_study()
+        study.optimize(reduce_at_once, n_trials=1, executor=FleetExecutor(cluster="inline"))
+        assert dist.group.WORLD is group
+    finally:
+        dist.destroy_process_group()
 
 
 def test_unpicklable_objectives_and_convergence() -> None:

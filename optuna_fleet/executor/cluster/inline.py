@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from optuna_fleet.events import EpochDecision
@@ -69,11 +71,32 @@ def _run(func: Callable[[Any], Any], session: Session, pipeline: SharedPipeline 
         return training
 
     seed_run(session.run.seed, session.run.number)
+    with _own_group(session.run):
+        try:
+            return func(FleetTrial(session, open_training))
+        finally:
+            if training is not None:
+                training.end(alone=False)
+
+
+@contextmanager
+def _own_group(run: RunTrial) -> Iterator[None]:
+    """As in a trainer: ``torch.distributed`` is there from the objective's first line on.
+
+    Where the script uses torch, and has no group of its own.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or torch.distributed.is_initialized():
+        yield
+        return
+    from optuna_fleet.trainer.groups import leave_group
+    from optuna_fleet.trainer.training import join_group_of
+
+    join_group_of(run, "cpu")
     try:
-        return func(FleetTrial(session, open_training))
+        yield
     finally:
-        if training is not None:
-            training.end(alone=False)
+        leave_group()
 
 
 class _InlineSession(Session):
