@@ -25,8 +25,8 @@ SPILL_SHARE = 0.5
 NICENESS = 15
 """Added to the niceness of preprocessors where trials compute on the CPU.
 
-Two trainers on two cores keep 98 % of their speed beside one or two preprocessors of it (57 %
-beside one of niceness 0). When trainers wait for data, preprocessors have their cores.
+Trainers then keep nearly all of their speed (docs/preprocessing.md has a measurement). When they
+wait for data, preprocessors have their cores.
 """
 
 STUCK_S = 600.0

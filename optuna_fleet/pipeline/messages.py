@@ -50,7 +50,7 @@ class OpenPass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindHead:
-    """Asks where those who read a data set are."""
+    """Asks up to where a data set has been read."""
 
     pass_id: int
     name: str
@@ -105,7 +105,7 @@ class PassOpened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadFound:
-    """Answers FindHead: up to where anyone has read."""
+    """Answers FindHead: the epoch, and the sample in it after the last that any pass came to."""
 
     pass_id: int
     epoch: int

@@ -62,7 +62,7 @@ class SharedPipeline:
         num_preprocessors: Most processes that preprocess, per node. If not given there are as many
             as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
-            given. It is never exceeded.
+            given. The pipeline never takes more; batches that trials keep are their own.
         decoded_bytes: How much of it the decoded store may take; 0 for none. By default a third,
             for data sets where that saves time.
         spill_dir: A folder on a local disk for preprocessed data that does not fit into memory.

@@ -188,9 +188,10 @@ def wire_device() -> torch.device:
 
 def of_first_rank(numbers: Sequence[int]) -> list[int]:
     """Returns the numbers that rank 0 has; all ranks must call it, with as many of them."""
+    if group_size() == 1:
+        return list(numbers)
     shared = torch.tensor(list(numbers), device=wire_device())
-    if group_size() > 1:
-        dist.broadcast(shared, src=0)
+    dist.broadcast(shared, src=0)
     return [int(number) for number in shared.tolist()]
 
 

@@ -142,7 +142,7 @@ class PipelineClient:
         return self._spec.rolls(name)
 
     def head(self, name: str) -> tuple[int, int]:
-        """Returns the epoch and the sample in it where those who read a data set are."""
+        """Returns the epoch and the sample in it up to which a data set has been read."""
         number, inbox = self._inbox()
         try:
             self._send(FindHead(pass_id=number, name=name))

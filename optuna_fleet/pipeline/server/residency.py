@@ -166,9 +166,13 @@ class Residency:
     def _epoch(self, name: str, epoch: int) -> _Epoch:
         record = self._epochs.get((name, epoch))
         if record is None:
-            rank = -1 if name in self._fixed else _LATEST - epoch if self._rolling else epoch
-            record = self._epochs[name, epoch] = _Epoch(rank=rank)
+            record = self._epochs[name, epoch] = _Epoch(rank=self._rank(name, epoch))
         return record
+
+    def _rank(self, name: str, epoch: int) -> int:
+        if name in self._fixed:
+            return -1
+        return _LATEST - epoch if self._rolling else epoch
 
     def _forget_if_empty(self, name: str, epoch: int) -> None:
         record = self._epochs[name, epoch]

@@ -132,10 +132,19 @@ class PipelineReader:
 
         Raises:
             FleetConfigError: An argument can't work, a rank would get no sample of a batch, or
-                this process or reader may not read. Iterating raises PreprocessingError where a
-                sample could not be made, and FleetError where the pipeline is gone.
+                this process or reader may not read.
+            PreprocessingError: While iterating: a sample could not be made.
+            FleetError: While iterating: the pipeline is gone.
         """
         self._check()
+        rolls = self._client.rolls(name)
+        if rolls and (world_size > 1 or first_step):
+            raise FleetConfigError(
+                f"batches() was given world_size={world_size} and first_step={first_step}, but "
+                "with order='rolling' each reader begins where it finds the stream: ranks of one "
+                "trial would read different batches, and an epoch that was left can't be "
+                "continued. Use order='canonical' for these without an executor."
+            )
         batches = self._client.read(
             name,
             epoch=epoch,
@@ -145,15 +154,8 @@ class PipelineReader:
             drop_last=drop_last,
             first_step=first_step,
             continues=continues,
-            origin=None if self._client.rolls(name) else 0,
+            origin=None if rolls else 0,
         )
-        if self._client.rolls(name) and (world_size > 1 or first_step):
-            raise FleetConfigError(
-                f"batches() was given world_size={world_size} and first_step={first_step}, but "
-                "with order='rolling' each reader begins where it finds the stream: ranks of one "
-                "trial would read different batches, and an epoch that was left can't be "
-                "continued. Use order='canonical' for these without an executor."
-            )
         _check_shares(self._client.sample_count(name), batch_size, world_size, drop_last)
         return DataBatches(self, batches)
 
