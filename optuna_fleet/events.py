@@ -91,6 +91,14 @@ class RateMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WidthLimited:
+    """A run has found that its trial gives the same results only on so many devices at most."""
+
+    run_id: int
+    max_devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEnded:
     """A run finished an epoch and asks what to do; `converged` by the user's criterion.
 
@@ -155,6 +163,7 @@ Event: TypeAlias = (
     | ProposalsExhausted
     | DataRequested
     | RateMeasured
+    | WidthLimited
     | EpochEnded
     | RankEnded
     | DeviceLost

@@ -167,6 +167,7 @@ class RunTrial:
         checkpoint_to: Path to write checkpoints to while it trains.
         final_to: Path to write the checkpoint to that it leaves when it is done; None for none.
         pulse_s: Seconds between two `Pulse` messages; None for none.
+        may_widen: The trial may have several devices later.
     """
 
     run_id: int
@@ -185,6 +186,7 @@ class RunTrial:
     gc_after_trial: bool
     final_to: str | None = None
     pulse_s: float | None = None
+    may_widen: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +231,14 @@ class Reached:
     resumable: bool
     batch_size: int
     samples_per_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WidthBounded:
+    """The run's trial must never have more devices than this: its results would be others."""
+
+    run_id: int
+    max_devices: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

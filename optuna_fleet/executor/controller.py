@@ -45,6 +45,7 @@ from optuna_fleet.events import (
     Settle,
     StartRound,
     TrialProposed,
+    WidthLimited,
 )
 from optuna_fleet.executor.posing import Poser
 from optuna_fleet.executor.profiles import Profiles
@@ -121,6 +122,8 @@ class Controller:
                 self._data_requested(event)
             case RateMeasured():
                 self._rate_measured(event)
+            case WidthLimited():
+                self._width_limited(event)
             case EpochEnded():
                 return self._epoch_ended(event)
             case PlanDecided():
@@ -156,6 +159,12 @@ class Controller:
             self._is_disappointed = True
         run.measured = True
         self._changed = True
+
+    def _width_limited(self, event: WidthLimited) -> None:
+        run = self._roster.runs.get(event.run_id)
+        if run is not None:
+            self._roster.trials[run.number].max_devices = event.max_devices
+            self._changed = True
 
     def _epoch_ended(self, event: EpochEnded) -> list[Instruction]:
         run = self._roster.runs.get(event.run_id)

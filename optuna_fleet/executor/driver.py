@@ -37,6 +37,7 @@ from optuna_fleet.events import (
     RunCondemned,
     Settle,
     StartRound,
+    WidthLimited,
 )
 from optuna_fleet.exceptions import OutOfMemoryError, StorageLostError, TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
@@ -61,6 +62,7 @@ from optuna_fleet.messages import (
     Reached,
     TrainerExited,
     TrainerReady,
+    WidthBounded,
 )
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
@@ -183,6 +185,8 @@ class Driver:
                 self._post(
                     RateMeasured(run_id=message.run_id, samples_per_s=message.samples_per_s)
                 )
+            case WidthBounded():
+                self._post(WidthLimited(run_id=message.run_id, max_devices=message.max_devices))
             case AgentLost():
                 self.pipeline_log.restart()
                 compat.fleet_logger.warning(

@@ -64,6 +64,7 @@ class Launcher:
             final_to=str(folder.final(launch.number)) if self._keeper.keeps_any else None,
             gc_after_trial=job.gc_after_trial,
             pulse_s=job.limits.pulse_s,
+            may_widen=len(self._runtime.fleet) > 1,
         )
 
     def send_waiting(self) -> None:

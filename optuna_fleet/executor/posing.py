@@ -95,7 +95,7 @@ class Poser:
         assert model is not None
         home = tuple(d for d in trial.home if d in idle)
         devices = trial.run.devices if trial.run else home
-        rates, rates_by_kind = self._rates(model, devices)
+        rates, rates_by_kind = self._rates(model, devices, _most(trial, model))
         return Candidate(
             number=trial.number,
             rates=rates,
@@ -111,12 +111,14 @@ class Poser:
             rescale_down_s=self._cost_s(model.rescale_down_s),
         )
 
-    def _rates(self, model: Model, devices: tuple[int, ...]) -> tuple[Rates, dict[str, Rates]]:
+    def _rates(
+        self, model: Model, devices: tuple[int, ...], most: int
+    ) -> tuple[Rates, dict[str, Rates]]:
         """Rates on the type of these devices, on the fastest if there are none, and on each."""
         kinds = self._profiles.kinds
         if not kinds:
-            return self._profiles.rates(model.structure, model.max_devices), {}
-        rates = {k: self._profiles.rates(model.structure, model.max_devices, k) for k in kinds}
+            return self._profiles.rates(model.structure, most), {}
+        rates = {k: self._profiles.rates(model.structure, most, k) for k in kinds}
         fastest = max(kinds, key=lambda k: rates[k][0])
         kind = self._places[self._place_of[devices[0]]][1] if devices else fastest
         return rates[kind], rates
@@ -130,3 +132,8 @@ class Poser:
         for device in sorted(usable):
             nodes[self._place_of[device]].append(device)
         return dict(sorted(nodes.items()))
+
+
+def _most(trial: Trial, model: Model) -> int:
+    """Most devices that the trial may have."""
+    return model.max_devices if trial.max_devices is None else trial.max_devices

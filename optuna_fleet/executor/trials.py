@@ -97,7 +97,11 @@ class Run:
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """A trial that is not done; `home` is what is left of the devices a failed run had."""
+    """A trial that is not done.
+
+    `home` is what is left of the devices a failed run had; `max_devices`, if it has shown that it
+    must not have more, bounds it besides its model.
+    """
 
     number: int
     status: Status = Status.PROPOSED
@@ -107,4 +111,5 @@ class Trial:
     restarts: int = 0
     waited_rounds: int = 0
     run: Run | None = None
+    max_devices: int | None = None
     home: tuple[int, ...] = ()

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.trainer import calls
 from optuna_fleet.trainer.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
 from optuna_fleet.trainer.shares import BatchShares, Share
@@ -58,7 +59,7 @@ def make_data_parallel(
     _check_initialised(module)
     module.to(device)
     convert_batchnorm(module, shares)
-    shares.watch(module)
+    calls.watch(module.modules())
     tensors = [*module.named_parameters(), *module.named_buffers()]
     check_agreement(
         ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),

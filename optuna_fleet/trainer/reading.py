@@ -20,6 +20,7 @@ from optuna_fleet.trainer.feed import feed
 from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.shares import BatchShares, Share
+from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.stopwatch import Stopwatch
 
 
@@ -47,6 +48,7 @@ class Reading:
         device: Where the trial computes.
         modules: What was prepared so far; grows while the objective runs.
         place: Kept up to date by whoever counts epochs.
+        split_check: Told of training batches, if it is given.
 
     Attributes:
         shares: What part of each batch this rank holds.
@@ -60,6 +62,7 @@ class Reading:
         device: torch.device,
         modules: list[torch.nn.Module],
         place: Place,
+        split_check: SplitCheck | None,
     ) -> None:
         self.shares = BatchShares()
         self.reached_after_s: float | None = None
@@ -71,6 +74,7 @@ class Reading:
         self._device = device
         self._modules = modules
         self._place = place
+        self._split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
         self._samples_per_epoch = 0
@@ -133,6 +137,8 @@ class Reading:
                 share = Share(batch.local_size, batch.global_size)
                 self.shares.hand_out(number, share, data, lockstep=in_step, trains=trains)
                 timed = self.stopwatch.active and trains and number == self._timed_pass
+                if trains and self._split_check is not None:
+                    self._split_check.hand_out(data, batch.global_size)
                 yield data
                 if timed:
                     self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
@@ -140,6 +146,8 @@ class Reading:
                     self.stopwatch.start()
         finally:
             self.shares.close(number)
+            if self._split_check is not None:
+                self._split_check.close()
             if self._timed_pass == number:
                 self._timed_pass = None
 

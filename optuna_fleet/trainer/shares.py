@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.exceptions import TrialError
@@ -118,7 +117,6 @@ class BatchShares:
         self._calls: list[_Call] = []
         self._reference: Share | None = None
         self._is_weighted = False
-        self._modules = weakref.WeakSet[torch.nn.Module]()
         self._depth = 0
         self._life: _Life | None = None
 
@@ -162,15 +160,8 @@ class BatchShares:
 
     # -- calls of prepared modules ----------------------------------------------------------------
 
-    def watch(self, module: torch.nn.Module) -> None:
-        """Note with what a module, or a part of it, is called."""
-        self._modules.update(module.modules())
-        _watch_with(self)
-
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """A module begins its forward."""
-        if module not in self._modules:
-            return
+        """See `calls.Listener`."""
         self._depth += 1
         if not self._num_steps or (self._depth > 1 and self._known is not None):
             return
@@ -183,10 +174,8 @@ class BatchShares:
         elif self._known is not None and self._calls:  # the outer call is about that batch
             self._calls[-1].batches = frozenset([self._known])
 
-    def leave(self, module: torch.nn.Module, outputs: Any) -> None:
-        """A module has ended its forward, or failed."""
-        if module not in self._modules:
-            return
+    def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        """See `calls.Listener`."""
         self._depth -= 1
         if self._depth or self._life is None:
             return
@@ -352,29 +341,3 @@ def _drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:
             continue
         node.register_hook(cleaned)
         nodes += [function for function, _ in node.next_functions]
-
-
-_watching: weakref.ref[BatchShares] | None = None
-_has_hooks = False
-
-
-def _watch_with(shares: BatchShares) -> None:
-    """Let `shares` know of calls. The hooks are torch's global ones: a module stays as it is."""
-    global _watching, _has_hooks
-    _watching = weakref.ref(shares)
-    if not _has_hooks:
-        _has_hooks = True
-        torch_module.register_module_forward_pre_hook(_enter)
-        torch_module.register_module_forward_hook(_leave, always_call=True)
-
-
-def _enter(module: torch.nn.Module, inputs: Any) -> None:
-    shares = None if torch.compiler.is_compiling() or _watching is None else _watching()
-    if shares is not None:
-        shares.enter(module, inputs)
-
-
-def _leave(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-    shares = None if torch.compiler.is_compiling() or _watching is None else _watching()
-    if shares is not None:
-        shares.leave(module, outputs)

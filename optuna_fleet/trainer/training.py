@@ -13,11 +13,11 @@ import torch
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import RunTrial, Usage
+from optuna_fleet.messages import RunTrial, Usage, WidthBounded
 from optuna_fleet.packing import plain
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer import checkpoint, reduction
+from optuna_fleet.trainer import calls, checkpoint, reduction
 from optuna_fleet.trainer.alike import come_apart
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
 from optuna_fleet.trainer.parallel import make_data_parallel
@@ -25,6 +25,7 @@ from optuna_fleet.trainer.reading import Place, Reading
 from optuna_fleet.trainer.reading import Shards as Shards
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.unprepared import Unprepared
 
 _GROUP_TIMEOUT_S = 600.0
@@ -63,7 +64,11 @@ class Training:
         self._modules: list[torch.nn.Module] = []
         self._place = Place()
         self._num_loops = 0
-        self._reading = Reading(session, pipeline, self.device, self._modules, self._place)
+        self._split_check = self._new_split_check()
+        self._reading = Reading(
+            session, pipeline, self.device, self._modules, self._place, self._split_check
+        )
+        calls.listen(self._split_check or self._reading.shares)
         self.state: dict[str, Any] = {}
         self._checkpoint: checkpoint.Checkpoint | None = None
         self._saver = Saver(session)
@@ -75,6 +80,16 @@ class Training:
         join_group_of(session.run, kind)
         if self._run.checkpoint is not None:
             self._resume(self._run.checkpoint)
+
+    def _new_split_check(self) -> SplitCheck | None:
+        """On one device, unless the trial will never have more."""
+        if self._run.world_size > 1 or not self._run.may_widen:
+            return None
+        return SplitCheck(self._stay_alone)
+
+    def _stay_alone(self, why: str) -> None:
+        self._session.send(WidthBounded(run_id=self._run.run_id, max_devices=1))
+        self._session.tell("fleet", "warn", why)
 
     def _resume(self, path: str) -> None:
         self._checkpoint, problems = checkpoint.load_newest(path)
@@ -91,6 +106,8 @@ class Training:
             alone: The other ranks may not be at their end.
         """
         self._unprepared.close()
+        if self._split_check is not None:
+            self._split_check.close()
         self._saver.finish()  # or the file would appear when nobody expects it any more
         # Its peers may be in a collective, and NCCL's end, abrupt or not, may wait for them, who
         # end when the driver has heard of this failure. The process' own end waits for nobody.
@@ -153,6 +170,8 @@ class Training:
 
     def _parallel(self, module: torch.nn.Module) -> torch.nn.Module:
         self._modules.append(module)
+        if self._split_check is not None:
+            calls.watch(module.modules())
         if self._run.world_size == 1:
             return module
         return make_data_parallel(module, self._reading.shares, self.device)
@@ -264,6 +283,8 @@ class Training:
         reduction.one_number(loss, "loss")
         own = reduction.one_number(weight, "weight")
         if self._run.world_size == 1:
+            if self._split_check is not None:
+                self._split_check.weigh(loss, weight)
             return loss
         shares = self._reading.shares
         shares.begin("trial.weighted")

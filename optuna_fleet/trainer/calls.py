@@ -1,0 +1,69 @@
+"""Tells of the calls of a trial's modules.
+
+The hooks are torch's global ones, set once per process: a module stays the user's own, with
+nothing in it that would be copied, pickled or compiled along.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules import module as torch_module
+
+
+class Listener(Protocol):
+    """Hears of calls of modules: of the outermost one and of those within it."""
+
+    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
+        """A module begins its forward, with these positional arguments."""
+
+    def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        """A module has ended its forward, or failed; `inputs` are (args, kwargs)."""
+
+
+_modules = weakref.WeakSet[torch.nn.Module]()
+_listener: weakref.ref[Listener] | None = None
+_has_hooks = False
+
+
+def listen(listener: Listener) -> None:
+    """Let `listener` hear of the calls of the modules that `watch` is given; it alone."""
+    global _listener
+    _listener = weakref.ref(listener)
+    _modules.clear()
+
+
+def watch(modules: Iterable[torch.nn.Module]) -> None:
+    """Let the listener hear of these modules."""
+    global _has_hooks
+    _modules.update(modules)
+    if not _has_hooks:
+        _has_hooks = True
+        quieten()
+        torch_module.register_module_forward_pre_hook(_enter)
+        torch_module.register_module_forward_hook(_leave, with_kwargs=True, always_call=True)
+
+
+def quieten() -> None:
+    """Keep torch from warning of hooks that the user did not set."""
+    if _has_hooks:
+        text = r"Using `torch\.compile\(module\)` when there are global hooks"
+        warnings.filterwarnings("ignore", message=text, category=UserWarning)
+
+
+def _enter(module: torch.nn.Module, inputs: Any) -> None:
+    if torch.compiler.is_compiling() or module not in _modules or _listener is None:
+        return
+    if (listener := _listener()) is not None:
+        listener.enter(module, inputs)
+
+
+def _leave(module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+    if torch.compiler.is_compiling() or module not in _modules or _listener is None:
+        return
+    if (listener := _listener()) is not None:
+        listener.leave(module, (args, kwargs), outputs)

@@ -1,0 +1,151 @@
+"""Finds losses that are no means over the samples of a batch: on one device, as they are trained.
+
+On several devices each computes the loss of its part of the batch, and the gradients are averaged
+by the number of samples. That is the gradient of the whole batch only if its loss is the mean over
+the samples, or goes through `FleetTrial.weighted`. Class weights, means over tokens, contrastive
+losses are none. So in some of a trial's first batches the loss is computed on two parts as well
+(`Worlds`), and the gradients at the model's outputs are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optuna_fleet.trainer.worlds import Counterparts, Worlds
+
+_STEPS = frozenset({1, 2, 4, 8, 16, 32})
+_MOST_BATCHES = 5  # that are fetched ahead
+_TOLERANCE = 1e-6
+_TOLERANCES = {torch.float64: _TOLERANCE, torch.float32: 2e-3}
+_COARSE = 5e-2
+
+FOUND = (
+    "Its loss is not the mean over the samples of a batch: parts of a batch give gradients that "
+    "differ by {percent:.2g} % from those of the whole. So that its results do not depend on the "
+    "number of devices, the trial stays on one. A weighted mean (class weights, a mean over "
+    "tokens) is exact on several with `trial.weighted(loss, the_sum_of_the_weights)`, a sum with "
+    "`loss / len(x)`; a loss that compares samples of a batch with each other is not."
+)
+
+
+class SplitCheck:
+    """Looks at some of the first training batches of a run on one device.
+
+    Args:
+        found: Called once, with a sentence for the user.
+    """
+
+    def __init__(self, found: Callable[[str], None]) -> None:
+        self._found = found
+        self._num_batches = 0
+        self._num_followed = 0
+        self._worlds: Worlds | None = None
+        self._has_compared = False
+        self._is_done = False
+
+    def hand_out(self, data: Any, size: int) -> None:
+        """The objective is about to get a training batch of so many samples."""
+        self._num_batches += 1
+        worlds = self._worlds
+        is_enough = self._has_compared or self._num_followed >= _MOST_BATCHES
+        if worlds is not None and (worlds.is_over or is_enough):
+            self.close()
+        if self._worlds is None:
+            if self._is_done or self._num_batches not in _STEPS or size < 2:
+                return
+            self._worlds, self._num_followed = Worlds(self._compare), 0
+            self._has_compared = False
+            self._worlds.start()
+        self._num_followed += 1
+        self._worlds.add_batch(data, size)
+
+    def close(self) -> None:
+        """Look no more at what is computed."""
+        worlds, self._worlds = self._worlds, None
+        if worlds is not None:
+            worlds.stop()
+
+    # Calls of prepared modules, as a `calls.Listener`.
+
+    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
+        """See `calls.Listener`."""
+        if self._worlds is not None:
+            self._worlds.enter(module, inputs)
+
+    def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        """See `calls.Listener`."""
+        if self._worlds is not None:
+            self._worlds.leave(module, inputs, outputs)
+
+    # -- losses -----------------------------------------------------------------------------------
+
+    def weigh(self, loss: Tensor, weight: Any) -> None:
+        """The objective says that `loss` is a weighted mean, with this sum of weights."""
+        worlds = self._worlds
+        if worlds is None or worlds.is_over or (losses := worlds.counterparts(loss)) is None:
+            return
+        weights = worlds.counterparts(weight)
+        if weights is None:
+            worlds.is_over = True  # a number that nobody knows the origin of
+            return
+        whole, *parts = (float(one) for one in weights)
+        shares = [1.0, *(part / whole if whole else math.nan for part in parts)]
+        sizes = worlds.sizes
+        one, first, second = (
+            loss * (share * sizes[0] / size) if share else torch.zeros_like(loss).detach()
+            for loss, share, size in zip(losses, shares, sizes, strict=True)
+        )
+        worlds.know(loss, (one, first, second))
+
+    def _compare(self, losses: Counterparts) -> None:
+        worlds = self._worlds
+        assert worlds is not None
+        self._has_compared = True
+        distance, norm = _distance(losses, worlds)
+        tolerance = max([_TOLERANCE, *map(_tolerance, worlds.called)])
+        if not math.isfinite(norm) or norm == 0 or distance <= tolerance * norm:
+            return
+        self._is_done = worlds.is_over = True
+        self._found(FOUND.format(percent=100 * distance / norm))
+
+
+def _distance(losses: Counterparts, worlds: Worlds) -> tuple[float, float]:
+    """How far the mean gradient of the parts is from the whole's, and the norm of that."""
+    params = [p for module in worlds.called for p in module.parameters() if p.requires_grad]
+    whole, *parts = (
+        _gradients(loss, [*(cut.leaves[world] for cut in worlds.cuts), *params])
+        for world, loss in enumerate(losses)
+    )
+    weights = [size / worlds.sizes[0] for size in worlds.sizes[1:]]
+    squares = [0.0, 0.0]
+    for number, gradient in enumerate(whole):
+        mean = torch.zeros_like(gradient)
+        for part, weight, which in zip(parts, weights, range(2), strict=True):
+            if number < len(worlds.cuts):
+                cut = worlds.cuts[number]
+                mean.index_add_(cut.axis, cut.rows[which], part[number] * weight)
+            else:
+                mean += part[number] * weight
+        squares[0] += float((mean - gradient).square().sum())
+        squares[1] += float(gradient.square().sum())
+    return math.sqrt(squares[0]) if squares[0] >= 0 else math.nan, math.sqrt(squares[1])
+
+
+def _gradients(loss: Any, leaves: list[Tensor]) -> list[Tensor]:
+    if not (isinstance(loss, Tensor) and loss.requires_grad and leaves):
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(loss.sum(), leaves, retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, found, strict=True)
+    ]
+
+
+def _tolerance(module: torch.nn.Module) -> float:
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    return max((_TOLERANCES.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE)
