@@ -127,7 +127,7 @@ class Worlds(TorchFunctionMode):
         if isinstance(value, Tensor):
             known = self._known.get(id(value))
             return None if known is None else known[1]
-        return value.in_worlds if isinstance(value, Tracked) else None  # type: ignore[return-value]
+        return value.in_worlds if isinstance(value, Tracked) else None
 
     # -- functions --------------------------------------------------------------------------------
 
