@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -29,11 +30,12 @@ from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.executor.trials import Paradigm
 from optuna_fleet.executor.watchdog import Limits
-from optuna_fleet.packing import pack_objective
+from optuna_fleet.packing import ObjectivePickler, pack_objective
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.unpicklable import explained, variable
 
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
 
@@ -362,13 +364,15 @@ def _check_not_importing_main() -> None:
 
 
 def _packed(func: Any, study: optuna.Study) -> bytes:
+    names = compat.names_of(study)
     try:
-        return pack_objective(func, compat.names_of(study))
+        return pack_objective(func, names)
     except Exception as error:
+        whole = variable("objective", func, "what `optimize` was given")
+        reason = explained([whole], error, ObjectivePickler(io.BytesIO(), names))
         raise FleetConfigError(
-            f"The objective can't be sent to the trainers: {type(error).__name__}: {error}. It "
-            "refers to something that can't be pickled (an open file, a lock, a connection): "
-            "create that inside the objective instead."
+            f"The objective can't be sent to the trainers, which are other processes: {reason} "
+            "Create such a thing inside the objective, or when it is first used there."
         ) from error
 
 

@@ -10,16 +10,16 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
-import cloudpickle
-
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.packing import pack
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import Stages
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSetup, PipelineSpec
+from optuna_fleet.unpicklable import explained, variable
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -172,7 +172,7 @@ class SharedPipeline:
         for dataset in spec.datasets:
             # With a collate_fn, samples must be finished before they are collated.
             end = samples.finisher(dataset.name) if dataset.collate is None else None
-            packed = _packed(f"end of the transform of data set {dataset.name!r}", end)
+            packed = _packed("transform", dataset.name, end)
             finished.append(replace(dataset, finish=packed))
         return replace(spec, datasets=tuple(finished))
 
@@ -184,7 +184,7 @@ class SharedPipeline:
                     name=name,
                     num_samples=length,
                     shuffled=name in self._shuffled,
-                    collate=_packed(f"collate_fn of data set {name!r}", self._collates.get(name)),
+                    collate=_packed("collate_fn", name, self._collates.get(name)),
                 )
                 for name, length in self._lengths.items()
             ),
@@ -203,9 +203,17 @@ class SharedPipeline:
 
     def payload(self) -> bytes:
         """Returns the data sets as bytes, for the preprocessors."""
-        packed = _packed("data sets of the SharedPipeline", self._source(), payload.pack)
-        assert packed is not None
-        return packed
+        source = self._source()
+        try:
+            return payload.pack(source)
+        except Exception as error:
+            stages = {
+                f"{what}[{name!r}]": stage
+                for what, given in self._stages.items()
+                for name, stage in given.items()
+            }
+            wholes = {**self._datasets, **stages}
+            raise _unpicklable("data sets of the SharedPipeline", wholes, error) from error
 
     def _source(self) -> Source:
         stages: dict[str, Stages] = {}
@@ -359,15 +367,20 @@ def _whole(argument: str, value: Any, *, minimum: int | None) -> int:
     return operator.index(value)
 
 
-def _packed(
-    what: str, value: Any, pack: Callable[[Any], bytes] = cloudpickle.dumps
-) -> bytes | None:
+def _packed(argument: str, name: str, value: Any) -> bytes | None:
     if value is None:
         return None
     try:
         return pack(value)
     except Exception as error:
-        raise FleetConfigError(
-            f"The {what} can't be pickled ({type(error).__name__}: {error}). Preprocessors are "
-            "other processes: open files, locks and connections lazily, in __getitem__."
-        ) from error
+        what = f"{argument} of data set {name!r}"
+        raise _unpicklable(what, {argument: value}, error) from error
+
+
+def _unpicklable(what: str, wholes: Mapping[str, Any], error: Exception) -> FleetConfigError:
+    parts = [variable(name, value, "given to SharedPipeline") for name, value in wholes.items()]
+    return FleetConfigError(
+        f"The {what} can't be pickled, as preprocessors and trainers, which are other processes, "
+        f"need it: {explained(parts, error)} Create such a thing (an open file, a lock, a "
+        "connection) when it is first used, in __getitem__."
+    )
