@@ -17,7 +17,14 @@ from typing import Any, Literal
 import optuna
 
 from optuna_fleet.alloc import Allocator, ByKind, GreedyAllocator, IsolatedAllocator
-from optuna_fleet.arguments import check_number, check_that, folder, is_a
+from optuna_fleet.arguments import (
+    asks_what_was_meant,
+    check_choice,
+    check_number,
+    check_that,
+    folder,
+    is_a,
+)
 from optuna_fleet.checkpoint_folder import StudyFolder, locked
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
@@ -101,6 +108,7 @@ class FleetExecutor:
         FleetConfigError: An argument is out of range, or the devices asked for do not exist.
     """
 
+    @asks_what_was_meant
     def __init__(
         self,
         pipeline: SharedPipeline | None = None,
@@ -160,8 +168,7 @@ class FleetExecutor:
         self._checkpoint_bytes = checkpoint_bytes
         self._keep_checkpoints = keep_checkpoints if self._checkpoint_dir is not None else 0
         check_number("checkpoint_interval_s", checkpoint_interval_s, least=0)
-        if cluster not in ("local", "inline"):
-            raise FleetConfigError(f"`cluster` is {cluster!r}, but must be 'local' or 'inline'.")
+        check_choice("cluster", cluster, ("local", "inline"))
         if cluster == "local" and not hasattr(os, "pidfd_open"):
             raise FleetConfigError(
                 f"cluster='local' needs Linux 5.3 or later, but this is {sys.platform!r}; "

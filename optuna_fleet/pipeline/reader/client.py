@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_fleet.arguments import check_number
+from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetError, PreprocessingError
 from optuna_fleet.packing import unpack
 from optuna_fleet.pipeline import wire
@@ -302,6 +302,7 @@ def planned(
         FleetConfigError: An argument can't work.
     """
     dataset = spec.dataset(name)
+    check_that("drop_last", drop_last, is_a(bool), "be True or False")
     plan = ReadPlan(
         name=name,
         epoch=dataset.canonical_epoch(_at_least(0, epoch=epoch)),
