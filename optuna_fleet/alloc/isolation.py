@@ -30,6 +30,7 @@ from optuna_fleet.alloc.problem import (
 from optuna_fleet.alloc.timing import timed
 from optuna_fleet.alloc.validation import validate
 from optuna_fleet.packing import pack
+from optuna_fleet.processes import outlet
 
 _logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class IsolatedAllocator:
             [sys.executable, "-m", _MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=outlet(sys.__stderr__),
             start_new_session=True,
             # What can be imported here must be found there: the user's allocator, a source
             # checkout.
