@@ -37,19 +37,19 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _module_reduction(obj)
         if isinstance(obj, _CACHED):
             return _cached_reduction(obj)
-        if isinstance(obj, functools.cached_property):
+        if type(obj) is functools.cached_property:
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
         if type(obj).__module__ == "torch._ops":  # torch.ops.aten.add, torch.ops.aten.add.Tensor
             return _reference(f"torch.ops.{obj}", obj) or NotImplemented
         reduction = super().reducer_override(obj)
-        if isinstance(obj, types.FunctionType) and hasattr(obj, "_torchdynamo_orig_callable"):
-            return _compiled_reduction(obj, reduction)
+        if isinstance(obj, types.FunctionType) and reduction is not NotImplemented:
+            return _function_reduction(obj, reduction)
         return reduction
 
 
-def _compiled_reduction(function: Any, reduction: Any) -> Any:
-    """As cloudpickle does it, but what torch made of a function has torch's own globals again."""
-    if reduction is NotImplemented:  # by name
+def _function_reduction(function: types.FunctionType, reduction: Any) -> Any:
+    """As cloudpickle does it, but what torch.compile made of one has torch's own globals again."""
+    if not function.__globals__.get("__name__", "").startswith("torch._dynamo."):
         return reduction
     make, (code, _, *others), (state, slots), *rest = reduction
     its_globals = _Globals(sys.modules[function.__globals__["__name__"]])
@@ -152,7 +152,7 @@ class _PrintingPickler(Pickler):
         if id(obj) in self._met:  # "fast" knows no cycles: a function that calls itself
             return _part, ("again", self._met[id(obj)][0])
         self._met[id(obj)] = len(self._met), obj  # which keeps it, and so its id, in being
-        return _content(obj) if _is_tensor(obj) else super().reducer_override(obj)
+        return _content(obj) if is_tensor(obj) else super().reducer_override(obj)
 
 
 def _part(*content: Any) -> None:
@@ -172,11 +172,12 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    is_scalar = getattr(value, "ndim", None) == 0 or (_is_tensor(value) and value.numel() == 1)
+    is_scalar = getattr(value, "ndim", None) == 0 or (is_tensor(value) and value.numel() == 1)
     return value.item() if is_scalar else value
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor; does not import torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 

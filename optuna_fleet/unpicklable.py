@@ -8,15 +8,18 @@ import io
 import os
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
+from pickle import PickleBuffer
 from typing import Any
 
-from optuna_fleet.packing import Pickler
+from optuna_fleet.packing import Pickler, is_tensor
 
-_MOST_PARTS = 200_000
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, bytearray)
+_MOST_PARTS = 50_000
+_LONGEST_PATH = 1000
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, PickleBuffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,23 +31,23 @@ class Part:
         name: The variable by which it is reached.
         path: The expression for it, which begins with that variable.
         origin: What the variable is, and who uses it.
-        trail: All from the variable's value to the part.
+        whole: The variable's value.
     """
 
     value: Any
     name: str
     path: str
     origin: str
-    trail: tuple[Any, ...]
+    whole: Any
 
     def inner(self, step: str, value: Any) -> Part:
         """A part of this part; `step` leads to it."""
-        return replace(self, value=value, path=self.path + step, trail=(*self.trail, value))
+        return replace(self, value=value, path=self.path + step)
 
     def __str__(self) -> str:
         """In words."""
-        head = f"`{self.name}`, {self.origin}, is of type `{_type(self.trail[0])}`"
-        if len(self.trail) == 1:
+        head = f"`{self.name}`, {self.origin}, is of type `{_type(self.whole)}`"
+        if self.value is self.whole:
             return head
         inner = f"`{self.path}`" if self.path != self.name else "something"
         return f"{head}, and {inner} in it is of type `{_type(self.value)}`"
@@ -59,7 +62,7 @@ class Culprit:
 
 
 def explained(wholes: list[Part], error: Exception, pickler: Pickler | None = None) -> str:
-    """What in `wholes` can't be pickled, and what to do about it, in a sentence or two.
+    """What in `wholes` can't be pickled, and why, in a sentence.
 
     Args:
         wholes: Where to look for it.
@@ -77,7 +80,7 @@ def explained(wholes: list[Part], error: Exception, pickler: Pickler | None = No
 
 def variable(name: str, value: Any, origin: str) -> Part:
     """Return a part that is the value of a variable."""
-    return Part(value=value, name=name, path=name, origin=origin, trail=(value,))
+    return Part(value=value, name=name, path=name, origin=origin, whole=value)
 
 
 def find_culprit(wholes: list[Part], pickler: Pickler | None = None) -> Culprit | None:
@@ -92,17 +95,23 @@ def find_culprit(wholes: list[Part], pickler: Pickler | None = None) -> Culprit 
     met: dict[int, Any] = {}
     while waiting and len(met) < _MOST_PARTS:
         part = waiting.popleft()
-        if type(part.value) in _ATOMS or id(part.value) in met:
+        if id(part.value) in met or len(part.path) > _LONGEST_PATH:
             continue
         met[id(part.value)] = part.value  # kept, and so its id
         try:
-            waiting.extend(_parts(part, pickler))
+            inner = (each for each in _parts(part, pickler) if not _is_plain(each.value))
+            waiting.extend(islice(inner, _MOST_PARTS))
         except Exception as error:
             return Culprit(part=part, error=error)
     return None
 
 
-def _parts(part: Part, pickler: Any) -> list[Part]:
+def _is_plain(value: Any) -> bool:
+    """Whether nothing can hide in it."""
+    return type(value) in _PLAIN or is_tensor(value)  # whose bytes would be copied
+
+
+def _parts(part: Part, pickler: Any) -> Iterable[Part]:
     """What pickle would look at next.
 
     Raises:
@@ -112,7 +121,7 @@ def _parts(part: Part, pickler: Any) -> list[Part]:
     if getattr(pickler, "persistent_id", lambda _: None)(value) is not None:
         return []
     if type(value) in (list, tuple, set, frozenset, dict):
-        return list(_items(part, value))
+        return _items(part, value)
     if type(value) is functools.partial:
         return [part.inner(f".{name}", getattr(value, name)) for name in _OF_PARTIAL]
     if type(value) is types.MethodType:
@@ -122,10 +131,10 @@ def _parts(part: Part, pickler: Any) -> list[Part]:
     if isinstance(reduction, str):
         return []
     if isinstance(value, types.FunctionType):
-        return list(_of_function(part, value, reduction))
+        return _of_function(part, value, reduction)
     if isinstance(value, type):
         part = variable(value.__qualname__, value, f"a class of {value.__module__}")
-    return list(_of_object(part, *reduction[:5]))
+    return _of_object(part, *reduction[:5])
 
 
 _OF_PARTIAL = ("func", "args", "keywords")

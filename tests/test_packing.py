@@ -106,15 +106,18 @@ def test_a_cached_function_that_can_be_imported_is_the_one_over_there() -> None:
 
 
 COMPILED = """
-import torch
+import functools, torch
 shift = 2
 
 @torch.compile(backend="eager")
 def shifted(x): return x + shift
 
-def objective(trial): return shifted(torch.zeros(1)).item()
+@functools.wraps(shifted)
+def doubled(x): return 2 * shifted(x)
+
+def objective(trial): return doubled(torch.zeros(1)).item()
 """
 
 
 def test_functions_of_the_script_may_be_compiled() -> None:
-    assert sent(script(COMPILED)["objective"])(None) == 2
+    assert sent(script(COMPILED)["objective"])(None) == 4

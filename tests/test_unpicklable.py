@@ -4,6 +4,7 @@ import functools
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,10 +69,10 @@ def names() -> dict[str, Any]:
     return script(SCRIPT, lock=threading.Lock())
 
 
-def words_for(value: Any) -> str:
+def words_for(value: Any, name: str = "objective") -> str:
     with pytest.raises(Exception, match=r".") as caught:
         pack(value)
-    return explained([variable("objective", value, "given")], caught.value)  # type: ignore[arg-type]
+    return explained([variable(name, value, "given")], caught.value)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,22 @@ def test_there_is_nothing_to_find_in_what_can_be_sent() -> None:
     objective = script("import torch\ndef objective(trial): return torch.ops, [1, {2: (3,)}]")
     part = variable("objective", objective["objective"], "given")
     assert find_culprit([part]) is None
+
+
+def test_arrays_and_tensors_are_no_culprits(names: dict[str, Any]) -> None:
+    things = [np.zeros(9), np.zeros((3, 3))[:, 1], torch.zeros(3), names["lock"]]
+    assert "`things[3]` in it is of type" in words_for(things, "things")
+
+
+def test_an_endless_search_ends() -> None:
+    chain: list[Any] = []
+    for _ in range(20_000):
+        chain = [chain]
+    assert find_culprit([variable("chain", chain, "given")]) is None
+    many = [[i] for i in range(60_000)]
+    assert find_culprit([variable("many", [*many, threading.Lock()], "given")]) is None
+    while chain:  # or its end would be too deep for Python
+        chain = chain.pop()
 
 
 def test_where_the_culprit_hides_the_error_is_told() -> None:
