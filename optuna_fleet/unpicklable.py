@@ -134,7 +134,7 @@ def _parts(part: Part, pickler: Any) -> Iterable[Part]:
         return _of_function(part, value, reduction)
     if isinstance(value, type):
         part = variable(value.__qualname__, value, f"a class of {value.__module__}")
-    return _of_object(part, *reduction[:5])
+    return _of_reduction(part, *reduction[:5])
 
 
 _OF_PARTIAL = ("func", "args", "keywords")
@@ -164,7 +164,7 @@ def _items(part: Part, value: Any) -> Iterator[Part]:
             yield part.inner("" if isinstance(value, (set, frozenset)) else f"[{number}]", item)
 
 
-def _of_object(
+def _of_reduction(
     part: Part, factory: Any, args: Any, state: Any = None, items: Any = None, pairs: Any = None
 ) -> Iterator[Part]:
     for attributes in state if type(state) is tuple else (state,):
