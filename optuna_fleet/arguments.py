@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import numbers
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from optuna_fleet.exceptions import FleetConfigError
+
+_Given = ParamSpec("_Given")
 
 
 def check_number(
@@ -56,7 +61,7 @@ def check_number(
 
 
 def check_that(
-    name: str, value: Any, holds: Callable[[Any], bool], wanted: str, *, optional: bool = False
+    name: str, value: Any, holds: Callable[[Any], object], wanted: str, *, optional: bool = False
 ) -> None:
     """Check one argument that is no number.
 
@@ -79,21 +84,73 @@ def is_a(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
-def folder(name: str, path: Any) -> Path:
+def check_choice(
+    name: str, value: Any, choices: Collection[str], *, optional: bool = False
+) -> None:
+    """Check one argument that must be one of a few names.
+
+    Args:
+        name: What the user calls it.
+        value: What was given.
+        choices: What will do.
+        optional: None will do.
+
+    Raises:
+        FleetConfigError: It won't do.
+    """
+    if not ((optional and value is None) or (isinstance(value, str) and value in choices)):
+        names = (" or " if len(choices) == 2 else ", ").join(map(repr, choices))
+        which = names if len(choices) == 2 else f"one of {names}"
+        raise FleetConfigError(f"`{name}` is {value!r}, but must be {which}.")
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return a question after the argument that was probably meant, or ""."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"; did you mean `{near[0]}`?" if near else ""
+
+
+def asks_what_was_meant(init: Callable[_Given, None]) -> Callable[_Given, None]:
+    """Decorate an `__init__`: its error for an unknown argument names the one that is like it."""
+    known = list(inspect.signature(init).parameters)
+
+    @functools.wraps(init)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
+        for name in kwargs:
+            if name not in known and (question := did_you_mean(name, known)):
+                kind = type(args[0]).__name__
+                raise TypeError(f"{kind}() got an unexpected keyword argument {name!r}{question}")
+        init(*args, **kwargs)
+
+    return checked
+
+
+def path(name: str, given: Any) -> Path:
+    """Return the path that a user gave, made absolute; "" would be the working directory.
+
+    Raises:
+        FleetConfigError: It is no path.
+    """
+    wanted = "be the path of a folder, as a string or a Path"
+    check_that(name, given, lambda value: isinstance(value, (str, os.PathLike)) and value, wanted)
+    try:
+        return Path(given).resolve()
+    except (OSError, ValueError, TypeError) as error:  # a NUL in it, say
+        raise FleetConfigError(f"`{name}` is {given!r}, but must {wanted} ({error}).") from error
+
+
+def folder(name: str, given: Any) -> Path:
     """Return the folder that a user named, made if need be, for nobody else to read.
 
     Raises:
         FleetConfigError: It is no path, or can't be a folder.
     """
-    check_that(
-        name, path, is_a(str, os.PathLike), "be the path of a folder, as a string or a Path"
-    )
-    resolved = Path(path).resolve()
+    resolved = path(name, given)
     try:
         resolved.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise FleetConfigError(
-            f"`{name}` is {os.fspath(path)!r}, but must be a folder, or one that can be made "
+            f"`{name}` is {os.fspath(given)!r}, but must be a folder, or one that can be made "
             f"({error}): name another."
         ) from error
     return resolved

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import optuna
+
+from optuna_fleet.arguments import check_number, check_that, is_a
+from optuna_fleet.arguments import path as argument_path
 from optuna_fleet.checkpoint_folder import StudyFolder, files_in, locked, study_folders
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge.claims import folders_of
 from optuna_fleet.trainer.checkpoint_file import CheckpointError, inspect
 
 if TYPE_CHECKING:
-    import optuna
     import torch
 
 _FILE = re.compile(r"trial-(\d+)\.(final\.pt|pt\.previous|pt)")
@@ -55,6 +58,9 @@ def load_best_model(
     """
     from optuna_fleet.trainer import checkpoint  # imports torch
 
+    check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
+    check_number("trial", trial, whole=True, optional=True)
+    _check_modules(model)
     chosen = study.best_trial if trial is None else _numbered(study, trial)
     loaded = checkpoint.load(_final_of(study, chosen, checkpoint_dir))
     if model is None:
@@ -68,6 +74,16 @@ def load_best_model(
     for module, position in zip(modules, loaded.modules, strict=False):
         module.load_state_dict(loaded.objects[position])
     return model
+
+
+def _check_modules(model: Any) -> None:
+    import torch
+
+    modules = model if isinstance(model, Sequence) else [model]
+    if model is not None and not all(isinstance(each, torch.nn.Module) for each in modules):
+        raise FleetConfigError(
+            f"`model` is {model!r:.100}, but must be a torch.nn.Module, or several in a list."
+        )
 
 
 def _numbered(study: optuna.Study, number: int) -> optuna.trial.FrozenTrial:
@@ -84,7 +100,11 @@ def _final_of(
     trial: optuna.trial.FrozenTrial,
     checkpoint_dir: str | os.PathLike[str] | None,
 ) -> Path:
-    roots = folders_of(trial) if checkpoint_dir is None else [os.fspath(checkpoint_dir)]
+    roots = (
+        folders_of(trial)
+        if checkpoint_dir is None
+        else [argument_path("checkpoint_dir", checkpoint_dir)]
+    )
     paths = [StudyFolder(Path(root), study.study_name).final(trial.number) for root in roots]
     for path in paths:
         if path.exists():

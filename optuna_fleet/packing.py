@@ -7,6 +7,7 @@ spoils its own call or trial and not the channel.
 from __future__ import annotations
 
 import functools
+import importlib
 import io
 import pickle
 import sys
@@ -21,13 +22,103 @@ import cloudpickle
 from optuna_fleet.exceptions import RemoteObjectiveError
 
 
-def pack(value: Any) -> bytes:
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Writes all that we send of the user's: cloudpickle, and what that leaves out.
+
+    That takes along the modules which a function mentions, but can't pickle those that are more
+    than a plain module: ``torch.backends.cudnn``, ``torch.ops``. It names functions with a cache
+    as if their script could be imported, and fails at cached properties, whose lock need not be
+    the same one, and at functions that torch compiles, with whatever torch keeps for them.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See `pickle.Pickler.reducer_override`."""
+        if isinstance(obj, types.ModuleType):
+            return _module_reduction(obj)
+        if isinstance(obj, _CACHED):
+            return _cached_reduction(obj)
+        if type(obj) is functools.cached_property:
+            return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
+        if type(obj).__module__ == "torch._ops":  # torch.ops.aten.add, torch.ops.aten.add.Tensor
+            return _reference(f"torch.ops.{obj}", obj) or NotImplemented
+        reduction = super().reducer_override(obj)
+        if isinstance(obj, types.FunctionType) and reduction is not NotImplemented:
+            return _function_reduction(obj, reduction)
+        return reduction
+
+
+def _function_reduction(function: types.FunctionType, reduction: Any) -> Any:
+    """As cloudpickle does it, but what torch.compile made of one has torch's own globals again."""
+    if not function.__globals__.get("__name__", "").startswith("torch._dynamo."):
+        return reduction
+    make, (code, _, *others), (state, slots), *rest = reduction
+    its_globals = _Globals(sys.modules[function.__globals__["__name__"]])
+    return make, (code, its_globals, *others), (state, {**slots, "__globals__": {}}), *rest
+
+
+class _Globals:
+    """Comes out of a pickle as the globals of a module."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __reduce__(self) -> Any:
+        return vars, (self._module,)
+
+
+_CACHED = type(functools.lru_cache(len))
+
+
+def _cached_reduction(function: Any) -> Any:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if function.__module__ != "__main__" and found_by_name(name) is function:
+        return NotImplemented  # by name
+    return _cached, (function.cache_parameters(), function.__wrapped__)
+
+
+def _cached(parameters: dict[str, Any], function: Any) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _module_reduction(module: types.ModuleType) -> Any:
+    is_plain = type(module) is types.ModuleType
+    if is_plain and module.__name__ in sys.modules:
+        return NotImplemented  # by name unless the user has told cloudpickle otherwise
+    by_value = cloudpickle.Pickler.dispatch_table[types.ModuleType]
+    return _reference(module.__name__, module) or by_value(module)
+
+
+def _reference(name: str, obj: Any) -> Any:
+    """How pickle is to find an object by its dotted name; None if it is not to be found there."""
+    parent, _, attribute = name.rpartition(".")
+    if sys.modules.get(name) is obj:
+        return importlib.import_module, (name,)
+    if parent and getattr(found_by_name(parent), attribute, None) is obj:
+        return getattr, (found_by_name(parent), attribute)
+    return None
+
+
+def found_by_name(name: str) -> Any:
+    """Return the module, or what is an attribute of one, that has this dotted name, or None."""
+    if name in sys.modules:
+        return sys.modules[name]
+    parent, _, attribute = name.rpartition(".")
+    return getattr(found_by_name(parent), attribute, None) if parent else None
+
+
+def pack(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
     """Return `value` as bytes; classes of ``__main__`` travel by value.
+
+    Args:
+        value: Anything.
+        buffer_callback: As for `pickle.dumps`, of protocol 5.
 
     Raises:
         Exception: It can't be pickled.
     """
-    return bytes(cloudpickle.dumps(value))
+    buffer = io.BytesIO()
+    Pickler(buffer, buffer_callback=buffer_callback).dump(value)
+    return buffer.getvalue()
 
 
 def fingerprint(value: Any) -> bytes | None:
@@ -40,7 +131,7 @@ def fingerprint(value: Any) -> bytes | None:
     return buffer.getvalue()
 
 
-class _PrintingPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _PrintingPickler(Pickler):
     """Writes what an object consists of, and nothing that depends on where its parts lie.
 
     Pickle itself says which equal strings and tuples are one object (unpickling changes that), and
@@ -61,7 +152,7 @@ class _PrintingPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if id(obj) in self._met:  # "fast" knows no cycles: a function that calls itself
             return _part, ("again", self._met[id(obj)][0])
         self._met[id(obj)] = len(self._met), obj  # which keeps it, and so its id, in being
-        return _content(obj) if _is_tensor(obj) else super().reducer_override(obj)
+        return _content(obj) if is_tensor(obj) else super().reducer_override(obj)
 
 
 def _part(*content: Any) -> None:
@@ -81,11 +172,12 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    is_scalar = getattr(value, "ndim", None) == 0 or (_is_tensor(value) and value.numel() == 1)
+    is_scalar = getattr(value, "ndim", None) == 0 or (is_tensor(value) and value.numel() == 1)
     return value.item() if is_scalar else value
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor; does not import torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)
 
 
@@ -96,7 +188,7 @@ def pack_objective(objective: Any, names: Mapping[int, str]) -> bytes:
         Exception: It can't be pickled.
     """
     buffer = io.BytesIO()
-    _NamingPickler(buffer, names).dump(objective)
+    ObjectivePickler(buffer, names).dump(objective)
     return buffer.getvalue()
 
 
@@ -130,12 +222,15 @@ def _become_main(objective: Any) -> None:
         sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
-class _NamingPickler(cloudpickle.Pickler):  # type: ignore[misc]
+class ObjectivePickler(Pickler):
+    """Names, instead of copying it, what must not be copied: see `pack_objective`."""
+
     def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
         super().__init__(file)
         self._names = names
 
     def persistent_id(self, obj: Any) -> str | None:
+        """See `pickle.Pickler.persistent_id`."""
         return self._names.get(id(obj))
 
 

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import optuna_fleet
 
@@ -75,6 +75,33 @@ def num_out_of_memory() -> int:
     return next((int(line.split()[1]) for line in counters if line.startswith("oom_kill ")), 0)
 
 
+def fill_standard_streams() -> None:
+    """Open what is closed of standard input, output and error, on the null device.
+
+    Or the next file or socket would take its number, and get what libraries and children print.
+    """
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
+def outlet(stream: TextIO | None) -> int | None:
+    """Return where a new process prints, for `subprocess.Popen`: where this one does, if it can.
+
+    Args:
+        stream: ``sys.__stdout__`` or ``sys.__stderr__``: None if it was closed from the start,
+            when its number may be that of another file by now.
+    """
+    return subprocess.DEVNULL if stream is None or stream.closed else None
+
+
+def flush_prints() -> None:
+    """Let out what was printed in this process, if there is anywhere to print to."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
 class ModuleProcess:
     """``main()`` of a module of ours in a new process, in a session of its own.
 
@@ -99,6 +126,8 @@ class ModuleProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START.format(root=root, module=module)],
             stdin=subprocess.PIPE,
+            stdout=outlet(sys.__stdout__),
+            stderr=outlet(sys.__stderr__),
             start_new_session=True,
             env={**os.environ, **environment},
             pass_fds=pass_fds,
@@ -185,8 +214,7 @@ class Forks:
     def spawn(self, main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
         """Fork a child running `main` on one end of a socket pair; return its pid and our end."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_prints()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -212,8 +240,7 @@ class Forks:
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush_prints()
             os._exit(code)
 
     def _reap(self, pid: int) -> None:
@@ -243,7 +270,7 @@ def preload(modules: Iterable[str]) -> None:
 def end_session() -> NoReturn:
     """End this process, a `ModuleProcess`, and with it whatever its children have started."""
     # Its modules were imported to be forked, not to be taken down in order.
-    sys.stderr.flush()
+    flush_prints()
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

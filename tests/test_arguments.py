@@ -8,7 +8,7 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet import Convergence, FleetConfigError, FleetExecutor
+from optuna_fleet import Convergence, FleetConfigError, FleetExecutor, load_best_model
 from optuna_fleet.alloc import MipAllocator
 from optuna_fleet.arguments import check_number
 
@@ -30,6 +30,10 @@ from optuna_fleet.arguments import check_number
         ({"predictor": 5}, "`predictor` is 5, but must be a function from an optuna.trial.Fro"),
         ({"phases": "no"}, "`phases` is 'no', but must be True or False."),
         ({"policy": ["mip"]}, "`policy` is ['mip'], but must be one of 'baseline'"),
+        ({"paradigm": ""}, "`paradigm` is '', but must be one of 'global', "),
+        ({"cluster": np.zeros(2)}, "but must be 'local' or 'inline'."),
+        ({"device_type": ["cpu"]}, "`device_type` is ['cpu'], but must be 'cpu' or 'cuda'."),
+        ({"checkpoint_dir": ""}, "`checkpoint_dir` is '', but must be the path of a folder"),
         ({"checkpoint_dir": 5}, "`checkpoint_dir` is 5, but must be the path of a folder"),
         ({"checkpoint_dir": __file__}, "must be a folder, or one that can be made ([Errno"),
         ({"checkpoint_dir": Path(__file__, "in it")}, "directory"),
@@ -37,8 +41,52 @@ from optuna_fleet.arguments import check_number
 )
 def test_a_wrong_argument_is_named_with_what_was_wanted(arguments, complaint) -> None:
     with pytest.raises(FleetConfigError) as caught:
-        FleetExecutor(devices=1, device_type="cpu", **arguments)
+        FleetExecutor(**{"devices": 1, "device_type": "cpu"} | arguments)
     assert complaint in str(caught.value)
+
+
+def test_a_misspelt_argument_gets_the_one_that_was_meant() -> None:
+    words = (
+        r"FleetExecutor\(\) got an unexpected .*'checkpoints_dir'; did you mean `checkpoint_dir`"
+    )
+    with pytest.raises(TypeError, match=words):
+        FleetExecutor(checkpoints_dir="x")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'colour'$"):
+        FleetExecutor(colour="x")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"patience": 0}, "`patience` is 0, but must be a whole number >= 1."),
+        ({"patience": "5"}, "`patience` is '5', but must be a whole number >= 1."),
+        ({"patience": 5, "min_improvement": None}, "`min_improvement` is None, but must be a num"),
+    ],
+)
+def test_a_wrong_argument_of_convergence_is_named(arguments: Any, words: str) -> None:
+    with pytest.raises(FleetConfigError, match=words):
+        Convergence(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"study": "name"}, "`study` is 'name', but must be a study"),
+        ({"model": "net"}, "`model` is 'net', but must be a torch.nn.Module, or several"),
+        ({"model": [1]}, "`model` is .*, but must be a torch.nn.Module"),
+        ({"model": torch.nn.Linear}, "`model` is .*, but must be a torch.nn.Module"),
+        ({"trial": "3"}, "`trial` is '3', but must be a whole number"),
+        ({"trial": optuna.trial.create_trial(value=0)}, "`trial` is Froz.*must be a whole number"),
+        ({"trial": 3}, "`trial` is 3, but the study has 1 trials"),
+        ({"checkpoint_dir": 3}, "`checkpoint_dir` is 3, but must be the path of a folder"),
+        ({"checkpoint_dir": ""}, "`checkpoint_dir` is '', but must be the path of a folder"),
+    ],
+)
+def test_a_wrong_argument_of_load_best_model_is_named(arguments: Any, words: str) -> None:
+    study = optuna.create_study()
+    study.add_trial(optuna.trial.create_trial(value=0))
+    with pytest.raises(FleetConfigError, match=words):
+        load_best_model(**{"study": study, **arguments})
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), 3.0, np.float32(3), float("inf")])
@@ -72,11 +120,30 @@ def test_a_state_that_is_set_says_what_to_use(fleet: Any) -> None:
         optuna.create_study().optimize(set_state, n_trials=1, executor=fleet)
 
 
-def forget_batch_size(trial: Any) -> float:
+WRONG_CALLS = (
+    (lambda trial: trial.prepare(), "trial.prepare() was given nothing, but takes modules"),
+    (lambda trial: trial.prepare(5), "trial.prepare() was given a `int`, but takes modules"),
+    (lambda trial: trial.prepare(torch.nn.Linear), "was given a `class Linear`, but takes"),
+    (lambda trial: trial.epochs("3"), "`num_epochs` is '3', but must be a whole number >= 1."),
+    (lambda trial: trial.epochs(True), "`num_epochs` is True, but must be"),
+    (lambda trial: trial.epochs(0), "`num_epochs` is 0, but must be"),
+    (lambda trial: trial.batches("val"), "trial.batches('val', batch_size=...)"),
+    (lambda trial: trial.batches("val", batch_size="3"), "`batch_size` is '3', but must be"),
+    (lambda trial: trial.batches("val", batch_size=3, drop_last=1), "`drop_last` is 1, but must"),
+    (lambda trial: trial.batches("vla", batch_size=3), "There is no data set 'vla' in the Shared"),
+    (lambda trial: trial.batches(None, batch_size=3), "`name` is None, but must be the name of"),
+)
+
+
+def call_wrongly(trial: Any) -> float:
     trial.prepare(torch.nn.Linear(1, 1))
-    return float(len(trial.batches("val")))
+    assert list(trial.epochs(np.int64(2))) == [0, 1]  # numbers of all kinds will do
+    for call, words in WRONG_CALLS:
+        with pytest.raises(FleetConfigError) as caught:
+            call(trial)
+        assert words in str(caught.value)
+    return 0.0
 
 
-def test_a_batch_size_that_is_missing_is_asked_for(fleet: Any) -> None:
-    with pytest.raises(FleetConfigError, match=r"trial\.batches\('val', batch_size=\.\.\.\)"):
-        optuna.create_study().optimize(forget_batch_size, n_trials=1, executor=fleet)
+def test_a_wrong_argument_of_a_trials_method_is_named(fleet: Any) -> None:
+    optuna.create_study().optimize(call_wrongly, n_trials=1, executor=fleet)

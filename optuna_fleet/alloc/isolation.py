@@ -21,8 +21,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import IO
 
-import cloudpickle
-
 from optuna_fleet.alloc.problem import (
     AllocationFailed,
     AllocationProblem,
@@ -31,6 +29,8 @@ from optuna_fleet.alloc.problem import (
 )
 from optuna_fleet.alloc.timing import timed
 from optuna_fleet.alloc.validation import validate
+from optuna_fleet.packing import pack
+from optuna_fleet.processes import outlet
 
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class IsolatedAllocator:
     with the *thread* that started it; the next problem then starts another.
 
     Args:
-        allocator: Asked first; must be picklable (cloudpickle).
+        allocator: Asked first; must be picklable.
         fallback: Asked in this process when there is no valid plan in time; must not fail.
         grace_s: Seconds beyond the problem's ``time_limit_s`` before the child is killed.
         startup_s: Further seconds for the first answer of a child, which has to import first.
@@ -107,6 +107,7 @@ class IsolatedAllocator:
             [sys.executable, "-m", _MODULE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=outlet(sys.__stderr__),
             start_new_session=True,
             # What can be imported here must be found there: the user's allocator, a source
             # checkout.
@@ -124,7 +125,7 @@ class IsolatedAllocator:
             raise RuntimeError("A problem is under way; call `result` before the next `submit`.")
         patience_s = problem.time_limit_s + self._grace_s
         try:
-            request = cloudpickle.dumps((self._allocator, problem))
+            request = pack((self._allocator, problem))
             self.start()
             answers_fd = self._send(request)
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import multiprocessing
 import os
@@ -16,7 +17,14 @@ from typing import Any, Literal
 import optuna
 
 from optuna_fleet.alloc import Allocator, ByKind, GreedyAllocator, IsolatedAllocator
-from optuna_fleet.arguments import check_number, check_that, folder, is_a
+from optuna_fleet.arguments import (
+    asks_what_was_meant,
+    check_choice,
+    check_number,
+    check_that,
+    folder,
+    is_a,
+)
 from optuna_fleet.checkpoint_folder import StudyFolder, locked
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
@@ -29,11 +37,12 @@ from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.executor.trials import Paradigm
 from optuna_fleet.executor.watchdog import Limits
-from optuna_fleet.packing import pack_objective
+from optuna_fleet.packing import ObjectivePickler, pack_objective
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.unpicklable import explained, variable
 
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
 
@@ -99,6 +108,7 @@ class FleetExecutor:
         FleetConfigError: An argument is out of range, or the devices asked for do not exist.
     """
 
+    @asks_what_was_meant
     def __init__(
         self,
         pipeline: SharedPipeline | None = None,
@@ -158,8 +168,7 @@ class FleetExecutor:
         self._checkpoint_bytes = checkpoint_bytes
         self._keep_checkpoints = keep_checkpoints if self._checkpoint_dir is not None else 0
         check_number("checkpoint_interval_s", checkpoint_interval_s, least=0)
-        if cluster not in ("local", "inline"):
-            raise FleetConfigError(f"`cluster` is {cluster!r}, but must be 'local' or 'inline'.")
+        check_choice("cluster", cluster, ("local", "inline"))
         if cluster == "local" and not hasattr(os, "pidfd_open"):
             raise FleetConfigError(
                 f"cluster='local' needs Linux 5.3 or later, but this is {sys.platform!r}; "
@@ -362,13 +371,15 @@ def _check_not_importing_main() -> None:
 
 
 def _packed(func: Any, study: optuna.Study) -> bytes:
+    names = compat.names_of(study)
     try:
-        return pack_objective(func, compat.names_of(study))
+        return pack_objective(func, names)
     except Exception as error:
+        whole = variable("objective", func, "what `optimize` was given")
+        reason = explained([whole], error, ObjectivePickler(io.BytesIO(), names))
         raise FleetConfigError(
-            f"The objective can't be sent to the trainers: {type(error).__name__}: {error}. It "
-            "refers to something that can't be pickled (an open file, a lock, a connection): "
-            "create that inside the objective instead."
+            f"The objective can't be sent to the trainers, which are other processes: {reason} "
+            "Create such a thing inside the objective, or when it is first used there."
         ) from error
 
 

@@ -17,7 +17,7 @@ from optuna_fleet.alloc import (
     MipAllocator,
     SingleDeviceAllocator,
 )
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.arguments import check_choice
 from optuna_fleet.executor.trials import Paradigm, Policy
 
 _WHEN_ALL_ENDED = 1e-9
@@ -51,7 +51,7 @@ class NamedPolicy:
     ) -> Policy:
         """The controller's policy: the user's wishes, else this one's; ``more`` as in `Policy`."""
         return Policy(
-            paradigm=paradigm or self.paradigm,
+            paradigm=self.paradigm if paradigm is None else paradigm,
             alpha=self.alpha if alpha is None else alpha,
             rate_spread=self.rate_spread if rate_spread is None else rate_spread,
             **more,
@@ -94,7 +94,5 @@ def named_policy(name: str) -> NamedPolicy:
     Raises:
         FleetConfigError: There is none.
     """
-    if not isinstance(name, str) or name not in POLICIES:
-        names = ", ".join(map(repr, POLICIES))
-        raise FleetConfigError(f"`policy` is {name!r}, but must be one of {names}.")
+    check_choice("policy", name, POLICIES)
     return POLICIES[name]

@@ -17,7 +17,7 @@ from typing import Any
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.checkpoint_folder import StudyFolder
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
-from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.exceptions import FleetConfigError, LaunchError
 from optuna_fleet.executor.cluster.local import AgentProcess
 from optuna_fleet.executor.hub import Hub, Readable
 from optuna_fleet.messages import (
@@ -36,7 +36,7 @@ from optuna_fleet.messages import (
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.spec import PipelineSetup
-from optuna_fleet.processes import cause_of_death, state_in_words
+from optuna_fleet.processes import cause_of_death, fill_standard_streams, state_in_words
 from optuna_fleet.resources import Fleet, cpu_count
 
 _MAX_STILLBORN = 3
@@ -81,7 +81,8 @@ class Runtime:
         self._dead: set[int] = set()
         self._retired: set[int] = set()
         self._stillborn: dict[int, int] = {}
-        self._checkpoint_dir = checkpoint_dir or Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
+        fill_standard_streams()
+        self._checkpoint_dir = checkpoint_dir or _private_folder()
         self._keeps_checkpoints = checkpoint_dir is not None
         self._owner = os.getpid()
         self.hub = Hub()
@@ -328,6 +329,17 @@ class Runtime:
     def _remove_private_folder(self) -> None:
         if not self._keeps_checkpoints:
             shutil.rmtree(self._checkpoint_dir, ignore_errors=True)
+
+
+def _private_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
+    except OSError as error:
+        raise FleetConfigError(
+            f"No temporary folder for checkpoints can be made ({error}): set the environment "
+            "variable TMPDIR to a folder that can be written to, or give FleetExecutor a "
+            "`checkpoint_dir`."
+        ) from error
 
 
 def _modules_to_preload() -> tuple[str, ...]:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, get_args
 
-from optuna_fleet.arguments import check_number
+from optuna_fleet.arguments import check_choice, check_number
 from optuna_fleet.events import Ending, Model
-from optuna_fleet.exceptions import FleetConfigError
 
 Paradigm = Literal["global", "local", "elastic"]
 """When to decide: in rounds (FLEET-G), as devices fall free (FLEET-L), at events (BFTrainer)."""
@@ -51,9 +50,7 @@ class Policy:
     moves_within_epochs: bool = False
 
     def __post_init__(self) -> None:
-        if self.paradigm not in PARADIGMS:
-            names = ", ".join(map(repr, PARADIGMS))
-            raise FleetConfigError(f"`paradigm` is {self.paradigm!r}, but must be one of {names}.")
+        check_choice("paradigm", self.paradigm, PARADIGMS)
         check_number("alpha", self.alpha, above=0, most=1)
         check_number("rate_spread", self.rate_spread, least=1)
         check_number("solver_time_limit_s", self.solver_time_limit_s, above=0)

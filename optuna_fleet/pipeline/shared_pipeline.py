@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-import os
-import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
-from optuna_fleet.arguments import check_number
+from optuna_fleet.arguments import check_choice, check_number, check_that, is_a, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline import limits
+from optuna_fleet.packing import pack
+from optuna_fleet.pipeline import limits, options
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import Stages
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSetup, PipelineSpec
+from optuna_fleet.unpicklable import explained, variable
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -103,23 +102,28 @@ class SharedPipeline:
                 f"SharedPipeline(train=dataset). It was given {len(unnamed)} without a name."
             )
         self._datasets = datasets
-        self._shuffled = _shuffled(shuffled, datasets)
-        self._collates = _by_name("collate_fn", collate_fn, datasets, datasets)
-        self._stages = {
-            "prepare": _by_name("prepare", prepare, datasets, datasets),
-            "augment": _by_name("augment", augment, datasets, self._shuffled),
-            "finish": _by_name("finish", finish, datasets, datasets),
+        self._lengths = {
+            name: options.length_of(name, dataset, datasets, _options())
+            for name, dataset in datasets.items()
         }
-        self._lengths = {name: _length(name, dataset) for name, dataset in datasets.items()}
+        self._shuffled = options.shuffled_among(shuffled, datasets)
+        by_name = options.by_name
+        self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
+        self._stages = {
+            "prepare": by_name("prepare", prepare, datasets, datasets),
+            "augment": by_name("augment", augment, datasets, self._shuffled),
+            "finish": by_name("finish", finish, datasets, datasets),
+        }
         self.seed = _whole("seed", seed, minimum=None)
         self.num_preprocessors = _optional("num_preprocessors", num_preprocessors)
-        self._on_error = cast("OnError", _one_of("on_error", on_error, "raise", "skip"))
-        self._order = cast("Order", _one_of("order", order, "canonical", "rolling"))
-        self._split = bool(split)
+        check_choice("on_error", on_error, ("raise", "skip"))
+        check_choice("order", order, ("canonical", "rolling"))
+        check_that("split", split, is_a(bool), "be True or False")
+        self._on_error, self._order, self._split = on_error, order, split
         self._wanted = Wanted(
             memory_bytes=_optional("memory_bytes", memory_bytes),
             decoded_bytes=_optional("decoded_bytes", decoded_bytes, minimum=0),
-            spill_dir=None if spill_dir is None else os.path.abspath(os.fspath(spill_dir)),
+            spill_dir=None if spill_dir is None else str(path("spill_dir", spill_dir)),
             spill_bytes=_optional("spill_bytes", spill_bytes),
         )
         limits.check_sense(self._wanted)
@@ -172,7 +176,7 @@ class SharedPipeline:
         for dataset in spec.datasets:
             # With a collate_fn, samples must be finished before they are collated.
             end = samples.finisher(dataset.name) if dataset.collate is None else None
-            packed = _packed(f"end of the transform of data set {dataset.name!r}", end)
+            packed = _packed("transform", dataset.name, end)
             finished.append(replace(dataset, finish=packed))
         return replace(spec, datasets=tuple(finished))
 
@@ -184,7 +188,7 @@ class SharedPipeline:
                     name=name,
                     num_samples=length,
                     shuffled=name in self._shuffled,
-                    collate=_packed(f"collate_fn of data set {name!r}", self._collates.get(name)),
+                    collate=_packed("collate_fn", name, self._collates.get(name)),
                 )
                 for name, length in self._lengths.items()
             ),
@@ -203,9 +207,17 @@ class SharedPipeline:
 
     def payload(self) -> bytes:
         """Returns the data sets as bytes, for the preprocessors."""
-        packed = _packed("data sets of the SharedPipeline", self._source(), payload.pack)
-        assert packed is not None
-        return packed
+        source = self._source()
+        try:
+            return payload.pack(source)
+        except Exception as error:
+            stages = {
+                f"{what}[{name!r}]": stage
+                for what, given in self._stages.items()
+                for name, stage in given.items()
+            }
+            wholes = {**self._datasets, **stages}
+            raise _unpicklable("data sets of the SharedPipeline", wholes, error) from error
 
     def _source(self) -> Source:
         stages: dict[str, Stages] = {}
@@ -271,83 +283,9 @@ class SharedPipeline:
         return {name: value for name, value in vars(self).items() if name != "_session"}
 
 
-def _length(name: str, dataset: Any) -> int:
-    if not (_has_getitem(dataset) and hasattr(dataset, "__len__")):
-        raise FleetConfigError(
-            f"Data set {name!r} is of type {type(dataset).__name__}, but a SharedPipeline needs a "
-            "map-style data set, with len(dataset) and dataset[index]: all trials share one order "
-            "of its samples, and an iterable can't be read by index."
-        )
-    length = len(dataset)
-    if not length:
-        raise FleetConfigError(
-            f"Data set {name!r} is empty, but must have at least one sample. "
-            "Check the path or the filter it was built with."
-        )
-    return int(length)
-
-
-def _has_getitem(dataset: Any) -> bool:
-    # What torch's Dataset has only raises, and an IterableDataset with a length inherits it.
-    data = sys.modules.get("torch.utils.data")  # not loaded: no data set is of these classes
-    stub = getattr(getattr(data, "Dataset", None), "__getitem__", None)
-    return getattr(type(dataset), "__getitem__", None) not in (None, stub)
-
-
-def _by_name(
-    argument: str, given: Any, names: Collection[str], default: Collection[str]
-) -> dict[str, Callable[..., Any]]:
-    """One callable per name, where one alone is for all of ``default``."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        given = dict.fromkeys(default, given)
-    _check_names(argument, given, names)
-    for name, function in given.items():
-        if not callable(function):
-            raise FleetConfigError(
-                f"The {argument} of data set {name!r} is {function!r}, but must be callable: "
-                f"{_PURPOSES[argument]}."
-            )
-    return dict(given)
-
-
-_PURPOSES = {
-    "collate_fn": "it makes a batch from a list of samples",
-    "prepare": "it does with dataset[index] what is the same in every epoch",
-    "augment": "it does with a prepared sample what is random",
-    "finish": "it makes the elementwise end of a sample, or of a batch",
-}
-
-
-def _one_of(argument: str, value: Any, first: str, second: str) -> str:
-    if value not in (first, second):
-        raise FleetConfigError(
-            f"The value of `{argument}` is {value!r}, but must be {first!r} or {second!r}."
-        )
-    return str(value)
-
-
-def _shuffled(given: Collection[str] | None, names: Collection[str]) -> frozenset[str]:
-    if given is None:
-        return frozenset(name for name in names if name.startswith("train"))
-    if isinstance(given, str):
-        given = [given]
-    if not isinstance(given, Collection):
-        raise FleetConfigError(
-            f"The value of `shuffled` is {given!r}, but must be names of data sets, as ['train']."
-        )
-    _check_names("shuffled", given, names)
-    return frozenset(given)
-
-
-def _check_names(argument: str, given: Collection[str], names: Collection[str]) -> None:
-    for name in given:
-        if name not in names:
-            known = ", ".join(map(repr, names))
-            raise FleetConfigError(
-                f"`{argument}` names {name!r}, but the SharedPipeline's data sets are {known}."
-            )
+def _options() -> list[str]:
+    parameters = inspect.signature(SharedPipeline).parameters.values()
+    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
 
 def _optional(argument: str, value: int | None, *, minimum: int = 1) -> int | None:
@@ -359,15 +297,20 @@ def _whole(argument: str, value: Any, *, minimum: int | None) -> int:
     return operator.index(value)
 
 
-def _packed(
-    what: str, value: Any, pack: Callable[[Any], bytes] = cloudpickle.dumps
-) -> bytes | None:
+def _packed(argument: str, name: str, value: Any) -> bytes | None:
     if value is None:
         return None
     try:
         return pack(value)
     except Exception as error:
-        raise FleetConfigError(
-            f"The {what} can't be pickled ({type(error).__name__}: {error}). Preprocessors are "
-            "other processes: open files, locks and connections lazily, in __getitem__."
-        ) from error
+        what = f"{argument} of data set {name!r}"
+        raise _unpicklable(what, {argument: value}, error) from error
+
+
+def _unpicklable(what: str, wholes: Mapping[str, Any], error: Exception) -> FleetConfigError:
+    parts = [variable(name, value, "given to SharedPipeline") for name, value in wholes.items()]
+    return FleetConfigError(
+        f"The {what} can't be pickled, as preprocessors and trainers, which are other processes, "
+        f"need it: {explained(parts, error)} Create such a thing (an open file, a lock, a "
+        "connection) when it is first used, in __getitem__."
+    )

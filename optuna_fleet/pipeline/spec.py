@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.limits import Wanted
 
@@ -97,6 +98,7 @@ class PipelineSpec:
         Raises:
             FleetConfigError: There is none; the message lists those there are.
         """
+        check_that("name", name, is_a(str), "be the name of a data set of the SharedPipeline")
         for dataset in self.datasets:
             if dataset.name == name:
                 return dataset

@@ -20,6 +20,7 @@ from optuna_fleet.exceptions import FleetError, RetryableError, TrialError, is_o
 from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
 from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
+from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.pulse import beating
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
@@ -52,7 +53,7 @@ class Trainer:
             match message:
                 case RunTrial():
                     ended = self._run(message)
-                    _flush()
+                    flush_prints()  # trainers are killed in the end
                     collect = message.gc_after_trial
                     is_last = self._is_spent or not self._clean_up(collect=collect)
                     self._channel.send(replace(ended, is_last=is_last))
@@ -242,10 +243,3 @@ def _sendable(value: Any) -> bytes:
         raise TrialError(
             f"The value {value!r} that the objective returned can't be sent to the driver: {error}"
         ) from error
-
-
-def _flush() -> None:
-    """Let out what the objective printed: trainers are killed in the end."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()

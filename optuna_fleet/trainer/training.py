@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from optuna_fleet.arguments import check_number
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.messages import RunTrial, Usage, WidthBounded
@@ -29,6 +30,9 @@ from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.unprepared import Unprepared
 
 _GROUP_TIMEOUT_S = 600.0
+_PREPARED = (
+    "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
+)
 
 
 def join_group_of(run: RunTrial, device_kind: str) -> None:
@@ -128,6 +132,8 @@ class Training:
 
     def prepare(self, *objects: Any) -> Any:
         """See `FleetTrial.prepare`."""
+        if not objects:
+            raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_PREPARED}.")
         for thing in objects:  # before any optimizer's state is made to follow them
             if isinstance(thing, torch.nn.Module):
                 thing.to(self.device)
@@ -135,11 +141,10 @@ class Training:
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_one(self, thing: Any) -> Any:
-        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-            raise FleetConfigError(
-                f"trial.prepare() was given a `{type(thing).__name__}`, but takes modules, "
-                "optimizers, schedulers and other objects with `state_dict` and `load_state_dict`."
-            )
+        has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+        if isinstance(thing, type) or not has_state:
+            kind = f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
+            raise FleetConfigError(f"trial.prepare() was given a `{kind}`, but takes {_PREPARED}.")
         position = len(self._objects)
         self._objects.append(thing)
         if self._checkpoint is not None:
@@ -181,10 +186,7 @@ class Training:
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """See `FleetTrial.epochs`."""
         self._session.check()
-        if not isinstance(num_epochs, int) or num_epochs < 1:
-            raise FleetConfigError(
-                f"trial.epochs() was given {num_epochs!r}, but takes a number of epochs >= 1."
-            )
+        check_number("num_epochs", num_epochs, least=1, whole=True)
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import optuna
 import pytest
 
-from optuna_fleet import LaunchError, SharedPipeline
+from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
 from optuna_fleet.events import DeviceJoined, EpochDecision, Launch
 from optuna_fleet.executor import runtime as runtimes
@@ -289,3 +291,12 @@ def test_beside_gpus_preprocessors_have_all_other_cores_and_trainers_finish(
 def test_a_number_of_preprocessors_that_was_given_is_kept(runtime: Runtime) -> None:
     setup = pipeline_of(runtime, num_preprocessors=3)
     assert (setup.is_adaptive, setup.num_preprocessors) == (False, 3)
+
+
+def test_a_machine_without_a_temporary_folder_is_told_of(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    with (
+        FleetExecutor(devices=1, device_type="cpu") as fleet,
+        pytest.raises(FleetConfigError, match=r"set the environment variable TMPDIR.*checkpoint"),
+    ):
+        optuna.create_study().optimize(lambda trial: 0.0, n_trials=1, executor=fleet)

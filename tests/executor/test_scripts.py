@@ -77,3 +77,38 @@ print("value", study.best_value, len(sys.argv))
 def test_an_objective_sees_the_arguments_of_its_script(tmp_path: Path) -> None:
     ended = run(tmp_path, ARGUMENTS, "--lr", "0.5")
     assert ended.stdout.split() == ["value", "0.5", "3"], ended.stderr
+
+
+WITHOUT_STREAMS = """
+import pathlib, sys
+import optuna, torch
+from optuna_fleet import FleetExecutor, SharedPipeline
+
+def count(batches): return sum(map(len, batches))
+
+def objective(trial):
+    torch.backends.cudnn.benchmark = True
+    print("heard by nobody")
+    print("nor this", file=sys.stderr)
+    trial.prepare(torch.nn.Linear(1, 1))
+    return float(count(trial.batches("train", batch_size=2)))
+
+def new_pipeline(): return SharedPipeline(train=torch.zeros(10, 1), shuffled=[])
+
+study = optuna.create_study()
+with FleetExecutor(new_pipeline(), devices=2, device_type="cpu") as fleet:
+    study.optimize(objective, n_trials=2, executor=fleet)
+with new_pipeline() as alone:
+    number = count(alone.batches("train", batch_size=2, epoch=0))
+pathlib.Path(sys.argv[1]).write_text(f"{study.best_value} {number}")
+"""
+
+
+def test_a_script_need_have_no_streams_and_its_objective_may_mention_any_module(
+    tmp_path: Path,
+) -> None:
+    path, answer = tmp_path / "script.py", tmp_path / "answer"
+    path.write_text(WITHOUT_STREAMS)
+    command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, str(path), str(answer)]
+    subprocess.run(command, timeout=200, check=True)
+    assert answer.read_text() == "10.0 10"

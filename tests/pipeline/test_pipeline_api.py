@@ -7,7 +7,7 @@ import pytest
 import torch
 from pipeline_datasets import Counted, Ragged
 from pipeline_harness import Agent, serving
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, RandomSampler
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.pipeline import SharedPipeline, default_preprocessors
@@ -71,6 +71,30 @@ def test_shuffled_can_be_chosen():
         ({"train": [1], "num_preprocessors": 0}, "`num_preprocessors` is 0"),
         ({"train": [1], "memory_bytes": 1.5}, "`memory_bytes` is 1.5"),
         ({"train": [1], "seed": "x"}, "`seed` is 'x'"),
+        ({"train": [1], "split": "no"}, "`split` is 'no', but must be True or False"),
+        ({"train": [1], "split": 2}, "`split` is 2, but must be True or False"),
+        ({"train": [1], "order": "random"}, "`order` is 'random', but must be 'canonical' or"),
+        ({"train": [1], "on_error": ["skip"]}, "`on_error` is .*, but must be 'raise' or 'skip'"),
+        ({"train": [1], "spill_dir": 3}, "`spill_dir` is 3, but must be the path of a folder"),
+        ({"train": [1], "spill_dir": ""}, "`spill_dir` is '', but must be the path of a folder"),
+        ({"train": [1], "spill_dir": "a\0"}, "must be the path of a folder.*null"),
+        ({"train": [1], "shuffle": True}, "`shuffle` is no option.*: `shuffled` takes the names"),
+        ({"train": [1], "shuffle": ["train"]}, "`shuffle` is no option.*: `shuffled` takes the n"),
+        ({"train": [1], "spil_dir": "/tmp"}, "`spil_dir` is no option.*did you mean `spill_dir`"),
+        ({"train": [1], "memory_byte": 3}, "`memory_byte` is no .*did you mean `memory_bytes`"),
+        ({"train": [1], "prepair": {"train": len}}, "`prepair` is no .*did you mean `prepare`"),
+        ({"train": [1], "colate": len}, "`colate` is no option"),
+        (
+            {"train": [1], "batch_size": 32},
+            r"given to trial.batches\(name, batch_size=...\)",
+        ),
+        ({"train": [1], "drop_last": True}, r"given to trial.batches\(name, drop_last=True\)"),
+        ({"train": [1], "num_workers": 4}, "`num_workers` is no option.*`num_preprocessors` is"),
+        ({"train": [1], "sampler": RandomSampler([1])}, "`sampler` is no option.*Subset"),
+        ({"train": [1], "val": None}, "`val` is no option.*None is none"),
+        ({"train": [1], "rate": 3}, "`rate` is no option.*and 3 is none"),
+        ({"train": "folder"}, "`train` is no option.* 'folder' is none"),
+        ({"train": {"a": 1}}, "'train' is of type dict"),
         ({"train": [1], "spill_bytes": 9}, "spill_bytes=9, but no spill_dir.*folder"),
         (
             {"train": [1], "memory_bytes": 800, "decoded_bytes": 800},
@@ -104,6 +128,9 @@ def test_data_set_that_can_not_be_pickled():
     ("arguments", "message"),
     [
         ({"name": "test"}, "no data set 'test'.*'train', 'val'"),
+        ({"name": 3}, "`name` is 3, but must be the name of a data set"),
+        ({"name": torch.ones(2)}, "must be the name of a data set"),
+        ({"drop_last": "no"}, "`drop_last` is 'no', but must be True or False"),
         ({"batch_size": 0}, "`batch_size` is 0"),
         ({"batch_size": 2.0}, "`batch_size` is 2.0"),
         ({"batch_size": True}, "`batch_size` is True"),

@@ -7,10 +7,10 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 
+from optuna_fleet import packing
 from optuna_fleet.pipeline.chunks.columns import raw_bytes
 
 _BufferCallback = Callable[[pickle.PickleBuffer], Any]
@@ -76,10 +76,10 @@ def _dumped(value: Any, buffers: list[pickle.PickleBuffer] | None) -> bytes:
     try:
         _Pickler(stream, protocol=5, buffer_callback=keep).dump(value)
     except Exception:
-        # Classes of the user's __main__, lambdas: cloudpickle's domain, at its price.
+        # Classes of the user's __main__, lambdas: what `pack` is for, at its price.
         if buffers is not None:
             buffers.clear()
-        return bytes(cloudpickle.dumps(value, protocol=5, buffer_callback=keep))
+        return packing.pack(value, keep)
     return stream.getvalue()
 
 

@@ -8,9 +8,9 @@ import socket
 import time
 from typing import Any
 
-import cloudpickle
 import torch
 
+from optuna_fleet.packing import unpack
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.chunks.layout import sample_bytes, write_chunk
 from optuna_fleet.pipeline.chunks.spill import to_disk
@@ -53,9 +53,7 @@ def preprocessor_main(
     torch.set_num_threads(1)
     _keep_freed_memory(4 * budgets.chunk_bytes)
     sock.setblocking(True)
-    samples = Samples(
-        lambda: cloudpickle.loads(payload), spec, decoded, force_decoded=budgets.force_decoded
-    )
+    samples = Samples(lambda: unpack(payload), spec, decoded, force_decoded=budgets.force_decoded)
     producer = _Producer(sock, spec, budgets, decoded, samples)
     try:
         while True:

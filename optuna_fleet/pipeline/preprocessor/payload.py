@@ -20,9 +20,9 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
+from optuna_fleet import packing
 from optuna_fleet.pipeline.chunks.memory_files import map_privately, sealed_file_of
 from optuna_fleet.pipeline.preprocessor.generators import Generator, is_generator
 from optuna_fleet.pipeline.preprocessor.mapped_files import MappedFiles
@@ -131,7 +131,7 @@ class _Nowhere:
         return len(data)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(packing.Pickler):
     def __init__(self, stream: Any, *, buffer_callback: Callable[[Any], bool]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self.generators: list[Generator] = []

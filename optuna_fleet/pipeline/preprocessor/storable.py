@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from optuna_fleet import packing
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.layout import write_chunk
 from optuna_fleet.pipeline.chunks.structure import flatten, map_leaves, rebuild
@@ -47,7 +47,7 @@ def pack(sample: Any, *, faithful: bool) -> Stored:
         if faithful and mark == PICTURE and leaf.info
     }
     plain = rebuild(structure, iter([leaf for _, leaf in packed]))
-    return marks, cloudpickle.dumps(infos) if infos else b"", plain
+    return marks, packing.pack(infos) if infos else b"", plain
 
 
 def unpack(stored: Stored, *, copy: bool) -> Any:
@@ -120,14 +120,14 @@ def _pack(leaf: Any, *, faithful: bool) -> tuple[str, Any]:
         return AS_IS, leaf.copy(order="C")
     if type(leaf) in _PLAIN or isinstance(leaf, np.generic):
         return AS_IS, leaf
-    return PICKLED, cloudpickle.dumps(leaf)
+    return PICKLED, packing.pack(leaf)
 
 
 def _pack_tensor(tensor: torch.Tensor) -> tuple[str, Any]:
     mark = _tensor_classes().get(type(tensor))
     usual = tensor.device.type == "cpu" and tensor.layout is torch.strided
     if mark is None or not usual or tensor.is_quantized or tensor.requires_grad:
-        return PICKLED, cloudpickle.dumps(tensor)
+        return PICKLED, packing.pack(tensor)
     plain = tensor.as_subclass(torch.Tensor)
     # The order in memory is kept: it decides how fast a crop is resized, and its last bits.
     if channels_last(plain):

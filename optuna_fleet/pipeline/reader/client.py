@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
-
-from optuna_fleet.arguments import check_number
+from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetError, PreprocessingError
+from optuna_fleet.packing import unpack
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.chunks.view import ChunkView
 from optuna_fleet.pipeline.messages import (
@@ -155,7 +154,7 @@ class PipelineClient:
     def finisher(self, name: str) -> Callable[[Any], Any] | None:
         """Returns what is left to do with each batch where the trial computes; None if nothing."""
         packed = self._spec.dataset(name).finish
-        return None if packed is None else cloudpickle.loads(packed)
+        return None if packed is None else unpack(packed)
 
     # For Batches
 
@@ -163,7 +162,7 @@ class PipelineClient:
         """Returns the user's ``collate_fn`` for a data set, if there is one."""
         if name not in self._collates:
             packed = self._spec.dataset(name).collate
-            self._collates[name] = None if packed is None else cloudpickle.loads(packed)
+            self._collates[name] = None if packed is None else unpack(packed)
         return self._collates[name]
 
     def open_pass(
@@ -303,6 +302,7 @@ def planned(
         FleetConfigError: An argument can't work.
     """
     dataset = spec.dataset(name)
+    check_that("drop_last", drop_last, is_a(bool), "be True or False")
     plan = ReadPlan(
         name=name,
         epoch=dataset.canonical_epoch(_at_least(0, epoch=epoch)),

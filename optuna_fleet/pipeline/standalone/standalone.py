@@ -18,7 +18,7 @@ from optuna_fleet.pipeline.spec import PipelineSetup, PipelineSpec
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import MAX_PACKET, socket_pair
-from optuna_fleet.processes import ModuleProcess, cause_of_death
+from optuna_fleet.processes import ModuleProcess, cause_of_death, fill_standard_streams
 from optuna_fleet.resources import cpu_count, num_gpus
 
 if TYPE_CHECKING:
@@ -218,6 +218,7 @@ class Session:
     """A running pipeline: the server process, and the readers of the process that started it."""
 
     def __init__(self, pipeline: SharedPipeline) -> None:
+        fill_standard_streams()
         address = Address()
         self.handle = PipelineHandle(address=address, spec=pipeline.spec())
         self._owner_pid = os.getpid()

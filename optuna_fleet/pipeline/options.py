@@ -1,0 +1,140 @@
+"""What a user gives to a ``SharedPipeline``, told apart and checked: data sets and options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping
+from os import PathLike
+from typing import Any
+
+from optuna_fleet.arguments import did_you_mean
+from optuna_fleet.exceptions import FleetConfigError
+
+_NO_DATA = (type(None), bool, int, float, str, bytes, PathLike)
+_OF_A_LOADER = {
+    "batch_size": "it is given to trial.batches(name, batch_size=...)",
+    "drop_last": "it is given to trial.batches(name, drop_last=True)",
+    "shuffle": "`shuffled` takes the names of the data sets that get a new order in every epoch",
+    "num_workers": "`num_preprocessors` is the most there may be; left out, there are as many as "
+    "trials need",
+    "sampler": "trials read each sample once per epoch, in an order that they share; to choose "
+    "samples, give a torch.utils.data.Subset",
+    "pin_memory": "batches for a GPU always pass through pinned memory",
+    "prefetch_factor": "how much is preprocessed in advance follows from `memory_bytes`",
+    "generator": "`seed` decides on order and augmentation",
+    "worker_init_fn": "torch, NumPy and random are seeded before each sample, from `seed`",
+    "transform": "a data set has its own, or give `prepare` and `augment`",
+}
+_OF_A_LOADER["batch_sampler"] = _OF_A_LOADER["sampler"]
+_OF_A_LOADER["persistent_workers"] = "preprocessors stay for the whole sweep"
+
+
+def length_of(name: str, value: Any, names: Collection[str], options: Collection[str]) -> int:
+    """Returns the length of a data set.
+
+    Args:
+        name: The keyword it was given under.
+        value: What was given.
+        names: The keywords of all data sets.
+        options: The keywords that a data set can't have.
+
+    Raises:
+        FleetConfigError: It is none, as it is empty, an iterable, or an option that is misspelt.
+    """
+    if not _is_map_style(value, names):
+        raise FleetConfigError(_complaint(name, value, options))
+    length = len(value)
+    if not length:
+        raise FleetConfigError(
+            f"Data set {name!r} is empty, but must have at least one sample. "
+            "Check the path or the filter it was built with."
+        )
+    return int(length)
+
+
+def _complaint(name: str, value: Any, options: Collection[str]) -> str:
+    elsewhere = _OF_A_LOADER.get(name)
+    hint = f": {elsewhere}." if elsewhere else did_you_mean(name, options)
+    if hint or callable(value) or isinstance(value, _NO_DATA):
+        return (
+            f"`{name}` is no option of a SharedPipeline{hint or '.'} Its other keywords are "
+            "map-style data sets, with len(dataset) and dataset[index], and "
+            f"{value!r:.60} is none."
+        )
+    return (
+        f"Data set {name!r} is of type {type(value).__name__}, but a SharedPipeline needs a "
+        "map-style data set, with len(dataset) and dataset[index]: all trials share one order "
+        "of its samples, and an iterable can't be read by index."
+    )
+
+
+def _is_map_style(value: Any, names: Collection[str]) -> bool:
+    if isinstance(value, (str, bytes, type)) or not hasattr(value, "__len__"):
+        return False
+    if isinstance(value, (list, tuple)) and value and all(isinstance(v, str) for v in value):
+        return not set(value) <= set(names)  # names of data sets: an option that is misspelt
+    return _has_getitem(value) and not (isinstance(value, Mapping) and value and 0 not in value)
+
+
+def _has_getitem(dataset: Any) -> bool:
+    # What torch's Dataset has only raises, and an IterableDataset with a length inherits it.
+    data = sys.modules.get("torch.utils.data")  # not loaded: no data set is of these classes
+    stub = getattr(getattr(data, "Dataset", None), "__getitem__", None)
+    return getattr(type(dataset), "__getitem__", None) not in (None, stub)
+
+
+def by_name(
+    argument: str, given: Any, names: Collection[str], default: Collection[str]
+) -> dict[str, Callable[..., Any]]:
+    """Returns one callable per name, where one alone is for all of ``default``.
+
+    Raises:
+        FleetConfigError: One is not callable, or is for a data set that there is not.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        given = dict.fromkeys(default, given)
+    _check_names(argument, given, names)
+    for name, function in given.items():
+        if not callable(function):
+            raise FleetConfigError(
+                f"The {argument} of data set {name!r} is {function!r}, but must be callable: "
+                f"{_PURPOSES[argument]}."
+            )
+    return dict(given)
+
+
+_PURPOSES = {
+    "collate_fn": "it makes a batch from a list of samples",
+    "prepare": "it does with dataset[index] what is the same in every epoch",
+    "augment": "it does with a prepared sample what is random",
+    "finish": "it makes the elementwise end of a sample, or of a batch",
+}
+
+
+def shuffled_among(given: Any, names: Collection[str]) -> frozenset[str]:
+    """Returns the names of the shuffled data sets.
+
+    Raises:
+        FleetConfigError: Something else was given, or there is no such data set.
+    """
+    if given is None:
+        return frozenset(name for name in names if name.startswith("train"))
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, Collection):
+        raise FleetConfigError(
+            f"The value of `shuffled` is {given!r}, but must be names of data sets, as ['train']."
+        )
+    _check_names("shuffled", given, names)
+    return frozenset(given)
+
+
+def _check_names(argument: str, given: Collection[str], names: Collection[str]) -> None:
+    for name in given:
+        if name not in names:
+            known = ", ".join(map(repr, names))
+            raise FleetConfigError(
+                f"`{argument}` names {name!r}, but the SharedPipeline's data sets are {known}."
+            )
