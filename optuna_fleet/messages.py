@@ -13,6 +13,7 @@ from optuna_fleet.packing import Raised
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.resources import Device
+from optuna_fleet.settings import Settings
 
 # -- hello ----------------------------------------------------------------------------------------
 
@@ -160,6 +161,7 @@ class RunTrial:
 
     Attributes:
         objective: cloudpickle of the objective; None if this trainer already has `objective_id`.
+        settings: What the script's process is set to; comes with the objective.
         measure: Measure the training rate over the first batches.
         group: Name of the run's process group in the store; not used by any other run.
         store: Where the ranks find each other; needed for more than one.
@@ -183,6 +185,7 @@ class RunTrial:
     checkpoint: str | None
     checkpoint_to: str
     gc_after_trial: bool
+    settings: Settings = field(default_factory=Settings)
     final_to: str | None = None
     pulse_s: float | None = None
 

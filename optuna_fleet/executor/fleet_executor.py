@@ -34,6 +34,7 @@ from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.settings import settings_here
 
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
 
@@ -235,6 +236,7 @@ class FleetExecutor:
         job = Job(
             objective_id=next(_objective_ids),
             objective=objective,
+            settings=settings_here(),
             seed=self._seed,
             gc_after_trial=loop.gc_after_trial,
             convergence=self._convergence,

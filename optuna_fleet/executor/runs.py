@@ -15,6 +15,7 @@ from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.messages import Call, Ended, Reached
 from optuna_fleet.packing import unpack, unpack_error
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
+from optuna_fleet.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Job:
 
     objective_id: int
     objective: bytes
+    settings: Settings
     seed: int
     gc_after_trial: bool
     convergence: Convergence | None
