@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import time
 from collections import deque
 from typing import Any
@@ -140,7 +139,7 @@ class Driver:
             self._work()
         if self._desk.go_on():
             self._propose(again=True)
-        if self._deciding and self._is_answered():
+        if self._deciding and allocator.is_answered():
             self._deciding = False
             self._post(PlanDecided(plan=allocator.result()))
         for device, deadline in list(self._deadlines.items()):
@@ -149,13 +148,6 @@ class Driver:
                 self._runtime.kill(device)
         for fault in self._watchdog.check():
             self._stop_faulty(fault)
-
-    def _is_answered(self) -> bool:
-        allocator = self._runtime.allocator
-        deadline = allocator.deadline()
-        poll = select.poll()
-        poll.register(allocator, select.POLLIN)
-        return bool(poll.poll(0)) or (deadline is not None and time.monotonic() >= deadline)
 
     def _patience_s(self) -> float | None:
         deadlines = [*self._deadlines.values()]
@@ -389,11 +381,13 @@ class Driver:
         try:
             if self._deciding:
                 self._runtime.allocator.close()
+            flown = self._launcher.launched.intersection(self._proposals.unfinished())
+            self._ledger.abandon(sorted(flown), error)
             for number in self._proposals.unfinished():
-                if number in self._launcher.launched:
-                    self._ledger.abandon(number, error)
-                else:
-                    with contextlib.suppress(StorageLostError):
-                        self._proposals.give_back(number)
+                with contextlib.suppress(StorageLostError):
+                    self._proposals.give_back(number)
+            with contextlib.suppress(Exception):  # the storage may be what has failed
+                for run in self._runs.values():
+                    self._ledger.record(run.launch.number, run.cut_off(end=time.time()))
         finally:
             self.has_freed_devices = self._runtime.reset(busy)

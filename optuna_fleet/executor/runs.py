@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_fleet.events import Ending, Launch, Model, StartRound
@@ -120,6 +120,10 @@ class RunRecord:
             profiling_s=sum(usage.profiling_s for usage in usages),
             data_wait_s=sum(usage.data_wait_s for usage in usages),
         )
+
+    def cut_off(self, end: float) -> Flight:
+        """The record of this run, if it ends here because the whole call does."""
+        return replace(self.flight(end), ending=Ending.CUT_OFF.value)
 
     def _unpacked(self, ended: Ended) -> BaseException:
         """The exception, with where it was raised and its traceback there as its cause."""

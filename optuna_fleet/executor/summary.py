@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from optuna_fleet.messages import PipelineReport, Usage
@@ -11,9 +12,9 @@ from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.sampler_bridge.ledger import Decision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FleetSummary:
-    """One `optimize` call in numbers.
+    """One `optimize` call in numbers; printed, in words.
 
     Attributes:
         trials: Number of trials by how they ended ("complete", "pruned", "fail", "given back").
@@ -64,23 +65,31 @@ class FleetSummary:
         return self.probing_s / device_s if device_s else 0.0
 
     def __str__(self) -> str:
+        return "; ".join(self._in_words()) + "."
+
+    def __repr__(self) -> str:
+        return "\n  ".join(self._in_words())
+
+    def _in_words(self) -> Iterator[str]:
         ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
         idle = [self.duration_s - self.busy_s.get(d, 0.0) for d in range(self.num_devices)]
-        text = (
+        yield (
             f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s "
-            f"on {self.num_devices} devices in {len(self.decisions)} rounds; a device was idle "
-            f"for {_mean(idle):.1f} s and waited for data for "
-            f"{_mean(list(self.waited_s.values())):.1f} s on average; probing took "
-            f"{self.probing_share:.1%} of device time"
+            f"on {self.num_devices} devices in {len(self.decisions)} rounds"
         )
+        yield (
+            f"a device was idle for {_mean(idle):.1f} s and waited for data for "
+            f"{_mean(list(self.waited_s.values())):.1f} s on average"
+        )
+        yield f"probing took {self.probing_share:.1%} of device time"
         if self.pipeline and self.consumed:
-            text += f"; sharing factor {self.sharing_factor:.1f}; {_in_words(self.pipeline.use)}"
+            yield f"sharing factor {self.sharing_factor:.1f}"
+            yield _in_words(self.pipeline.use)
         if self.pipeline and (trouble := _trouble(self.pipeline)):
-            text += f"; {trouble}"
+            yield trouble
         if self.decisions:
             solver_s = sum(decision.solve_time_s for decision in self.decisions)
-            text += f"; solver {solver_s:.2f} s"
-        return text + "."
+            yield f"solver {solver_s:.2f} s"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -203,7 +203,10 @@ def trainer_main(
     if device.kind != "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = device.visible
     pipeline = _client(data, spec) if spec is not None else None
-    channel = connect(host, port, secret)
+    try:
+        channel = connect(host, port, secret)
+    except ConnectionRefusedError:
+        return  # the sweep was over before this process had started
     channel.send(TrainerReady(device=device.index, pid=os.getpid(), agent=os.getppid()))
     # The end of the channel is the end of the sweep: the agent ends this process too.
     with contextlib.suppress(EOFError, OSError, DriverGoneError):

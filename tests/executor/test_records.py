@@ -33,6 +33,7 @@ def test_flights_and_decisions_are_recorded(fleet: Any, log: Any) -> None:
     assert f"in {len(decisions)} rounds" in lines[-1]
     assert "sharing factor" in lines[-1]
     assert "; solver " in lines[-1]
+    assert repr(fleet.summary).split("\n  ") == lines[-1].removesuffix(".").split("; ")
 
 
 def test_the_summary_counts(fleet: Any) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -106,6 +109,29 @@ def everything_set() -> Iterator[None]:
         here.adopt(before)
         torch.set_num_threads(before.num_threads or 1)
         logging.getLogger("a.b").setLevel(logging.NOTSET)
+
+
+def test_a_filter_that_can_not_travel_is_left_behind() -> None:
+    class Holding(UserWarning):
+        lock = threading.Lock()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Holding)
+        settings = settings_here()
+    with warnings.catch_warnings():
+        Adoption(has_gpu=False).adopt(settings)
+        assert len(warnings.filters) == len(settings.filters)
+        assert warned(UserWarning, "another") == "raised"  # as in all tests
+
+
+def test_a_script_without_torch_has_nothing_set_and_does_not_load_it() -> None:
+    code = (
+        "import sys; from optuna_fleet.settings import *; s = settings_here()\n"
+        "assert s.torch == {} and s.num_threads is None\n"
+        "Adoption(has_gpu=False).adopt(s)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("legs", [[Leg((0,))], [Leg((1, 2))]])
