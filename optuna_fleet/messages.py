@@ -85,6 +85,14 @@ class AgentLost:
 
     cause: str
 
+    @property
+    def text(self) -> str:
+        """What the user should know of it."""
+        return (
+            f"The fleet's agent process ended with {self.cause}; another one was started. The "
+            "trials that flew are run again from their last checkpoints."
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReady:
@@ -240,6 +248,13 @@ class Measured:
 
     run_id: int
     samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The run's first training batch is done."""
+
+    run_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from optuna_fleet.events import (
     Instruction,
     Interrupt,
     Launch,
+    MoveMeasured,
     PlanDecided,
     ProposalDelayed,
     ProposalsExhausted,
@@ -121,6 +122,9 @@ class Controller:
                 self._data_requested(event)
             case RateMeasured():
                 self._rate_measured(event)
+            case MoveMeasured():
+                if run := self._roster.runs.get(event.run_id):
+                    self._roster.trials[run.number].rescale_s = event.seconds
             case EpochEnded():
                 return self._epoch_ended(event)
             case PlanDecided():

@@ -27,6 +27,7 @@ from optuna_fleet.events import (
     Instruction,
     Interrupt,
     Launch,
+    MoveMeasured,
     PlanDecided,
     ProposalsExhausted,
     Propose,
@@ -58,6 +59,7 @@ from optuna_fleet.messages import (
     PipelineReport,
     Pulse,
     Reached,
+    Trained,
     TrainerExited,
     TrainerReady,
 )
@@ -175,12 +177,11 @@ class Driver:
                 self._post(
                     RateMeasured(run_id=message.run_id, samples_per_s=message.samples_per_s)
                 )
+            case Trained() if message.run_id in self._runs:
+                self._trained(self._runs[message.run_id].launch)
             case AgentLost():
                 self.pipeline_log.restart()
-                compat.fleet_logger.warning(
-                    f"The fleet's agent process ended with {message.cause}; another one was "
-                    "started. The trials that flew are run again from their last checkpoints."
-                )
+                compat.fleet_logger.warning(message.text)
             case PipelineNotice():
                 compat.fleet_logger.warning(message.text)
             case PipelineReport():
@@ -248,6 +249,10 @@ class Driver:
             self._runtime.retire(message.device)
             self._post(DeviceLost(device=message.device))
 
+    def _trained(self, launch: Launch) -> None:
+        if (seconds := self.tally.moves.trains(launch.number)) is not None:
+            self._post(MoveMeasured(run_id=launch.run_id, seconds=seconds))
+
     def _called(self, run: RunRecord, call: Call) -> None:
         ended = self._desk.take(run, call)
         if ended is not None:
@@ -283,7 +288,8 @@ class Driver:
                 deadline = time.monotonic() + grace_s
                 self._deadlines.update(dict.fromkeys(instruction.devices, deadline))
             case Settle():
-                self._settle(instruction)
+                run = self._finish_run(instruction.run_id, is_done=True)
+                self._tell(instruction.number, *run.outcome())
             case Requeue():
                 self._requeue(instruction)
             case GiveUp():
@@ -299,6 +305,8 @@ class Driver:
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
         if decision is EpochDecision.GO and run.unsaved_s >= self._job.checkpoint_interval_s:
             decision, run.saved = EpochDecision.CHECKPOINT, time.monotonic()
+        elif decision is EpochDecision.YIELD:
+            self.tally.moves.leaves(run.launch.number)
         self._desk.answer_epoch(run, decision)
 
     def _propose(self, *, again: bool = False) -> None:
@@ -314,6 +322,7 @@ class Driver:
         )
         self._where.update(dict.fromkeys(launch.devices, launch.run_id))
         self._watchdog.launched(launch)
+        self.tally.moves.launched(launch.number)
         self._launcher.launch(launch, trial_id=compat.id_of(self._proposals[launch.number]))
 
     def _start_round(self, instruction: StartRound) -> None:
@@ -324,10 +333,6 @@ class Driver:
         compat.fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
 
     # -- endings ----------------------------------------------------------------------------------
-
-    def _settle(self, instruction: Settle) -> None:
-        run = self._finish_run(instruction.run_id, is_done=True)
-        self._tell(instruction.number, *run.outcome())
 
     def _requeue(self, instruction: Requeue) -> None:
         run = self._finish_run(instruction.run_id, is_done=False)
@@ -352,6 +357,7 @@ class Driver:
     def _finish_run(self, run_id: int, *, is_done: bool) -> RunRecord:
         run = self._runs.pop(run_id)
         self._watchdog.ended(run_id, is_done=is_done)
+        self.tally.moves.left(run.launch.number)
         self._ledger.record(run.launch.number, run.flight(end=time.time()))
         return run
 

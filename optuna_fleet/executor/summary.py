@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from optuna_fleet.executor.moves import Moves
 from optuna_fleet.messages import PipelineReport, Usage
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.sampler_bridge.ledger import Decision
@@ -28,6 +29,8 @@ class FleetSummary:
             away.
         decisions: Every allocation, with its reason, solver status, gap and time.
         rescales: How often a trial was moved to other devices.
+        move_s: Mean seconds that a move has cost: in which the trial was on devices, but did not
+            train. 0 if none was measured.
         pipeline: What the shared pipeline did for this call, how its processes spent their time,
             how full its queues were and what went wrong; None without a pipeline.
     """
@@ -41,6 +44,7 @@ class FleetSummary:
     profiling_s: float
     decisions: tuple[Decision, ...]
     rescales: int
+    move_s: float
     pipeline: PipelineReport | None
 
     @property
@@ -82,6 +86,8 @@ class FleetSummary:
             f"{_mean(list(self.waited_s.values())):.1f} s on average"
         )
         yield f"probing took {self.probing_share:.1%} of device time"
+        if self.rescales:
+            yield f"moves to other devices: {self.rescales}, at {self.move_s:.1f} s each"
         if self.pipeline and self.consumed:
             yield f"sharing factor {self.sharing_factor:.1f}"
             yield _in_words(self.pipeline.use)
@@ -104,6 +110,7 @@ class Tally:
     profiling_s: float = 0.0
     decisions: list[Decision] = field(default_factory=list)
     rescales: int = 0
+    moves: Moves = field(default_factory=Moves)
 
     def add_stay(self, device: int, seconds: float, usage: Usage, *, probe: bool) -> None:
         """A rank was on a device for that long."""
@@ -124,6 +131,7 @@ class Tally:
             profiling_s=self.profiling_s,
             decisions=tuple(self.decisions),
             rescales=self.rescales,
+            move_s=_mean(self.moves.seconds),
             pipeline=pipeline,
         )
 

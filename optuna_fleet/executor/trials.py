@@ -33,7 +33,8 @@ class Policy:
             whose model is known without a probe can wait unprobed.
         phases: Only trials in the same epoch may share a stream of data.
         preprocess_samples_per_s: What the preprocessors deliver to all streams; None for any rate.
-        rescale_s: Seconds of training that a move costs, where the model does not say.
+        rescale_s: Seconds of training that a move costs, where the model does not say and no move
+            of the trial was measured to cost more.
         moves_within_epochs: Trainers can yield between two batches, not only at the end of an
             epoch.
     """
@@ -97,7 +98,11 @@ class Run:
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
-    """A trial that is not done; `home` is what is left of the devices a failed run had."""
+    """A trial that is not done.
+
+    `rescale_s` is what its last move was measured to cost, `home` what is left of the devices a
+    failed run had.
+    """
 
     number: int
     status: Status = Status.PROPOSED
@@ -106,5 +111,6 @@ class Trial:
     predicted_epochs: float | None = None
     restarts: int = 0
     waited_rounds: int = 0
+    rescale_s: float = 0.0
     run: Run | None = None
     home: tuple[int, ...] = ()
