@@ -68,7 +68,8 @@ class FleetExecutor:
         predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
             all, or None; "elastic" then plans with that, within a factor of what the sweep itself
             tells.
-        rescale_s: What moving a trial costs, in seconds of its training; "elastic" weighs it.
+        rescale_s: What moving a trial costs at least, in seconds of its training; "elastic"
+            weighs it, or what the trial's last move was measured to cost if that is more.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         checkpoint_dir: Where trials are checkpointed while they run; None for a private folder.
             With it, the same call made again goes on where a killed one stopped, and the best
