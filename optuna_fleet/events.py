@@ -99,6 +99,14 @@ class WidthLimited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoveMeasured:
+    """A trial trains again on other devices; for so many seconds it was on some and did not."""
+
+    run_id: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochEnded:
     """A run finished an epoch and asks what to do; `converged` by the user's criterion.
 
@@ -164,6 +172,7 @@ Event: TypeAlias = (
     | DataRequested
     | RateMeasured
     | WidthLimited
+    | MoveMeasured
     | EpochEnded
     | RankEnded
     | DeviceLost

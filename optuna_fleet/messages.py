@@ -13,6 +13,7 @@ from optuna_fleet.packing import Raised
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.resources import Device
+from optuna_fleet.settings import Settings
 
 # -- hello ----------------------------------------------------------------------------------------
 
@@ -83,6 +84,14 @@ class AgentLost:
     """
 
     cause: str
+
+    @property
+    def text(self) -> str:
+        """What the user should know of it."""
+        return (
+            f"The fleet's agent process ended with {self.cause}; another one was started. The "
+            "trials that flew are run again from their last checkpoints."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +169,7 @@ class RunTrial:
 
     Attributes:
         objective: cloudpickle of the objective; None if this trainer already has `objective_id`.
+        settings: What the script's process is set to; comes with the objective.
         measure: Measure the training rate over the first batches.
         group: Name of the run's process group in the store; not used by any other run.
         store: Where the ranks find each other; needed for more than one.
@@ -184,6 +194,7 @@ class RunTrial:
     checkpoint: str | None
     checkpoint_to: str
     gc_after_trial: bool
+    settings: Settings = field(default_factory=Settings)
     final_to: str | None = None
     pulse_s: float | None = None
     may_widen: bool = False
@@ -247,6 +258,13 @@ class Measured:
 
     run_id: int
     samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The run's first training batch is done."""
+
+    run_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,6 +150,14 @@ class IsolatedAllocator:
         """``time.monotonic()`` by which to call :meth:`result`; None if nothing is under way."""
         return None if self._under_way is None else self._under_way.deadline
 
+    def is_answered(self) -> bool:
+        """Whether :meth:`result` would not have to wait; false if nothing is under way."""
+        if self._under_way is None:
+            return False
+        poll = select.poll()
+        poll.register(self, select.POLLIN)
+        return bool(poll.poll(0)) or time.monotonic() >= self._under_way.deadline
+
     def result(self) -> Plan:
         """The plan of the problem submitted; waits for it until the deadline.
 

@@ -34,6 +34,7 @@ from optuna_fleet.events import (
     Instruction,
     Interrupt,
     Launch,
+    MoveMeasured,
     PlanDecided,
     ProposalDelayed,
     ProposalsExhausted,
@@ -124,6 +125,9 @@ class Controller:
                 self._rate_measured(event)
             case WidthLimited():
                 self._width_limited(event)
+            case MoveMeasured():
+                if run := self._roster.runs.get(event.run_id):
+                    self._roster.trials[run.number].rescale_s = event.seconds
             case EpochEnded():
                 return self._epoch_ended(event)
             case PlanDecided():

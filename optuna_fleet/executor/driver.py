@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import select
 import time
 from collections import deque
 from typing import Any
@@ -28,6 +27,7 @@ from optuna_fleet.events import (
     Instruction,
     Interrupt,
     Launch,
+    MoveMeasured,
     PlanDecided,
     ProposalsExhausted,
     Propose,
@@ -60,6 +60,7 @@ from optuna_fleet.messages import (
     PipelineReport,
     Pulse,
     Reached,
+    Trained,
     TrainerExited,
     TrainerReady,
     WidthBounded,
@@ -142,7 +143,7 @@ class Driver:
             self._work()
         if self._desk.go_on():
             self._propose(again=True)
-        if self._deciding and self._is_answered():
+        if self._deciding and allocator.is_answered():
             self._deciding = False
             self._post(PlanDecided(plan=allocator.result()))
         for device, deadline in list(self._deadlines.items()):
@@ -151,13 +152,6 @@ class Driver:
                 self._runtime.kill(device)
         for fault in self._watchdog.check():
             self._stop_faulty(fault)
-
-    def _is_answered(self) -> bool:
-        allocator = self._runtime.allocator
-        deadline = allocator.deadline()
-        poll = select.poll()
-        poll.register(allocator, select.POLLIN)
-        return bool(poll.poll(0)) or (deadline is not None and time.monotonic() >= deadline)
 
     def _patience_s(self) -> float | None:
         deadlines = [*self._deadlines.values()]
@@ -187,12 +181,11 @@ class Driver:
                 )
             case WidthBounded():
                 self._post(WidthLimited(run_id=message.run_id, max_devices=message.max_devices))
+            case Trained() if message.run_id in self._runs:
+                self._trained(self._runs[message.run_id].launch)
             case AgentLost():
                 self.pipeline_log.restart()
-                compat.fleet_logger.warning(
-                    f"The fleet's agent process ended with {message.cause}; another one was "
-                    "started. The trials that flew are run again from their last checkpoints."
-                )
+                compat.fleet_logger.warning(message.text)
             case PipelineNotice():
                 compat.fleet_logger.warning(message.text)
             case PipelineReport():
@@ -259,6 +252,10 @@ class Driver:
             self._runtime.retire(message.device)
             self._post(DeviceLost(device=message.device))
 
+    def _trained(self, launch: Launch) -> None:
+        if (seconds := self.tally.moves.trains(launch.number)) is not None:
+            self._post(MoveMeasured(run_id=launch.run_id, seconds=seconds))
+
     def _called(self, run: RunRecord, call: Call) -> None:
         ended = self._desk.take(run, call)
         if ended is not None:
@@ -294,7 +291,8 @@ class Driver:
                 deadline = time.monotonic() + grace_s
                 self._deadlines.update(dict.fromkeys(instruction.devices, deadline))
             case Settle():
-                self._settle(instruction)
+                run = self._finish_run(instruction.run_id, is_done=True)
+                self._tell(instruction.number, *run.outcome())
             case Requeue():
                 self._requeue(instruction)
             case GiveUp():
@@ -310,6 +308,8 @@ class Driver:
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
         if decision is EpochDecision.GO and run.unsaved_s >= self._job.checkpoint_interval_s:
             decision, run.saved = EpochDecision.CHECKPOINT, time.monotonic()
+        elif decision is EpochDecision.YIELD:
+            self.tally.moves.leaves(run.launch.number)
         self._desk.answer_epoch(run, decision)
 
     def _propose(self, *, again: bool = False) -> None:
@@ -325,6 +325,7 @@ class Driver:
         )
         self._where.update(dict.fromkeys(launch.devices, launch.run_id))
         self._watchdog.launched(launch)
+        self.tally.moves.launched(launch.number)
         self._launcher.launch(launch, trial_id=compat.id_of(self._proposals[launch.number]))
 
     def _start_round(self, instruction: StartRound) -> None:
@@ -335,10 +336,6 @@ class Driver:
         compat.fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
 
     # -- endings ----------------------------------------------------------------------------------
-
-    def _settle(self, instruction: Settle) -> None:
-        run = self._finish_run(instruction.run_id, is_done=True)
-        self._tell(instruction.number, *run.outcome())
 
     def _requeue(self, instruction: Requeue) -> None:
         run = self._finish_run(instruction.run_id, is_done=False)
@@ -363,6 +360,7 @@ class Driver:
     def _finish_run(self, run_id: int, *, is_done: bool) -> RunRecord:
         run = self._runs.pop(run_id)
         self._watchdog.ended(run_id, is_done=is_done)
+        self.tally.moves.left(run.launch.number)
         self._ledger.record(run.launch.number, run.flight(end=time.time()))
         return run
 
@@ -392,11 +390,13 @@ class Driver:
         try:
             if self._deciding:
                 self._runtime.allocator.close()
+            flown = self._launcher.launched.intersection(self._proposals.unfinished())
+            self._ledger.abandon(sorted(flown), error)
             for number in self._proposals.unfinished():
-                if number in self._launcher.launched:
-                    self._ledger.abandon(number, error)
-                else:
-                    with contextlib.suppress(StorageLostError):
-                        self._proposals.give_back(number)
+                with contextlib.suppress(StorageLostError):
+                    self._proposals.give_back(number)
+            with contextlib.suppress(Exception):  # the storage may be what has failed
+                for run in self._runs.values():
+                    self._ledger.record(run.launch.number, run.cut_off(end=time.time()))
         finally:
             self.has_freed_devices = self._runtime.reset(busy)

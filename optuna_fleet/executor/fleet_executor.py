@@ -42,6 +42,7 @@ from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.settings import settings_here
 from optuna_fleet.unpicklable import explained, variable
 
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
@@ -76,7 +77,8 @@ class FleetExecutor:
         predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
             all, or None; "elastic" then plans with that, within a factor of what the sweep itself
             tells.
-        rescale_s: What moving a trial costs, in seconds of its training; "elastic" weighs it.
+        rescale_s: What moving a trial costs at least, in seconds of its training; "elastic"
+            weighs it, or what the trial's last move was measured to cost if that is more.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         checkpoint_dir: Where trials are checkpointed while they run; None for a private folder.
             With it, the same call made again goes on where a killed one stopped, and the best
@@ -244,6 +246,7 @@ class FleetExecutor:
         job = Job(
             objective_id=next(_objective_ids),
             objective=objective,
+            settings=settings_here(),
             seed=self._seed,
             gc_after_trial=loop.gc_after_trial,
             convergence=self._convergence,

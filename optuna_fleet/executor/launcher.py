@@ -11,6 +11,7 @@ from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.messages import CheckpointFailed, RunTrial
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
+from optuna_fleet.settings import Settings
 
 
 class Launcher:
@@ -43,7 +44,7 @@ class Launcher:
 
     def _order(self, launch: Launch, rank: int, device: int, trial_id: int) -> RunTrial:
         job = self._job
-        objective = None if device in self._knows_objective else job.objective
+        is_new = device not in self._knows_objective
         self._knows_objective.add(device)
         folder = self._keeper.folder
         path = str(folder.checkpoint(launch.number))
@@ -55,7 +56,8 @@ class Launcher:
             world_size=len(launch.devices),
             seed=job.seed,
             objective_id=job.objective_id,
-            objective=objective,
+            objective=job.objective if is_new else None,
+            settings=job.settings if is_new else Settings(),
             measure=launch.measure,
             group=self._runtime.group_name(launch.run_id),
             store=None,

@@ -107,8 +107,8 @@ class Poser:
             predicted_epochs=trial.predicted_epochs,
             samples_per_epoch=model.samples_per_epoch,
             movable=self.is_movable(trial),
-            rescale_up_s=self._cost_s(model.rescale_up_s),
-            rescale_down_s=self._cost_s(model.rescale_down_s),
+            rescale_up_s=self._cost_s(trial, model.rescale_up_s),
+            rescale_down_s=self._cost_s(trial, model.rescale_down_s),
         )
 
     def _rates(
@@ -123,8 +123,9 @@ class Poser:
         kind = self._places[self._place_of[devices[0]]][1] if devices else fastest
         return rates[kind], rates
 
-    def _cost_s(self, of_model: float | None) -> float:
-        return self._policy.rescale_s if of_model is None else of_model
+    def _cost_s(self, trial: Trial, of_model: float | None) -> float:
+        expected_s = self._policy.rescale_s if of_model is None else of_model
+        return max(expected_s, trial.rescale_s)  # compiled models take their time
 
     def _nodes(self, usable: set[int]) -> dict[int, list[int]]:
         """Devices by the rank of their node and type, in ascending order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_fleet.events import Ending, Launch, Model, StartRound
@@ -16,6 +16,7 @@ from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.messages import Call, Ended, Reached
 from optuna_fleet.packing import unpack, unpack_error
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
+from optuna_fleet.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Job:
 
     objective_id: int
     objective: bytes
+    settings: Settings
     seed: int
     gc_after_trial: bool
     convergence: Convergence | None
@@ -121,6 +123,10 @@ class RunRecord:
             profiling_s=sum(usage.profiling_s for usage in usages),
             data_wait_s=sum(usage.data_wait_s for usage in usages),
         )
+
+    def cut_off(self, end: float) -> Flight:
+        """The record of this run, if it ends here because the whole call does."""
+        return replace(self.flight(end), ending=Ending.CUT_OFF.value)
 
     def _unpacked(self, ended: Ended) -> BaseException:
         """The exception, with where it was raised and its traceback there as its cause."""

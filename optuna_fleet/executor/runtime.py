@@ -322,8 +322,12 @@ class Runtime:
     def close(self) -> None:
         """End every process and remove what is ours."""
         self.allocator.close()
+        knows_end = bool(self.hub.agents)
         self.hub.close()
-        self._agent.close()
+        if knows_end:
+            self._agent.close()
+        else:
+            self._agent.kill()  # it is still starting, and would meet with no one
         self._remove_private_folder()
 
     def _remove_private_folder(self) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from optuna_fleet.executor.moves import Moves
 from optuna_fleet.messages import PipelineReport, Usage
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.sampler_bridge.ledger import Decision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FleetSummary:
-    """One `optimize` call in numbers.
+    """One `optimize` call in numbers; printed, in words.
 
     Attributes:
         trials: Number of trials by how they ended ("complete", "pruned", "fail", "given back").
@@ -27,6 +29,8 @@ class FleetSummary:
             away.
         decisions: Every allocation, with its reason, solver status, gap and time.
         rescales: How often a trial was moved to other devices.
+        move_s: Mean seconds that a move has cost: in which the trial was on devices, but did not
+            train. 0 if none was measured.
         pipeline: What the shared pipeline did for this call, how its processes spent their time,
             how full its queues were and what went wrong; None without a pipeline.
     """
@@ -40,6 +44,7 @@ class FleetSummary:
     profiling_s: float
     decisions: tuple[Decision, ...]
     rescales: int
+    move_s: float
     pipeline: PipelineReport | None
 
     @property
@@ -64,23 +69,33 @@ class FleetSummary:
         return self.probing_s / device_s if device_s else 0.0
 
     def __str__(self) -> str:
+        return "; ".join(self._in_words()) + "."
+
+    def __repr__(self) -> str:
+        return "\n  ".join(self._in_words())
+
+    def _in_words(self) -> Iterator[str]:
         ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
         idle = [self.duration_s - self.busy_s.get(d, 0.0) for d in range(self.num_devices)]
-        text = (
+        yield (
             f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s "
-            f"on {self.num_devices} devices in {len(self.decisions)} rounds; a device was idle "
-            f"for {_mean(idle):.1f} s and waited for data for "
-            f"{_mean(list(self.waited_s.values())):.1f} s on average; probing took "
-            f"{self.probing_share:.1%} of device time"
+            f"on {self.num_devices} devices in {len(self.decisions)} rounds"
         )
+        yield (
+            f"a device was idle for {_mean(idle):.1f} s and waited for data for "
+            f"{_mean(list(self.waited_s.values())):.1f} s on average"
+        )
+        yield f"probing took {self.probing_share:.1%} of device time"
+        if self.rescales:
+            yield f"moves to other devices: {self.rescales}, at {self.move_s:.1f} s each"
         if self.pipeline and self.consumed:
-            text += f"; sharing factor {self.sharing_factor:.1f}; {_in_words(self.pipeline.use)}"
+            yield f"sharing factor {self.sharing_factor:.1f}"
+            yield _in_words(self.pipeline.use)
         if self.pipeline and (trouble := _trouble(self.pipeline)):
-            text += f"; {trouble}"
+            yield trouble
         if self.decisions:
             solver_s = sum(decision.solve_time_s for decision in self.decisions)
-            text += f"; solver {solver_s:.2f} s"
-        return text + "."
+            yield f"solver {solver_s:.2f} s"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +110,7 @@ class Tally:
     profiling_s: float = 0.0
     decisions: list[Decision] = field(default_factory=list)
     rescales: int = 0
+    moves: Moves = field(default_factory=Moves)
 
     def add_stay(self, device: int, seconds: float, usage: Usage, *, probe: bool) -> None:
         """A rank was on a device for that long."""
@@ -115,6 +131,7 @@ class Tally:
             profiling_s=self.profiling_s,
             decisions=tuple(self.decisions),
             rescales=self.rescales,
+            move_s=_mean(self.moves.seconds),
             pipeline=pipeline,
         )
 

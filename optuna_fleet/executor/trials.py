@@ -32,7 +32,8 @@ class Policy:
             whose model is known without a probe can wait unprobed.
         phases: Only trials in the same epoch may share a stream of data.
         preprocess_samples_per_s: What the preprocessors deliver to all streams; None for any rate.
-        rescale_s: Seconds of training that a move costs, where the model does not say.
+        rescale_s: Seconds of training that a move costs, where the model does not say and no move
+            of the trial was measured to cost more.
         moves_within_epochs: Trainers can yield between two batches, not only at the end of an
             epoch.
     """
@@ -96,8 +97,9 @@ class Run:
 class Trial:
     """A trial that is not done.
 
-    `home` is what is left of the devices a failed run had; `max_devices`, if it has shown that it
-    must not have more, bounds it besides its model.
+    `rescale_s` is what its last move was measured to cost, `home` what is left of the devices a
+    failed run had; `max_devices` bounds it besides its model, where it has shown that it must not
+    have more.
     """
 
     number: int
@@ -107,6 +109,7 @@ class Trial:
     predicted_epochs: float | None = None
     restarts: int = 0
     waited_rounds: int = 0
+    rescale_s: float = 0.0
     run: Run | None = None
     max_devices: int | None = None
     home: tuple[int, ...] = ()

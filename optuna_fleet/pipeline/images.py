@@ -76,7 +76,7 @@ class RandomResizedCrop:
         self.ratio = _range("ratio", ratio)
         self.scaled_decoding = scaled_decoding
         # In single precision, as torchvision has them.
-        low, high = torch.log(torch.tensor(self.ratio)).tolist()
+        low, high = torch.log(torch.tensor(self.ratio, device="cpu")).tolist()
         self._log_ratio: tuple[float, float] = (low, high)
 
     def __call__(self, image: Any) -> Any:
@@ -93,14 +93,14 @@ class RandomResizedCrop:
 
     def draw(self, height: int, width: int) -> Box:
         """Draws the crop of an image of this size."""
-        number = torch.empty(1)
+        number = torch.empty(1, device="cpu")
         for _ in range(10):
             area = height * width * number.uniform_(*self.scale).item()
             ratio = number.uniform_(*self._log_ratio).exp_().item()
             w = round(math.sqrt(area * ratio))
             h = round(math.sqrt(area / ratio))
             if 0 < w <= width and 0 < h <= height:
-                place = torch.empty(1, dtype=torch.int64)
+                place = torch.empty(1, dtype=torch.int64, device="cpu")
                 top = int(place.random_(0, height - h + 1))
                 return top, int(place.random_(0, width - w + 1)), h, w
         return self._central(height, width)

@@ -18,6 +18,7 @@ from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import Stages
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSetup, PipelineSpec
+from optuna_fleet.settings import settings_here
 from optuna_fleet.unpicklable import explained, variable
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ class SharedPipeline:
             num_preprocessors=self.num_preprocessors or default_preprocessors,
             is_adaptive=is_adaptive and self.num_preprocessors is None,
             niceness=niceness,
+            settings=settings_here(),
         )
 
     def spec(self, *, finish_on_device: bool = False) -> PipelineSpec:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.limits import Wanted
+from optuna_fleet.settings import Settings
 
 MIN_CHUNKS_PER_EPOCH = 16
 """An epoch is cut into at least this many chunks, so that several preprocessors can work on it."""
@@ -120,6 +121,7 @@ class PipelineSetup:
         num_preprocessors: Most preprocessors at a time.
         is_adaptive: Run as many of them as are needed, not all.
         niceness: What is added to theirs, so that trials that compute on the CPU go first.
+        settings: What the script's process is set to, which holds for them too.
     """
 
     payload: bytes
@@ -128,6 +130,7 @@ class PipelineSetup:
     num_preprocessors: int
     is_adaptive: bool = False
     niceness: int = 0
+    settings: Settings = field(default_factory=Settings)
 
 
 def choose_chunk_size(

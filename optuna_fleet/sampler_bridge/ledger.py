@@ -249,33 +249,43 @@ class Ledger:
         self._progress_bar.update(self._proposals.elapsed_s, self.study)
         return state
 
-    def abandon(self, number: int, error: BaseException) -> None:
-        """Fail a trial cut short because the whole call ends with `error`; never raises.
+    def abandon(self, numbers: Sequence[int], error: BaseException) -> None:
+        """Fail trials cut short because the whole call ends with `error`; raises no Exception.
 
-        If it is the fleet that failed, the trial stays RUNNING where a later call can go on with
-        it.
+        If it is the fleet that failed, they stay RUNNING where a later call can go on with them.
+        One line tells of all: `error` and its traceback are about to be shown anyway.
         """
-        trial = self._proposals[number]
+        stay = isinstance(error, RetryableError) and self._proposals.are_claimed
+        verdict = (
+            "stay RUNNING: the same call on the same `checkpoint_dir` goes on with them"
+            if stay
+            else f"failed: {error!r}"
+        )
+        numbers = [number for number in numbers if self._is_abandoned(number, error, stay)]
+        if numbers:
+            shown = ", ".join(map(str, numbers))
+            compat.logger.warning(f"Trials under way ({shown}) {verdict}.")
+
+    def _is_abandoned(self, number: int, error: BaseException, stays: bool) -> bool:
         try:
-            if isinstance(error, RetryableError) and self._proposals.are_claimed:
-                compat.fleet_logger.warning(
-                    f"Trial {number} stays RUNNING: the same call on the same `checkpoint_dir` "
-                    "goes on with it."
-                )
-            else:
-                self._tell(trial, None, error)
-        except StorageLostError:
-            pass  # which is what the call ends with
+            if not stays:
+                self._tell(self._proposals[number], None, error, is_logged=False)
+        except StorageLostError:  # which is what the call ends with
+            return False
         except Exception:
             compat.logger.warning(f"Trial {number} could not be told as failed.", exc_info=True)
+            return False
         finally:
             self._proposals.release(number)
+        return True
 
     def _tell(
         self,
         trial: optuna.Trial,
         value: float | Sequence[float] | None,
         error: BaseException | None,
+        *,
+        is_logged: bool = True,
     ) -> TrialState:
         told: TrialState | None = None
         if error is not None:
@@ -296,7 +306,8 @@ class Ledger:
             raise
         if compat.is_stopped(self.study) and not was_stopped:
             self._proposals.reconsider_stop()
-        self._log(trial, state, values, value, error, problem)
+        if is_logged:
+            self._log(trial, state, values, value, error, problem)
         return state
 
     def _log(

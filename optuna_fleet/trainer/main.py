@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import socket
 import sys
@@ -22,6 +23,7 @@ from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
+from optuna_fleet.settings import Adoption, Settings
 from optuna_fleet.trainer.pulse import beating
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
@@ -43,6 +45,8 @@ class Trainer:
         self._pipeline = pipeline
         self._num_threads = num_threads
         self._objectives: dict[int, Any] = {}
+        self._settings = Settings()
+        self._adoption = Adoption(has_gpu=device.kind != "cpu")
         self._session: Session | None = None
         self._is_spent = False
 
@@ -85,6 +89,9 @@ class Trainer:
         try:
             # First, because importing what it refers to may run code that draws or seeds.
             objective = self._objective(run)
+            self._adoption.adopt_numbers(self._settings)
+            if calls := sys.modules.get("optuna_fleet.trainer.calls"):
+                calls.quieten()  # the filters of warnings may be new
             seed_run(run.seed, run.number)
             self._limit_threads()
             _join_group(run, self._device, open_training)
@@ -124,7 +131,10 @@ class Trainer:
         had_torch = "torch" in sys.modules
         from optuna_fleet.trainer.training import Training  # imports torch
 
-        if not had_torch:  # else the objective may have changed both by now
+        if not had_torch:  # else the objective may have changed these by now
+            self._adoption.adopt_numbers(self._settings)
+            if calls := sys.modules.get("optuna_fleet.trainer.calls"):
+                calls.quieten()  # the filters of warnings may be new
             self._limit_threads()
             seed_torch(session.run.seed, session.run.number)
         return Training(session, self._pipeline, self._device.kind)
@@ -153,8 +163,10 @@ class Trainer:
     def _objective(self, run: RunTrial) -> Any:
         if run.objective is not None:
             self._objectives = {run.objective_id: run.objective}
+            self._settings = run.settings
         packed = self._objectives[run.objective_id]
         if isinstance(packed, bytes):
+            self._adoption.own_filters()
             try:
                 self._objectives[run.objective_id] = unpack_objective(packed, self._stand_in)
             except Exception as error:
@@ -163,6 +175,9 @@ class Trainer:
                     f"{type(error).__name__}: {error}. What it refers to must be importable there "
                     "as it is in your script."
                 ) from error
+            if self._settings.torch:
+                importlib.import_module("torch")  # or its settings would come too late
+            self._adoption.adopt(self._settings)
         return self._objectives[run.objective_id]
 
     def _stand_in(self, target: str) -> Remote:
@@ -175,9 +190,11 @@ class Trainer:
         return Remote(session, target)
 
     def _limit_threads(self) -> None:
+        """To the slot's share of the cores; a script that chose fewer gets those."""
         torch = sys.modules.get("torch")
-        if torch is not None and self._device.kind == "cpu":
-            torch.set_num_threads(self._num_threads)
+        if torch is not None:
+            chosen = self._settings.num_threads or self._num_threads
+            torch.set_num_threads(min(chosen, self._num_threads))
 
 
 def trainer_main(
@@ -194,7 +211,10 @@ def trainer_main(
     if device.kind != "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = device.visible
     pipeline = _client(data, spec) if spec is not None else None
-    channel = connect(host, port, secret)
+    try:
+        channel = connect(host, port, secret)
+    except ConnectionRefusedError:
+        return  # the sweep was over before this process had started
     channel.send(TrainerReady(device=device.index, pid=os.getpid(), agent=os.getppid()))
     # The end of the channel is the end of the sweep: the agent ends this process too.
     with contextlib.suppress(EOFError, OSError, DriverGoneError):

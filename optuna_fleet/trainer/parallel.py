@@ -111,7 +111,7 @@ class _Bucket:
         if all(present):
             self.flags.fill_(1)
         else:
-            self.flags.copy_(torch.tensor(present))
+            self.flags.copy_(torch.tensor(present, device="cpu"))
         self.flat[-1] = tag
         self.work = dist.all_reduce(self.flat, async_op=True)
 

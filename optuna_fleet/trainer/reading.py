@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import Measured, Reached
+from optuna_fleet.messages import Measured, Reached, Trained
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.feed import feed
@@ -77,6 +77,7 @@ class Reading:
         self._split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
+        self._has_trained = False
         self._samples_per_epoch = 0
         self._epoch_began = time.perf_counter()
         self._read_outside: Counter[str] = Counter()
@@ -140,6 +141,8 @@ class Reading:
                 if trains and self._split_check is not None:
                     self._split_check.hand_out(data, batch.global_size)
                 yield data
+                if trains:
+                    self._tell_trained()
                 if timed:
                     self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
                     waited_s = self._pipeline.waited_s
@@ -260,6 +263,11 @@ class Reading:
         if self.stopwatch.active and self.stopwatch.is_unused and self._samples_per_epoch:
             self.stopwatch.active = False
             self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
+
+    def _tell_trained(self) -> None:
+        if self._run.rank == 0 and not self._has_trained:
+            self._session.send(Trained(run_id=self._run.run_id))
+        self._has_trained = True
 
     def _tell_rate(self, samples_per_s: float) -> None:
         if self._run.rank == 0:

@@ -114,7 +114,8 @@ def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tens
     try:
         # A Python float would become float32.
         dtype = torch.float64 if isinstance(values, float) else None
-        leaf = torch.as_tensor(values, dtype=dtype).detach()
+        device = values.device if isinstance(values, Tensor) else "cpu"  # not torch's default one
+        leaf = torch.as_tensor(values, dtype=dtype, device=device).detach()
     except (TypeError, ValueError, RuntimeError):
         leaf = None
     if leaf is None or leaf.is_complex():
@@ -156,5 +157,5 @@ def _like(value: Any, total: Tensor) -> Any:
             dtype = torch.get_default_dtype() if total.is_floating_point() else torch.int64
         return total.reshape(value.shape).to(value.device, dtype)
     if isinstance(value, (np.ndarray, np.generic)):
-        return _like(torch.as_tensor(value), total).numpy()[()]
+        return _like(torch.from_numpy(np.asarray(value)), total).numpy()[()]
     return total.item()

@@ -28,6 +28,7 @@ from optuna_fleet.events import (
     Interrupt,
     Launch,
     Model,
+    MoveMeasured,
     PlanDecided,
     ProposalDelayed,
     ProposalsExhausted,
@@ -239,6 +240,20 @@ def test_a_trial_that_the_plan_moves_yields_at_its_next_epoch_and_flies_on_elsew
     assert [type(i) for i in instructions] == [Requeue, Launch]
     assert launches(instructions) == [(1, (0, 1))]
     assert not instructions[1].probe
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(30.0, 30.0), (1.0, 2.0)])
+def test_what_a_move_was_measured_to_cost_counts_where_it_is_more(
+    seconds: float, expected: float
+) -> None:
+    world = World(num_devices=2, trials=2, paradigm="elastic", rescale_s=2.0)
+    world.settle_all()
+    world.tell(MoveMeasured(run_id=1, seconds=seconds))
+    world.tell(MoveMeasured(run_id=9, seconds=99.0))  # of a run that is over
+    (allocate,) = world.tell(epoch_ended(1))
+    first, second = allocate.problem.candidates
+    assert (first.rescale_up_s, first.rescale_down_s) == (2.0, 2.0)
+    assert (second.rescale_up_s, second.rescale_down_s) == (expected, expected)
 
 
 def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:

@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor, TrialError
 from optuna_fleet.executor.runtime import Runtime
-from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.ledger import Ledger, flights_of
 from optuna_fleet.sampler_bridge.loop import Loop
 from tests.fleets import Leg
 
@@ -87,6 +87,9 @@ def test_control_c_fails_the_trials_in_flight(fleet: Any) -> None:
         )
     assert states(study) == 4 * [FAIL]
     assert told == []
+    flown = [flight for flights in flights_of(study).values() for flight in flights]
+    assert sorted(flight["devices"] for flight in flown) == [[0], [1], [2], [3]]
+    assert {flight["ending"] for flight in flown} == {"cut off"}
     study.optimize(unit, n_trials=2, executor=fleet)
     assert states(study)[4:] == 2 * [COMPLETE]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import optuna
+import pytest
 
+from optuna_fleet.events import MoveMeasured
+from optuna_fleet.executor.moves import Moves
 from optuna_fleet.sampler_bridge.ledger import flights_of
-from tests.fleets import train
+from tests.fleets import Leg, small_model, train
 
 
 def test_flights_and_decisions_are_recorded(fleet: Any, log: Any) -> None:
@@ -33,6 +37,7 @@ def test_flights_and_decisions_are_recorded(fleet: Any, log: Any) -> None:
     assert f"in {len(decisions)} rounds" in lines[-1]
     assert "sharing factor" in lines[-1]
     assert "; solver " in lines[-1]
+    assert repr(fleet.summary).split("\n  ") == lines[-1].removesuffix(".").split("; ")
 
 
 def test_the_summary_counts(fleet: Any) -> None:
@@ -43,6 +48,50 @@ def test_the_summary_counts(fleet: Any) -> None:
     assert summary.num_devices == 4
     assert set(summary.busy_s) <= {0, 1, 2, 3}
     assert "6 trials (2 complete, 2 fail, 2 pruned)" in str(summary)
+
+
+def begin_slowly(trial: Any) -> float:
+    """Like a compiled model: the first batch on other devices takes its time."""
+    model = trial.prepare(small_model())
+    for epoch in trial.epochs(3):
+        for step, _ in enumerate(trial.batches("train", batch_size=10)):
+            if step == 0 and epoch > 0:
+                time.sleep(0.3)
+    return float(len(list(model.parameters())))
+
+
+def test_what_moves_cost_is_measured(fleet: Any) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: [Leg((0,), 1), Leg((1, 2), 2), Leg((3,))]}
+    study.optimize(begin_slowly, n_trials=1, executor=fleet)
+    costs = [event.seconds for event in fleet.events if isinstance(event, MoveMeasured)]
+    assert len(costs) == fleet.summary.rescales == 2
+    assert all(seconds > 0.3 for seconds in costs)
+    assert fleet.summary.move_s == pytest.approx(sum(costs) / 2)
+    assert "moves to other devices: 2, at " in str(fleet.summary)
+
+
+def test_the_time_that_a_trial_waits_for_devices_is_no_cost_of_its_move() -> None:
+    now = 0.0
+    moves = Moves(lambda: now)
+    told = []
+    for now, (act, number) in enumerate(  # noqa: B007 - which the clock reads
+        [
+            (moves.launched, 0),
+            (moves.trains, 0),  # its first flight is no move
+            (moves.leaves, 0),
+            (moves.left, 0),  # a second for its checkpoint
+            (moves.launched, 1),
+            (moves.launched, 0),
+            (moves.trains, 1),
+            (moves.trains, 0),  # two until its first batch
+            (moves.left, 0),  # by its trainer's death
+            (moves.launched, 0),
+            (moves.trains, 0),
+        ]
+    ):
+        told.append(act(number))
+    assert [seconds for seconds in told if seconds is not None] == moves.seconds == [3.0]
 
 
 def end_variously(trial: Any) -> float:

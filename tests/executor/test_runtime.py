@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,8 @@ from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.settings import Settings
+from optuna_fleet.trainer.main import trainer_main
 
 KILLED = -9
 
@@ -49,6 +52,9 @@ class FakeAgent:
         return self.exit_code is None
 
     def close(self) -> None:
+        pass
+
+    def kill(self) -> None:
         pass
 
 
@@ -243,6 +249,7 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
         seed=0,
         objective_id=0,
         objective=b"",
+        settings=Settings(),
         gc_after_trial=False,
         limits=SimpleNamespace(pulse_s=None),
     )
@@ -255,6 +262,35 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     runtime.store = StoreReady(host="127.0.0.1", port=1, agent=1)
     launcher.send_waiting()
     assert runtime.sent == [(2, 2), (3, 2)]
+
+
+def test_an_agent_that_is_still_starting_is_not_waited_for(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[str] = []
+    monkeypatch.setattr(FakeAgent, "kill", lambda agent: ends.append("killed"))
+    monkeypatch.setattr(FakeAgent, "close", lambda agent: ends.append("waited for"))
+    runtime.close()
+    runtime.hub.agents[0] = runtime.hub  # type: ignore[assignment]
+    runtime.close()
+    assert ends == ["killed", "waited for"]
+
+
+def test_a_trainer_that_comes_too_late_ends_without_a_word() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        device = Device(index=0, node=0, kind="cpu")
+        trainer_main(
+            device,
+            host="127.0.0.1",
+            port=port,
+            secret=b"",
+            data=theirs,
+            spec=None,
+            num_threads=1,
+        )
 
 
 # -- the pipeline ---------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pipeline_datasets import Augmented
@@ -64,6 +66,17 @@ class Sticky(Dataset[int]):
             self.flag.touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         return index
+
+
+class Telling(Dataset[Any]):
+    """Says what is set where its samples are made."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        warnings.warn("never mind", stacklevel=1)  # an error, were it not ignored
+        return torch.tensor(1 / 3), torch.empty(0).device.type, np.geterr()["over"]
 
 
 def new_pipeline(**more: Any) -> SharedPipeline:
@@ -204,6 +217,21 @@ def test_threads_read_at_once(running: SharedPipeline) -> None:
         thread.join()
     assert [sorted(seen[epoch]) for epoch in range(3)] == [list(range(SIZE))] * 3
     assert seen[0] != seen[1]
+
+
+def test_samples_are_made_under_the_settings_of_the_script() -> None:
+    with np.errstate(over="raise"):
+        warnings.filterwarnings("ignore", "never mind")
+        torch.set_default_dtype(torch.float64)
+        try:
+            pipeline = SharedPipeline(train=Telling(), num_preprocessors=1).__enter__()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    with contextlib.ExitStack() as stack:
+        stack.push(pipeline.__exit__)
+        ((thirds, devices, errors),) = pipeline.batches("train", batch_size=2, epoch=0)
+    assert thirds.tolist() == [1 / 3, 1 / 3]
+    assert (list(devices), list(errors)) == (["cpu"] * 2, ["raise"] * 2)
 
 
 def test_stats_tell_what_was_shared() -> None:

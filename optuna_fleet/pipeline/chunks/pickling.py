@@ -40,7 +40,7 @@ def is_view_of_bytes(tensor: torch.Tensor) -> bool:
 
 def storage_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """Returns the memory that a tensor is a view of, all of it; not a copy."""
-    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     return whole.numpy()
 
 
@@ -53,7 +53,7 @@ def tensor_in(
 ) -> torch.Tensor:
     """Returns a tensor that lies in these bytes as another one lay in its storage."""
     storage = torch.from_numpy(raw).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, offset, shape, strides)
 
 
 class _Pickler(pickle.Pickler):
@@ -96,5 +96,5 @@ def _outside(array: np.ndarray[Any, Any]) -> pickle.PickleBuffer:
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if buffer is None:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype).view(shape)

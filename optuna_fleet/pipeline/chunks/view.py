@@ -95,7 +95,7 @@ class ChunkView:
         shape = (self.header.num_samples, *column.shape)
         count = torch.Size(shape).numel()
         if not count:
-            return torch.empty(shape, dtype=column.dtype)
+            return torch.empty(shape, dtype=column.dtype, device="cpu")
         flat = torch.frombuffer(
             self._memory, dtype=column.dtype, count=count, offset=self._body + offset
         )

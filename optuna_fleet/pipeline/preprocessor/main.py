@@ -27,6 +27,7 @@ from optuna_fleet.pipeline.messages import (
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
 from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples, reported
 from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
+from optuna_fleet.settings import Adoption, Settings
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes; glibc takes no more
@@ -37,6 +38,7 @@ def preprocessor_main(
     *,
     payload: bytes,
     spec: PipelineSpec,
+    settings: Settings,
     budgets: Budgets,
     decoded: DecodedSamples,
 ) -> None:
@@ -46,9 +48,11 @@ def preprocessor_main(
         sock: This process' end of the socket pair; blocking.
         payload: What unpickles to the data sets (``PayloadFile.reference()``).
         spec: Their description.
+        settings: What the script's process is set to.
         budgets: What the pipeline may take.
         decoded: The decoded store.
     """
+    Adoption(has_gpu=False).adopt(settings)
     # One core each: there is one preprocessor per core it may use.
     torch.set_num_threads(1)
     _keep_freed_memory(4 * budgets.chunk_bytes)

@@ -37,7 +37,7 @@ def drawn(own: Sequence[Generator] = ()) -> tuple[float, ...]:
     """Draws from each of what `seed_sample` seeds: equal if they were where they are now."""
     import torch
 
-    number = torch.rand((), dtype=torch.float64).item()
+    number = torch.rand((), dtype=torch.float64, device="cpu").item()
     return random.random(), np.random.random_sample(), number, *map(generators.draw, own)
 
 

@@ -190,7 +190,7 @@ def _draw(count: int) -> None:
     import torch
 
     for _ in range(count):
-        torch.rand(())
+        torch.rand((), device="cpu")
         np.random.rand()
         random.random()
 

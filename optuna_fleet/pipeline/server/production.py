@@ -32,6 +32,7 @@ from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
 from optuna_fleet.pipeline.server.workers import PreprocessorPool, Spawn
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size, count_chunks
 from optuna_fleet.pipeline.stats import Counts
+from optuna_fleet.settings import Settings
 
 HEADER_SPARE_BYTES = 1024
 """Room for what a chunk's header holds beyond that of a single sample."""
@@ -60,6 +61,7 @@ class Production:
     Args:
         payload: The data sets (``SharedPipeline.payload()``).
         spec: Their description.
+        settings: What the script's process is set to.
         budgets: What it may take.
         store: The chunk store, which is told of all results.
         counts: Where to count.
@@ -76,6 +78,7 @@ class Production:
         *,
         payload: bytes,
         spec: PipelineSpec,
+        settings: Settings,
         budgets: limits.Budgets,
         store: ChunkStore,
         counts: Counts,
@@ -88,6 +91,7 @@ class Production:
     ) -> None:
         self._payload = payload
         self._spec = spec
+        self._settings = settings
         self._budgets = budgets
         self._store = store
         self._counts = counts
@@ -236,6 +240,7 @@ class Production:
             sock,
             payload=self._payload,
             spec=self._spec,
+            settings=self._settings,
             budgets=self._budgets,
             decoded=DecodedSamples(self._decoded.file, self._decoded.table, self._lengths),
         )

@@ -101,6 +101,7 @@ class PipelineServer:
         self._production = Production(
             payload=self._payload.reference(),
             spec=spec,
+            settings=setup.settings,
             budgets=budgets,
             store=self._store,
             counts=self._counts,

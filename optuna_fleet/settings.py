@@ -1,0 +1,253 @@
+"""Settings of the script's process that its objectives, in other processes, are to find as well.
+
+They are read in the driver when a call of `optimize` begins, and hold in trainers from before an
+objective is called on. torch is never imported here: where it is not loaded it has no settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a process was set to; plain data, so that reading it imports nothing.
+
+    Attributes:
+        torch: What differs from torch's defaults, by name.
+        num_threads: How many threads torch computes with; None if it is not loaded.
+        numpy_errors: How NumPy treats floating-point errors.
+        numpy_printing: How it prints arrays.
+        filters: The filters of `warnings`, each pickled: one that can't be read spoils no other.
+        log_levels: Levels of loggers by name, where they are set; "root" is the root logger.
+        log_disabled: The level that `logging.disable` was given.
+    """
+
+    torch: Mapping[str, Any] = field(default_factory=dict)
+    num_threads: int | None = None
+    numpy_errors: Mapping[str, Any] = field(default_factory=dict)
+    numpy_printing: Mapping[str, Any] = field(default_factory=dict)
+    filters: tuple[bytes, ...] = ()
+    log_levels: Mapping[str, int] = field(default_factory=dict)
+    log_disabled: int = 0
+
+
+def settings_here() -> Settings:
+    """The settings of this process, as far as they can travel; floats and the like of NumPy's."""
+    torch: Any = sys.modules.get("torch")
+    values = {} if torch is None else _torch_values(torch)
+    return Settings(
+        torch={name: v for name, v in values.items() if v != _TORCH[name].default},
+        num_threads=None if torch is None else torch.get_num_threads(),
+        numpy_errors=np.geterr(),
+        numpy_printing={k: v for k, v in np.get_printoptions().items() if _is_plain(v)},
+        filters=tuple(packed for entry in warnings.filters if (packed := _packed(entry))),
+        log_levels=_log_levels(),
+        log_disabled=logging.root.manager.disable,
+    )
+
+
+class Adoption:
+    """Puts this process under the settings of others, over those that it has of its own.
+
+    Args:
+        has_gpu: A default device that is a GPU is this process' own; without one, the CPU.
+    """
+
+    def __init__(self, *, has_gpu: bool) -> None:
+        self._has_gpu = has_gpu
+        self._own_filters = list(warnings.filters)
+        self._own_log_levels = self._log_levels = _log_levels()
+        self._own_torch: dict[str, Any] | None = None
+
+    def adopt(self, settings: Settings) -> None:
+        """Have all these settings hold here, those of torch only if it is loaded."""
+        logging.disable(settings.log_disabled)
+        levels = {**dict.fromkeys(self._log_levels, logging.NOTSET), **self._own_log_levels}
+        self._log_levels = {**levels, **settings.log_levels}
+        for name, level in self._log_levels.items():
+            logging.getLogger(None if name == "root" else name).setLevel(level)
+        self._set_filters([entry for packed in settings.filters for entry in _unpacked(packed)])
+        self.adopt_numbers(settings)
+
+    def adopt_numbers(self, settings: Settings) -> None:
+        """Have those hold that decide what is computed: an objective may change them again."""
+        np.seterr(**settings.numpy_errors)
+        np.set_printoptions(**settings.numpy_printing)
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return
+        if self._own_torch is None:
+            self._own_torch = _torch_values(torch)
+        wanted = {**self._own_torch, **settings.torch}
+        if wanted.get("default_device") == "cuda" and not self._has_gpu:
+            wanted["default_device"] = "cpu"
+        for name, knob in _TORCH.items():
+            if name in wanted:
+                with contextlib.suppress(Exception):  # this version may not take it
+                    if knob.get(torch) != wanted[name]:
+                        knob.set(torch, wanted[name])
+
+    def own_filters(self) -> None:
+        """Have this process' own filters of warnings hold: imports may warn, as in the script."""
+        self._set_filters(self._own_filters)
+
+    def _set_filters(self, filters: list[Any]) -> None:
+        warnings.resetwarnings()  # also has it forget what it looked up in them
+        warnings.filters[:] = filters  # type: ignore[index]
+
+
+# -- torch ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    """One setting of torch: what it is by default, how it is read and set."""
+
+    default: Any
+    get: Callable[[Any], Any]
+    set: Callable[[Any, Any], Any]
+
+
+def _attribute(path: str, default: Any) -> _Knob:
+    owner, _, name = path.rpartition(".")
+    return _Knob(
+        default,
+        attrgetter(path),
+        lambda torch, value: setattr(attrgetter(owner)(torch), name, value),
+    )
+
+
+def _set_default_device(torch: Any, kind: str) -> None:
+    torch.set_default_device(None if kind == "cpu" else kind)  # None: no detour for each call
+
+
+def _sdp(name: str) -> _Knob:
+    return _Knob(
+        True,
+        lambda torch: getattr(torch.backends.cuda, f"{name}_sdp_enabled")(),
+        lambda torch, value: getattr(torch.backends.cuda, f"enable_{name}_sdp")(value),
+    )
+
+
+# In the order in which they are set: one of the coarser settings sets finer ones along. What
+# `cuda.matmul.allow_tf32` says is what `float32_matmul_precision` does.
+_TORCH: dict[str, _Knob] = {
+    "default_dtype": _Knob(
+        "float32",
+        lambda torch: str(torch.get_default_dtype()).removeprefix("torch."),
+        lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
+    ),
+    "default_device": _Knob(
+        "cpu", lambda torch: torch.get_default_device().type, _set_default_device
+    ),
+    "deterministic_algorithms": _Knob(
+        (False, False),
+        lambda torch: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda torch, value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    "detect_anomaly": _Knob(
+        (False, True),
+        lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda torch, value: torch.autograd.set_detect_anomaly(*value),
+    ),
+    "printing": _Knob(
+        {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None},
+        lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
+        lambda torch, value: torch.set_printoptions(**value),
+    ),
+    "float32_matmul_precision": _Knob(
+        "highest",
+        lambda torch: torch.get_float32_matmul_precision(),
+        lambda torch, value: torch.set_float32_matmul_precision(value),
+    ),
+    **{f"{name}_sdp": _sdp(name) for name in ("flash", "mem_efficient", "math", "cudnn")},
+    **{
+        path: _attribute(path, default)
+        for path, default in {
+            "utils.deterministic.fill_uninitialized_memory": True,
+            "backends.cudnn.enabled": True,
+            "backends.cudnn.benchmark": False,
+            "backends.cudnn.benchmark_limit": 10,
+            "backends.cudnn.deterministic": False,
+            "backends.cudnn.allow_tf32": True,
+            "backends.cuda.matmul.allow_fp16_accumulation": False,
+            "backends.cuda.matmul.allow_fp16_reduced_precision_reduction": True,
+            "backends.cuda.matmul.allow_bf16_reduced_precision_reduction": True,
+            "backends.mkldnn.deterministic": False,
+            "backends.fp32_precision": "none",
+            "backends.cudnn.fp32_precision": "none",
+            "backends.mkldnn.fp32_precision": "none",
+            "backends.cuda.matmul.fp32_precision": "none",
+            "backends.cudnn.conv.fp32_precision": "tf32",
+            "backends.cudnn.rnn.fp32_precision": "tf32",
+            "backends.mkldnn.matmul.fp32_precision": "none",
+            "backends.mkldnn.conv.fp32_precision": "none",
+            "backends.mkldnn.rnn.fp32_precision": "none",
+        }.items()
+    },
+}
+
+
+def _torch_values(torch: Any) -> dict[str, Any]:
+    """All that this version of torch has; what it refuses to tell is left out."""
+    values = {}
+    with _quiet():
+        for name, knob in _TORCH.items():
+            with contextlib.suppress(Exception):
+                values[name] = knob.get(torch)
+    return values
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    with warnings.catch_warnings():  # torch's old names for TF32 are deprecated
+        warnings.simplefilter("ignore")
+        yield
+
+
+# -- the rest -------------------------------------------------------------------------------------
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _log_levels() -> dict[str, int]:
+    loggers = {"root": logging.root, **logging.root.manager.loggerDict}
+    return {
+        name: logger.level
+        for name, logger in loggers.items()
+        if isinstance(logger, logging.Logger) and logger.level != logging.NOTSET
+    }
+
+
+def _packed(entry: Any) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(entry))
+    except Exception:
+        return b""
+
+
+def _unpacked(packed: bytes) -> list[Any]:
+    """The filter of warnings, if it can be had here; for the sake of one, torch is not loaded."""
+    if b"torch" in packed and "torch" not in sys.modules:
+        return []
+    try:
+        return [pickle.loads(packed)]  # from the driver, on the authenticated channel
+    except Exception:
+        return []

@@ -1,0 +1,165 @@
+"""What a script sets holds in its objectives, though these run in other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import optuna
+import pytest
+import torch
+
+from optuna_fleet.resources import Device
+from optuna_fleet.settings import Adoption, Settings, settings_here
+from optuna_fleet.trainer.main import Trainer
+from tests.fleets import Leg
+
+
+class HomeMadeWarning(UserWarning):
+    """A category of the script's own."""
+
+
+def found() -> dict[str, Any]:
+    """What a process is set to, as JSON has it."""
+    matmul = torch.backends.cuda.matmul
+    return {
+        "dtype": str(torch.empty(0).dtype),
+        "device": torch.empty(0).device.type,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,
+        "precision": torch.get_float32_matmul_precision(),
+        "tf32": matmul.allow_tf32,
+        "fp16": matmul.allow_fp16_reduced_precision_reduction,
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn deterministic": torch.backends.cudnn.deterministic,
+        "cudnn tf32": torch.backends.cudnn.allow_tf32,
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "threads": torch.get_num_threads(),
+        "anomaly": [torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()],
+        "printed": repr(torch.tensor(1 / 3, device="cpu")),
+        "array": repr(np.array([1 / 3])),
+        "numpy": np.geterr(),
+        "warned": [warned(UserWarning, "about this"), warned(HomeMadeWarning, "of mine")],
+        "levels": [logging.getLogger(name).level for name in (None, "a.b", "optuna")],
+        "disabled": logging.root.manager.disable,
+    }
+
+
+def warned(category: type[Warning], text: str) -> str:
+    """What becomes of a warning."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.warn(text, category, stacklevel=1)
+    except Warning:
+        return "raised"
+    return "shown" if caught else "ignored"
+
+
+def tells(trial: Any) -> float:
+    trial.set_user_attr("found", found())
+    torch.set_default_dtype(torch.float16)  # of no concern to the next trial
+    np.seterr(over="print")
+    return 0.0
+
+
+def in_a_trial(fleet: Any, *legs: Leg) -> Any:
+    """What the objective finds, in two trials that fly so, whatever the first changes."""
+    fleet.script = {0: legs, 1: legs}
+    study = optuna.create_study()
+    study.optimize(tells, n_trials=2, executor=fleet)
+    first, second = (trial.user_attrs["found"] for trial in study.trials)
+    assert first == second
+    return first
+
+
+@contextlib.contextmanager
+def everything_set() -> Iterator[None]:
+    """Everything in this process set to something else, and in the end as it was."""
+    base, here = Settings(torch={}), Adoption(has_gpu=False)
+    here.adopt_numbers(base)  # notes what torch is set to
+    before = settings_here()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.set_num_threads(1)
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
+        torch.set_printoptions(precision=2)
+        np.set_printoptions(precision=3)
+        np.seterr(divide="raise", under="warn")
+        warnings.filterwarnings("ignore", "about t", UserWarning)
+        warnings.filterwarnings("error", category=HomeMadeWarning)
+        logging.getLogger().setLevel(logging.INFO)
+        logging.getLogger("a.b").setLevel(5)
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        logging.disable(logging.DEBUG)
+        yield
+    finally:
+        here.adopt(before)
+        torch.set_num_threads(before.num_threads or 1)
+        logging.getLogger("a.b").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, 3), (2, 2), (8, 3)])
+def test_a_script_may_choose_fewer_threads_than_a_slot_has(
+    chosen: int | None, expected: int
+) -> None:
+    before = torch.get_num_threads()
+    channel: Any = None
+    trainer = Trainer(Device(index=0, node=0, kind="cpu"), channel, None, num_threads=3)
+    trainer._settings = Settings(num_threads=chosen)
+    try:
+        trainer._limit_threads()
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_filter_that_can_not_travel_is_left_behind() -> None:
+    class Holding(UserWarning):
+        lock = threading.Lock()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Holding)
+        settings = settings_here()
+    with warnings.catch_warnings():
+        Adoption(has_gpu=False).adopt(settings)
+        assert len(warnings.filters) == len(settings.filters)
+        assert warned(UserWarning, "another") == "raised"  # as in all tests
+
+
+def test_a_script_without_torch_has_nothing_set_and_does_not_load_it() -> None:
+    code = (
+        "import sys; from optuna_fleet.settings import *; s = settings_here()\n"
+        "assert s.torch == {} and s.num_threads is None\n"
+        "Adoption(has_gpu=False).adopt(s)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("legs", [[Leg((0,))], [Leg((1, 2))]])
+def test_an_objective_finds_what_its_script_has_set(fleet: Any, legs: list[Leg]) -> None:
+    plain = found()
+    at_first = in_a_trial(fleet, *legs)
+    assert {**at_first, "threads": 0} == {**plain, "threads": 0}
+    with everything_set():
+        changed = found()
+        assert in_a_trial(fleet, *legs) == changed
+    assert all(changed[name] != plain[name] for name in changed.keys() - {"threads"})
+    assert in_a_trial(fleet, *legs) == at_first
