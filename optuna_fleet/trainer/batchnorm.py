@@ -21,22 +21,23 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from torch.overrides import TorchFunctionMode
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.trainer.groups import ShardWeights, group_size
+from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.trainer.shares import BatchShares
 
 
 def convert_batchnorm(
-    module: torch.nn.Module, weights: ShardWeights | None = None
+    module: torch.nn.Module, shares: BatchShares | None = None
 ) -> torch.nn.Module:
     """Synchronise the BatchNorm layers of `module` over the trial's group, in place.
 
     Layer objects, parameters, buffers, hooks, training flags and ``state_dict`` keys stay what
     they are, also in subclasses of BatchNorm whose own ``forward`` calls ``F.batch_norm``. A
     converted layer in eval mode does not communicate, and under ``no_grad`` only while
-    ``weights.lockstep``. ``SyncBatchNorm`` is left alone. Pickling gives the original class.
+    ``shares.lockstep``. ``SyncBatchNorm`` is left alone. Pickling gives the original class.
 
     Args:
         module: The model, or a layer itself.
-        weights: What part of each batch this rank holds; by default every rank counts alike.
+        shares: What part of each batch this rank holds; by default every rank counts alike.
 
     Returns:
         `module`.
@@ -44,7 +45,7 @@ def convert_batchnorm(
     Raises:
         FleetConfigError: If a lazy layer has not seen its first batch.
     """
-    weights = ShardWeights() if weights is None else weights
+    shares = BatchShares() if shares is None else shares
     for name, layer in module.named_modules():
         if isinstance(layer, _LazyNormBase) and layer.has_uninitialized_params():
             raise FleetConfigError(
@@ -54,7 +55,7 @@ def convert_batchnorm(
         if isinstance(layer, _BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm):
             if not isinstance(layer, _Synchronised):
                 layer.__class__ = _synchronised_class(type(layer))  # type: ignore[arg-type]
-            layer.__dict__["_fleet_weights"] = weights
+            layer.__dict__["_fleet_shares"] = shares
     return module
 
 
@@ -62,11 +63,11 @@ class _Synchronised(_BatchNorm):
     """Put before a layer's own class: runs its ``forward`` with statistics of the whole batch."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch's interface
-        weights: ShardWeights = self.__dict__["_fleet_weights"]
-        in_step = torch.is_grad_enabled() or weights.lockstep
+        shares: BatchShares = self.__dict__["_fleet_shares"]
+        in_step = torch.is_grad_enabled() or shares.lockstep
         if not (self.training and in_step and group_size() > 1):
             return super().forward(input)
-        with _SynchronisedKernel(weights) as kernel:
+        with _SynchronisedKernel(shares) as kernel:
             output = super().forward(input)
         if not kernel.calls:
             raise TrialError(
@@ -87,7 +88,7 @@ class _Synchronised(_BatchNorm):
         # Protocol 1 reduces to a plain call, which unlike later ones may make another class.
         reduced: Any = super().__reduce_ex__(1)
         make, (_, *args), state = reduced
-        state = {key: value for key, value in state.items() if key != "_fleet_weights"}
+        state = {key: value for key, value in state.items() if key != "_fleet_shares"}
         return make, (type(self).__mro__[2], *args), state
 
 
@@ -99,10 +100,10 @@ def _synchronised_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
 class _SynchronisedKernel(TorchFunctionMode):
     """While active, ``F.batch_norm`` in training mode is the synchronised one."""
 
-    def __init__(self, weights: ShardWeights) -> None:
+    def __init__(self, shares: BatchShares) -> None:
         super().__init__()
         self.calls = 0
-        self._weights = weights
+        self._shares = shares
 
     def __torch_function__(
         self,
@@ -129,8 +130,8 @@ class _SynchronisedKernel(TorchFunctionMode):
         self.calls += 1
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
-        _check_count(input, self._weights)
-        mean, var, count = _global_statistics(input, self._weights)
+        _check_count(input, self._shares)
+        mean, var, count = _global_statistics(input, self._shares)
         if running_mean is not None and running_var is not None:
             unbiased = var * (count / (count - 1))
             _update(running_mean, mean, momentum)
@@ -139,7 +140,7 @@ class _SynchronisedKernel(TorchFunctionMode):
         scale = torch.ones_like(mean) if weight is None else weight
         shift = torch.zeros_like(mean) if bias is None else bias
         output: Tensor = _Normalise.apply(
-            input, scale.to(dtype), shift.to(dtype), mean, var, count, eps, self._weights
+            input, scale.to(dtype), shift.to(dtype), mean, var, count, eps, self._shares
         )
         return output
 
@@ -162,12 +163,12 @@ class _Normalise(torch.autograd.Function):
         var: Tensor,
         count: Tensor,
         eps: float,
-        weights: ShardWeights,
+        shares: BatchShares,
     ) -> Tensor:
         mean, var = mean.to(scale.dtype), var.to(scale.dtype)
         ctx.save_for_backward(x, scale, mean, var, count)
-        # The holder will be set for the next batch, perhaps before this one's backward.
-        ctx.eps, ctx.share, ctx.dummy = eps, weights.weight, weights.dummy
+        # Another batch may be in use before this one's backward.
+        ctx.eps, ctx.dummy, ctx.shares = eps, shares.present.dummy, shares
         return F.batch_norm(x, mean, var, scale, shift, eps=eps)
 
     @staticmethod
@@ -188,14 +189,15 @@ class _Normalise(torch.autograd.Function):
             grad, x, scale, mean, var, saved, saved, False, ctx.eps, [True, True, True]
         )
         if ctx.needs_input_grad[0]:
-            sums = torch.stack([dshift, dscale]).double().mul_(ctx.share)
+            share = ctx.shares.settle().weight
+            sums = torch.stack([dshift, dscale]).double().mul_(share)
             if ctx.dummy:  # zeroed, not multiplied: a dummy's NaN must not reach the others
                 sums.zero_()
             dist.all_reduce(sums)
             if ctx.dummy:
                 dx = torch.zeros_like(x)
             else:
-                dshift_mean, dscale_mean = (sums / (count * ctx.share)).to(scale.dtype)
+                dshift_mean, dscale_mean = (sums / (count * share)).to(scale.dtype)
                 slope = scale * torch.rsqrt(var + ctx.eps)
                 pull = (slope * dscale_mean, slope * dshift_mean)
                 dx = dx - F.batch_norm(x, mean, var, *pull, eps=ctx.eps)
@@ -231,14 +233,14 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def _global_statistics(x: Tensor, weights: ShardWeights) -> tuple[Tensor, Tensor, Tensor]:
+def _global_statistics(x: Tensor, shares: BatchShares) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance per channel, and the count, over all ranks' samples, in float64.
 
     Ranks send mean and squared deviations, not sums of squares, which cancel for large means.
     """
     channels = x.size(1)
     row = x.new_zeros(2 * channels + 1, dtype=torch.float64)
-    if not weights.dummy and x.numel() > 0:
+    if not shares.present.dummy and x.numel() > 0:
         mean, var = torch.batch_norm_update_stats(x.to(_statistics_dtype(x)), None, None, 0.0)
         row[:channels], row[channels:-1] = mean, var
         row[-1] = x.numel() // channels
@@ -251,8 +253,8 @@ def _global_statistics(x: Tensor, weights: ShardWeights) -> tuple[Tensor, Tensor
     return mean, var, count
 
 
-def _check_count(x: Tensor, weights: ShardWeights) -> None:
-    if weights.global_size == 1 and x.numel() == x.size(0) * x.size(1):
+def _check_count(x: Tensor, shares: BatchShares) -> None:
+    if shares.present.global_size == 1 and x.numel() == x.size(0) * x.size(1):
         raise ValueError(  # the words of torch, which raises it on one device
             f"Expected more than 1 value per channel when training, got input size {x.size()}"
         )

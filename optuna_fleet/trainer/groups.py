@@ -13,9 +13,8 @@ import socket
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,42 +51,6 @@ class GroupSpec:
     prefix: str
     store_host: str
     store_port: int | None
-
-
-@dataclass(slots=True, kw_only=True)
-class ShardWeights:
-    """What part of the present batch this rank holds; the trial sets it before each batch.
-
-    Attributes:
-        local_size: Samples of the batch on this rank; 0 for a dummy shard, whose samples only keep
-            the ranks in step and count for nothing.
-        global_size: Samples of the batch on all ranks; 0 while nothing is known, and then every
-            rank counts alike.
-        lockstep: True while every rank is served equally many batches. Only then do BatchNorm
-            layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
-        unreduced: By pass over the data, the weight of what was read since gradients were reduced.
-    """
-
-    local_size: int = 0
-    global_size: int = 0
-    lockstep: bool = False
-    unreduced: dict[int, float] = field(default_factory=dict)
-
-    @property
-    def weight(self) -> float:
-        """Share of this rank in the mean over the global batch; the ranks' shares add up to 1."""
-        if self.global_size == 0:
-            return 1.0 / group_size()
-        return self.local_size / self.global_size
-
-    @property
-    def dummy(self) -> bool:
-        """Whether this rank's samples must not count."""
-        return self.global_size > 0 and self.local_size == 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardWeights:
-        # A copied model trains on the same batches, so its layers look at the same holder.
-        return self
 
 
 def serve_store(host: str = "127.0.0.1") -> tuple[TCPStore, int]:

@@ -20,30 +20,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.batchnorm import convert_batchnorm
-from optuna_fleet.trainer.groups import ShardWeights, check_agreement, group_size, wire_device
-
-__all__ = ["ShardWeights", "wrap_module"]
+from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
+from optuna_fleet.trainer.shares import BatchShares, Share
 
 _BUCKET_BYTES = 25 * 2**20
 _FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early in the backward pass
+_TAGS = 3  # what is summed over hundreds of ranks must be exact in half precision
 
 
-def wrap_module(
-    module: torch.nn.Module, weights: ShardWeights, device: torch.device
+def make_data_parallel(
+    module: torch.nn.Module, shares: BatchShares, device: torch.device
 ) -> torch.nn.Module:
     """Train `module` data-parallel over the default group; call it on all ranks alike.
 
     Parameters and buffers are made equal to those of rank 0, BatchNorm is synchronised, and from
     now on each backward pass leaves in ``grad`` the mean over the global batch (the loss of a rank
-    being the mean over its shard). Optimizers may exist already. Only ``backward`` communicates,
-    and BatchNorm in training mode. Parameters may be frozen and unfrozen at any time, but
-    parameters added later are not reduced.
+    being the mean over its shard, or what `BatchShares.weigh` returned). Optimizers may exist
+    already. Only ``backward`` communicates, and BatchNorm in training mode. Parameters may be
+    frozen and unfrozen at any time, but parameters added later are not reduced.
 
     Args:
         module: The user's model; it is moved to `device`.
-        weights: Set by the trial before each batch.
+        shares: What is known of the batches that the objective gets.
         device: This rank's device.
 
     Returns:
@@ -57,23 +57,32 @@ def wrap_module(
         return module
     _check_initialised(module)
     module.to(device)
-    convert_batchnorm(module, weights)
+    convert_batchnorm(module, shares)
+    shares.watch(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     check_agreement(
         ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
         f"The model {type(module).__name__}",
     )
     _broadcast(tensor for _, tensor in tensors)
-    _Reducer(module, weights)
+    _Reducer(module, shares)
     return module
+
+
+OUT_OF_STEP = (
+    "The ranks of the trial are not at the same batch: one has left out a `backward` that others "
+    "have done, as in `if not loss.isfinite(): continue`, where a rank sees the loss of its own "
+    "samples only. What decides must be alike on all ranks: decide on `trial.mean(loss.item(), "
+    "weight=trial.shard_size)`."
+)
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that travel together: their places in one flat buffer, then one flag for each.
+    """Gradients that travel together: their places in one flat buffer, one flag for each, a tag.
 
     A flag counts the ranks that have this gradient: where none has, ``grad`` stays None, as it
-    would in one process, and the optimizer skips the parameter.
+    would in one process, and the optimizer skips the parameter. The tag tells the steps apart.
     """
 
     params: list[TensorWeakRef]
@@ -84,31 +93,39 @@ class _Bucket:
 
     @property
     def flags(self) -> Tensor:
-        return self.flat[-len(self.params) :]
+        return self.flat[-len(self.params) - 1 : -1]
 
-    def launch(self, weights: ShardWeights) -> None:
-        """Start to sum the weighted gradients over the ranks."""
+    def launch(self, share: Share, tag: int) -> None:
+        """Start to sum the gradients over the ranks, each weighted by its share."""
         present = []
         for ref, view in zip(self.params, self.views, strict=True):
             grad = _grad(ref)
             present.append(grad is not None)
             # A dummy's gradient may be NaN, which a weight of 0 would not remove.
-            if grad is None or weights.dummy:
+            if grad is None or share.dummy:
                 view.zero_()
             else:
                 view.copy_(grad.to_dense() if grad.is_sparse else grad)
-        self.flat[: -len(self.params)].mul_(weights.weight)
+        self.flat[: -len(self.params) - 1].mul_(share.weight)
         if all(present):
             self.flags.fill_(1)
         else:
             self.flags.copy_(torch.tensor(present))
+        self.flat[-1] = tag
         self.work = dist.all_reduce(self.flat, async_op=True)
 
-    def collect(self) -> None:
-        """Wait for the sums and make them the parameters' gradients."""
+    def collect(self, tag: int) -> None:
+        """Wait for the sums and make them the parameters' gradients.
+
+        Raises:
+            TrialError: The ranks are not at the same batch. On the CPU only: elsewhere to look at
+                the tag would wait for the device.
+        """
         assert self.work is not None
         self.work.wait()
         self.work = None
+        if self.flat.device.type == "cpu" and self.flat[-1].real != tag * group_size():
+            raise TrialError(OUT_OF_STEP)
         params = [ref() for ref in self.params]
         # Reading flags waits for the device, so it is left out while every gradient is here.
         missing = any(param is not None and param.grad is None for param in params)
@@ -132,9 +149,11 @@ class _Reducer:
     free at once.
     """
 
-    def __init__(self, module: torch.nn.Module, weights: ShardWeights) -> None:
+    def __init__(self, module: torch.nn.Module, shares: BatchShares) -> None:
         params = list(module.parameters())
-        self._weights = weights
+        self._shares = shares
+        self._share = Share()
+        self._tag = 0
         self._params = [TensorWeakRef(param) for param in params]
         self._trained: tuple[bool, ...] = ()
         self._buckets: list[_Bucket] = []
@@ -159,12 +178,13 @@ class _Reducer:
         for bucket in self._buckets[self._num_launched :]:
             if len(bucket.arrived) < len(bucket.params):
                 break
-            bucket.launch(self._weights)
+            bucket.launch(self._share, self._tag)
             self._num_launched += 1
 
     def _begin(self, task: int) -> None:
         for bucket in self._buckets:
             bucket.abandon()
+        self._share, self._tag = self._shares.settle(), self._shares.step % _TAGS
         params = [ref() for ref in self._params]
         trained = tuple(param is not None and param.requires_grad for param in params)
         if trained != self._trained:
@@ -192,11 +212,11 @@ class _Reducer:
         if task != self._task:
             return
         for bucket in self._buckets[self._num_launched :]:
-            bucket.launch(self._weights)
+            bucket.launch(self._share, self._tag)
         for bucket in self._buckets:
-            bucket.collect()
+            bucket.collect(self._tag)
             bucket.arrived.clear()
-        self._weights.unreduced.clear()
+        self._shares.reduced()
         self._task = None
 
 
@@ -227,8 +247,9 @@ def _set_grad(param: Tensor, view: Tensor) -> None:
 
 def _make_bucket(params: list[Tensor]) -> _Bucket:
     sizes = [param.numel() for param in params]
-    flat = torch.zeros(sum(sizes) + len(params), dtype=params[0].dtype, device=params[0].device)
-    parts = torch.split(flat[: -len(params)], sizes)
+    length = sum(sizes) + len(params) + 1
+    flat = torch.zeros(length, dtype=params[0].dtype, device=params[0].device)
+    parts = torch.split(flat[: sum(sizes)], sizes)
     views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
     return _Bucket(params=[TensorWeakRef(param) for param in params], flat=flat, views=views)
 

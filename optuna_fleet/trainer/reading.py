@@ -17,8 +17,9 @@ from optuna_fleet.messages import Measured, Reached
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.feed import feed
-from optuna_fleet.trainer.groups import ShardWeights, of_first_rank
+from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.session import Session
+from optuna_fleet.trainer.shares import BatchShares, Share
 from optuna_fleet.trainer.stopwatch import Stopwatch
 
 
@@ -48,7 +49,7 @@ class Reading:
         place: Kept up to date by whoever counts epochs.
 
     Attributes:
-        weights: What part of the present batch this rank holds.
+        shares: What part of each batch this rank holds.
         reached_after_s: When the objective first asked for data; None before.
     """
 
@@ -60,7 +61,7 @@ class Reading:
         modules: list[torch.nn.Module],
         place: Place,
     ) -> None:
-        self.weights = ShardWeights()
+        self.shares = BatchShares()
         self.reached_after_s: float | None = None
         self.stopwatch = Stopwatch(session.run.measure)
         self._session = session
@@ -74,10 +75,8 @@ class Reading:
         self._samples_per_epoch = 0
         self._epoch_began = time.perf_counter()
         self._read_outside: Counter[str] = Counter()
-        # The present shard of each pass that is open, by when it came: `weights` is the last.
-        self._open: dict[int, ShardWeights] = {}
         self._num_passes = 0
-        self._has_warned_together = False
+        self._timed_pass: int | None = None
 
     def batches(self, name: str, batch_size: int | None, *, drop_last: bool) -> Shards:
         """See `FleetTrial.batches`."""
@@ -115,45 +114,33 @@ class Reading:
         assert self._pipeline is not None
         is_shuffled = self._pipeline.is_shuffled(name)
         self._check_order(name, is_shuffled and not self._pipeline.rolls(name))
-        watch = self.stopwatch
-        if self._trains(is_shuffled):
-            watch.start()
-        waited_s = self._pipeline.waited_s
         self._num_passes += 1
         number = self._num_passes
+        if self._timed_pass is None and self._trains(is_shuffled):
+            self._timed_pass = number
+            self.stopwatch.start()
+        waited_s = self._pipeline.waited_s
         batches = self._pass(name, batch_size, drop_last, *self._begin(name))
         try:
             for batch, data in feed(batches, self._device, self._pipeline.finisher(name)):
                 self._session.num_batches += 1
                 trains = self._trains(is_shuffled)
                 in_step = trains or self._normalises()
-                # Every rank takes part in a step that trains, if need be with a stand-in sample.
+                # Every rank takes part in a step that trains, if need be with a padding sample.
                 if batch.local_size == 0 and not in_step:
                     continue
-                self._open.pop(number, None)
-                self._open[number] = ShardWeights(
-                    local_size=batch.local_size, global_size=batch.global_size, lockstep=in_step
-                )
-                self._weigh()
-                if trains:
-                    self._check_together(number, name)
-                timed = watch.active and trains
+                share = Share(batch.local_size, batch.global_size)
+                self.shares.hand_out(number, share, data, lockstep=in_step, trains=trains)
+                timed = self.stopwatch.active and trains and number == self._timed_pass
                 yield data
                 if timed:
                     self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
                     waited_s = self._pipeline.waited_s
-                    watch.start()
+                    self.stopwatch.start()
         finally:
-            self._open.pop(number, None)
-            self.weights.unreduced.pop(number, None)
-            if self._open:  # this was an evaluation in the midst of another pass
-                self._weigh()
-
-    def _weigh(self) -> None:
-        present = next(reversed(self._open.values()))
-        self.weights.local_size = present.local_size
-        self.weights.global_size = present.global_size
-        self.weights.lockstep = present.lockstep
+            self.shares.close(number)
+            if self._timed_pass == number:
+                self._timed_pass = None
 
     def _trains(self, is_shuffled: bool) -> bool:
         """Whether the step that comes may end in `backward`, where the ranks communicate.
@@ -209,22 +196,6 @@ class Reading:
                 "trial.epochs(): all such passes have the same order and augmentation. Use `for "
                 "epoch in trial.epochs(n):`.",
             )
-
-    def _check_together(self, number: int, name: str) -> None:
-        """Gradients of one step have one weight, whatever batches they come from."""
-        unreduced = self.weights.unreduced
-        unreduced[number] = self.weights.weight
-        if len(set(unreduced.values())) == 1 or self._has_warned_together:
-            return
-        self._has_warned_together = True
-        self._session.tell(
-            "fleet",
-            "warn",
-            f"A batch of '{name}' is read in the same training step as "
-            f"one of another pass, and its {self._run.world_size} devices share the two unlike. "
-            "Gradients weigh both by the share of the one read last. They are exact where the "
-            "number of devices divides all batch sizes (and with drop_last=True).",
-        )
 
     # -- what the driver is told ------------------------------------------------------------------
 

@@ -70,6 +70,28 @@ def mean(values: Any, weight: float | None = None) -> Any:
     return rebuild(values, lambda value: _like(value, next(means)))
 
 
+def one_number(value: Any, name: str) -> Tensor:
+    """`value`, a number or a tensor of one element, as a scalar in float64, without gradients.
+
+    Raises:
+        FleetConfigError: It is no such thing; calls it `name`.
+    """
+    leaves = [leaf for *_, leaf in _leaves(value, f"`{name}`")]
+    if len(leaves) != 1 or leaves[0].numel() != 1:
+        raise FleetConfigError(
+            f"`{name}` is {value!r}, but must be one number, or a tensor of one element."
+        )
+    return leaves[0].reshape(()).double()
+
+
+def share_of_sum(value: Tensor) -> Tensor:
+    """This rank's part in the sum of a scalar over the ranks; the parts add up to 1."""
+    own = value.to(wire_device())
+    total = own.clone()
+    dist.all_reduce(total)
+    return own / total
+
+
 def _totals(leaves: list[Tensor]) -> list[Tensor]:
     """The sum of each leaf over the ranks, int64 or floating."""
     if group_size() == 1:

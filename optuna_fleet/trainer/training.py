@@ -20,7 +20,7 @@ from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import checkpoint, reduction
 from optuna_fleet.trainer.alike import come_apart
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
-from optuna_fleet.trainer.parallel import wrap_module
+from optuna_fleet.trainer.parallel import make_data_parallel
 from optuna_fleet.trainer.reading import Place, Reading
 from optuna_fleet.trainer.reading import Shards as Shards
 from optuna_fleet.trainer.saving import Saver
@@ -105,7 +105,7 @@ class Training:
     @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank."""
-        return self._reading.weights.local_size
+        return self._reading.shares.present.local_size
 
     # -- prepare ----------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Training:
         self._modules.append(module)
         if self._run.world_size == 1:
             return module
-        return wrap_module(module, self._reading.weights, self.device)
+        return make_data_parallel(module, self._reading.shares, self.device)
 
     # -- epochs -----------------------------------------------------------------------------------
 
@@ -255,6 +255,18 @@ class Training:
                 path, lambda: self._checkpoint_at(self._place.epoch + 1, []), keep_previous=False
             )
             self._saver.finish()
+
+    # -- losses -----------------------------------------------------------------------------------
+
+    def weighted(self, loss: Any, weight: Any) -> Any:
+        """See `FleetTrial.weighted`."""
+        reduction.one_number(loss, "loss")
+        own = reduction.one_number(weight, "weight")
+        if self._run.world_size == 1:
+            return loss
+        shares = self._reading.shares
+        share = reduction.share_of_sum(torch.zeros_like(own) if shares.present.dummy else own)
+        return shares.weigh(loss, share.to(loss.device))
 
     # -- data -------------------------------------------------------------------------------------
 

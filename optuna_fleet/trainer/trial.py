@@ -198,6 +198,33 @@ class FleetTrial(optuna.Trial):
         """
         return self._training.prepare(*objects)
 
+    def weighted(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
+        """Return a loss whose gradients are exact where it is no plain mean over the samples.
+
+        On several devices each computes the loss of its own samples, and the gradients are
+        averaged by the number of samples. That is exact for a mean over samples. A weighted mean,
+        sum(w * l) / sum(w), needs the sum of its weights::
+
+            loss = F.cross_entropy(model(x), y, weight=class_weights)
+            trial.weighted(loss, class_weights[y].sum()).backward()
+
+        Likewise `mask.sum()` for a mean over tokens. The result can be scaled, added to other
+        losses, and stepped through a GradScaler. All ranks must call it alike.
+
+        Args:
+            loss: The weighted mean over this rank's samples, a tensor of one element. Where this
+                rank has no weight at all it may be NaN (0 / 0).
+            weight: The sum of their weights, a number or a tensor of one element.
+
+        Returns:
+            A loss of the same value; for the whole batch's value log
+            ``trial.mean(loss.item(), weight=...)``. On one device `loss` itself.
+
+        Raises:
+            FleetConfigError: `loss` is no tensor of one element, or `weight` no number.
+        """
+        return self._training.weighted(loss, weight)  # type: ignore[no-any-return]
+
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Iterate over the epochs still to train: from 0, or from where the trial stopped.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from optuna_fleet import TrialError
 from optuna_fleet.events import DataRequested, RateMeasured
 from tests.fleets import Leg, evaluate, num_wrong, small_model, train_epoch
 
@@ -188,57 +190,198 @@ def test_a_loop_of_its_own_is_told_that_its_epochs_are_all_alike(fleet: Any, log
     assert log.getvalue().count("is read again outside of trial.epochs()") == 1
 
 
-def reads_two_at_once(sizes: tuple[int, int]) -> Any:
+# -- batches that are not used as they come -------------------------------------------------------
+
+
+def ahead(batches: Any, number: int) -> Any:
+    """As a prefetcher does: the batches, of which that many more are fetched already."""
+    queue: deque[Any] = deque()
+    for batch in batches:
+        queue.append(batch)
+        if len(queue) > number:
+            yield queue.popleft()
+    yield from queue
+
+
+def trains_on(order: Any, view: Any = lambda images: images) -> Any:
+    """The batches of a pass, as `order` gives them; the last of them is one sample."""
+
     def objective(trial: Any) -> float:
         model, optimizer = prepared(trial)
+        seen = []
         for _ in trial.epochs(2):
-            passes = [trial.batches("train", batch_size=n, drop_last=True) for n in sizes]
-            for (images, labels), (more, _) in zip(*passes, strict=False):
-                both = F.cross_entropy(model(images), labels) + model(more).square().mean()
-                optimizer.zero_grad()
-                both.backward()
-                optimizer.step()
-        trial.set_user_attr("seen", 0)
+            model.train()
+            for images, labels in order(trial.batches("train", batch_size=10)):
+                seen.append(step(trial, model, optimizer, view(images), labels))
+        trial.set_user_attr("seen", seen)
         return 0.0
 
     return objective
 
 
+LOOPS = {
+    "ahead by one": trains_on(lambda batches: ahead(batches, 1)),
+    "ahead by three": trains_on(lambda batches: ahead(batches, 3)),
+    "kept": trains_on(list),
+    "kept and reversed": trains_on(lambda batches: reversed(list(batches))),
+    "a view, ahead": trains_on(lambda b: ahead(b, 1), lambda images: images.view(-1, 1, 6, 6)),
+    "made anew": trains_on(lambda batches: batches, lambda images: images * 2),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_gradients_weigh_the_batch_that_was_used(fleet: Any, name: str) -> None:
+    alone = seen_by(fleet, LOOPS[name], ALONE)
+    assert seen_by(fleet, LOOPS[name], ON_THREE) == pytest.approx(alone, rel=1e-10)
+
+
+def reads_two_at_once(sizes: tuple[int, int], *, weighs: bool) -> Any:
+    def objective(trial: Any) -> float:
+        model, optimizer = prepared(trial)
+        seen = []
+        for _ in trial.epochs(2):
+            passes = [trial.batches("train", batch_size=n, drop_last=True) for n in sizes]
+            for (images, labels), (more, _) in zip(*passes, strict=False):
+                one, other = F.cross_entropy(model(images), labels), model(more).square().mean()
+                seen.append(trial.mean(one.item(), weight=len(images)))
+                if weighs:
+                    one, other = trial.weighted(one, len(images)), trial.weighted(other, len(more))
+                optimizer.zero_grad()
+                (one + other).backward()
+                optimizer.step()
+        trial.set_user_attr("seen", seen)
+        return 0.0
+
+    return objective
+
+
+@pytest.mark.parametrize(("sizes", "weighs"), [((10, 7), True), ((9, 6), False)])
+def test_batches_of_two_passes_in_one_step(fleet: Any, sizes: Any, weighs: bool) -> None:
+    objective = reads_two_at_once(sizes, weighs=weighs)  # a third of 9 and 6 is on each device
+    alone = seen_by(fleet, objective, ALONE)
+    assert seen_by(fleet, objective, ON_THREE) == pytest.approx(alone, rel=1e-10)
+
+
+def fetches_ahead_and_scales(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(2):
+        for images, labels in ahead(trial.batches("train", batch_size=10), 1):
+            step(trial, model, optimizer, images * 2, labels)
+    return 0.0
+
+
+def sums_losses_of_unlike_batches(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(2):
+        losses = [F.cross_entropy(model(x), y) for x, y in trial.batches("train", batch_size=16)]
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        reads_two_at_once((10, 7), weighs=False),
+        fetches_ahead_and_scales,
+        sums_losses_of_unlike_batches,
+    ],
+)
+def test_what_one_step_can_not_weigh_is_refused(fleet: Any, objective: Any) -> None:
+    with pytest.raises(TrialError, match="batches of unlike sizes"):
+        seen_by(fleet, objective, ON_THREE)
+
+
 def trains_on_one_within_the_other(trial: Any) -> float:
     model, optimizer = prepared(trial)
+    seen = []
     for _ in trial.epochs(1):
         for images, labels in trial.batches("train", batch_size=20):
-            step(trial, model, optimizer, images, labels)
+            seen.append(step(trial, model, optimizer, images, labels))
             for more, theirs in trial.batches("train", batch_size=25):
-                step(trial, model, optimizer, more, theirs)
-    trial.set_user_attr("seen", 0)
+                seen.append(step(trial, model, optimizer, more, theirs))
+    trial.set_user_attr("seen", seen)
     return 0.0
 
 
 def evaluates_with_gradients(trial: Any) -> float:
     model, optimizer = prepared(trial)
+    seen: list[float] = []
     for _ in trial.epochs(2):
-        train_epoch(trial, model, optimizer, [], batch_size=10)
+        train_epoch(trial, model, optimizer, seen, batch_size=10)
         for images, labels in trial.batches("train", batch_size=7):
             F.cross_entropy(model(images), labels)
-    trial.set_user_attr("seen", 0)
+    trial.set_user_attr("seen", seen)
+    return 0.0
+
+
+def skips_steps(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    seen = []
+    for _ in trial.epochs(2):
+        for number, (images, labels) in enumerate(trial.batches("train", batch_size=10)):
+            loss = F.cross_entropy(model(images), labels)
+            if number % 2:  # the last is the one sample
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(trial.mean(loss.item(), weight=trial.shard_size))
+    trial.set_user_attr("seen", seen)
     return 0.0
 
 
 @pytest.mark.parametrize(
-    ("objective", "times"),
-    [
-        (reads_two_at_once((10, 7)), 1),
-        (reads_two_at_once((9, 6)), 0),  # a third on each device
-        (trains_on_one_within_the_other, 0),
-        (evaluates_with_gradients, 0),
-    ],
+    "objective", [trains_on_one_within_the_other, evaluates_with_gradients, skips_steps]
 )
-def test_passes_that_one_step_can_not_weigh_are_told_of(
-    fleet: Any, log: Any, objective: Any, times: int
-) -> None:
-    seen_by(fleet, objective, ON_THREE)
-    assert log.getvalue().count("devices share the two unlike") == times
+def test_passes_within_passes_and_calls_without_a_backward(fleet: Any, objective: Any) -> None:
+    alone = seen_by(fleet, objective, ALONE)
+    assert seen_by(fleet, objective, ON_THREE) == pytest.approx(alone, rel=1e-10)
+
+
+# -- losses that are no plain means ---------------------------------------------------------------
+
+WEIGHTS = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
+
+
+def weighs_classes(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    seen = []
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=10):
+            loss = F.cross_entropy(model(images), labels, weight=WEIGHTS)
+            total = WEIGHTS[labels].sum()
+            optimizer.zero_grad()
+            (trial.weighted(loss, total) + 0.01 * model(images).square().mean()).backward()
+            optimizer.step()
+            seen.append(trial.mean(loss.item(), weight=0 if not trial.shard_size else total))
+    trial.set_user_attr("seen", seen)
+    return 0.0
+
+
+def masks_most_samples(trial: Any) -> float:
+    """Means over what is not masked, which is nothing on most ranks."""
+    model, optimizer = prepared(trial)
+    seen = []
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=10):
+            each = F.cross_entropy(model(images), labels, reduction="none")
+            mask = (images[:, 0, 0, 0] > 0.7) & (labels == 1)
+            loss = (each * mask).sum() / mask.sum()
+            whole = trial.sum(int(mask.sum()) if trial.shard_size else 0)
+            optimizer.zero_grad()
+            if whole:  # in a batch of nothing a loss is 0 / 0 anywhere
+                trial.weighted(loss, mask.sum()).backward()
+                optimizer.step()
+            seen.append(whole)
+    trial.set_user_attr("seen", [*seen, *model[-1].weight.flatten().tolist()])
+    return 0.0
+
+
+@pytest.mark.parametrize("objective", [weighs_classes, masks_most_samples])
+def test_a_weighted_mean_is_exact(fleet: Any, objective: Any) -> None:
+    alone = seen_by(fleet, objective, ALONE)
+    assert seen_by(fleet, objective, ON_THREE) == pytest.approx(alone, rel=1e-10)
 
 
 # -- what was not prepared ------------------------------------------------------------------------

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from optuna_fleet.trainer import checkpoint, groups, parallel, reduction
 from optuna_fleet.trainer.batchnorm import convert_batchnorm
-from optuna_fleet.trainer.groups import GroupSpec, ShardWeights
+from optuna_fleet.trainer.groups import GroupSpec
+from optuna_fleet.trainer.shares import BatchShares, Share
 
 CPU = torch.device("cpu")
 ODD_TYPES = (
@@ -82,12 +83,12 @@ def batches(num: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def shard(x: torch.Tensor, weights: ShardWeights) -> torch.Tensor:
+def shard(x: torch.Tensor, shares: BatchShares) -> torch.Tensor:
     """This rank's part; a copy of a sample of the batch, spoilt, where there is none."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     size = groups.group_size()
     part = x.tensor_split(size)[rank]
-    weights.local_size, weights.global_size = len(part), len(x)
+    shares.present = Share(len(part), len(x))
     if len(part):
         return part
     return torch.full_like(x[:1], torch.nan) if x.is_floating_point() else x[:1]
@@ -97,15 +98,15 @@ def train(
     spec: GroupSpec, optimizer: str, batch_size: int, method: str = "forward"
 ) -> dict[str, Any]:
     with group(spec):
-        weights = ShardWeights()
+        shares = BatchShares()
         model = build(seed=spec.rank, normed_head=batch_size > 2)
         make = {"sgd": sgd, "adam": torch.optim.Adam}[optimizer]
         optim = make(model.parameters(), lr=0.05)
-        model = parallel.wrap_module(model, weights, CPU)
+        model = parallel.make_data_parallel(model, shares, CPU)
         losses, grads = [], {}
         for x, y in batches(4, batch_size):
             optim.zero_grad()
-            x, y = shard(x, weights), shard(y, weights)
+            x, y = shard(x, shares), shard(y, shares)
             if method == "forward":
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
@@ -117,7 +118,7 @@ def train(
                 loss.backward()
                 F.cross_entropy(model(x) * 2, y).backward()
             optim.step()
-            losses.append(reduction.mean(loss.item(), weights.local_size))
+            losses.append(reduction.mean(loss.item(), shares.present.local_size))
         grads = {
             name: None if p.grad is None else p.grad.clone()
             for name, p in model.named_parameters()
@@ -140,19 +141,19 @@ def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
 def batchnorm_pass(spec: GroupSpec, dtype: torch.dtype, custom: bool) -> dict[str, Any]:
     """One forward and backward of a layer over uneven parts; the gradients of its input."""
     with group(spec):
-        weights = ShardWeights()
+        shares = BatchShares()
         layer = (ActivatedNorm if custom else torch.nn.BatchNorm1d)(3).to(torch.float64)
         if dtype != torch.float64:
             layer.float()
         if spec.world_size > 1:
-            convert_batchnorm(layer, weights)
+            convert_batchnorm(layer, shares)
         generator = torch.Generator().manual_seed(3)
         x = (torch.randn(7, 3, 2, generator=generator, dtype=torch.float64) + 1e3).to(dtype)
-        x = shard(x, weights).requires_grad_()
+        x = shard(x, shares).requires_grad_()
         loss = (layer(x).float() if dtype != torch.float64 else layer(x)).pow(3).mean()
         loss.backward()
         return {
-            "dx": (x.grad * weights.weight)[: weights.local_size],
+            "dx": (x.grad * shares.present.weight)[: shares.present.local_size],
             "state": layer.state_dict(),
         }
 
@@ -171,8 +172,8 @@ class ActivatedNorm(torch.nn.BatchNorm1d):
 def lonely_passes(spec: GroupSpec) -> str:
     """Only rank 0 evaluates: a collective would hang and time out."""
     with group(spec, timeout_s=3.0):
-        weights = ShardWeights()
-        model = parallel.wrap_module(build(), weights, CPU)
+        shares = BatchShares()
+        model = parallel.make_data_parallel(build(), shares, CPU)
         if spec.rank == 0:
             x = batches(1, 5)[0][0]
             with torch.no_grad():
@@ -184,23 +185,23 @@ def lonely_passes(spec: GroupSpec) -> str:
 
 def accumulate_stats(spec: GroupSpec) -> dict[str, torch.Tensor]:
     with group(spec):
-        weights = ShardWeights(lockstep=True)
-        model = parallel.wrap_module(build(), weights, CPU)
+        shares = BatchShares(lockstep=True)
+        model = parallel.make_data_parallel(build(), shares, CPU)
         with torch.no_grad():
             for x, _ in batches(3, 8):
-                model(shard(x, weights))
+                model(shard(x, shares))
         return dict(model.named_buffers())
 
 
 def freezing(spec: GroupSpec) -> list[torch.Tensor]:
     """Freeze, unfreeze; data-dependent branches; reentrant checkpointing; a failed backward."""
     with group(spec):
-        weights = ShardWeights()
+        shares = BatchShares()
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(3)]).double()
         model[0].requires_grad_(False)
-        model = parallel.wrap_module(model, weights, CPU)
-        x = shard(torch.arange(15.0, dtype=torch.float64).view(5, 3), weights)
+        model = parallel.make_data_parallel(model, shares, CPU)
+        x = shard(torch.arange(15.0, dtype=torch.float64).view(5, 3), shares)
         model[2](model[0](x)).square().mean().backward()
         frozen = model[0].weight.grad is None and model[1].weight.grad is None
         model[0].requires_grad_(True)
@@ -226,12 +227,12 @@ def freezing(spec: GroupSpec) -> list[torch.Tensor]:
 def branches(spec: GroupSpec) -> list[torch.Tensor | None]:
     """A layer that only the last sample needs; rank 0 never sees it."""
     with group(spec):
-        weights = ShardWeights()
+        shares = BatchShares()
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)]).double()
-        model = parallel.wrap_module(model, weights, CPU)
+        model = parallel.make_data_parallel(model, shares, CPU)
         x = torch.arange(10.0, dtype=torch.float64).view(5, 2)
-        mine = shard(x, weights)
+        mine = shard(x, shares)
         losses = []
         for row in mine:
             layer = model[1] if row[0] > 7 else model[0]
@@ -242,12 +243,12 @@ def branches(spec: GroupSpec) -> list[torch.Tensor | None]:
 
 def sparse(spec: GroupSpec) -> list[Any]:
     with group(spec):
-        weights = ShardWeights()
+        shares = BatchShares()
         torch.manual_seed(0)
         model = torch.nn.Embedding(6, 2, sparse=True).double()
         optim = torch.optim.SparseAdam(model.parameters())
-        parallel.wrap_module(model, weights, CPU)
-        model(shard(torch.tensor([0, 1, 1, 5]), weights)).square().mean().backward()
+        parallel.make_data_parallel(model, shares, CPU)
+        model(shard(torch.tensor([0, 1, 1, 5]), shares)).square().mean().backward()
         optim.step()
         return [model.weight.grad.is_sparse, model.weight.grad.to_dense(), model.weight.detach()]
 
@@ -258,7 +259,7 @@ def identity(spec: GroupSpec) -> dict[str, Any]:
         mine = build()
         bn, weight = mine.bn1, mine.bn1.weight
         keys = list(mine.state_dict())
-        model = parallel.wrap_module(mine, ShardWeights(), CPU)
+        model = parallel.make_data_parallel(mine, BatchShares(), CPU)
         twin = copy.deepcopy(model)
         buffer = io.BytesIO()
         torch.save(model, buffer)
@@ -276,7 +277,7 @@ def identity(spec: GroupSpec) -> dict[str, Any]:
 
 def wrong_model(spec: GroupSpec) -> None:
     with group(spec):
-        parallel.wrap_module(torch.nn.Linear(2 + spec.rank, 2), ShardWeights(), CPU)
+        parallel.make_data_parallel(torch.nn.Linear(2 + spec.rank, 2), BatchShares(), CPU)
 
 
 def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
@@ -286,20 +287,20 @@ def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
         for name in ODD_TYPES:
             value = torch.full((2, 3), 3 - spec.rank, dtype=torch.float32)
             module.register_buffer(f"its_{name}", value.to(getattr(torch, name)))
-        parallel.wrap_module(module, ShardWeights(), CPU)
+        parallel.make_data_parallel(module, BatchShares(), CPU)
         return {name: module.get_buffer(f"its_{name}").to(torch.complex64) for name in ODD_TYPES}
 
 
 def penalty(spec: GroupSpec, how: str) -> Any:
     """A gradient penalty through BatchNorm; `how` it is taken, if at all."""
     with group(spec):
-        weights = ShardWeights()
+        shares = BatchShares()
         torch.manual_seed(0)
         layers = [torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)]
         model = torch.nn.Sequential(*layers[: 2 if how == "norm last" else 3]).double()
-        model = parallel.wrap_module(model, weights, CPU).train(how != "eval")
+        model = parallel.make_data_parallel(model, shares, CPU).train(how != "eval")
         x = torch.arange(12.0, dtype=torch.float64).view(6, 2).square()
-        x = shard(x, weights).requires_grad_()
+        x = shard(x, shares).requires_grad_()
         loss = model(x).square().mean()
         if how != "none":
             (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -360,11 +361,11 @@ def reduce_forever(spec: GroupSpec, folder: str) -> None:
 
 def backward_forever(spec: GroupSpec, folder: str) -> None:
     with group(spec):
-        weights = ShardWeights()
-        model = parallel.wrap_module(build(), weights, CPU)
+        shares = BatchShares()
+        model = parallel.make_data_parallel(build(), shares, CPU)
         while True:
             for x, y in batches(4, 6):
-                F.cross_entropy(model(shard(x, weights)), shard(y, weights)).backward()
+                F.cross_entropy(model(shard(x, shares)), shard(y, shares)).backward()
                 Path(folder, str(spec.rank)).touch()
 
 

@@ -279,7 +279,7 @@ def test_peer_that_does_not_arrive(fleet: Fleet) -> None:
 
 def test_alone_nothing_is_touched() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    assert parallel.wrap_module(model, parallel.ShardWeights(), torch.device("cpu")) is model
+    assert parallel.make_data_parallel(model, parallel.BatchShares(), torch.device("cpu")) is model
     assert type(model[0]) is torch.nn.BatchNorm1d
     assert reduction.all_reduce_sum({"a": 1}) == {"a": 1}
     assert reduction.mean(3) == 3
