@@ -13,19 +13,16 @@ import torch
 
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.executor import losses, objectives
+from tests.executor.parts import OBJECTIVES, usual_pipeline
 from tests.fleets import Leg, fleet_of
 
-LEGS = {
-    0: [Leg((0,))],
-    1: [Leg((0, 1, 2))],
-    2: [Leg((1, 2), 1), Leg((0,), 2), Leg((1, 2))],
-}
+# Three first, so that what went wrong there has consequences.
+LEGS = {0: [Leg((0,))], 1: [Leg((0, 1, 2), 1), Leg((0,), 2), Leg((1, 2))]}
 
 
 @pytest.fixture(scope="module")
 def usual_fleet() -> Iterator[Any]:
-    pipeline = objectives.usual_pipeline()
-    with fleet_of(devices=4, pipeline=pipeline, policy="equal-split") as fleet:
+    with fleet_of(devices=4, pipeline=usual_pipeline(), policy="equal-split") as fleet:
         yield fleet
 
 
@@ -42,18 +39,17 @@ def found(log: Any) -> list[int]:
     return [int(number) for number in numbers]
 
 
-@pytest.mark.parametrize("name", objectives.OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_same_on_any_devices(usual_fleet: Any, log: Any, name: str) -> None:
     study = optuna.create_study()
     usual_fleet.script = dict(LEGS)
     objective = functools.partial(objectives.run, name=name)
     study.optimize(objective, n_trials=len(LEGS), executor=usual_fleet)
-    assert widths(study) == [[1], [3], [2, 1, 2]]
-    alone, *others = (trial.user_attrs["seen"] for trial in study.trials)
+    assert widths(study) == [[1], [3, 1, 2]]
+    alone, moved = (trial.user_attrs["seen"] for trial in study.trials)
     assert len(set(alone)) > len(alone) / 2  # it does train
     tolerance = 0.05 if name == "autocast" else 1e-10  # bfloat16 has three digits
-    for seen in others:
-        assert seen == pytest.approx(alone, rel=tolerance, nan_ok=True)
+    assert moved == pytest.approx(alone, rel=tolerance, nan_ok=True)
     assert "Trial" not in log.getvalue()  # no warning
 
 
@@ -72,7 +68,7 @@ def test_a_loss_that_is_no_mean_is_told_of_and_kept_on_one_device(
 
 def test_a_loss_that_is_a_mean_is_given_all_devices(usual_fleet: Any, log: Any) -> None:
     study = optuna.create_study()
-    objective = functools.partial(losses.trains_long, loss_of=objectives.cross_entropy)
+    objective = functools.partial(losses.trains_long, loss_of=losses.cross_entropy)
     study.optimize(objective, n_trials=1, executor=usual_fleet)
     assert found(log) == []
     assert widths(study)[0][-1] == 4
