@@ -255,7 +255,16 @@ def masked_tokens(model: Any, tokens: Tensor, _: Tensor) -> tuple[Tensor, Tensor
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     mask = targets != 0
     losses = F.cross_entropy(model(inputs).transpose(1, 2), targets, reduction="none")
-    return (losses * mask).sum() / mask.sum().clamp(min=1), mask.sum()
+    return (losses * mask).sum() / mask.sum(), mask.sum()  # 0 / 0, and so are its gradients
+
+
+def clamped_tokens(model: Any, tokens: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    """The last batch of an epoch may have no tokens at all."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    losses = F.cross_entropy(
+        model(inputs).transpose(1, 2), targets, ignore_index=0, reduction="sum"
+    )
+    return losses / (targets != 0).sum().clamp(min=1), (targets != 0).sum()
 
 
 class Transformer(nn.Module):
@@ -277,8 +286,9 @@ OBJECTIVES |= {
     "sample_weights": weighs(sample_weights, convnet),
     "some_pixels": weighs(some_pixels, pixelwise, drop_last=True),
     "causal_tokens": weighs(causal_tokens, Transformer, data="train_text", drop_last=True),
-    "masked_tokens": weighs(masked_tokens, Transformer, data="train_text"),
-    "accumulates_tokens": weighs(masked_tokens, Transformer, data="train_text", accumulates=2),
+    "masked_tokens": weighs(masked_tokens, Transformer, data="train_text", drop_last=True),
+    "clamped_tokens": weighs(clamped_tokens, Transformer, data="train_text"),
+    "accumulates_tokens": weighs(clamped_tokens, Transformer, data="train_text", accumulates=2),
 }
 
 
