@@ -248,12 +248,37 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """A sign of life of one rank.
+class Progress:
+    """How far a rank is in its objective.
 
     Attributes:
         num_batches: Batches that it has asked for.
         num_calls: Calls that it has made.
+        collectives: The last that it has begun, of gradients, BatchNorms, sums and means: the
+            running number of each, from 1, and what it is for.
+        epoch: The epoch that it is in.
+        is_ordered: Its calls come from the thread that trains, so that their order among the
+            collectives is the same on all ranks.
+    """
+
+    num_batches: int = 0
+    num_calls: int = 0
+    collectives: tuple[tuple[int, str], ...] = ()
+    epoch: int = 0
+    is_ordered: bool = True
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives that it has begun."""
+        return self.collectives[-1][0] if self.collectives else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulse:
+    """A sign of life of one rank.
+
+    Attributes:
+        progress: How far it is.
         is_waiting: It waits for the driver's answer to a call.
         where: The line it is at, in words.
         memory_bytes: Private memory of its process.
@@ -261,8 +286,7 @@ class Pulse:
 
     run_id: int
     rank: int
-    num_batches: int
-    num_calls: int
+    progress: Progress
     is_waiting: bool
     where: str
     memory_bytes: int
@@ -291,6 +315,7 @@ class Ended:
     ending: Ending
     value: bytes = b""
     error: Raised | None = None
+    progress: Progress = field(default_factory=Progress)
     usage: Usage = field(default_factory=Usage)
     is_last: bool = False
 

@@ -14,7 +14,9 @@ from torch import nn
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import (
     AnswerEpoch,
+    CutOff,
     DeviceJoined,
+    DeviceLost,
     Ending,
     EpochDecision,
     EpochEnded,
@@ -25,6 +27,7 @@ from optuna_fleet.events import (
     Propose,
     RankEnded,
     Requeue,
+    RunCondemned,
     Settle,
     TrialProposed,
 )
@@ -161,8 +164,13 @@ class ScriptedController:
                 done = self._epochs[number] == leg.until_epoch
                 decision = EpochDecision.YIELD if done else EpochDecision.GO
                 return [AnswerEpoch(run_id=event.run_id, decision=decision)]
+            case RunCondemned():
+                devices = self._flying[event.run_id][1].devices
+                return [CutOff(run_id=event.run_id, devices=devices, lost=True)]
             case RankEnded():
                 return self._rank_ended(event) + self._launches()
+            case DeviceLost():
+                return self._device_lost(event.device)
         proposals: list[Instruction] = []
         if not self._exhausted and not self._asked:
             self._asked = 1
@@ -181,6 +189,16 @@ class ScriptedController:
             return [Requeue(number=number, run_id=event.run_id)]
         self._live.discard(number)
         return [Settle(number=number, run_id=event.run_id)]
+
+    def _device_lost(self, device: int) -> list[Instruction]:
+        self._idle.discard(device)
+        for run_id, (_, leg) in self._flying.items():
+            if device in leg.devices:
+                ended = RankEnded(run_id=run_id, device=device, ending=Ending.LOST)
+                instructions = self._rank_ended(ended)
+                self._idle.discard(device)
+                return instructions
+        return []
 
     def _launches(self) -> list[Instruction]:
         launches: list[Instruction] = []

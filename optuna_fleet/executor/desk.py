@@ -35,7 +35,12 @@ class Desk:
         Returns:
             That epoch; its answer is due later.
         """
-        if call.rank > 0:
+        if run.calls.is_joint(call):
+            joint, replies = run.calls.join(call)
+            self._reply(run, replies)
+            if joint is not None:
+                self._answer(run, joint, self._carried_out(run, joint))
+        elif call.rank > 0:
             self._reply(run, run.calls.follow(call))
         elif (call.target, call.name) == ("fleet", "end_epoch"):
             run.pending_epoch = call
@@ -109,9 +114,9 @@ class Desk:
         reply = Reply(run_id=call.run_id, index=call.index, value=pack(decision))
         self._answer(run, call, reply)
 
-    def close(self, run: RunRecord) -> None:
-        """Rank 0 has left the objective: nobody makes the calls any more that others wait for."""
-        self._reply(run, run.calls.close())
+    def leave(self, run: RunRecord, rank: int) -> None:
+        """A rank has left the objective: it makes no more calls that others wait for."""
+        self._reply(run, run.calls.leave(rank))
 
     def _carried_out(self, run: RunRecord, call: Call) -> Reply:
         number = run.launch.number

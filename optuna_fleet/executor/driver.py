@@ -238,9 +238,8 @@ class Driver:
 
     def _rank_ended(self, run: RunRecord, message: Ended) -> None:
         run.end_rank(message)
-        self._watchdog.rank_ended(message.run_id, message.rank)
-        if message.rank == 0:
-            self._desk.close(run)
+        self._watchdog.rank_ended(message)
+        self._desk.leave(run, message.rank)
         self._deadlines.pop(message.device, None)
         self.tally.add_stay(message.device, run.age_s, message.usage, probe=run.launch.probe)
         self._post(

@@ -11,6 +11,7 @@ from optuna_fleet.events import Ending, Launch, Model, StartRound
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.ranks import parted
 from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.messages import Call, Ended, Reached
 from optuna_fleet.packing import unpack, unpack_error
@@ -69,6 +70,8 @@ class RunRecord:
         """
         if self.verdict is not None:
             return None, self.verdict
+        if not self.causes and (error := parted(self.ended)) is not None:
+            return None, error
         raised = [ended for ended in self.ended if ended.error is not None]
         if raised:
             return None, self._unpacked(min(raised, key=lambda ended: ended.time_s))

@@ -1,4 +1,4 @@
-"""Which runs hang, or break a limit of their trial: judged by the signs of life of their ranks.
+"""Which runs hang, break a limit of their trial, or have come apart: judged by signs of life.
 
 A rank lives while its process gives signs of life, and progresses while the batches and calls that
 it counts in them become more. A rank that never asked for a batch can't be told from one that
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.events import Launch
 from optuna_fleet.exceptions import OutOfMemoryError, TrialError, TrialTimeoutError
-from optuna_fleet.messages import Pulse
+from optuna_fleet.executor.ranks import out_of_step, way_out
+from optuna_fleet.messages import Ended, Pulse
 
 _PULSES = 4
 """Signs of life that a rank gives within the time after which it counts as hung."""
@@ -78,6 +79,7 @@ class _Watched:
     heard: dict[int, float]
     pulses: dict[int, Pulse] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, Ended] = field(default_factory=dict)
 
 
 class Watchdog:
@@ -121,10 +123,11 @@ class Watchdog:
         else:
             self._flown_s[number] = self._flown(run)
 
-    def rank_ended(self, run_id: int, rank: int) -> None:
+    def rank_ended(self, ended: Ended) -> None:
         """A rank has left the objective: there is nothing more to hear of it."""
-        if run := self._runs.get(run_id):
-            run.heard.pop(rank, None)
+        if run := self._runs.get(ended.run_id):
+            run.heard.pop(ended.rank, None)
+            run.ended[ended.rank] = ended
 
     def hear(self, pulse: Pulse) -> None:
         """A rank gives a sign of life."""
@@ -134,10 +137,11 @@ class Watchdog:
         now = self._clock()
         run.heard[pulse.rank] = now
         run.pulses[pulse.rank] = pulse
-        count = pulse.num_batches + pulse.num_calls
+        progress = pulse.progress
+        count = progress.num_batches + progress.num_calls
         # Before the first batch, imports and downloads take what they take.
         waits_for_us = pulse.is_waiting and pulse.rank == 0
-        if count != run.counts.get(pulse.rank) or not pulse.num_batches or waits_for_us:
+        if count != run.counts.get(pulse.rank) or not progress.num_batches or waits_for_us:
             run.progressed = now
         run.counts[pulse.rank] = count
 
@@ -179,6 +183,8 @@ class Watchdog:
                 f"of memory, more than trial_memory_bytes={limits.memory_bytes}."
             )
             return Broken(run_id=launch.run_id, error=error)
+        if (parted := _parted(run)) is not None:
+            return Broken(run_id=launch.run_id, error=parted)
         if limits.hang_s is not None and self._hangs(run, now, limits.hang_s):
             where = tuple(self._stand(run, rank, now) for rank in sorted(run.heard))
             return Hung(run_id=launch.run_id, after_s=limits.hang_s, where=where)
@@ -204,10 +210,19 @@ class Watchdog:
         silent_s = now - run.heard[rank]
         parts = [f"rank {rank}: {pulse.where if pulse else 'gave no sign of life'}"]
         if pulse is not None:
-            parts.append(f"after {pulse.num_batches} batches")
+            parts.append(f"after {pulse.progress.num_batches} batches")
         if pulse is not None and silent_s > 2 * (self._limits.pulse_s or 0):
             parts.append(f"no sign of life for {silent_s:.3g} s")
         return ", ".join([*parts, *([outside] if outside else [])])
 
     def _flown(self, run: _Watched) -> float:
         return self._flown_s.get(run.launch.number, 0.0) + self._clock() - run.launched
+
+
+def _parted(run: _Watched) -> TrialError | None:
+    """Ranks at work that can't come together again, with each other or with one that has left."""
+    if not run.heard:
+        return None
+    progress = {rank: run.pulses[rank].progress for rank in run.heard if rank in run.pulses}
+    left = {rank: how for rank, ended in run.ended.items() if (how := way_out(ended)) is not None}
+    return out_of_step(progress | {rank: run.ended[rank].progress for rank in left}, left)

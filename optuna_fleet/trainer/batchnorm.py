@@ -193,6 +193,7 @@ class _Normalise(torch.autograd.Function):
             sums = torch.stack([dshift, dscale]).double().mul_(share)
             if ctx.dummy:  # zeroed, not multiplied: a dummy's NaN must not reach the others
                 sums.zero_()
+            ctx.shares.begin("the backward pass")
             dist.all_reduce(sums)
             if ctx.dummy:
                 dx = torch.zeros_like(x)
@@ -245,6 +246,7 @@ def _global_statistics(x: Tensor, shares: BatchShares) -> tuple[Tensor, Tensor, 
         row[:channels], row[channels:-1] = mean, var
         row[-1] = x.numel() // channels
     rows = row.new_empty(group_size(), row.numel())
+    shares.begin("the forward pass")
     dist.all_gather(list(rows.unbind()), row)
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     count = counts.sum()

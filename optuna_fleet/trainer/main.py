@@ -88,6 +88,7 @@ class Trainer:
             self._limit_threads()
             _join_group(run, self._device, open_training)
             returned = _called(objective, FleetTrial(session, open_training), session)
+            session.leave()
             value = _finished(returned, training)
             ending = Ending.RETURNED
         except Yielded:
@@ -100,6 +101,7 @@ class Trainer:
             ending, error = Ending.RAISED, pack_error(raised)
             alone = not isinstance(raised, TrialPruned)
             self._is_spent = is_out_of_memory(raised)
+        session.leave()
         ended_s = time.monotonic()  # not of this process only, and nobody can set it
         usage = Usage()
         if training is not None:
@@ -111,8 +113,9 @@ class Trainer:
             device=self._device.index,
             time_s=ended_s,
             ending=ending,
-            value=value if run.rank == 0 else b"",
+            value=value,
             error=error,
+            progress=session.progress,
             usage=replace(usage, data_wait_s=self._waited_s() - waited_s),
         )
 

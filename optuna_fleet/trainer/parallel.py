@@ -184,6 +184,7 @@ class _Reducer:
     def _begin(self, task: int) -> None:
         for bucket in self._buckets:
             bucket.abandon()
+        self._shares.begin("the gradients")
         self._share, self._tag = self._shares.settle(), self._shares.step % _TAGS
         params = [ref() for ref in self._params]
         trained = tuple(param is not None and param.requires_grad for param in params)

@@ -51,8 +51,7 @@ class _Heart:
             pulse = Pulse(
                 run_id=session.run.run_id,
                 rank=session.run.rank,
-                num_batches=session.num_batches,
-                num_calls=session.num_calls,
+                progress=session.progress,
                 is_waiting=session.is_waiting,
                 where=_where(self._main),
                 memory_bytes=_private_bytes(),

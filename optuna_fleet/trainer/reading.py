@@ -65,6 +65,7 @@ class Reading:
         self.reached_after_s: float | None = None
         self.stopwatch = Stopwatch(session.run.measure)
         self._session = session
+        session.collectives = lambda: self.shares.collectives
         self._run = session.run
         self._pipeline = pipeline
         self._device = device

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from optuna_fleet.channel import Channel
-from optuna_fleet.messages import Call, Reply, RunTrial
+from optuna_fleet.messages import Call, Progress, Reply, RunTrial
 from optuna_fleet.packing import pack, unpack, unpack_error
 
 
@@ -35,7 +36,12 @@ class Session:
         self.began = time.perf_counter()
         self.reported: list[float] = []
         self.num_batches = 0
+        self.collectives: Callable[[], tuple[tuple[int, str, int], ...]] = tuple
+        self.epoch = 0
         self.is_waiting = False
+        self._thread = threading.get_ident()
+        self._is_ordered = True
+        self._left_at: Progress | None = None
         self._channel = channel
         self._index = 0
         self._unwinding: type[Yielded | DriverGoneError] | None = None
@@ -43,9 +49,22 @@ class Session:
         self._lock = threading.RLock()
 
     @property
-    def num_calls(self) -> int:
-        """Calls made so far."""
-        return self._index
+    def progress(self) -> Progress:
+        """How far the objective is, or was when it ended."""
+        return self._left_at or Progress(
+            num_batches=self.num_batches,
+            num_calls=self._index,
+            collectives=tuple(
+                (number, f"{purpose} of batch {step}" if step else purpose)
+                for number, purpose, step in self.collectives()
+            ),
+            epoch=self.epoch,
+            is_ordered=self._is_ordered,
+        )
+
+    def leave(self) -> None:
+        """The objective has ended; what is still called is no progress of it."""
+        self._left_at = self.progress
 
     def unwind(self, why: type[Yielded | DriverGoneError]) -> NoReturn:
         """Raise `why`, and again at all that the objective asks for if it catches that."""
@@ -111,6 +130,7 @@ class Session:
     ) -> Any:
         """Send a `Call` and wait for its answer."""
         self.check()
+        self._is_ordered = self._is_ordered and threading.get_ident() == self._thread
         arguments = pack((args, kwargs))
         with self._lock:
             index = self._index

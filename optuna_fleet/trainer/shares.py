@@ -100,15 +100,18 @@ class BatchShares:
             one that was handed out last.
         lockstep: True while every rank is served equally many batches. Only then do BatchNorm
             layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
-        step: Which of the batches handed out for training that is, from 1.
+        step: Which of the batches handed out for training a module was called with last, from 1;
+            0 while that is not known.
+        collectives: Number, purpose and step of the last collectives of this rank.
     """
 
     def __init__(self, present: Share | None = None, *, lockstep: bool = False) -> None:
         self.present = present or Share()
         self.lockstep = lockstep
         self.step = 0
+        self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
         self._num_steps = 0
-        self._open: dict[int, tuple[Share, bool, int]] = {}
+        self._open: dict[int, tuple[Share, bool]] = {}
         self._passes: dict[int, _Pass] = {}
         self._places = _Places()
         self._known: _Batch | None = None  # what calls since the last hand-out were about
@@ -123,6 +126,11 @@ class BatchShares:
         # A copied model trains on the same batches, so its layers look at the same holder.
         return self
 
+    def begin(self, purpose: str) -> None:
+        """This rank begins a collective, of which others can tell how far it is."""
+        latest = (self.collectives[-1][0] + 1, purpose, self.step)
+        self.collectives = (*self.collectives[-7:], latest)  # at once: another thread reads it
+
     # -- batches ----------------------------------------------------------------------------------
 
     def hand_out(
@@ -131,7 +139,7 @@ class BatchShares:
         """The objective is about to get a batch of the pass of that number."""
         self._num_steps += trains
         self._open.pop(number, None)  # the last of these is what came last
-        self._open[number] = (share, lockstep, self._num_steps)
+        self._open[number] = (share, lockstep)
         self._use_last()
         if not trains or group_size() == 1:
             return
@@ -150,7 +158,7 @@ class BatchShares:
             self._use_last()
 
     def _use_last(self) -> None:
-        self.present, self.lockstep, self.step = next(reversed(self._open.values()))
+        self.present, self.lockstep = next(reversed(self._open.values()))
 
     # -- calls of prepared modules ----------------------------------------------------------------
 

@@ -179,7 +179,7 @@ class Training:
                 self._restore_all(self._checkpoint)
         self._place.is_inside, self._place.num_epochs = True, num_epochs
         for epoch in range(first, num_epochs):
-            self._place.epoch = epoch
+            self._place.epoch = self._session.epoch = epoch
             yield epoch
             self._reading.end_epoch()
             if epoch + 1 < num_epochs and not self._goes_on_after(epoch):
@@ -195,8 +195,9 @@ class Training:
         checkpoint.restore_rng(saved.rng)
 
     def _goes_on_after(self, epoch: int) -> bool:
-        self._check_alike()
+        # First what needs no other rank: one that left this epoch early is told of at once.
         decision = self._session.call("fleet", "end_epoch", epoch)
+        self._check_alike()
         if decision is EpochDecision.YIELD and self._has_landed(epoch + 1):
             self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:
@@ -265,6 +266,7 @@ class Training:
         if self._run.world_size == 1:
             return loss
         shares = self._reading.shares
+        shares.begin("trial.weighted")
         share = reduction.share_of_sum(torch.zeros_like(own) if shares.present.dummy else own)
         return shares.weigh(loss, share.to(loss.device))
 
@@ -278,8 +280,10 @@ class Training:
 
     def sum(self, value: Any) -> Any:
         """See `FleetTrial.sum`."""
+        self._reading.shares.begin("trial.sum")
         return reduction.all_reduce_sum(value)
 
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
+        self._reading.shares.begin("trial.mean")
         return reduction.mean(value, weight)

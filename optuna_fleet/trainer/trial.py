@@ -74,9 +74,13 @@ class FleetTrial(optuna.Trial):
         return value
 
     def report(self, value: float, step: int) -> None:
-        """See `optuna.Trial.report`; rank 0's value counts."""
+        """See `optuna.Trial.report`.
+
+        Raises:
+            TrialError: The value is not the same on all ranks of the trial.
+        """
         value = plain(value)
-        self._session.tell("trial", "report", value, step)
+        self._session.call("trial", "report", value, step)
         self._session.reported.append(float(value))
 
     def should_prune(self) -> bool:
@@ -88,8 +92,8 @@ class FleetTrial(optuna.Trial):
         self._session.tell("trial", "set_user_attr", key, value)
 
     def set_constraint(self, key: str, value: float) -> None:
-        """See `optuna.Trial.set_constraint`; rank 0's value counts."""
-        self._session.tell("trial", "set_constraint", key, value)
+        """See `optuna.Trial.set_constraint`; the same value on all ranks, as in `report`."""
+        self._session.call("trial", "set_constraint", key, value)
 
     @property
     def params(self) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from optuna_fleet import (
     SharedPipeline,
     TrialTimeoutError,
 )
-from optuna_fleet.events import Launch
+from optuna_fleet.events import Ending, Launch
 from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.watchdog import Broken, Hung, Limits, Watchdog
-from optuna_fleet.messages import Pulse
+from optuna_fleet.messages import Ended, Progress, Pulse
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import Noise, fleet_of, small_model
 
@@ -62,7 +62,12 @@ class World:
     def pulse(self, rank: int, batches: int, *, calls: int = 0, **more: Any) -> None:
         told = {"is_waiting": False, "where": "in objective", "memory_bytes": 10} | more
         self.watchdog.hear(
-            Pulse(run_id=0, rank=rank, num_batches=batches, num_calls=calls, **told)
+            Pulse(
+                run_id=0,
+                rank=rank,
+                progress=Progress(num_batches=batches, num_calls=calls),
+                **told,
+            )
         )
 
     def after(self, seconds: float) -> list[Hung | Broken]:
@@ -145,7 +150,7 @@ def test_the_drivers_own_absence_is_no_hang() -> None:
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     world = World(hang_s=8.0)
-    world.watchdog.rank_ended(0, 1)
+    world.watchdog.rank_ended(Ended(run_id=0, rank=1, device=5, time_s=0.0, ending=Ending.CUT_OFF))
     for step in range(20):
         world.pulse(0, step)
         assert world.after(1.9) == []

@@ -1,0 +1,115 @@
+"""What the ranks of a trial must have in common: one sequence of steps, and what they say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+from typing import Any
+
+from optuna import TrialPruned
+
+from optuna_fleet.events import Ending
+from optuna_fleet.exceptions import TrialError
+from optuna_fleet.messages import Ended, Progress
+from optuna_fleet.packing import unpack, unpack_error
+
+_TOLERANCE = 1e-6  # the same evaluation on unlike devices
+
+_RETURNED, _PRUNED = "returned", "was pruned"
+
+_ADVICE = (
+    "Each rank sees its part of the data only, so what is reported, returned or decided on must "
+    "be made alike first: `trial.sum(correct) / trial.sum(total)`, or `trial.mean(loss, "
+    "weight=trial.shard_size)`."
+)
+
+
+def unlike_values(what: str, values: Mapping[int, Any]) -> TrialError | None:
+    """The error for what each rank has reported or returned, if that differs between ranks.
+
+    Args:
+        what: How the message begins, as "The value that the objective returned".
+        values: By rank: numbers, or sequences of them; what is neither is not compared.
+    """
+    for rank, value in sorted(values.items()):
+        first = values[0]
+        if not _alike(first, value):
+            return TrialError(
+                f"{what} is {first!r} on rank 0, but {value!r} on rank {rank}. {_ADVICE}"
+            )
+    return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    try:
+        one, other = float(one), float(other)
+    except (TypeError, ValueError):
+        return True  # Optuna will say what it wants
+    both_nan = math.isnan(one) and math.isnan(other)
+    return both_nan or math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-12)
+
+
+def way_out(ended: Ended) -> str | None:
+    """How a rank has left the objective for good, in words; None if it failed or moves."""
+    if ended.ending is Ending.RETURNED:
+        return _RETURNED
+    is_pruned = ended.error is not None and isinstance(unpack_error(ended.error), TrialPruned)
+    return _PRUNED if is_pruned else None
+
+
+def parted(ended: Sequence[Ended]) -> TrialError | None:
+    """The error for ranks of an ended run that left the objective in different ways, if any did.
+
+    A rank that leaves alone makes the others fail in whatever they have in common with it: that
+    is no error of theirs.
+    """
+    ways = {one.rank: way for one in ended if (way := way_out(one)) is not None}
+    if not ways:
+        return None
+    if error := out_of_step({one.rank: one.progress for one in ended}, ways):
+        return error
+    kinds = set(ways.values())
+    if len(ways) < len(ended) and kinds == {_RETURNED}:
+        return None  # the others' errors are their own
+    if len(ways) == len(ended) and len(kinds) == 1:
+        returned = {one.rank: unpack(one.value) for one in ended if one.value}
+        return unlike_values("The value that the objective returned", returned)
+    said = ", ".join(f"rank {one.rank} {ways.get(one.rank, 'failed')}" for one in ended)
+    return TrialError(f"The ranks of the trial went different ways: {said}. {_ADVICE}")
+
+
+def out_of_step(progress: Mapping[int, Progress], left: Mapping[int, str]) -> TrialError | None:
+    """The error for ranks that went different ways, if any did.
+
+    All ranks make the same calls and collectives in the same order, so each is at some place of
+    one sequence: none can be behind another in calls and ahead of it in collectives, nor be in
+    another collective of the same number, nor go beyond the end of one that has left.
+
+    Args:
+        progress: How far each rank was when it was heard of last.
+        left: Of the ranks that have left the objective, in words how.
+    """
+    for (one, a), (other, b) in permutations(progress.items(), 2):
+        is_ahead = a.num_collectives > b.num_collectives
+        if not (a.is_ordered and b.is_ordered):
+            continue
+        if other in left and (is_ahead or a.num_calls > b.num_calls):
+            return _parting(f"rank {other} {left[other]}", b, one, a)
+        if is_ahead and a.num_calls < b.num_calls:
+            return _parting(f"rank {other} left its loop, or made a call to the trial,", b, one, a)
+        theirs = dict(b.collectives)
+        for number, purpose in a.collectives:
+            if (other_purpose := theirs.get(number, purpose)) != purpose:
+                return _parting(f"rank {other} is at {other_purpose}", b, one, a, purpose)
+    return None
+
+
+def _parting(who: str, it: Progress, one: int, other: Progress, purpose: str = "") -> TrialError:
+    place = purpose or (other.collectives[-1][1] if other.collectives else "its next call")
+    return TrialError(
+        f"The ranks of the trial went different ways: {who} in epoch {it.epoch}, while rank {one} "
+        f"went on, in epoch {other.epoch}, to {place}. {_ADVICE}"
+    )

@@ -1,0 +1,251 @@
+"""Ranks of a trial that go different ways, or say different things: told of, never recorded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import torch.nn.functional as F
+from optuna.trial import TrialState
+from torch import nn
+
+from optuna_fleet import TrialError
+from optuna_fleet.events import Ending
+from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.executor.ranks import out_of_step, parted
+from optuna_fleet.messages import Call, Ended, Progress, Reply
+from optuna_fleet.packing import pack, pack_error, unpack_error
+from tests.fleets import Leg, num_wrong, small_model, train_epoch
+
+ON_THREE = [Leg((0, 1, 2))]
+
+
+# -- as a user ------------------------------------------------------------------------------------
+
+
+def trained(trial: Any, epochs: int = 3) -> Any:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = trial.prepare(model, optimizer)
+    for epoch in trial.epochs(epochs):
+        train_epoch(trial, model, optimizer, [], batch_size=10)
+        yield epoch, model
+
+
+def own_share(trial: Any, model: Any) -> float:
+    """What is right on one device, and this rank's part of the truth on several."""
+    model.eval()
+    wrong = [num_wrong(model(x), y) / len(y) for x, y in trial.batches("val", batch_size=8)]
+    return float(sum(wrong)) + trial.rank / 100
+
+
+def reports_its_share(trial: Any) -> float:
+    for epoch, model in trained(trial):
+        trial.report(own_share(trial, model), epoch)
+    return 0.0
+
+
+def returns_its_share(trial: Any) -> float:
+    *_, (_, model) = trained(trial)
+    return own_share(trial, model)
+
+
+def stops_on_its_own_loss(trial: Any) -> float:
+    for epoch, _ in trained(trial):
+        if trial.rank == 2 and epoch == 1:
+            break
+    return 0.0
+
+
+def leaves_an_epoch_alone(trial: Any) -> float:
+    model = trial.prepare(small_model())
+    optimizer = trial.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
+    for _ in trial.epochs(2):
+        for number, (x, y) in enumerate(trial.batches("train", batch_size=10)):
+            if number == 2 and trial.rank == 1:
+                break
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return 0.0
+
+
+def skips_a_step_alone(trial: Any, model: Any = None) -> float:
+    model = trial.prepare(model or small_model())
+    optimizer = trial.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
+    for _ in trial.epochs(2):
+        for number, (x, y) in enumerate(trial.batches("train", batch_size=10)):
+            loss = F.cross_entropy(model(x), y)
+            if number == 2 and trial.rank == 1:  # where its own loss is not finite, say
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return 0.0
+
+
+def skips_a_step_without_batchnorm(trial: Any) -> float:
+    return skips_a_step_alone(trial, nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).double())
+
+
+def is_pruned_alone(trial: Any) -> float:
+    for epoch, _ in trained(trial):
+        if epoch == 1 and trial.rank == 1:
+            raise optuna.TrialPruned
+    return 0.0
+
+
+def only_rank_0_reports(trial: Any) -> float:
+    for epoch, _ in trained(trial):
+        if trial.rank == 0:
+            trial.report(1.0, epoch)
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        (reports_its_share, r"trial.report\(\) is .* on rank 0, but .* on rank [12].*trial.sum\("),
+        (returns_its_share, r"the objective returned is .* on rank 0, but .* on rank 1.*trial.su"),
+        (stops_on_its_own_loss, r"rank 2 returned in epoch 1, while rank [01] went on.*trial.mea"),
+        (leaves_an_epoch_alone, r"rank 1 left its loop.* in epoch 0, while rank [02] went on"),
+        (skips_a_step_alone, r"rank . is at the .* of batch [34] in epoch 0, while"),
+        (
+            skips_a_step_without_batchnorm,
+            r"left out a `backward` that|is at the gradients of batch [34]",
+        ),
+        (is_pruned_alone, r"went different ways: rank 1 was pruned"),
+        (only_rank_0_reports, r"rank 0 called `report` where rank [12] called `end_epoch`"),
+    ],
+)
+def test_ranks_that_part_are_told_of_before_anything_is_recorded(
+    fleet: Any, objective: Any, said: str
+) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: ON_THREE}
+    with pytest.raises(TrialError, match=said):
+        study.optimize(objective, n_trials=1, executor=fleet)
+    (trial,) = study.trials
+    assert trial.state is TrialState.FAIL
+    assert trial.intermediate_values == {}
+    assert trial.values is None
+
+
+# -- without processes ----------------------------------------------------------------------------
+
+
+def at(calls: int, number: int, purpose: str = "gradients", **more: Any) -> Progress:
+    recent = ((number - 1, "forward"), (number, purpose))
+    return Progress(num_calls=calls, collectives=recent, **more)
+
+
+@pytest.mark.parametrize(
+    ("progress", "left", "apart"),
+    [
+        ([at(3, 10), at(3, 10)], {}, False),
+        ([at(4, 9), at(6, 12)], {}, False),  # one is slower
+        ([at(4, 9), at(5, 6)], {}, True),
+        ([at(4, 9, is_ordered=False), at(5, 6)], {}, False),  # reports come from another thread
+        ([at(4, 9, "gradients"), at(4, 9, "trial.sum")], {}, True),
+        ([at(4, 9, "gradients"), at(4, 10, "gradients")], {}, True),  # the ninth is unlike
+        ([at(4, 9, "forward"), at(4, 10, "gradients")], {}, False),
+        ([at(4, 9), at(4, 9)], {0: "returned"}, False),
+        ([at(4, 9), at(3, 8, "forward")], {0: "returned"}, False),
+        ([at(4, 9, "forward"), at(4, 10)], {0: "returned"}, True),
+        ([at(4, 9), at(5, 9)], {0: "returned"}, True),
+    ],
+)
+def test_ranks_are_at_places_of_one_sequence(
+    progress: list[Progress], left: dict[int, str], apart: bool
+) -> None:
+    assert (out_of_step(dict(enumerate(progress)), left) is not None) is apart
+
+
+def ended(rank: int, value: Any = None, error: BaseException | None = None) -> Ended:
+    return Ended(
+        run_id=0,
+        rank=rank,
+        device=rank,
+        time_s=0.0,
+        ending=Ending.RETURNED if error is None else Ending.RAISED,
+        value=pack(value) if error is None else b"",
+        error=None if error is None else pack_error(error),
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "apart"),
+    [
+        ([0.5, 0.5], False),
+        ([0.5, 0.5 + 1e-9], False),  # rounding on unlike devices
+        ([0.5, 0.501], True),
+        ([math.nan, math.nan], False),
+        ([math.nan, 0.5], True),
+        ([(1.0, 2.0), (1.0, 2.0)], False),
+        ([(1.0, 2.0), (1.0, 3.0)], True),
+        ([None, None], False),
+    ],
+)
+def test_returned_values_are_alike(values: list[Any], apart: bool) -> None:
+    ranks = [ended(rank, value) for rank, value in enumerate(values)]
+    assert (parted(ranks) is not None) is apart
+
+
+def test_errors_of_one_rank_are_its_own() -> None:
+    assert parted([ended(0, 1.0), ended(1, error=ValueError("its own"))]) is None
+    assert parted([ended(rank, error=optuna.TrialPruned()) for rank in range(2)]) is None
+
+
+def call(rank: int, value: float, name: str = "report", index: int = 0) -> Call:
+    arguments = pack(((value, 3), {}))
+    return Call(run_id=0, index=index, rank=rank, target="trial", name=name, arguments=arguments)
+
+
+def errors(replies: list[tuple[int, Reply]]) -> dict[int, str]:
+    return {rank: str(unpack_error(r.error)) for rank, r in replies if r.error is not None}
+
+
+def test_a_report_is_carried_out_when_all_ranks_have_made_it() -> None:
+    calls = RunCalls(world_size=3)
+    assert calls.join(call(1, 0.5)) == (None, [])
+    assert calls.join(call(0, 0.5)) == (None, [])
+    joint, replies = calls.join(call(2, 0.5))
+    assert joint is not None
+    assert joint.rank == 0
+    assert replies == []
+    answer = Reply(run_id=0, index=0)
+    assert sorted(rank for rank, _ in calls.answer(answer, "report")) == [0, 1, 2]
+
+
+def test_unlike_reports_fail_on_every_rank() -> None:
+    calls = RunCalls(world_size=2)
+    calls.join(call(0, 0.5))
+    joint, replies = calls.join(call(1, 0.7))
+    assert joint is None
+    assert set(errors(replies)) == {0, 1}
+    assert "0.7 on rank 1" in errors(replies)[0]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_report_of_one_rank_alone_is_refused_at_the_others_next_call(first: int) -> None:
+    calls = RunCalls(world_size=2)
+    if first == 0:
+        calls.join(call(0, 0.5))
+        replies = calls.follow(call(1, 0.5, name="should_prune"))
+        assert set(errors(replies)) == {0, 1}
+    else:
+        calls.follow(call(1, 0.5, name="should_prune"))
+        _, replies = calls.join(call(0, 0.5))
+        assert set(errors(replies)) == {0, 1}
+
+
+def test_a_report_does_not_wait_for_a_rank_that_has_ended() -> None:
+    calls = RunCalls(world_size=3)
+    calls.join(call(0, 0.5))
+    calls.join(call(1, 0.5))
+    assert set(errors(calls.leave(2))) == {0, 1}
+    _, replies = calls.join(call(0, 0.5, index=1))
+    assert set(errors(replies)) == {0}
