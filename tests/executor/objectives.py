@@ -1,0 +1,619 @@
+"""Usual objectives, written as users write them; each notes all losses it sees."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler, swa_utils
+from torch.utils.checkpoint import checkpoint
+
+from tests.executor.losses import cross_entropy, trains
+from tests.executor.parts import (
+    EPOCHS,
+    OBJECTIVES,
+    convnet,
+    note,
+    note_evaluation,
+    perceptron,
+    prepared,
+    sgd,
+    step,
+    train_on,
+    usual,
+    with_sizes,
+)
+from tests.fleets import evaluate, num_wrong
+
+
+def run(trial: Any, *, name: str) -> float:
+    torch.manual_seed(0)  # trials that are compared begin alike
+    OBJECTIVES[name](trial)
+    trial.set_user_attr("seen", trial.state["seen"])
+    return 0.0
+
+
+@usual
+def plain(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            loss = F.cross_entropy(model(images), labels)
+            step(optimizer, loss)
+            note(trial, loss)
+        note_evaluation(trial, model)
+
+
+# -- optimizers and schedules ---------------------------------------------------------------------
+
+OBJECTIVES |= {
+    name: trains(cross_entropy, convnet, make, evaluates=True)
+    for name, make in {
+        "adam": functools.partial(torch.optim.Adam, lr=0.01),
+        "adamw": functools.partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+        "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.001, momentum=0.5),
+    }.items()
+}
+
+
+@usual
+def lbfgs(trial: Any) -> None:
+    make = functools.partial(torch.optim.LBFGS, max_iter=2, line_search_fn="strong_wolfe")
+    model, optimizer = prepared(trial, perceptron, make)
+
+    def closure(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        note(trial, loss)
+        return trial.mean(loss, weight=trial.shard_size)
+
+    for _ in trial.epochs(EPOCHS):
+        for batch in trial.batches("train", batch_size=10):
+            optimizer.step(functools.partial(closure, *batch))
+
+
+@usual
+def sparse_adam(trial: Any) -> None:
+    embed, rows = prepared(
+        trial,
+        lambda: nn.EmbeddingBag(10, 8, sparse=True, dtype=torch.float64),
+        functools.partial(torch.optim.SparseAdam, lr=0.05),
+    )
+    head, others = prepared(trial, lambda: nn.Linear(8, 3).double())
+    for _ in trial.epochs(EPOCHS):
+        for tokens, lengths in trial.batches("train_text", batch_size=10):
+            loss = F.cross_entropy(head(embed(tokens)), lengths % 3)
+            rows.zero_grad()
+            others.zero_grad()
+            loss.backward()
+            rows.step()
+            others.step()
+            note(trial, loss)
+
+
+@usual
+def one_cycle(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    num_steps = EPOCHS * len(trial.batches("train", batch_size=10))
+    scheduler = trial.prepare(lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=num_steps))
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            train_on(trial, model, optimizer, images, labels)
+            scheduler.step()
+
+
+@usual
+def warm_restarts(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    scheduler = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=1, T_mult=2)
+    trial.prepare(scheduler)
+    for epoch in trial.epochs(EPOCHS):
+        batches = trial.batches("train", batch_size=10)
+        for k, (images, labels) in enumerate(batches):
+            train_on(trial, model, optimizer, images, labels)
+            scheduler.step(epoch + k / len(batches))
+
+
+@usual
+def plateau(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
+    trial.prepare(scheduler)
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            loss = train_on(trial, model, optimizer, images, labels)
+        scheduler.step(loss)
+        note_evaluation(trial, model)
+
+
+@usual
+def clips(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
+            optimizer.step()
+            note(trial, loss)
+            trial.state["seen"].append(norm.item())
+
+
+@usual
+def grad_scaler(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    scaler = trial.prepare(torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4))
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            note(trial, loss)
+            trial.state["seen"].append(scaler.get_scale())
+
+
+@usual
+def autocast(trial: Any) -> None:
+    model, optimizer = prepared(trial, lambda: convnet().float())
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.cross_entropy(model(images.float()), labels)
+            step(optimizer, loss)
+            note(trial, loss)
+
+
+# -- models ---------------------------------------------------------------------------------------
+
+
+def all_norms() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.GroupNorm(2, 4),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LayerNorm(64),
+        nn.Linear(64, 3),
+    ).double()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()).double()
+        self.head = nn.Linear(64, 3).double()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, images, use_reentrant=False).flatten(1))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8, dtype=torch.float64)
+        self.head = nn.Linear(8, 10, bias=False, dtype=torch.float64)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens).tanh())
+
+
+def next_tokens(model: Any, tokens: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4, padding_idx=0, dtype=torch.float64)
+        self.lstm = nn.LSTM(4, 6, batch_first=True, bidirectional=True, dtype=torch.float64)
+        self.head = nn.Linear(12, 3, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(tokens), lengths, batch_first=True, enforce_sorted=False
+        )
+        _, (hidden, _) = self.lstm(packed)
+        return self.head(torch.cat([*hidden], dim=1))
+
+
+def packed_sequences(model: Any, tokens: Tensor, lengths: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens, lengths), lengths % 3)
+
+
+def functional_call(model: Any, images: Tensor, labels: Tensor) -> Tensor:
+    parameters = {name: 0.9 * p for name, p in model.named_parameters()}
+    return F.cross_entropy(torch.func.functional_call(model, parameters, (images,)), labels)
+
+
+OBJECTIVES |= {
+    "all_norms": trains(cross_entropy, all_norms, evaluates=True),
+    "activation_checkpointing": trains(cross_entropy, Checkpointed, evaluates=True),
+    "compiled": trains(cross_entropy, lambda: torch.compile(convnet(), backend="eager")),
+    "tied_weights": trains(next_tokens, Tied, data="train_text"),
+    "packed_sequences": trains(packed_sequences, Packed, data="train_text"),
+    "functional_call": trains(functional_call),
+}
+
+
+@usual
+def unfreezes(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    model[:2].requires_grad_(False)
+    for epoch in trial.epochs(EPOCHS):
+        if epoch >= 1:
+            model.requires_grad_(True)
+        for images, labels in trial.batches("train", batch_size=10):
+            train_on(trial, model, optimizer, images, labels)
+        note_evaluation(trial, model)
+
+
+@usual
+def folds(trial: Any) -> None:
+    """One model after the other, each evaluated on what the other is trained on."""
+    for fold, other in [("train", "val"), ("val", "train")]:
+        model, optimizer = prepared(trial)
+        for _ in trial.epochs(2):
+            for images, labels in trial.batches(fold, batch_size=10):
+                train_on(trial, model, optimizer, images, labels)
+        model.eval()
+        with torch.no_grad():
+            wrong = sum(int(num_wrong(model(x), y)) for x, y in trial.batches(other, 9))
+        trial.state["seen"].append(trial.sum(wrong))
+
+
+# -- averages of the weights ----------------------------------------------------------------------
+
+
+@usual
+def swa(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    average = trial.prepare(swa_utils.AveragedModel(model))
+    for epoch in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            train_on(trial, model, optimizer, images, labels)
+        if epoch >= 1:
+            average.update_parameters(model)
+    swa_utils.update_bn(trial.batches("train", batch_size=10), average)
+    note_evaluation(trial, average)
+
+
+@usual
+def ema(trial: Any) -> None:
+    model = convnet()
+    average = swa_utils.AveragedModel(
+        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
+    model, average, optimizer = trial.prepare(model, average, sgd(model.parameters()))
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            train_on(trial, model, optimizer, images, labels)
+            average.update_parameters(model)
+        note_evaluation(trial, average)
+
+
+@usual
+def ema_by_hand(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            train_on(trial, model, optimizer, images, labels)
+            now = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+            average = trial.state.setdefault("average", now)
+            for name in now:
+                average[name] = 0.9 * average[name] + 0.1 * now[name]
+        averaged = convnet()
+        averaged.load_state_dict(average)
+        note_evaluation(trial, averaged)
+
+
+# -- loops ----------------------------------------------------------------------------------------
+
+
+@usual
+def accumulates(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        batches = trial.batches("train", batch_size=10)
+        for k, (images, labels) in enumerate(batches, 1):
+            loss = F.cross_entropy(model(images), labels)
+            (loss / 3).backward()
+            note(trial, loss)
+            if k % 3 == 0 or k == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@usual
+def accumulates_over_the_end_of_an_epoch(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        for k, (images, labels) in enumerate(trial.batches("train", batch_size=10), 1):
+            loss = F.cross_entropy(model(images), labels)
+            (loss / 2).backward()
+            note(trial, loss)
+            if k % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@usual
+def sums_losses_of_batches(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        losses = []
+        batches = trial.batches("train", batch_size=10)
+        for k, (images, labels) in enumerate(batches, 1):
+            losses.append(F.cross_entropy(model(images), labels))
+            note(trial, losses[-1])
+            if k % 3 == 0 or k == len(batches):
+                step(optimizer, torch.stack(losses).mean())
+                losses = []
+
+
+@usual
+def fetches_one_ahead(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        batches = iter(trial.batches("train", batch_size=10))
+        ahead = next(batches, None)
+        while ahead is not None:
+            (images, labels), ahead = ahead, next(batches, None)
+            train_on(trial, model, optimizer, images, labels)
+        note_evaluation(trial, model)
+
+
+@usual
+def fetches_three_ahead(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        waiting: deque[Any] = deque()
+        for batch in trial.batches("train", batch_size=10):
+            waiting.append(batch)
+            if len(waiting) > 3:
+                train_on(trial, model, optimizer, *waiting.popleft())
+        while waiting:
+            train_on(trial, model, optimizer, *waiting.popleft())
+        note_evaluation(trial, model)
+
+
+def keeps_batches(order: Callable[[list[Any]], Iterable[Any]]) -> Any:
+    def objective(trial: Any) -> None:
+        model, optimizer = prepared(trial)
+        for _ in trial.epochs(EPOCHS):
+            kept = list(trial.batches("train", batch_size=10))
+            for images, labels in order(kept):
+                train_on(trial, model, optimizer, images, labels)
+            note_evaluation(trial, model)
+
+    return objective
+
+
+OBJECTIVES |= {
+    "keeps_batches": keeps_batches(lambda batches: batches),
+    "keeps_batches_and_turns_them_round": keeps_batches(reversed),
+    "keeps_batches_and_trains_on_them_twice": keeps_batches(lambda batches: batches * 2),
+}
+
+
+@usual
+def zips_unlike_sizes(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        tens = with_sizes(trial, trial.batches("train", batch_size=10))
+        sevens = with_sizes(trial, trial.batches("train_triples", batch_size=7))
+        for ((images, labels), size), ((more, again, _), other) in zip(tens, sevens, strict=True):
+            first = F.cross_entropy(model(images), labels)
+            second = F.mse_loss(model(more), model(again))
+            step(optimizer, first + 0.5 * second)
+            note(trial, first, size)
+            note(trial, second, other)
+        note_evaluation(trial, model)
+
+
+@usual
+def zips_and_weighs(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        tens = with_sizes(trial, trial.batches("train", batch_size=10))
+        sevens = with_sizes(trial, trial.batches("train_triples", batch_size=7))
+        for ((images, labels), size), ((more, again, _), other) in zip(tens, sevens, strict=True):
+            first = F.cross_entropy(model(images), labels)
+            second = F.mse_loss(model(more), model(again))
+            step(optimizer, trial.weighted(first, size) + 0.5 * trial.weighted(second, other))
+            note(trial, first, size)
+            note(trial, second, other)
+        note_evaluation(trial, model)
+
+
+@usual
+def consistency(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        labelled = with_sizes(trial, trial.batches("train", batch_size=10))
+        unlabelled = with_sizes(trial, trial.batches("train_triples", batch_size=7))
+        for ((images, labels), size), ((weak, strong, _), other) in zip(
+            labelled, unlabelled, strict=True
+        ):
+            known = F.cross_entropy(model(images), labels)
+            with torch.no_grad():
+                targets = model(weak).softmax(1)
+            unknown = F.mse_loss(model(strong).softmax(1), targets)
+            step(optimizer, known + unknown)
+            note(trial, known, size)
+            note(trial, unknown, other)
+        note_evaluation(trial, model)
+
+
+@usual
+def stops_early(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    best = trial.state.setdefault("best", {"right": -1, "bad_epochs": 0})
+    for _ in trial.epochs(20):
+        for images, labels in trial.batches("train", batch_size=10):
+            train_on(trial, model, optimizer, images, labels)
+        right = 20 - evaluate(trial, model, num_wrong)
+        trial.state["seen"].append(right)
+        model.train()
+        if right > best["right"]:
+            best.update(right=right, bad_epochs=0)
+        else:
+            best["bad_epochs"] += 1
+        if best["bad_epochs"] == 2:
+            break
+
+
+@usual
+def warms_up_by_its_state(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    trial.state.setdefault("steps", 0)
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            trial.state["steps"] += 1
+            optimizer.param_groups[0]["lr"] = 0.01 * trial.state["steps"]
+            train_on(trial, model, optimizer, images, labels)
+
+
+@usual
+def leaves_out_what_is_easy(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            loss = F.cross_entropy(model(images), labels)
+            if note(trial, loss) < 1.0:
+                continue
+            step(optimizer, loss)
+        note_evaluation(trial, model)
+
+
+@usual
+def breaks_off(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        for k, (images, labels) in enumerate(trial.batches("train", batch_size=10)):
+            if k == 3:
+                break
+            train_on(trial, model, optimizer, images, labels)
+        note_evaluation(trial, model)
+
+
+@usual
+def sharpness_aware(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            ascent = [0.05 * p.grad / norm for p in model.parameters()]
+            with torch.no_grad():
+                for parameter, way in zip(model.parameters(), ascent, strict=True):
+                    parameter += way
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter, way in zip(model.parameters(), ascent, strict=True):
+                    parameter -= way
+            optimizer.step()
+            note(trial, loss)
+        note_evaluation(trial, model)
+
+
+@usual
+def adversarial(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            images.requires_grad_(True)
+            loss = F.cross_entropy(model(images), labels)
+            (slope,) = torch.autograd.grad(loss, images)
+            train_on(trial, model, optimizer, (images + 0.1 * slope.sign()).detach(), labels)
+        note_evaluation(trial, model)
+
+
+@usual
+def mean_teacher(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    teacher = trial.prepare(copy.deepcopy(model).requires_grad_(False))
+    for _ in trial.epochs(EPOCHS):
+        for image, view, _ in trial.batches("train_triples", batch_size=7):
+            with torch.no_grad():
+                targets = teacher(view).softmax(1)
+            outputs = model(image)
+            loss = F.mse_loss(outputs.softmax(1), targets) + 0.1 * outputs[:, 0].square().mean()
+            step(optimizer, loss)
+            note(trial, loss)
+            with torch.no_grad():
+                for mine, its in zip(teacher.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(its, 0.1)
+        note_evaluation(trial, teacher)
+
+
+@usual
+def descends_by_hand(trial: Any) -> None:
+    model = trial.prepare(convnet())
+    for _ in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=10):
+            loss = F.cross_entropy(model(images), labels)
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.05 * parameter.grad
+            note(trial, loss)
+
+
+@usual
+def grows_its_batches(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for epoch in trial.epochs(EPOCHS):
+        for images, labels in trial.batches("train", batch_size=5 * 2**epoch):
+            train_on(trial, model, optimizer, images, labels)
+        note_evaluation(trial, model)
+
+
+@usual
+def unfreezes_into_a_new_group(trial: Any) -> None:
+    model = convnet()
+    optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = trial.prepare(model, optimizer)
+    for epoch in trial.epochs(EPOCHS):
+        if epoch == 1:
+            optimizer.add_param_group({"params": [*model[:2].parameters()], "lr": 0.01})
+        for images, labels in trial.batches("train", batch_size=10):
+            train_on(trial, model, optimizer, images, labels)
+
+
+@usual
+def fetches_ahead_and_normalises(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        batches = iter(trial.batches("train", batch_size=10))
+        ahead = next(batches, None)
+        while ahead is not None:
+            (images, labels), ahead = ahead, next(batches, None)
+            train_on(trial, model, optimizer, (images - 0.5) / 0.25, labels)
+
+
+@usual
+def copies_batches(trial: Any) -> None:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(EPOCHS):
+        kept = [(x.clone(), y.clone()) for x, y in trial.batches("train", batch_size=10)]
+        for images, labels in kept:
+            train_on(trial, model, optimizer, images, labels)

@@ -1,0 +1,82 @@
+"""G2 for what users write: the losses of `objectives` do not depend on the devices."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import optuna
+import pytest
+import torch
+
+from optuna_fleet.sampler_bridge.ledger import flights_of
+from tests.executor import losses, objectives
+from tests.executor.parts import OBJECTIVES, usual_pipeline
+from tests.fleets import Leg, fleet_of
+
+# Three first, so that what went wrong there has consequences.
+LEGS = {0: [Leg((0,))], 1: [Leg((0, 1, 2), 1), Leg((0,), 2), Leg((1, 2))]}
+
+
+@pytest.fixture(scope="module")
+def usual_fleet() -> Iterator[Any]:
+    with fleet_of(devices=4, pipeline=usual_pipeline(), policy="equal-split") as fleet:
+        yield fleet
+
+
+def widths(study: Any) -> list[list[int]]:
+    """The number of devices of each flight, by trial."""
+    return [
+        [len(f["devices"]) for f in flights] for _, flights in sorted(flights_of(study).items())
+    ]
+
+
+def found(log: Any) -> list[int]:
+    """The trials whose losses were said to be no means."""
+    numbers = re.findall(r"Trial (\d+): .*not the mean over the samples", log.getvalue())
+    return [int(number) for number in numbers]
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_same_on_any_devices(usual_fleet: Any, log: Any, name: str) -> None:
+    study = optuna.create_study()
+    usual_fleet.script = dict(LEGS)
+    objective = functools.partial(objectives.run, name=name)
+    study.optimize(objective, n_trials=len(LEGS), executor=usual_fleet)
+    assert widths(study) == [[1], [3, 1, 2]]
+    alone, moved = (trial.user_attrs["seen"] for trial in study.trials)
+    assert len(set(alone)) > len(alone) / 2  # it does train
+    tolerance = 0.05 if name == "autocast" else 1e-10  # bfloat16 has three digits
+    assert moved == pytest.approx(alone, rel=tolerance, nan_ok=True)
+    assert "Trial" not in log.getvalue()  # no warning
+
+
+@pytest.mark.parametrize("loss_of", losses.COUPLED)
+def test_a_loss_that_is_no_mean_is_told_of_and_kept_on_one_device(
+    usual_fleet: Any, log: Any, loss_of: Any
+) -> None:
+    study = optuna.create_study()
+    data = losses.COUPLED[loss_of]
+    objective = functools.partial(losses.trains_long, loss_of=loss_of, data=data)
+    study.optimize(objective, n_trials=1, executor=usual_fleet)
+    assert found(log) == [0]
+    assert "trial.weighted(" in log.getvalue()
+    assert set(*widths(study)) == {1}
+
+
+def test_a_loss_that_is_a_mean_is_given_all_devices(usual_fleet: Any, log: Any) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(losses.trains_long, loss_of=losses.cross_entropy)
+    study.optimize(objective, n_trials=1, executor=usual_fleet)
+    assert found(log) == []
+    assert widths(study)[0][-1] == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_losses_of_torch_are_means(usual_fleet: Any, log: Any, dtype: torch.dtype) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(losses.trains_with_one, dtype=dtype)
+    study.optimize(objective, n_trials=len(losses.LOSSES), executor=usual_fleet)
+    assert [[*losses.LOSSES][number] for number in found(log)] == []
