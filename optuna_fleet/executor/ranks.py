@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import permutations
 from typing import Any
 
-from optuna import TrialPruned
-
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.messages import Ended, Progress
-from optuna_fleet.packing import unpack, unpack_error
+from optuna_fleet.packing import unpack
 
 _TOLERANCE = 1e-6  # the same evaluation on unlike devices
 
@@ -56,7 +54,7 @@ def way_out(ended: Ended) -> str | None:
     """How a rank has left the objective for good, in words; None if it failed or moves."""
     if ended.ending is Ending.RETURNED:
         return _RETURNED
-    is_pruned = ended.error is not None and isinstance(unpack_error(ended.error), TrialPruned)
+    is_pruned = ended.error is not None and ended.error.description.startswith("TrialPruned:")
     return _PRUNED if is_pruned else None
 
 
