@@ -18,11 +18,19 @@ from torch.nn.modules import module as torch_module
 class Listener(Protocol):
     """Hears of calls of modules: of the outermost one and of those within it."""
 
-    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """A module begins its forward, with these positional arguments."""
+    def enter(self, module: torch.nn.Module, inputs: Any) -> Any:
+        """A module begins its forward, with these positional arguments.
 
-    def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        """A module has ended its forward, or failed; `inputs` are (args, kwargs)."""
+        Returns:
+            Others in their place, or None.
+        """
+
+    def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+        """A module has ended its forward, or failed; `inputs` are (args, kwargs).
+
+        Returns:
+            Other outputs, or None.
+        """
 
 
 _modules = weakref.WeakSet[torch.nn.Module]()
@@ -55,15 +63,16 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=text, category=UserWarning)
 
 
-def _enter(module: torch.nn.Module, inputs: Any) -> None:
+def _enter(module: torch.nn.Module, inputs: Any) -> Any:
     if torch.compiler.is_compiling() or module not in _modules or _listener is None:
-        return
-    if (listener := _listener()) is not None:
-        listener.enter(module, inputs)
+        return None
+    listener = _listener()
+    return None if listener is None else listener.enter(module, inputs)
 
 
-def _leave(module: torch.nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+def _leave(module: torch.nn.Module, args: Any, *rest: Any) -> Any:
     if torch.compiler.is_compiling() or module not in _modules or _listener is None:
-        return
-    if (listener := _listener()) is not None:
-        listener.leave(module, (args, kwargs), outputs)
+        return None
+    kwargs, outputs = rest if len(rest) == 2 else ({}, rest[-1])  # torch leaves out the kwargs
+    listener = _listener()  # where the forward has failed
+    return None if listener is None else listener.leave(module, (args, kwargs), outputs)

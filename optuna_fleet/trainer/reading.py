@@ -48,10 +48,10 @@ class Reading:
         device: Where the trial computes.
         modules: What was prepared so far; grows while the objective runs.
         place: Kept up to date by whoever counts epochs.
+        shares: Told which part of each batch this rank holds.
         split_check: Told of training batches, if it is given.
 
     Attributes:
-        shares: What part of each batch this rank holds.
         reached_after_s: When the objective first asked for data; None before.
     """
 
@@ -62,9 +62,10 @@ class Reading:
         device: torch.device,
         modules: list[torch.nn.Module],
         place: Place,
+        shares: BatchShares,
         split_check: SplitCheck | None,
     ) -> None:
-        self.shares = BatchShares()
+        self.shares = shares
         self.reached_after_s: float | None = None
         self.stopwatch = Stopwatch(session.run.measure)
         self._session = session
@@ -139,7 +140,7 @@ class Reading:
                 self.shares.hand_out(number, share, data, lockstep=in_step, trains=trains)
                 timed = self.stopwatch.active and trains and number == self._timed_pass
                 if trains and self._split_check is not None:
-                    self._split_check.hand_out(data, batch.global_size)
+                    self._split_check.hand_out(data, batch.global_size, batches.last_size)
                 yield data
                 if trains:
                     self._tell_trained()

@@ -5,7 +5,8 @@ so a rank's gradient weighs local / global samples. Loops need not use a batch a
 it: they fetch ahead, keep batches, read two data sets at once, skip steps. So the weight is not
 that of the batch that came last, but that of the batches with which prepared modules were called
 since the last reduction, as far as the graphs of these calls still live. Where these weigh unlike,
-gradients are exact only with `FleetTrial.weighted`, and refused otherwise.
+the gradient at the outputs of each call is scaled by its own weight. Where it can't be told which
+batch a call is about, gradients are exact only with `FleetTrial.weighted`, and refused otherwise.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.trainer.places import Places
 
 _MOST_AHEAD = 64
-_LIFE = "optuna_fleet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,21 @@ class _Pass:
     is_called: bool = False
 
 
-class _Life:
-    """Lives as long as the graph of a call: it is kept by the nodes of the call's outputs."""
-
-
-@dataclass(slots=True)
+@dataclass(eq=False)
 class _Call:
-    """A call of a prepared module, and the batches that it may be about."""
+    """A call of a prepared module: alive as long as its graph, whose nodes hold it.
+
+    Attributes:
+        batches: Those that it may be about.
+    """
 
     batches: frozenset[_Batch]
-    life: weakref.ref[_Life]
+
+    @property
+    def share(self) -> Share | None:
+        """What its batch weighs; None where it can't be told, and batches weigh unlike."""
+        shares = {batch.share.pattern: batch.share for batch in self.batches}
+        return next(iter(shares.values())) if len(shares) == 1 else None
 
 
 class BatchShares:
@@ -102,23 +107,25 @@ class BatchShares:
         step: Which of the batches handed out for training a module was called with last, from 1;
             0 while that is not known.
         collectives: Number, purpose and step of the last collectives of this rank.
+        follows: Note which batches modules are called with on one device too.
     """
 
     def __init__(self, present: Share | None = None, *, lockstep: bool = False) -> None:
         self.present = present or Share()
         self.lockstep = lockstep
         self.step = 0
+        self.follows = False
         self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
         self._num_steps = 0
         self._open: dict[int, tuple[Share, bool]] = {}
         self._passes: dict[int, _Pass] = {}
-        self._places = _Places()
+        self._places = Places[_Batch]()
         self._known: _Batch | None = None  # what calls since the last hand-out were about
-        self._calls: list[_Call] = []
+        self._calls: list[weakref.ref[_Call]] = []
         self._reference: Share | None = None
         self._is_weighted = False
         self._depth = 0
-        self._life: _Life | None = None
+        self._call: _Call | None = None  # under way
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchShares:
         # A copied model trains on the same batches, so its layers look at the same holder.
@@ -139,7 +146,7 @@ class BatchShares:
         self._open.pop(number, None)  # the last of these is what came last
         self._open[number] = (share, lockstep)
         self._use_last()
-        if not trains or group_size() == 1:
+        if not trains or not (self.follows or group_size() > 1):
             return
         batch, self._known, self._reference = _Batch(share, self._num_steps), None, None
         if number not in self._passes:  # those whose batches were only kept are over
@@ -160,32 +167,33 @@ class BatchShares:
 
     # -- calls of prepared modules ----------------------------------------------------------------
 
-    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
+    def enter(self, module: torch.nn.Module, inputs: Any) -> Any:
         """See `calls.Listener`."""
         self._depth += 1
         if not self._num_steps or (self._depth > 1 and self._known is not None):
-            return
-        self._identify(inputs)
+            return None
+        self.identify(inputs)
+        if self._depth > 1:
+            if self._known is not None and self._call is not None:
+                self._call.batches = frozenset([self._known])
+            return None
         if not torch.is_grad_enabled():
-            return
-        if self._depth == 1:
-            self._life = _Life()
-            self._calls.append(_Call(self._candidates(), weakref.ref(self._life)))
-        elif self._known is not None and self._calls:  # the outer call is about that batch
-            self._calls[-1].batches = frozenset([self._known])
+            return None
+        self._call = _Call(self._candidates())
+        self._calls.append(weakref.ref(self._call))
+        # What comes through the outputs of this call is scaled there, but may come from others.
+        return _scaled(inputs, self._call, self, is_inverse=True)
 
-    def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
         """See `calls.Listener`."""
         self._depth -= 1
-        if self._depth or self._life is None:
-            return
-        for leaf in pytree.tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                kept: Any = leaf.grad_fn.metadata
-                kept.setdefault(_LIFE, []).append(self._life)
-        self._life = None
+        if self._depth or self._call is None:
+            return None
+        call, self._call = self._call, None
+        return _scaled(outputs, call, self, is_inverse=False)
 
-    def _identify(self, inputs: Any) -> None:
+    def identify(self, inputs: Any) -> None:
+        """A module is called with these inputs: find out of which batch they are."""
         for one in self._passes.values():
             if not one.is_called:
                 one.is_called = True
@@ -194,6 +202,11 @@ class BatchShares:
         if batch is not None:
             self._known, self.present, self.step = batch, batch.share, batch.step
 
+    def unclear(self) -> list[int]:
+        """Sizes of the batches that the last call may have been about; empty if that is clear."""
+        sizes = [batch.share.global_size for batch in self._candidates()]
+        return sizes if len(sizes) > 1 else []
+
     def _candidates(self) -> frozenset[_Batch]:
         if self._known is not None:
             return frozenset([self._known])
@@ -201,16 +214,29 @@ class BatchShares:
 
     # -- gradients --------------------------------------------------------------------------------
 
-    def weigh(self, loss: Tensor, weight: Tensor) -> Tensor:
+    def share_behind(self, loss: Tensor) -> Share | None:
+        """The share of the batch that a loss is of; None if that can't be told.
+
+        Raises:
+            TrialError: It is of several, which weigh unlike.
+        """
+        shares = [call.share for call in _calls_behind(loss)]
+        known = {share.pattern: share for share in shares if share is not None}
+        if len(known) > 1:
+            raise self._error(known.values())
+        return next(iter(known.values())) if known and None not in shares else None
+
+    def weigh(self, loss: Tensor, weight: Tensor, share: Share | None) -> Tensor:
         """Returns `loss`, whose gradients will count with that weight instead of the shard's.
 
         Args:
             loss: This rank's loss.
-            weight: This rank's share in the trial's loss, a scalar; the ranks' add up to 1.
+            weight: This rank's part in the trial's loss, a scalar; the ranks' add up to 1.
+            share: What `share_behind` has returned.
         """
         self._is_weighted = True
         _drop_nans(loss, weight == 0)
-        return _Weighed.apply(loss, weight, self)  # type: ignore[no-any-return]
+        return _Weighed.apply(loss, weight, share, self)  # type: ignore[no-any-return]
 
     def settle(self) -> Share:
         """What gradients are multiplied with in the reduction that comes: the same until it ends.
@@ -218,33 +244,33 @@ class BatchShares:
         A backward pass is under way, so only graphs live that it may be about.
 
         Raises:
-            TrialError: It is about batches that weigh unlike, so that one weight can't be exact.
+            TrialError: It can't be told which batch a part of it is about, and they weigh unlike.
         """
         if self._reference is not None:
             return self._reference
-        self._calls = [call for call in self._calls if call.life() is not None]
-        if not self._calls:
-            self._identify(())
-        batches = [call.batches for call in self._calls] or [self._candidates()]
-        shares = {batch.share for some in batches for batch in some}
-        if len({share.pattern for share in shares}) > 1:
-            self._check_weighed(shares)
-            self._reference = Share()
-        else:
+        calls = [call for ref in self._calls if (call := ref()) is not None]
+        if not calls:
+            self.identify(())
+            calls = [_Call(self._candidates())]
+        shares = {batch.share for call in calls for batch in call.batches}
+        if len({share.pattern for share in shares}) < 2:
             self._reference = next(iter(shares), self.present)
+            return self._reference
+        is_weighted = self._is_weighted and all(s.global_size >= group_size() for s in shares)
+        if not is_weighted and any(call.share is None for call in calls):
+            raise self._error(shares)
+        self._reference = Share()
         return self._reference
 
-    def _check_weighed(self, shares: set[Share]) -> None:
-        if self._is_weighted and all(share.global_size >= group_size() for share in shares):
-            return
+    def _error(self, shares: Iterable[Share]) -> TrialError:
         sizes = ", ".join(map(str, sorted({share.global_size for share in shares})))
-        raise TrialError(
+        return TrialError(
             f"Gradients of one step come, or may come, from batches of unlike sizes ({sizes}), "
             f"which the trial's {group_size()} devices share unlike, so that their mean can't be "
-            "exact. Give each its weight, `loss = trial.weighted(loss_1, len(x_1)) + "
-            "trial.weighted(loss_2, len(x_2))`; or read them with drop_last=True and batch sizes "
-            "that the number of devices divides; or hand the batches to the model as they came "
-            "from trial.batches."
+            "exact. Hand each to the model as it came from trial.batches, with a loss of its own; "
+            "or read them with drop_last=True and batch sizes that the number of devices divides; "
+            "or give each loss its weight, `trial.weighted(loss_1, len(x_1)) + "
+            "trial.weighted(loss_2, len(x_2))`."
         )
 
     def reduced(self) -> None:
@@ -254,72 +280,75 @@ class BatchShares:
         self._is_weighted = False
 
 
-class _Places:
-    """Where in memory the batches lie that were handed out."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, list[_Place]] = {}
-        self._num_added = 0
-
-    def add(self, batch: _Batch, data: Any) -> None:
-        for tensor in _dense(pytree.tree_leaves(data)):
-            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            place = _Place(storage, tensor.nbytes, batch)
-            others = [p for p in self._at(tensor) if p.num_bytes != tensor.nbytes]
-            self._found[tensor.data_ptr()] = [*others, place]
-        self._num_added += 1
-        if self._num_added % 256 == 0:
-            kept = ((at, [*filter(_Place.is_there, ps)]) for at, ps in self._found.items())
-            self._found = {at: places for at, places in kept if places}
-
-    def find(self, inputs: Any) -> _Batch | None:
-        """The batch that one of these tensors is of, or a view of from its first sample on."""
-        for tensor in _dense(pytree.tree_leaves(inputs)):
-            places = self._at(tensor)
-            exact = [place for place in places if place.num_bytes == tensor.nbytes]
-            if exact or len(places) == 1:
-                return (exact or places)[0].batch
-        return None
-
-    def _at(self, tensor: Tensor) -> list[_Place]:
-        return [place for place in self._found.get(tensor.data_ptr(), ()) if place.is_there()]
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The memory of a tensor, whose address means it for as long as its storage is there."""
-
-    storage: StorageWeakRef
-    num_bytes: int
-    batch: _Batch
-
-    def is_there(self) -> bool:
-        return not self.storage.expired()  # type: ignore[no-untyped-call]
-
-
-def _dense(leaves: Iterable[Any]) -> Iterable[Tensor]:
-    return (
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel()
-    )
-
-
 class _Weighed(torch.autograd.Function):
-    """The same value; its gradient counts with another weight than it will be reduced with."""
+    """The same value; its gradient counts with another weight than its batch's."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, weight: Tensor, shares: BatchShares) -> Tensor:
+    def forward(
+        ctx: Any, loss: Tensor, weight: Tensor, share: Share | None, shares: BatchShares
+    ) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.shares = shares
+        ctx.share, ctx.shares = share, shares
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (weight,) = ctx.saved_tensors
-        share = ctx.shares.settle()
+        share = ctx.share or ctx.shares.settle()
         factor = 0.0 if share.dummy else weight / share.weight
-        return (grad * factor).to(grad.dtype), None, None
+        return (grad * factor).to(grad.dtype), None, None, None
+
+
+class _Scaled(torch.autograd.Function):
+    """The same value; its gradient scaled by the share of its call, where others weigh unlike."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, call: _Call, shares: BatchShares, is_inverse: bool
+    ) -> Tensor:
+        ctx.call, ctx.shares, ctx.is_inverse = call, shares, is_inverse
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        reference, share = ctx.shares.settle(), ctx.call.share
+        if share is None or share.pattern == reference.pattern:
+            return grad, None, None, None
+        factor = share.weight / reference.weight
+        if ctx.is_inverse:
+            factor = 1 / factor if factor else 0.0
+        return grad * factor, None, None, None
+
+
+def _scaled(values: Any, call: _Call, shares: BatchShares, *, is_inverse: bool) -> Any:
+    """`values`, nested, with the gradients of all that has any scaled; None if nothing has."""
+    has_any = False
+
+    def scale(value: Tensor) -> Tensor:
+        nonlocal has_any
+        if value.grad_fn is None:
+            return value
+        has_any = True
+        return _Scaled.apply(value, call, shares, is_inverse)  # type: ignore[no-any-return]
+
+    scaled = pytree.tree_map_only(Tensor, scale, values)
+    return scaled if has_any else None
+
+
+def _calls_behind(loss: Tensor) -> set[_Call]:
+    """The calls of prepared modules that a loss was made of."""
+    found: set[_Call] = set()
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(call := getattr(node, "call", None), _Call):
+            found.add(call)
+        else:
+            nodes += [function for function, _ in node.next_functions]
+    return found
 
 
 def _drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:

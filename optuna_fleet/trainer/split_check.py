@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.worlds import Counterparts, Worlds
 
 _STEPS = frozenset({1, 2, 4, 8, 16, 32})
@@ -33,24 +34,50 @@ FOUND = (
 )
 
 
+UNCLEAR = (
+    "It can't be told which of several batches at hand ({sizes} samples) a step trains on, as the "
+    "model is called with tensors that were made of them: several devices would share them "
+    "unlike. So that its results do not depend on the number of devices, the trial stays on one. "
+    "Call the model with a batch as it comes from trial.batches, do what is to be done with it in "
+    "the data set's transform, or read with drop_last=True; `trial.weighted(loss, len(x))` tells "
+    "as well."
+)
+
+
 class SplitCheck:
     """Looks at some of the first training batches of a run on one device.
 
     Args:
         found: Called once, with a sentence for the user.
+        shares: What is known of the batches that modules are called with.
     """
 
-    def __init__(self, found: Callable[[str], None]) -> None:
+    def __init__(self, found: Callable[[str], None], shares: BatchShares) -> None:
         self._found = found
+        self._shares = shares
+        shares.follows = True
+        self._last_size = 0
+        self._unclear: list[int] = []
         self._num_batches = 0
         self._num_followed = 0
         self._worlds: Worlds | None = None
         self._has_compared = False
         self._is_done = False
 
-    def hand_out(self, data: Any, size: int) -> None:
-        """The objective is about to get a training batch of so many samples."""
+    def hand_out(self, data: Any, size: int, last_size: int) -> None:
+        """The objective is about to get a training batch.
+
+        Args:
+            data: The batch.
+            size: Its samples.
+            last_size: Those of the last batch of its pass.
+        """
         self._num_batches += 1
+        self._last_size = last_size
+        if self._unclear and not self._is_done:
+            sizes = ", ".join(map(str, sorted(set(self._unclear))))
+            self._tell(UNCLEAR.format(sizes=sizes))
+        self._shares.follows = not self._is_done and self._num_batches <= max(_STEPS)
         worlds = self._worlds
         is_enough = self._has_compared or self._num_followed >= _MOST_BATCHES
         if worlds is not None and (worlds.is_over or is_enough):
@@ -74,6 +101,10 @@ class SplitCheck:
 
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
         """See `calls.Listener`."""
+        if self._shares.follows and self._num_batches and torch.is_grad_enabled():
+            self._shares.identify(inputs)
+            sizes = self._shares.unclear()
+            self._unclear = sizes if len({*sizes, self._last_size}) > 1 else []
         if self._worlds is not None:
             self._worlds.enter(module, inputs)
 
@@ -86,6 +117,7 @@ class SplitCheck:
 
     def weigh(self, loss: Tensor, weight: Any) -> None:
         """The objective says that `loss` is a weighted mean, with this sum of weights."""
+        self._unclear = []
         worlds = self._worlds
         if worlds is None or worlds.is_over or (losses := worlds.counterparts(loss)) is None:
             return
@@ -110,8 +142,13 @@ class SplitCheck:
         tolerance = max([_TOLERANCE, *map(_tolerance, worlds.called)])
         if not math.isfinite(norm) or norm == 0 or distance <= tolerance * norm:
             return
-        self._is_done = worlds.is_over = True
-        self._found(FOUND.format(percent=100 * distance / norm))
+        worlds.is_over = True
+        self._tell(FOUND.format(percent=100 * distance / norm))
+
+    def _tell(self, what: str) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._found(what)
 
 
 def _distance(losses: Counterparts, worlds: Worlds) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from optuna_fleet.trainer.reading import Place, Reading
 from optuna_fleet.trainer.reading import Shards as Shards
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.unprepared import Unprepared
 
@@ -68,11 +69,18 @@ class Training:
         self._modules: list[torch.nn.Module] = []
         self._place = Place()
         self._num_loops = 0
+        self._shares = BatchShares()
         self._split_check = self._new_split_check()
         self._reading = Reading(
-            session, pipeline, self.device, self._modules, self._place, self._split_check
+            session,
+            pipeline,
+            self.device,
+            self._modules,
+            self._place,
+            self._shares,
+            self._split_check,
         )
-        calls.listen(self._split_check or self._reading.shares)
+        calls.listen(self._split_check or self._shares)
         self.state: dict[str, Any] = {}
         self._checkpoint: checkpoint.Checkpoint | None = None
         self._saver = Saver(session)
@@ -89,7 +97,7 @@ class Training:
         """On one device, unless the trial will never have more."""
         if self._run.world_size > 1 or not self._run.may_widen:
             return None
-        return SplitCheck(self._stay_alone)
+        return SplitCheck(self._stay_alone, self._shares)
 
     def _stay_alone(self, why: str) -> None:
         self._session.send(WidthBounded(run_id=self._run.run_id, max_devices=1))
@@ -126,7 +134,7 @@ class Training:
     @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank."""
-        return self._reading.shares.present.local_size
+        return self._shares.present.local_size
 
     # -- prepare ----------------------------------------------------------------------------------
 
@@ -179,7 +187,7 @@ class Training:
             calls.watch(module.modules())
         if self._run.world_size == 1:
             return module
-        return make_data_parallel(module, self._reading.shares, self.device)
+        return make_data_parallel(module, self._shares, self.device)
 
     # -- epochs -----------------------------------------------------------------------------------
 
@@ -288,10 +296,12 @@ class Training:
             if self._split_check is not None:
                 self._split_check.weigh(loss, weight)
             return loss
-        shares = self._reading.shares
+        shares = self._shares
         shares.begin("trial.weighted")
-        share = reduction.share_of_sum(torch.zeros_like(own) if shares.present.dummy else own)
-        return shares.weigh(loss, share.to(loss.device))
+        share = shares.share_behind(loss)
+        is_dummy = (share or shares.present).dummy
+        part = reduction.share_of_sum(torch.zeros_like(own) if is_dummy else own)
+        return shares.weigh(loss, part.to(loss.device), share)
 
     # -- data -------------------------------------------------------------------------------------
 
@@ -303,10 +313,10 @@ class Training:
 
     def sum(self, value: Any) -> Any:
         """See `FleetTrial.sum`."""
-        self._reading.shares.begin("trial.sum")
+        self._shares.begin("trial.sum")
         return reduction.all_reduce_sum(value)
 
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
-        self._reading.shares.begin("trial.mean")
+        self._shares.begin("trial.mean")
         return reduction.mean(value, weight)

@@ -191,7 +191,7 @@ def class_weights(trial: Any) -> None:
             loss = F.cross_entropy(model(images), labels, weight=CLASS_WEIGHTS)
             weight = CLASS_WEIGHTS[labels].sum()
             step(optimizer, trial.weighted(loss, weight))
-            note(trial, loss, weight)
+            note_weighted(trial, loss, weight)
         note_evaluation(trial, model)
 
 

@@ -129,6 +129,11 @@ class Batches:
     def __len__(self) -> int:
         return max(0, self._plan.num_steps - self._plan.first_step)
 
+    @property
+    def last_size(self) -> int:
+        """Samples of the last of them."""
+        return self._plan.size(self._plan.num_steps - 1)
+
     def __iter__(self) -> Iterator[Batch]:
         plan = self._plan
         if not len(self):

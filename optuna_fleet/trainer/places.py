@@ -1,0 +1,66 @@
+"""Finds out whose a tensor is by where it lies in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+Owner = TypeVar("Owner")
+
+
+class Places(Generic[Owner]):
+    """Where in memory tensors lie, and whose they are."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[_Place[Owner]]] = {}
+        self._num_added = 0
+
+    def add(self, owner: Owner, data: Any) -> None:
+        """The tensors in `data`, nested, are `owner`'s."""
+        for tensor in _dense(pytree.tree_leaves(data)):
+            storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            place = _Place(storage, tensor.nbytes, owner)
+            others = [p for p in self._at(tensor) if p.num_bytes != tensor.nbytes]
+            self._found[tensor.data_ptr()] = [*others, place]
+        self._num_added += 1
+        if self._num_added % 256 == 0:
+            kept = ((at, [*filter(_Place.is_there, ps)]) for at, ps in self._found.items())
+            self._found = {at: places for at, places in kept if places}
+
+    def find(self, inputs: Any) -> Owner | None:
+        """Whose one of these tensors is, or what it is a view of from its first element on."""
+        for tensor in _dense(pytree.tree_leaves(inputs)):
+            places = self._at(tensor)
+            exact = [place for place in places if place.num_bytes == tensor.nbytes]
+            if exact or len(places) == 1:
+                return (exact or places)[0].owner
+        return None
+
+    def _at(self, tensor: Tensor) -> list[_Place[Owner]]:
+        return [place for place in self._found.get(tensor.data_ptr(), ()) if place.is_there()]
+
+
+@dataclass(frozen=True)
+class _Place(Generic[Owner]):
+    """The memory of a tensor, whose address means it for as long as its storage is there."""
+
+    storage: StorageWeakRef
+    num_bytes: int
+    owner: Owner
+
+    def is_there(self) -> bool:
+        return not self.storage.expired()  # type: ignore[no-untyped-call]
+
+
+def _dense(leaves: Iterable[Any]) -> Iterable[Tensor]:
+    return (
+        leaf
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel()
+    )
