@@ -154,7 +154,9 @@ class Worlds(TorchFunctionMode):
         leaves = pytree.tree_leaves((args, kwargs))
         if name in _DRAWS or any(self.counterparts(leaf) is not None for leaf in leaves):
             return True
-        return name in _TAKE_ESCAPED and any(type(x) is int and x in self._escaped for x in leaves)
+        return name in _TAKE_ESCAPED and any(
+            type(x) is int and x and self._escaped_in(x, 1) != x for x in leaves
+        )
 
     def _tried(self, function: Callable[..., Any], *args: Any, default: Any = None) -> Any:
         """What can't be followed is none of the objective's business."""
@@ -211,13 +213,20 @@ class Worlds(TorchFunctionMode):
             if isinstance(value, torch.dtype) and value.is_floating_point:
                 return torch.float64
             if takes_escaped and type(value) in (int, float):
-                return self._escaped.get(value, (value,) * 3)[world]
+                return self._escaped_in(value, world)
             return value
 
         if name in _PRECISIONS:
             return there(args[0])
         there_args, there_kwargs = pytree.tree_map(there, (args, kwargs))
         return func(*there_args, **there_kwargs)
+
+    def _escaped_in(self, value: Any, world: int) -> Any:
+        """A plain number, which may be one that escaped, or a multiple: ``len(x) * width``."""
+        for number, in_worlds in self._escaped.items():
+            if number and value % number == 0:
+                return value // number * in_worlds[world]
+        return value
 
     def _draw(self, name: str, result: Any) -> None:
         """A random tensor of the batch: each part has its rows of it."""

@@ -1,0 +1,222 @@
+"""Which losses are means over the samples: found on one device, without a false alarm."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optuna_fleet.trainer import calls
+from optuna_fleet.trainer.shares import BatchShares, Share
+from optuna_fleet.trainer.split_check import SplitCheck
+from optuna_fleet.trainer.tracked import TrackedInt, plain, tracked
+
+SIZE = 16
+WEIGHTS = torch.tensor([0.2, 1.0, 5.0, 2.0, 0.7])
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 5)
+    )
+
+
+class Checked:
+    """A model in training, whose first batches are looked at."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.model = model.to(dtype)
+        self.dtype = dtype
+        self.told: list[str] = []
+        self.shares = BatchShares()
+        self.check = SplitCheck(self.told.append, self.shares)
+        calls.listen(self.check)
+        calls.watch(self.model.modules())
+
+    def batch(self, number: int, size: int = SIZE, last_size: int = SIZE) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(size, 6, generator=generator).to(self.dtype)
+        y = torch.randint(5, (size,), generator=generator)
+        share = Share(size, size)
+        self.shares.hand_out(0, share, (x, y), lockstep=True, trains=True)
+        self.check.hand_out((x, y), size, last_size)
+        return x, y
+
+    def train(self, step: Callable[..., Any]) -> bool:
+        """Whether the loss was found to be no mean."""
+        for number in range(3):
+            x, y = self.batch(number)
+            step(self.model, x, y)
+            self.model.zero_grad()
+        self.check.close()
+        assert not any("can't be told" in told for told in self.told)
+        return bool(self.told)
+
+
+def of(outputs_to_loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda model, x, y: outputs_to_loss(model(x), y).backward()
+
+
+def each(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o, y, reduction="none")
+
+
+def similarity(o: Tensor) -> Tensor:
+    unit = F.normalize(o)
+    return unit @ unit.T / 0.1
+
+
+MEANS = {
+    "cross entropy": of(F.cross_entropy),
+    "label smoothing": of(lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1)),
+    "sum / len": of(lambda o, y: each(o, y).sum() / len(y)),
+    "sum / shape": of(lambda o, y: each(o, y).sum() / y.shape[0]),
+    "sum / size()": of(lambda o, y: each(o, y).sum() / y.size(0)),
+    "sum / a product": of(lambda o, y: o.square().sum() / (len(o) * o.shape[1])),
+    "by index": of(lambda o, y: -F.log_softmax(o, 1)[torch.arange(len(y)), y].mean()),
+    "one-hot": of(lambda o, y: -(F.one_hot(y, 5) * F.log_softmax(o, 1)).sum(1).mean()),
+    "focal": of(lambda o, y: ((1 - torch.exp(-each(o, y))) ** 2 * each(o, y)).mean()),
+    "accumulated": of(lambda o, y: F.cross_entropy(o, y) / 4),
+    "in single precision": of(lambda o, y: F.cross_entropy(o.float(), y)),
+    "changed in place": of(lambda o, y: F.cross_entropy(o.mul_(2), y)),
+    "dropout behind the model": of(lambda o, y: F.cross_entropy(F.dropout(o), y)),
+    "noise before the model": lambda m, x, y: F.cross_entropy(
+        m(x + torch.randn_like(x)), y
+    ).backward(),
+    "scaled inputs": lambda m, x, y: F.cross_entropy(m(x / 255), y).backward(),
+    "parts of the model": lambda m, x, y: F.cross_entropy(m[1:](m[0](x)), y).backward(),
+    "several views": lambda m, x, y: F.cross_entropy(
+        m(torch.cat([x, x * 2, x + 1])).chunk(3)[0], y
+    ).backward(),
+    "with a regulariser": lambda m, x, y: (
+        F.cross_entropy(m(x), y) + 0.01 * sum(p.norm() for p in m.parameters())
+    ).backward(),
+    "scaled for half precision": lambda m, x, y: (
+        torch.amp.GradScaler("cpu").scale(F.cross_entropy(m(x), y)).backward()
+    ),
+}
+NO_MEANS = {
+    "class weights": of(lambda o, y: F.cross_entropy(o, y, weight=WEIGHTS.to(o.dtype))),
+    "ignored targets": of(lambda o, y: F.cross_entropy(o, y, ignore_index=2)),
+    "masked": of(lambda o, y: (each(o, y) * (y != 2)).sum() / (y != 2).sum()),
+    "masked, a number": of(lambda o, y: (each(o, y) * (y != 2)).sum() / (y != 2).sum().item()),
+    "selected": of(lambda o, y: F.cross_entropy(o[y != 2], y[y != 2])),
+    "a sum": of(lambda o, y: each(o, y).sum()),
+    "a sum / a constant": of(lambda o, y: each(o, y).sum() / SIZE),
+    "contrastive": of(lambda o, y: F.cross_entropy(similarity(o), torch.arange(len(o)))),
+    "contrastive, by shape": of(
+        lambda o, y: F.cross_entropy(similarity(o), torch.arange(o.shape[0]))
+    ),
+    "covariance": of(lambda o, y: ((o - o.mean(0)).T @ (o - o.mean(0))).square().mean()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_samples_is_no_alarm(name: str, dtype: torch.dtype) -> None:
+    assert not Checked(network(), dtype).train(MEANS[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_what_is_no_mean_is_found(name: str, dtype: torch.dtype) -> None:
+    assert Checked(network(), dtype).train(NO_MEANS[name])
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHTS])
+def test_a_loss_made_in_the_model(weight: Tensor | None) -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.network(x)
+            return {"loss": F.cross_entropy(logits, labels, weight=weight), "logits": logits}
+
+    found = Checked(WithLoss()).train(lambda m, x, y: m(x, labels=y)["loss"].backward())
+    assert found is (weight is not None)
+
+
+@pytest.mark.parametrize(("says", "found"), [(lambda y: WEIGHTS[y].sum(), False), (len, True)])
+def test_what_is_said_of_the_weights_is_checked(says: Callable[..., Any], found: bool) -> None:
+    checked = Checked(network())
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        loss = F.cross_entropy(model(x), y, weight=WEIGHTS)
+        checked.check.weigh(loss, says(y) if found is False else (y == y).sum())
+        loss.backward()
+
+    assert checked.train(step) is found
+
+
+def test_training_is_what_it_is_without_a_check() -> None:
+    """Weights, statistics and random numbers, bit for bit."""
+
+    def trained(checks: bool) -> list[Tensor]:
+        model = network()
+        checked = Checked(model)
+        torch.manual_seed(1)
+        for part in model.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if not checks:
+            checked.check.hand_out = lambda *_: None  # type: ignore[method-assign]
+        for number in range(5):
+            x, y = checked.batch(number)
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) + model(x[: x.shape[0] // 2]).square().mean()).backward()
+            optimizer.step()
+        checked.check.close()
+        assert checked.told == []
+        return [*model.state_dict().values(), torch.rand(3)]
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_can_not_be_followed_is_none_of_the_objectives_business() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        outputs = model(x)
+        outputs.reshape(SIZE, -1)[:, 0].mean().backward()  # a part has no 16 rows
+
+    assert not Checked(network()).train(step)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "made_anew", "last_size", "told"),
+    [(1, False, 3, False), (1, True, SIZE, False), (1, True, 3, True), (0, True, 3, False)],
+)
+def test_batches_that_can_not_be_told_apart(
+    ahead: int, made_anew: bool, last_size: int, told: bool
+) -> None:
+    """Fetched ahead, changed before the model sees them, and unlike the last of the pass."""
+    checked = Checked(network())
+    queue = [checked.batch(number, last_size=last_size) for number in range(ahead)]
+    for number in range(3):
+        queue.append(checked.batch(ahead + number, last_size=last_size))
+        x, y = queue.pop(0)
+        F.cross_entropy(checked.model(x * 2 if made_anew else x), y).backward()
+    checked.check.close()
+    assert ["can't be told" in text for text in checked.told] == [True] * told
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+def test_a_tracked_number_is_a_number() -> None:
+    size = tracked(6, (6, 2, 4))
+    assert isinstance(size, TrackedInt)
+    assert (size, size * 2, 1 / size, size // 4) == (6, 12, 1 / 6, 1)
+    assert (2 * size).in_worlds == (12, 4, 8)
+    assert (1 / (size - 2)).in_worlds[0] == 1 / 4  # one part is 1 / 0, and nobody's business
+    assert type(plain(size)) is int
+    assert type(pickle.loads(pickle.dumps(size * 0.5))) is float
+    assert tracked(3, (3, 3, 3)).__class__ is int
