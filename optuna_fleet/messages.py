@@ -165,6 +165,7 @@ class RunTrial:
         store: Where the ranks find each other; needed for more than one.
         checkpoint: Path of the checkpoint to resume from, or None.
         checkpoint_to: Path to write checkpoints to while it trains.
+        maximize: Whether larger values are better; None where there are several objectives.
         final_to: Path to write the checkpoint to that it leaves when it is done; None for none.
         pulse_s: Seconds between two `Pulse` messages; None for none.
     """
@@ -183,6 +184,7 @@ class RunTrial:
     checkpoint: str | None
     checkpoint_to: str
     gc_after_trial: bool
+    maximize: bool | None
     final_to: str | None = None
     pulse_s: float | None = None
 

@@ -322,7 +322,7 @@ def folder(tmp_path: Path) -> StudyFolder:
         (folder.checkpoint(12), 7),
     ]:
         content = checkpoint.Checkpoint(
-            loop=1, epoch=epoch, objects=[], state={}, rng=[], history=[]
+            loop=1, epoch=epoch, objects=[], state={}, rng=[], history={}
         )
         checkpoint.save(path, checkpoint.snapshot(content))
     (folder.path / ".trial-12.pt.abc").touch()

@@ -63,6 +63,7 @@ class Launcher:
             checkpoint_to=path,
             final_to=str(folder.final(launch.number)) if self._keeper.keeps_any else None,
             gc_after_trial=job.gc_after_trial,
+            maximize=job.maximize,
             pulse_s=job.limits.pulse_s,
         )
 

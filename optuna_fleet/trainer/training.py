@@ -82,7 +82,7 @@ class Training:
             self._session.tell("fleet", "warn", problem)
         if self._checkpoint is not None:
             self.state.update(self._checkpoint.state)
-            self._session.reported[:0] = self._checkpoint.history
+            self._session.reports.begin_with(self._checkpoint.history)
 
     def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
@@ -236,7 +236,7 @@ class Training:
             objects=[thing.state_dict() for thing in self._objects],
             state=self.state,
             rng=rng,
-            history=self._session.reported,
+            history=self._session.reports.values,
             modules=modules,
         )
 
