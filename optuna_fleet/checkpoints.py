@@ -54,6 +54,7 @@ def load_best_model(
         RuntimeError: The weights do not fit the module (raised by torch).
     """
     from optuna_fleet.trainer import checkpoint  # imports torch
+    from optuna_fleet.trainer.compiled import load_state
 
     chosen = study.best_trial if trial is None else _numbered(study, trial)
     loaded = checkpoint.load(_final_of(study, chosen, checkpoint_dir))
@@ -66,7 +67,7 @@ def load_best_model(
             f"{len(loaded.modules)}: give those that the objective gives to trial.prepare()."
         )
     for module, position in zip(modules, loaded.modules, strict=False):
-        module.load_state_dict(loaded.objects[position])
+        load_state(module, loaded.objects[position])
     return model
 
 

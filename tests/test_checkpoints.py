@@ -261,6 +261,7 @@ class Dying:
 
         def epochs(number: int) -> Iterator[int]:
             for epoch in own_epochs(number):
+                trial._training._saver.finish()  # or the next one would be passed over
                 if epoch == 3 and not self.flag.exists():
                     self._die(trial)
                 yield epoch
@@ -269,7 +270,6 @@ class Dying:
         return train(trial, epochs=4)
 
     def _die(self, trial: Any) -> None:
-        trial._training._saver.finish()
         self.flag.touch()
         for name, damage in self.damages.items():
             damage(self.folder / name)

@@ -15,18 +15,18 @@ class Reports:
     Attributes:
         values: By step, in order of report.
         best: The best of them in the study's direction, which NaN never is; None for none.
-        at_best: Called when the value just reported is the best so far.
+        at_best: Called when the value just reported is the best so far, if anything is.
     """
 
     def __init__(self, maximize: bool | None) -> None:
         self.values: dict[int, float] = {}
         self.best: float | None = None
-        self.at_best: Callable[[], None] = lambda: None
+        self.at_best: Callable[[], None] | None = None
         self._sign = 1.0 if maximize else -1.0
 
     def add(self, value: float, step: int) -> None:
         """Note what was just reported."""
-        if self._note(value, step):
+        if self._note(value, step) and self.at_best is not None:
             self.at_best()
 
     def begin_with(self, history: Mapping[int, float]) -> None:

@@ -29,11 +29,19 @@ class Saver:
     ) -> None:
         """Copy what `make` returns and begin to write it to `path`; `is_busy` must be false."""
         self._has_failed = False
+        if (copy := self.copied(make)) is not None:
+            self.write(path, copy, keep_previous=keep_previous)
+
+    def copied(self, make: Callable[[], checkpoint.Checkpoint]) -> checkpoint.Snapshot | None:
+        """Copy what `make` returns; None where that can't be done."""
         try:
-            copy = checkpoint.snapshot(make())
+            return checkpoint.snapshot(make())
         except Exception as error:
             self._failed(error)
-            return
+            return None
+
+    def write(self, path: str, copy: checkpoint.Snapshot, *, keep_previous: bool = True) -> None:
+        """Begin to write a copy to `path`; `is_busy` must be false."""
         self._thread = threading.Thread(
             target=self._write, args=(path, copy, keep_previous), name="optuna-fleet-checkpoint"
         )

@@ -6,6 +6,7 @@ Imports torch; a trainer imports this module when an objective first needs it.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import checkpoint, reduction
 from optuna_fleet.trainer.alike import come_apart
+from optuna_fleet.trainer.compiled import load_state, state_of
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
 from optuna_fleet.trainer.parallel import wrap_module
 from optuna_fleet.trainer.reading import Place, Reading
@@ -67,6 +69,9 @@ class Training:
         self.state: dict[str, Any] = {}
         self._checkpoint: checkpoint.Checkpoint | None = None
         self._saver = Saver(session)
+        self._best: checkpoint.Snapshot | None = None
+        if self._leaves_final:
+            session.reports.at_best = self._keep_best
         self._is_apart = False
         self._unprepared = Unprepared(
             self._objects,
@@ -77,12 +82,15 @@ class Training:
             self._resume(self._run.checkpoint)
 
     def _resume(self, path: str) -> None:
-        self._checkpoint, problems = checkpoint.load_newest(path)
+        found, problems = checkpoint.load_newest(path)
         for problem in problems:
             self._session.tell("fleet", "warn", problem)
-        if self._checkpoint is not None:
-            self.state.update(self._checkpoint.state)
-            self._session.reports.begin_with(self._checkpoint.history)
+        if found is not None:
+            if found.best is not None and self._leaves_final:
+                self._best = checkpoint.Snapshot(content=found.best, epoch=found.best["epoch"])
+            self._checkpoint = dataclasses.replace(found, best=None)  # its memory may be needed
+            self.state.update(found.state)
+            self._session.reports.begin_with(found.history)
 
     def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
@@ -90,6 +98,7 @@ class Training:
         Args:
             alone: The other ranks may not be at their end.
         """
+        self._session.reports.at_best = None  # it would keep the trial's memory
         self._unprepared.close()
         self._saver.finish()  # or the file would appear when nobody expects it any more
         # Its peers may be in a collective, and NCCL's end, abrupt or not, may wait for them, who
@@ -149,7 +158,7 @@ class Training:
             thing, torch.nn.Module
         ):  # which would copy; optimizers keep what they get
             state = copy.deepcopy(state)
-        thing.load_state_dict(state)
+        load_state(thing, state)
 
     def _parallel(self, module: torch.nn.Module) -> torch.nn.Module:
         self._modules.append(module)
@@ -189,7 +198,7 @@ class Training:
     def _restore_all(self, saved: checkpoint.Checkpoint) -> None:
         """Once more: what came after `prepare` began anew (weights, a scheduler's first rate)."""
         for position, thing in enumerate(self._objects[: len(saved.objects)]):
-            thing.load_state_dict(saved.objects[position])
+            load_state(thing, saved.objects[position])
             saved.objects[position] = {}  # its memory is needed
         self.state.update(saved.state)
         checkpoint.restore_rng(saved.rng)
@@ -226,34 +235,59 @@ class Training:
         rng = checkpoint.gather_rng()
         if self._run.rank == 0 and not self._saver.is_busy:
             path = self._run.checkpoint_to
-            self._saver.save(path, lambda: self._checkpoint_at(next_epoch, rng))
+            best = None if self._best is None else self._best.content
+            self._saver.save(path, lambda: self._checkpoint_at(next_epoch, rng, best))
 
-    def _checkpoint_at(self, next_epoch: int, rng: list[dict[str, Any]]) -> checkpoint.Checkpoint:
+    def _checkpoint_at(
+        self,
+        next_epoch: int,
+        rng: list[dict[str, Any]],
+        best: dict[str, Any] | None = None,
+    ) -> checkpoint.Checkpoint:
         modules = [i for i, o in enumerate(self._objects) if isinstance(o, torch.nn.Module)]
         return checkpoint.Checkpoint(
             loop=self._num_loops,
             epoch=next_epoch,
-            objects=[thing.state_dict() for thing in self._objects],
+            objects=[state_of(thing) for thing in self._objects],
             state=self.state,
             rng=rng,
             history=self._session.reports.values,
             modules=modules,
+            best=best,
         )
 
+    # -- what is left in the end ------------------------------------------------------------------
+
+    @property
+    def _leaves_final(self) -> bool:
+        """Whether this rank may have to leave a final checkpoint."""
+        return self._run.final_to is not None and self._run.rank == 0
+
+    def _keep_best(self) -> None:
+        """Copy what led to the value just reported; it goes into each checkpoint from now on."""
+        self._best = None  # should it fail, an older one is not it
+        if self._objects:
+            self._best = self._saver.copied(lambda: self._checkpoint_at(self._place.epoch + 1, []))
+
     def leave_final_checkpoint(self, value: Any) -> None:
-        """The objective returned `value`: leave its weights behind, if they are among the best."""
-        path = self._run.final_to
+        """The objective returned `value`: leave its weights behind, if they are among the best.
+
+        Those of the epoch in which it reported the value, if that is its best; else the last ones.
+        """
+        path, value = self._run.final_to, plain(value)
         if path is None or self._run.rank > 0 or not self._objects:
             return
         try:
-            is_wanted = self._session.call("fleet", "is_among_best", plain(value))
+            is_wanted = self._session.call("fleet", "is_among_best", value)
         except Exception:  # it can't be sent, say; the study will be told and say so
             return
         self._saver.finish()
-        if is_wanted:
-            self._saver.save(
-                path, lambda: self._checkpoint_at(self._place.epoch + 1, []), keep_previous=False
-            )
+        if not is_wanted:
+            return
+        if self._best is None or not self._session.reports.is_best_before_last(value):
+            self._keep_best()
+        if self._best is not None:
+            self._saver.write(path, self._best, keep_previous=False)
             self._saver.finish()
 
     # -- data -------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet import FleetConfigError, FleetExecutor
+from optuna_fleet import FleetConfigError, FleetExecutor, load_best_model
+from optuna_fleet.checkpoint_folder import StudyFolder
 from optuna_fleet.exceptions import TrialError
 from tests.fleets import Leg, fleet_of, small_model, small_pipeline
 
@@ -45,6 +46,14 @@ def fly(fleet: Any, objective: Any, legs: Sequence[Leg] | None, direction: str) 
 # -- the value -----------------------------------------------------------------------------------
 
 
+def lives_once(trial: Any, flag: Path, *, until: bool) -> None:
+    """Have each epoch checkpointed, and die once: in that of which `until` is true."""
+    trial._training._saver.finish()  # or the next checkpoint would be passed over
+    if until and not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def stops_early(trial: Any, values: Sequence[float] = VALUES, dies: Path | None = None) -> Any:
     model = small_model()
     trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -52,10 +61,8 @@ def stops_early(trial: Any, values: Sequence[float] = VALUES, dies: Path | None 
     for epoch in trial.epochs(len(values)):
         seen.append(trial.best_value)
         trial.report(values[epoch], epoch)
-        if dies is not None and epoch == 2 and not dies.exists():
-            trial._training._saver.finish()
-            dies.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if dies is not None:
+            lives_once(trial, dies, until=epoch == 2)
         if trial.should_stop(patience=3):
             break
     trial.set_user_attr("seen", seen)
@@ -117,3 +124,87 @@ def test_what_can_not_be_told_is_refused(
     study = optuna.create_study(directions=["minimize"] * directions)
     with pytest.raises(error, match=words):
         study.optimize(objective, n_trials=1, executor=FleetExecutor(cluster="inline"))
+
+
+# -- its weights ---------------------------------------------------------------------------------
+
+
+def returns(trial: Any, what: str, dies: Path | None = None) -> Any:
+    """Weights that tell the epoch."""
+    model = small_model()
+    model, _ = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for epoch in trial.epochs(len(VALUES) - 1):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(epoch)
+        trial.report(VALUES[epoch], epoch)
+        if dies is not None:
+            lives_once(trial, dies, until=epoch == 4)
+    return {"best": trial.best_value, "last": VALUES[epoch], "other": 1.0}[what]
+
+
+def weights_of(study: optuna.Study) -> set[float]:
+    model = load_best_model(study, small_model())
+    return {value for p in model.parameters() for value in p.flatten().tolist()}
+
+
+def left_by(root: Path, study: optuna.Study) -> set[str]:
+    return set(os.listdir(StudyFolder(root, study.study_name).path)) - {"call.json"}
+
+
+@pytest.mark.parametrize("what", ["best", "last", "other"])
+@pytest.mark.parametrize("legs", [ALONE, ON_THREE, MOVED_TWICE], ids=["alone", "three", "moved"])
+def test_the_weights_left_are_those_behind_the_value(
+    keeping: Any, root: Path, legs: Sequence[Leg], what: str
+) -> None:
+    study = fly(keeping, functools.partial(returns, what=what), legs, "minimize")
+    assert weights_of(study) == {2.0 if what == "best" else 5.0}
+    assert len(load_best_model(study)) == 2  # the module's state and the optimizer's
+    assert left_by(root, study) == {"trial-0.final.pt"}
+
+
+def test_they_survive_a_kill(keeping: Any, root: Path, tmp_path: Path) -> None:
+    objective = functools.partial(returns, what="best", dies=tmp_path / "died")
+    study = fly(keeping, objective, None, "minimize")
+    assert (tmp_path / "died").exists()
+    assert weights_of(study) == {2.0}
+    assert left_by(root, study) == {"trial-0.final.pt"}
+
+
+def reports_and_is_pruned(trial: Any) -> Any:
+    trial.prepare(small_model())
+    for epoch in trial.epochs(2):
+        trial.report(VALUES[epoch + 1], epoch)
+    raise optuna.TrialPruned
+
+
+def test_a_pruned_trial_leaves_nothing(keeping: Any, root: Path) -> None:
+    study = fly(keeping, reports_and_is_pruned, None, "minimize")
+    assert left_by(root, study) == set()
+
+
+def reports_before_it_prepares(trial: Any) -> Any:
+    trial.report(0.5, 0)
+    model = trial.prepare(torch.nn.Linear(1, 1))
+    for epoch in trial.epochs(1):
+        torch.nn.init.constant_(model.weight, 7.0)
+        trial.report(0.75, epoch + 1)
+    return trial.best_value
+
+
+@pytest.mark.parametrize("legs", [ALONE, ON_THREE], ids=["alone", "three"])
+def test_a_value_from_before_any_weights_leaves_the_last(keeping: Any, legs: Any) -> None:
+    study = fly(keeping, reports_before_it_prepares, legs, "minimize")
+    assert load_best_model(study, torch.nn.Linear(1, 1)).weight.item() == 7.0
+
+
+def copies_nothing(trial: Any) -> Any:
+    trial.prepare(small_model())
+    trial._training._saver.copied = None
+    for epoch in trial.epochs(2):
+        trial.report(VALUES[epoch + 1], epoch)
+    return trial.best_value
+
+
+def test_without_final_checkpoints_nothing_is_copied(fleet: Any) -> None:
+    assert fly(fleet, copies_nothing, ALONE, "minimize").best_value == 0.25
