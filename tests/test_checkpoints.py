@@ -98,6 +98,27 @@ def test_what_left_no_weights_is_explained(keeping: Any, root: Path, tmp_path: P
         load_best_model(plain)
 
 
+def compiles(trial: Any) -> float:
+    model = trial.prepare(torch.compile(small_model(), backend="eager"))
+    for _ in trial.epochs(2):
+        for images, _ in trial.batches("train", batch_size=41):
+            model(images)
+    total = sum(parameter.sum() for parameter in model.parameters())
+    trial.set_user_attr("total", total.item())
+    return 0.0
+
+
+def test_a_compiled_models_weights_fit_any(keeping: Any) -> None:
+    study = optuna.create_study()
+    keeping.script = {0: [Leg((0,), 1), Leg((1,))]}
+    study.optimize(compiles, n_trials=1, executor=keeping)
+    assert list(load_best_model(study)[0]) == list(small_model().state_dict())
+    for model in (small_model(), torch.compile(small_model(), backend="eager")):
+        loaded = load_best_model(study, model)
+        total = sum(parameter.sum() for parameter in loaded.parameters())
+        assert total.item() == study.best_trial.user_attrs["total"]
+
+
 def leave(folder: StudyFolder, study: optuna.Study, values: list[float]) -> None:
     """A trial that has just been told, and its final checkpoint."""
     trial = study.ask()
