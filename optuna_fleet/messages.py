@@ -167,6 +167,7 @@ class RunTrial:
         checkpoint_to: Path to write checkpoints to while it trains.
         maximize: Whether larger values are better; None where there are several objectives.
         final_to: Path to write the checkpoint to that it leaves when it is done; None for none.
+        best_to: Path for what its best report so far would leave, until then; None for none.
         pulse_s: Seconds between two `Pulse` messages; None for none.
     """
 
@@ -186,6 +187,7 @@ class RunTrial:
     gc_after_trial: bool
     maximize: bool | None
     final_to: str | None = None
+    best_to: str | None = None
     pulse_s: float | None = None
 
 

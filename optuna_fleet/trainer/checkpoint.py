@@ -45,8 +45,6 @@ class Checkpoint:
         rng: ``rng_state`` of each rank.
         history: Values reported so far, by step.
         modules: Which of the objects are modules, by position.
-        best: What a checkpoint made at the best report so far holds (fields by name), if it may be
-            wanted; its history ends with that report.
     """
 
     loop: int
@@ -56,7 +54,6 @@ class Checkpoint:
     rng: list[dict[str, Any]]
     history: dict[int, float]
     modules: list[int] = field(default_factory=list)
-    best: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

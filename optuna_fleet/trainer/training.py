@@ -6,7 +6,6 @@ Imports torch; a trainer imports this module when an objective first needs it.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,8 +68,7 @@ class Training:
         self.state: dict[str, Any] = {}
         self._checkpoint: checkpoint.Checkpoint | None = None
         self._saver = Saver(session)
-        self._best: checkpoint.Snapshot | None = None
-        if self._leaves_final:
+        if self._run.best_to is not None and self._run.rank == 0:
             session.reports.at_best = self._keep_best
         self._is_apart = False
         self._unprepared = Unprepared(
@@ -82,15 +80,12 @@ class Training:
             self._resume(self._run.checkpoint)
 
     def _resume(self, path: str) -> None:
-        found, problems = checkpoint.load_newest(path)
+        self._checkpoint, problems = checkpoint.load_newest(path)
         for problem in problems:
             self._session.tell("fleet", "warn", problem)
-        if found is not None:
-            if found.best is not None and self._leaves_final:
-                self._best = checkpoint.Snapshot(content=found.best, epoch=found.best["epoch"])
-            self._checkpoint = dataclasses.replace(found, best=None)  # its memory may be needed
-            self.state.update(found.state)
-            self._session.reports.begin_with(found.history)
+        if self._checkpoint is not None:
+            self.state.update(self._checkpoint.state)
+            self._session.reports.begin_with(self._checkpoint.history)
 
     def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
@@ -234,16 +229,9 @@ class Training:
     def _save(self, next_epoch: int) -> None:
         rng = checkpoint.gather_rng()
         if self._run.rank == 0 and not self._saver.is_busy:
-            path = self._run.checkpoint_to
-            best = None if self._best is None else self._best.content
-            self._saver.save(path, lambda: self._checkpoint_at(next_epoch, rng, best))
+            self._saver.save(lambda: self._checkpoint_at(next_epoch, rng))
 
-    def _checkpoint_at(
-        self,
-        next_epoch: int,
-        rng: list[dict[str, Any]],
-        best: dict[str, Any] | None = None,
-    ) -> checkpoint.Checkpoint:
+    def _checkpoint_at(self, next_epoch: int, rng: list[dict[str, Any]]) -> checkpoint.Checkpoint:
         modules = [i for i, o in enumerate(self._objects) if isinstance(o, torch.nn.Module)]
         return checkpoint.Checkpoint(
             loop=self._num_loops,
@@ -253,42 +241,28 @@ class Training:
             rng=rng,
             history=self._session.reports.values,
             modules=modules,
-            best=best,
         )
 
     # -- what is left in the end ------------------------------------------------------------------
 
-    @property
-    def _leaves_final(self) -> bool:
-        """Whether this rank may have to leave a final checkpoint."""
-        return self._run.final_to is not None and self._run.rank == 0
+    def _as_it_is(self) -> checkpoint.Checkpoint:
+        return self._checkpoint_at(self._place.epoch + 1, [])
 
     def _keep_best(self) -> None:
-        """Copy what led to the value just reported; it goes into each checkpoint from now on."""
-        self._best = None  # should it fail, an older one is not it
         if self._objects:
-            self._best = self._saver.copied(lambda: self._checkpoint_at(self._place.epoch + 1, []))
+            self._saver.keep_best(self._as_it_is)
 
     def leave_final_checkpoint(self, value: Any) -> None:
-        """The objective returned `value`: leave its weights behind, if they are among the best.
-
-        Those of the epoch in which it reported the value, if that is its best; else the last ones.
-        """
-        path, value = self._run.final_to, plain(value)
-        if path is None or self._run.rank > 0 or not self._objects:
+        """The objective returned `value`: leave its weights behind, if they are among the best."""
+        if self._run.final_to is None or self._run.rank > 0 or not self._objects:
             return
         try:
+            value = plain(value)
             is_wanted = self._session.call("fleet", "is_among_best", value)
         except Exception:  # it can't be sent, say; the study will be told and say so
             return
-        self._saver.finish()
-        if not is_wanted:
-            return
-        if self._best is None or not self._session.reports.is_best_before_last(value):
-            self._keep_best()
-        if self._best is not None:
-            self._saver.write(path, self._best, keep_previous=False)
-            self._saver.finish()
+        if is_wanted:
+            self._saver.leave(value, self._as_it_is)
 
     # -- data -------------------------------------------------------------------------------------
 

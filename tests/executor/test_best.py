@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 import os
 import signal
@@ -129,7 +130,7 @@ def test_what_can_not_be_told_is_refused(
 # -- its weights ---------------------------------------------------------------------------------
 
 
-def returns(trial: Any, what: str, dies: Path | None = None) -> Any:
+def returns(trial: Any, what: str, dies: Path | None = None, *, spoils: bool = False) -> Any:
     """Weights that tell the epoch."""
     model = small_model()
     model, _ = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -140,6 +141,8 @@ def returns(trial: Any, what: str, dies: Path | None = None) -> Any:
         trial.report(VALUES[epoch], epoch)
         if dies is not None:
             lives_once(trial, dies, until=epoch == 4)
+    if spoils:
+        os.truncate(trial._session.run.best_to, 100)
     return {"best": trial.best_value, "last": VALUES[epoch], "other": 1.0}[what]
 
 
@@ -171,6 +174,17 @@ def test_they_survive_a_kill(keeping: Any, root: Path, tmp_path: Path) -> None:
     assert left_by(root, study) == {"trial-0.final.pt"}
 
 
+def test_the_last_are_left_where_they_did_not(
+    keeping: Any, root: Path, tmp_path: Path, log: io.StringIO
+) -> None:
+    died = tmp_path / "died"
+    objective = functools.partial(returns, what="best", dies=died, spoils=True)
+    study = fly(keeping, objective, None, "minimize")
+    assert weights_of(study) == {5.0}
+    assert left_by(root, study) == {"trial-0.final.pt"}
+    assert log.getvalue().count("its final checkpoint has its last weights") == 1
+
+
 def reports_and_is_pruned(trial: Any) -> Any:
     trial.prepare(small_model())
     for epoch in trial.epochs(2):
@@ -200,7 +214,7 @@ def test_a_value_from_before_any_weights_leaves_the_last(keeping: Any, legs: Any
 
 def copies_nothing(trial: Any) -> Any:
     trial.prepare(small_model())
-    trial._training._saver.copied = None
+    trial._training._saver.keep_best = None
     for epoch in trial.epochs(2):
         trial.report(VALUES[epoch + 1], epoch)
     return trial.best_value
