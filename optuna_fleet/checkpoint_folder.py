@@ -20,8 +20,8 @@ _LOCK = "lock"
 _CALL = "call.json"
 _FINAL = re.compile(r"trial-(\d+)\.final\.pt")
 # What we write, and what is left when that is cut short; a copy that the user made is not ours.
-_OURS = re.compile(r"trial-(\d+)\.(?:pt|pt\.previous|final\.pt)")
-_CUT_SHORT = re.compile(r"\.trial-(\d+)\.(?:pt|final\.pt)\.\w+")
+_OURS = re.compile(r"trial-(\d+)\.(?:pt|pt\.previous|best\.pt|final\.pt)")
+_CUT_SHORT = re.compile(r"\.trial-(\d+)\.(?:pt|best\.pt|final\.pt)\.\w+")
 
 
 @contextlib.contextmanager
@@ -172,6 +172,10 @@ class StudyFolder:
         """Where the checkpoint of a trial is that is not done."""
         return self.path / f"trial-{number}.pt"
 
+    def best(self, number: int) -> Path:
+        """Where a trial that is not done has what it leaves should it return its best value."""
+        return self.path / f"trial-{number}.best.pt"
+
     def final(self, number: int) -> Path:
         """Where the checkpoint is that a trial leaves when it is done."""
         return self.path / f"trial-{number}.final.pt"
@@ -190,7 +194,8 @@ class StudyFolder:
 
     def can_resume(self, number: int) -> bool:
         """Whether there is a checkpoint, good or bad, of a trial that is not done."""
-        return any(not _FINAL.fullmatch(name) for name in self._names_of(number))
+        name = self.checkpoint(number).name
+        return not {name, f"{name}.previous"}.isdisjoint(self._names())
 
     def drop_unfinished(self, number: int) -> None:
         """Remove all of a trial but its final checkpoint."""

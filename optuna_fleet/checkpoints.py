@@ -23,9 +23,14 @@ from optuna_fleet.trainer.checkpoint_file import CheckpointError, inspect
 if TYPE_CHECKING:
     import torch
 
-_FILE = re.compile(r"trial-(\d+)\.(final\.pt|pt\.previous|pt)")
+_FILE = re.compile(r"trial-(\d+)\.(final\.pt|best\.pt|pt\.previous|pt)")
 _LONGEST_NAME = 40
-_KINDS = {"final.pt": "final", "pt": "unfinished", "pt.previous": "unfinished, the one before"}
+_KINDS = {
+    "final.pt": "final",
+    "best.pt": "unfinished, at its best",
+    "pt": "unfinished",
+    "pt.previous": "unfinished, the one before",
+}
 
 
 def load_best_model(
@@ -38,7 +43,8 @@ def load_best_model(
     """Load the weights that a study's best trial left behind.
 
     It must have run with ``FleetExecutor(checkpoint_dir=...)`` and have used ``trial.prepare``;
-    the best `keep_checkpoints` trials leave their final state.
+    the best `keep_checkpoints` trials leave their weights. A trial that returns the best of the
+    values it reported leaves those with which it reported it; any other its last ones.
 
     Args:
         study: The study.
@@ -57,6 +63,7 @@ def load_best_model(
         RuntimeError: The weights do not fit the module (raised by torch).
     """
     from optuna_fleet.trainer import checkpoint  # imports torch
+    from optuna_fleet.trainer.compiled import load_state
 
     check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
     check_number("trial", trial, whole=True, optional=True)
@@ -72,7 +79,7 @@ def load_best_model(
             f"{len(loaded.modules)}: give those that the objective gives to trial.prepare()."
         )
     for module, position in zip(modules, loaded.modules, strict=False):
-        module.load_state_dict(loaded.objects[position])
+        load_state(module, loaded.objects[position])
     return model
 
 
@@ -129,7 +136,7 @@ class Entry:
         path: The file.
         study: Name of its study.
         trial: Number of its trial.
-        kind: "final", "unfinished", or "unfinished, the one before".
+        kind: "final", or "unfinished": by itself, "the one before" it, or the trial "at its best".
         epoch: How many epochs its trial had done, in its last loop; None if that can't be read.
         num_bytes: Size of the file.
         age_s: Seconds since it was written.

@@ -175,7 +175,9 @@ class RunTrial:
         store: Where the ranks find each other; needed for more than one.
         checkpoint: Path of the checkpoint to resume from, or None.
         checkpoint_to: Path to write checkpoints to while it trains.
+        maximize: Whether larger values are better; None where there are several objectives.
         final_to: Path to write the checkpoint to that it leaves when it is done; None for none.
+        best_to: Path for what its best report so far would leave, until then; None for none.
         pulse_s: Seconds between two `Pulse` messages; None for none.
         may_widen: The trial may have several devices later.
     """
@@ -194,8 +196,10 @@ class RunTrial:
     checkpoint: str | None
     checkpoint_to: str
     gc_after_trial: bool
+    maximize: bool | None
     settings: Settings = field(default_factory=Settings)
     final_to: str | None = None
+    best_to: str | None = None
     pulse_s: float | None = None
     may_widen: bool = False
 

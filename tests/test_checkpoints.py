@@ -98,6 +98,27 @@ def test_what_left_no_weights_is_explained(keeping: Any, root: Path, tmp_path: P
         load_best_model(plain)
 
 
+def compiles(trial: Any) -> float:
+    model = trial.prepare(torch.compile(small_model(), backend="eager"))
+    for _ in trial.epochs(2):
+        for images, _ in trial.batches("train", batch_size=41):
+            model(images)
+    total = sum(parameter.sum() for parameter in model.parameters())
+    trial.set_user_attr("total", total.item())
+    return 0.0
+
+
+def test_a_compiled_models_weights_fit_any(keeping: Any) -> None:
+    study = optuna.create_study()
+    keeping.script = {0: [Leg((0,), 1), Leg((1,))]}
+    study.optimize(compiles, n_trials=1, executor=keeping)
+    assert list(load_best_model(study)[0]) == list(small_model().state_dict())
+    for model in (small_model(), torch.compile(small_model(), backend="eager")):
+        loaded = load_best_model(study, model)
+        total = sum(parameter.sum() for parameter in loaded.parameters())
+        assert total.item() == study.best_trial.user_attrs["total"]
+
+
 def leave(folder: StudyFolder, study: optuna.Study, values: list[float]) -> None:
     """A trial that has just been told, and its final checkpoint."""
     trial = study.ask()
@@ -261,6 +282,7 @@ class Dying:
 
         def epochs(number: int) -> Iterator[int]:
             for epoch in own_epochs(number):
+                trial._training._saver.finish()  # or the next one would be passed over
                 if epoch == 3 and not self.flag.exists():
                     self._die(trial)
                 yield epoch
@@ -269,7 +291,6 @@ class Dying:
         return train(trial, epochs=4)
 
     def _die(self, trial: Any) -> None:
-        trial._training._saver.finish()
         self.flag.touch()
         for name, damage in self.damages.items():
             damage(self.folder / name)
@@ -320,12 +341,14 @@ def folder(tmp_path: Path) -> StudyFolder:
         (folder.final(3), 20),
         (folder.checkpoint(12), 6),
         (folder.checkpoint(12), 7),
+        (folder.best(12), 5),
     ]:
         content = checkpoint.Checkpoint(
-            loop=1, epoch=epoch, objects=[], state={}, rng=[], history=[]
+            loop=1, epoch=epoch, objects=[], state={}, rng=[], history={}
         )
         checkpoint.save(path, checkpoint.snapshot(content))
     (folder.path / ".trial-12.pt.abc").touch()
+    (folder.path / ".trial-12.best.pt.abc").touch()
     return folder
 
 
@@ -333,18 +356,19 @@ def test_checkpoints_are_listed(folder: StudyFolder, capsys: pytest.CaptureFixtu
     assert main(["checkpoints", str(folder.root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["STUDY", "TRIAL", "EPOCH", "SIZE", "AGE", "KIND", "STATE"]
-    rows = [" ".join(line.split()) for line in lines[1:4]]
+    rows = [" ".join(line.split()) for line in lines[1:5]]
     assert rows == [
+        "a study/with a name 12 5 0.0 MB 0.0 h unfinished, at its best not verified",
         "a study/with a name 12 7 0.0 MB 0.0 h unfinished not verified",
         "a study/with a name 12 6 0.0 MB 0.0 h unfinished, the one before not verified",
         "a study/with a name 3 20 0.0 MB 0.0 h final not verified",
     ]
-    assert "driver of the unfinished ones died" in lines[4]
+    assert "driver of the unfinished ones died" in lines[5]
 
 
 def test_checkpoints_are_verified(folder: StudyFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", str(folder.root), "--verify"]) == 0
-    assert capsys.readouterr().out.count("  good") == 3
+    assert capsys.readouterr().out.count("  good") == 4
     flip(folder.final(3))
     assert main(["checkpoints", str(folder.root)]) == 0  # the payload was not read
     assert main(["checkpoints", str(folder.root), "--verify"]) == 1
@@ -362,11 +386,21 @@ def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixtu
         assert main(["checkpoints", str(folder.root)]) == 0
         assert f"In use by process {os.getpid()} on" in capsys.readouterr().out
     assert main(["checkpoints", str(folder.root), "--prune"]) == 0
-    assert "Removed 3 files." in capsys.readouterr().out
+    assert "Removed 5 files." in capsys.readouterr().out
     assert set(os.listdir(folder.path)) == {"call.json", "trial-3.final.pt"}
     flip(folder.final(3))
     assert main(["checkpoints", str(folder.root), "--prune"]) == 0
     assert os.listdir(folder.path) == ["call.json"]
+
+
+def test_a_trial_can_not_go_on_with_its_best_alone(folder: StudyFolder) -> None:
+    assert folder.can_resume(12)
+    folder.checkpoint(12).unlink()
+    assert folder.can_resume(12)  # with the one before
+    folder.drop_unfinished(12)
+    for name in ("trial-12.best.pt", ".trial-12.best.pt.abc", ".trial-12.pt.abc"):
+        (folder.path / name).touch()
+    assert not folder.can_resume(12)
 
 
 def test_what_is_not_ours_is_left_alone(

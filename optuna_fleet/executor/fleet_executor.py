@@ -86,7 +86,8 @@ class FleetExecutor:
         checkpoint_interval_s: Seconds after which a trial is checkpointed at the end of its epoch,
             besides at each move: what a killed process may cost it.
         keep_checkpoints: How many of the best trials leave a final checkpoint in
-            `checkpoint_dir`.
+            `checkpoint_dir`: with the weights of their best report, if that is the value they
+            return, else with their last.
         checkpoint_bytes: How many bytes these may have in all; the worst of them go first. None
             for no limit.
         cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in

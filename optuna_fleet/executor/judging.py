@@ -32,11 +32,11 @@ class Judge:
         )
 
     def _has_converged(self, number: int) -> bool:
-        convergence = self._job.convergence
-        if convergence is None:
+        convergence, maximize = self._job.convergence, self._job.maximize
+        if convergence is None or maximize is None:
             return False
         values = self._ledger.reported_values(number)
-        return convergence.is_reached(values, maximize=self._job.maximize)
+        return convergence.is_reached(values, maximize=maximize)
 
     def _predicted_epochs(self, number: int) -> float | None:
         """A predictor that fails is as good as none: it only ever helps to plan."""

@@ -46,7 +46,7 @@ class Launcher:
         job = self._job
         is_new = device not in self._knows_objective
         self._knows_objective.add(device)
-        folder = self._keeper.folder
+        folder, keeps_any = self._keeper.folder, self._keeper.keeps_any
         path = str(folder.checkpoint(launch.number))
         return RunTrial(
             run_id=launch.run_id,
@@ -63,8 +63,10 @@ class Launcher:
             store=None,
             checkpoint=path if folder.can_resume(launch.number) else None,
             checkpoint_to=path,
-            final_to=str(folder.final(launch.number)) if self._keeper.keeps_any else None,
+            final_to=str(folder.final(launch.number)) if keeps_any else None,
+            best_to=str(folder.best(launch.number)) if keeps_any else None,
             gc_after_trial=job.gc_after_trial,
+            maximize=job.maximize,
             pulse_s=job.limits.pulse_s,
             may_widen=len(self._runtime.fleet) > 1,
         )

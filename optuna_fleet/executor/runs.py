@@ -31,7 +31,7 @@ class Job:
     convergence: Convergence | None
     predictor: Callable[[Any], float | None] | None
     checkpoint_interval_s: float
-    maximize: bool
+    maximize: bool | None
     limits: Limits
 
 

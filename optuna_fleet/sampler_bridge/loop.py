@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import TracebackType
 
 import optuna
+from optuna.study import StudyDirection
 
 from optuna_fleet.checkpoint_folder import StudyFolder
 from optuna_fleet.sampler_bridge import compat
@@ -43,9 +44,10 @@ class Loop:
         self._callbacks = callbacks
 
     @property
-    def maximize(self) -> bool:
-        """Whether larger values of a (single) objective are better."""
-        return self.study.directions[0] is optuna.study.StudyDirection.MAXIMIZE
+    def maximize(self) -> bool | None:
+        """Whether larger values are better; None where there are several objectives."""
+        directions = self.study.directions
+        return directions[0] is StudyDirection.MAXIMIZE if len(directions) == 1 else None
 
     def __enter__(self) -> Loop:
         compat.enter_loop(self.study)

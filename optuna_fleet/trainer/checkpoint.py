@@ -43,7 +43,7 @@ class Checkpoint:
         objects: ``state_dict`` of each prepared object, in the order of ``trial.prepare``.
         state: ``trial.state``, the objective's own variables.
         rng: ``rng_state`` of each rank.
-        history: Values reported so far.
+        history: Values reported so far, by step.
         modules: Which of the objects are modules, by position.
     """
 
@@ -52,7 +52,7 @@ class Checkpoint:
     objects: list[dict[str, Any]]
     state: dict[str, Any]
     rng: list[dict[str, Any]]
-    history: list[float]
+    history: dict[int, float]
     modules: list[int] = field(default_factory=list)
 
 
@@ -80,7 +80,7 @@ def snapshot(checkpoint: Checkpoint) -> Snapshot:
         for index, item in enumerate(checkpoint.objects)
     ]
     content["state"] = _portable(checkpoint.state, "trial.state", own=True)
-    content["history"] = list(checkpoint.history)
+    content["history"] = dict(checkpoint.history)
     return Snapshot(content=content, epoch=checkpoint.epoch)
 
 

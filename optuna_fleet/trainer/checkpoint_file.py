@@ -14,7 +14,7 @@ from typing import IO
 
 from optuna_fleet.exceptions import FleetError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _MAGIC = b"OptFleet"
 _HEADER = struct.Struct("<8sIIQ32s")  # magic, version, epoch, payload bytes, sha256

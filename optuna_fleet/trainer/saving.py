@@ -8,7 +8,10 @@ from contextlib import suppress
 
 from optuna_fleet.messages import CheckpointFailed
 from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.checkpoint_file import CheckpointError
 from optuna_fleet.trainer.session import DriverGoneError, Session
+
+Make = Callable[[], checkpoint.Checkpoint]
 
 
 class Saver:
@@ -16,28 +19,25 @@ class Saver:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._run = session.run
         self._thread: threading.Thread | None = None
         self._has_failed = False
+        self._best: checkpoint.Snapshot | None = None
+        self._written_best: checkpoint.Snapshot | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether a checkpoint is still being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(
-        self, path: str, make: Callable[[], checkpoint.Checkpoint], *, keep_previous: bool = True
-    ) -> None:
-        """Copy what `make` returns and begin to write it to `path`; `is_busy` must be false."""
+    def save(self, make: Make) -> None:
+        """Copy what `make` returns and begin to write it; `is_busy` must be false."""
         self._has_failed = False
-        try:
-            copy = checkpoint.snapshot(make())
-        except Exception as error:
-            self._failed(error)
-            return
-        self._thread = threading.Thread(
-            target=self._write, args=(path, copy, keep_previous), name="optuna-fleet-checkpoint"
-        )
-        self._thread.start()
+        if (copy := self._copied(make)) is not None:
+            self._thread = threading.Thread(
+                target=self._write, args=(copy, self._best), name="optuna-fleet-checkpoint"
+            )
+            self._thread.start()
 
     def finish(self) -> bool:
         """Wait until the last checkpoint is written; return whether it was."""
@@ -46,14 +46,66 @@ class Saver:
             self._thread = None
         return not self._has_failed
 
-    def _write(self, path: str, copy: checkpoint.Snapshot, keep_previous: bool) -> None:
+    def keep_best(self, make: Make) -> None:
+        """Copy what led to the best report so far; it is written with the next checkpoint."""
+        self._best = self._copied(make)
+
+    def leave(self, value: float, make: Make) -> None:
+        """Write what the trial leaves behind, having returned `value`.
+
+        That is what led to the report of `value`, if that was the best and not the last; else what
+        `make` returns.
+        """
+        self.finish()
+        left = None
+        if self._session.reports.is_best_before_last(value):
+            left = self._best_of(value)
+            if left is None:
+                self._session.tell(
+                    "fleet",
+                    "warn",
+                    "It returned the best value that it had reported, but nothing good is kept of "
+                    "what it had prepared then: its final checkpoint has its last weights.",
+                )
+        left = left or self._copied(make)
+        if left is None:
+            return
+        assert self._run.final_to is not None
         try:
-            checkpoint.save(path, copy, keep_previous=keep_previous)
+            checkpoint.save(self._run.final_to, left, keep_previous=False)
+        except Exception as error:
+            self._failed(error)
+
+    def _best_of(self, value: float) -> checkpoint.Snapshot | None:
+        """What `keep_best` has copied when `value` was reported, in this run or an earlier one."""
+        if self._best is None and self._run.best_to is not None:
+            with suppress(CheckpointError):
+                found = checkpoint.load(self._run.best_to)
+                # One newer than the checkpoint that the trial went on with may be of another.
+                if next(reversed(found.history.values())) == value:
+                    return checkpoint.snapshot(found)
+        return self._best
+
+    def _copied(self, make: Make) -> checkpoint.Snapshot | None:
+        try:
+            return checkpoint.snapshot(make())
+        except Exception as error:
+            self._failed(error)
+            return None
+
+    def _write(self, copy: checkpoint.Snapshot, best: checkpoint.Snapshot | None) -> None:
+        try:
+            if best is not None and best is not self._written_best:
+                # First: no checkpoint tells of a report of which nothing is kept.
+                assert self._run.best_to is not None
+                checkpoint.save(self._run.best_to, best, keep_previous=False)
+                self._written_best = best
+            checkpoint.save(self._run.checkpoint_to, copy)
         except Exception as error:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
         self._has_failed = True
-        problem = CheckpointFailed(run_id=self._session.run.run_id, problem=str(error))
+        problem = CheckpointFailed(run_id=self._run.run_id, problem=str(error))
         with suppress(DriverGoneError):
             self._session.send_aside(problem)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from optuna_fleet.channel import Channel
 from optuna_fleet.messages import Call, Progress, Reply, RunTrial
 from optuna_fleet.packing import pack, unpack, unpack_error
+from optuna_fleet.trainer.reports import Reports
 
 
 class Yielded(BaseException):
@@ -34,7 +35,7 @@ class Session:
     def __init__(self, channel: Channel | None, run: RunTrial) -> None:
         self.run = run
         self.began = time.perf_counter()
-        self.reported: list[float] = []
+        self.reports = Reports(run.maximize)
         self.num_batches = 0
         self.collectives: Callable[[], tuple[tuple[int, str, int], ...]] = tuple
         self.epoch = 0

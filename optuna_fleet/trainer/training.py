@@ -20,6 +20,7 @@ from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import calls, checkpoint, reduction
 from optuna_fleet.trainer.alike import come_apart
+from optuna_fleet.trainer.compiled import load_state, state_of
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
 from optuna_fleet.trainer.parallel import make_data_parallel
 from optuna_fleet.trainer.reading import Place, Reading
@@ -84,6 +85,8 @@ class Training:
         self.state: dict[str, Any] = {}
         self._checkpoint: checkpoint.Checkpoint | None = None
         self._saver = Saver(session)
+        if self._run.best_to is not None and self._run.rank == 0:
+            session.reports.at_best = self._keep_best
         self._is_apart = False
         self._unprepared = Unprepared(
             self._objects,
@@ -109,7 +112,7 @@ class Training:
             self._session.tell("fleet", "warn", problem)
         if self._checkpoint is not None:
             self.state.update(self._checkpoint.state)
-            self._session.reported[:0] = self._checkpoint.history
+            self._session.reports.begin_with(self._checkpoint.history)
 
     def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
@@ -117,6 +120,7 @@ class Training:
         Args:
             alone: The other ranks may not be at their end.
         """
+        self._session.reports.at_best = None  # it would keep the trial's memory
         self._unprepared.close()
         if self._split_check is not None:
             self._split_check.close()
@@ -179,7 +183,7 @@ class Training:
             thing, torch.nn.Module
         ):  # which would copy; optimizers keep what they get
             state = copy.deepcopy(state)
-        thing.load_state_dict(state)
+        load_state(thing, state)
 
     def _parallel(self, module: torch.nn.Module) -> torch.nn.Module:
         self._modules.append(module)
@@ -218,7 +222,7 @@ class Training:
     def _restore_all(self, saved: checkpoint.Checkpoint) -> None:
         """Once more: what came after `prepare` began anew (weights, a scheduler's first rate)."""
         for position, thing in enumerate(self._objects[: len(saved.objects)]):
-            thing.load_state_dict(saved.objects[position])
+            load_state(thing, saved.objects[position])
             saved.objects[position] = {}  # its memory is needed
         self.state.update(saved.state)
         checkpoint.restore_rng(saved.rng)
@@ -255,36 +259,40 @@ class Training:
     def _save(self, next_epoch: int) -> None:
         rng = checkpoint.gather_rng()
         if self._run.rank == 0 and not self._saver.is_busy:
-            path = self._run.checkpoint_to
-            self._saver.save(path, lambda: self._checkpoint_at(next_epoch, rng))
+            self._saver.save(lambda: self._checkpoint_at(next_epoch, rng))
 
     def _checkpoint_at(self, next_epoch: int, rng: list[dict[str, Any]]) -> checkpoint.Checkpoint:
         modules = [i for i, o in enumerate(self._objects) if isinstance(o, torch.nn.Module)]
         return checkpoint.Checkpoint(
             loop=self._num_loops,
             epoch=next_epoch,
-            objects=[thing.state_dict() for thing in self._objects],
+            objects=[state_of(thing) for thing in self._objects],
             state=self.state,
             rng=rng,
-            history=self._session.reported,
+            history=self._session.reports.values,
             modules=modules,
         )
 
+    # -- what is left in the end ------------------------------------------------------------------
+
+    def _as_it_is(self) -> checkpoint.Checkpoint:
+        return self._checkpoint_at(self._place.epoch + 1, [])
+
+    def _keep_best(self) -> None:
+        if self._objects:
+            self._saver.keep_best(self._as_it_is)
+
     def leave_final_checkpoint(self, value: Any) -> None:
         """The objective returned `value`: leave its weights behind, if they are among the best."""
-        path = self._run.final_to
-        if path is None or self._run.rank > 0 or not self._objects:
+        if self._run.final_to is None or self._run.rank > 0 or not self._objects:
             return
         try:
-            is_wanted = self._session.call("fleet", "is_among_best", plain(value))
+            value = plain(value)
+            is_wanted = self._session.call("fleet", "is_among_best", value)
         except Exception:  # it can't be sent, say; the study will be told and say so
             return
-        self._saver.finish()
         if is_wanted:
-            self._saver.save(
-                path, lambda: self._checkpoint_at(self._place.epoch + 1, []), keep_previous=False
-            )
-            self._saver.finish()
+            self._saver.leave(value, self._as_it_is)
 
     # -- losses -----------------------------------------------------------------------------------
 

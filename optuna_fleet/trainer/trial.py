@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.distributions import BaseDistribution
 
+from optuna_fleet.exceptions import TrialError
+from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.packing import plain
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.choices import is_primitive, suggest
+from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.session import Session
 
 if TYPE_CHECKING:
@@ -33,8 +36,8 @@ class FleetTrial(optuna.Trial):
     """An `optuna.Trial` whose every method is carried out on the real study, in the driver.
 
     On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`,
-    `epochs`, `batches`, `sum`, `mean` and `state`. An objective that uses none of them is a plain
-    Optuna objective and runs unchanged, on one device.
+    `epochs`, `batches`, `sum`, `mean`, `state`, `best_value` and `should_stop`. An objective that
+    uses none of them is a plain Optuna objective and runs unchanged, on one device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
@@ -81,7 +84,7 @@ class FleetTrial(optuna.Trial):
         """
         value = plain(value)
         self._session.call("trial", "report", value, step)
-        self._session.reported.append(float(value))
+        self._session.reports.add(float(value), int(step))
 
     def should_prune(self) -> bool:
         """See `optuna.Trial.should_prune`; every rank gets the same answer."""
@@ -183,6 +186,52 @@ class FleetTrial(optuna.Trial):
             "`trial.state` can't be set, as it may hold what the trial had before it moved: use "
             "trial.state.update(...), or trial.state['key'] = value."
         )
+
+    @property
+    def best_value(self) -> float | None:
+        """The best value reported so far in the study's direction; None if there is none.
+
+        A local variable of the objective is lost when the trial moves or is resumed; this is not.
+        NaN never is the best; of two reports for one step the first counts, as in the study.
+
+        Raises:
+            NotImplementedError: The study has several objectives, where Optuna takes no reports.
+        """
+        return self._reports("best_value").best
+
+    def should_stop(self, patience: int, min_improvement: float = 0.0) -> bool:
+        """Whether none of the last `patience` reported values improved on the best before them.
+
+        Wherever the trial was when it reported them, and in whichever of its loops. Use it as
+        ``if trial.should_stop(patience=5): break`` and return `best_value`.
+
+        Args:
+            patience: Number of reports in a row without an improvement.
+            min_improvement: By how much a value must beat the best so far to count as one.
+
+        Raises:
+            FleetConfigError: An argument is out of range.
+            TrialError: Nothing was reported.
+            NotImplementedError: The study has several objectives, where Optuna takes no reports.
+        """
+        criterion = Convergence(patience=patience, min_improvement=min_improvement)
+        values = list(self._reports("should_stop").values.values())
+        if not values:
+            raise TrialError(
+                "trial.should_stop() was called before anything was reported: call "
+                "trial.report(value, step) first."
+            )
+        return criterion.is_reached(values, maximize=bool(self._session.run.maximize))
+
+    def _reports(self, asked_by: str) -> Reports:
+        run = self._session.run
+        if run.maximize is None:
+            raise NotImplementedError(
+                f"Trial.{asked_by} is not supported for multi-objective optimization."
+            )
+        if run.checkpoint is not None:  # it tells what was reported before
+            self._open_training()
+        return self._session.reports
 
     def prepare(self, *objects: Any) -> Any:
         """Make modules, optimizers, schedulers and scalers part of the trial.

@@ -251,6 +251,7 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
         objective=b"",
         settings=Settings(),
         gc_after_trial=False,
+        maximize=False,
         limits=SimpleNamespace(pulse_s=None),
     )
     folder = runtimes.StudyFolder(tmp_path, "study")

@@ -108,6 +108,7 @@ def session_of(rank: int) -> tuple[Session, QuittingDriver]:
         checkpoint=None,
         checkpoint_to="",
         gc_after_trial=False,
+        maximize=False,
     )
     return Session(channel, run), channel
 

@@ -72,7 +72,7 @@ def through_a_file(path: Path, *objects: Any) -> list[dict[str, Any]]:
         objects=[thing.state_dict() for thing in objects],
         state={},
         rng=[],
-        history=[],
+        history={},
     )
     checkpoint.save(path, checkpoint.snapshot(content))
     return checkpoint.load(path).objects

@@ -28,7 +28,7 @@ def make(**changes: Any) -> Checkpoint:
         "objects": [OrderedDict(weight=torch.arange(4.0))],
         "state": {"best": 0.5},
         "rng": [rng_state()],
-        "history": [0.1, 0.2],
+        "history": {0: 0.1, 1: 0.2},
     }
     return Checkpoint(**(parts | changes))
 
@@ -81,7 +81,7 @@ def test_round_trip(tmp_path: Path) -> None:
     assert loaded.state["counted"] == state["counted"]
     assert loaded.state["nested"][3] == {1, 2}
     assert torch.equal(loaded.objects[0]["weight"], torch.arange(4.0))
-    assert (loaded.epoch, loaded.history) == (3, [0.1, 0.2])
+    assert (loaded.epoch, loaded.history) == (3, {0: 0.1, 1: 0.2})
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [item.name for item in tmp_path.iterdir()] == ["trial0"]
 

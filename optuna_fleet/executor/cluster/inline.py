@@ -49,8 +49,9 @@ def run_inline(
             checkpoint=None,
             checkpoint_to="",
             gc_after_trial=loop.gc_after_trial,
+            maximize=loop.maximize,
         )
-        session = _InlineSession(loop.ledger, run, convergence, maximize=loop.maximize)
+        session = _InlineSession(loop.ledger, run, convergence)
         value, error = None, None
         try:
             value = _run(func, session, pipeline)
@@ -102,13 +103,10 @@ def _own_group(run: RunTrial) -> Iterator[None]:
 class _InlineSession(Session):
     """A session whose driver is the same process."""
 
-    def __init__(
-        self, ledger: Ledger, run: RunTrial, convergence: Convergence | None, *, maximize: bool
-    ) -> None:
+    def __init__(self, ledger: Ledger, run: RunTrial, convergence: Convergence | None) -> None:
         super().__init__(None, run)
         self._ledger = ledger
         self._convergence = convergence
-        self._maximize = maximize
 
     def send(self, message: Any) -> None:
         """Nobody needs to be told."""
@@ -139,8 +137,8 @@ class _InlineSession(Session):
         return self._ledger.carry_out(self.run.number, call)
 
     def _decision(self) -> EpochDecision:
-        if self._convergence is None:
+        if self._convergence is None or self.run.maximize is None:
             return EpochDecision.GO
         values = self._ledger.reported_values(self.run.number)
-        converged = self._convergence.is_reached(values, maximize=self._maximize)
+        converged = self._convergence.is_reached(values, maximize=self.run.maximize)
         return EpochDecision.STOP if converged else EpochDecision.GO

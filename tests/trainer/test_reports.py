@@ -1,0 +1,59 @@
+"""What a trial knows of its own reports."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from optuna_fleet.trainer.reports import Reports
+
+NAN = math.nan
+
+
+def reported(maximize: bool, *values: float) -> Reports:
+    reports = Reports(maximize)
+    for step, value in enumerate(values):
+        reports.add(value, step)
+    return reports
+
+
+@pytest.mark.parametrize(
+    ("values", "least", "most"),
+    [
+        ([], None, None),
+        ([NAN], None, None),
+        ([NAN, 0.5, NAN], 0.5, 0.5),
+        ([0.5, -2.0, 1.0], -2.0, 1.0),
+        ([math.inf, -math.inf], -math.inf, math.inf),
+    ],
+)
+def test_the_best_is_that_of_the_direction(
+    values: list[float], least: float | None, most: float | None
+) -> None:
+    assert reported(False, *values).best == least
+    assert reported(True, *values).best == most
+
+
+def test_the_first_of_a_step_counts_as_in_the_study() -> None:
+    reports = reported(False, 0.5)
+    reports.add(0.1, 0)
+    assert (reports.best, reports.values) == (0.5, {0: 0.5})
+
+
+def test_what_a_checkpoint_tells_comes_first() -> None:
+    reports = Reports(False)
+    reports.add(0.7, 0)  # said again before the loop, as at the trial's beginning
+    reports.add(0.3, 9)
+    reports.begin_with({0: 0.6, 1: 0.2, 2: 0.4})
+    assert list(reports.values.items()) == [(0, 0.6), (1, 0.2), (2, 0.4), (9, 0.3)]
+    assert reports.best == 0.2
+
+
+def test_only_improvements_are_the_best_so_far() -> None:
+    reports, told = Reports(True), []
+    reports.at_best = lambda: told.append(reports.best)
+    reports.begin_with({0: 0.1})
+    for step, value in enumerate([NAN, 0.1, 0.3, 0.2, 0.3, 0.4], start=1):
+        reports.add(value, step)
+    assert told == [0.3, 0.4]
