@@ -240,6 +240,15 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """A sentence for the user, unless all of `keys`, which it is about, have been told of."""
+
+    run_id: int
+    keys: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed:
     """The run could not make a checkpoint, and goes on without; `problem` says why."""
 

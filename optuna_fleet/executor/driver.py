@@ -59,6 +59,7 @@ from optuna_fleet.messages import (
     PipelineReport,
     Pulse,
     Reached,
+    Remark,
     TrainerExited,
     TrainerReady,
 )
@@ -172,7 +173,7 @@ class Driver:
         match message:
             case TrainerReady() | TrainerExited():
                 self._trainer_changed(message)
-            case Call() if message.run_id in self._runs:
+            case Call() | Remark() if message.run_id in self._runs:
                 self._called(self._runs[message.run_id], message)
             case Reached() if message.run_id in self._runs:
                 self._runtime.open_store()
@@ -256,7 +257,7 @@ class Driver:
             self._runtime.retire(message.device)
             self._post(DeviceLost(device=message.device))
 
-    def _called(self, run: RunRecord, call: Call) -> None:
+    def _called(self, run: RunRecord, call: Call | Remark) -> None:
         ended = self._desk.take(run, call)
         if ended is not None:
             self._post(self._judge.epoch_ended(call.run_id, run.launch.number, ended + 1))

@@ -6,6 +6,7 @@ Imports torch; a trainer imports this module when an objective first needs it.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import checkpoint, reduction
 from optuna_fleet.trainer.alike import come_apart
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
+from optuna_fleet.trainer.left_behind import LeftBehind
 from optuna_fleet.trainer.parallel import wrap_module
 from optuna_fleet.trainer.reading import Place, Reading
 from optuna_fleet.trainer.reading import Shards as Shards
@@ -71,6 +73,9 @@ class Training:
         self._unprepared = Unprepared(
             self._objects,
             lambda text: session.tell("fleet", "warn", text),
+        )
+        self._left_behind = LeftBehind(
+            self._objects, self.state, self._unprepared.optimizers, session.remark
         )
         join_group_of(session.run, kind)
         if self._run.checkpoint is not None:
@@ -180,9 +185,13 @@ class Training:
         self._place.is_inside, self._place.num_epochs = True, num_epochs
         for epoch in range(first, num_epochs):
             self._place.epoch = epoch
+            self._left_behind.begin_epoch(sys._getframe(1))
             yield epoch
             self._reading.end_epoch()
-            if epoch + 1 < num_epochs and not self._goes_on_after(epoch):
+            if epoch + 1 == num_epochs:
+                break
+            self._left_behind.end_epoch(sys._getframe(1))
+            if not self._goes_on_after(epoch):
                 break
         self._place.is_inside = False
 
