@@ -14,7 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import BuiltinMethodType, CellType, FrameType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    FrameType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    NoneType,
+)
 from typing import Any
 
 import torch
@@ -26,6 +34,7 @@ from optuna_fleet.trainer.loops import looping_frame, users_frames, variables_of
 _NUM_EPOCHS = 2
 _DEPTH = 6
 _MANY = 1000
+_NUMBERS: frozenset[type] = frozenset({bool, int, float, NoneType})
 _MOST_TENSORS = 64
 _CLOSED = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 _OPEN = (dict, list, tuple, set, MethodType, BuiltinMethodType, CellType, functools.partial)
@@ -73,7 +82,8 @@ class LeftBehind:
             return
         with contextlib.suppress(Exception):  # whatever an objective's objects are like
             loop = looping_frame(frame)
-            contents = {id(t): _content(own) for t, _, own in self._trainable(frame)}
+            things = self._trainable(self._things(frame))
+            contents = {id(thing): _content(tensors) for thing, _, tensors in things}
             self._begun = _Seen(Variables.of(loop) if loop else None, contents)
             if not self._num_epochs:
                 self._first = self._begun
@@ -103,16 +113,16 @@ class LeftBehind:
         )
 
     def _tell_of_objects(self, frame: FrameType, first: _Seen, begun: _Seen) -> None:
-
         def has_changed(key: int, tensors: Mapping[str, torch.Tensor]) -> bool:
             is_old = key in first.contents and key in begun.contents
             return is_old and begun.contents[key] != _content(tensors)
 
         words = {thing for thing in self._kept() if type(thing) is str}
-        names = [name for thing, name in self._things(frame) if self._restarts(thing, words)]
+        things = self._things(frame)
+        names = [name for thing, name in things if self._restarts(thing, words)]
         names += [
             name
-            for thing, name, tensors in self._trainable(frame)
+            for thing, name, tensors in self._trainable(things)
             if not words & tensors.keys()
             and (issubclass(type(thing), AveragedModel) or has_changed(id(thing), tensors))
         ]
@@ -146,7 +156,7 @@ class LeftBehind:
         for each in users_frames(frame):
             variables = variables_of(each) | variables
         kept = _reachable({"objects": list(self._objects), "state": self._state})
-        found = _reachable(variables)
+        found = _reachable(variables, without=_NUMBERS)
         return [
             (thing, f"`{name}` ({type(variables[name]).__name__})")
             for key, (thing, name) in found.items()
@@ -158,28 +168,30 @@ class LeftBehind:
         own = _attributes(thing)
         if issubclass(type(thing), torch.amp.GradScaler):
             return own.get("_scale") is not None and "growth_factor" not in words
-        methods = {name for base in type(thing).__mro__ for name in vars(base)}
         return (
-            methods >= {"step", "state_dict"}
-            and any(own.get("optimizer") is known for known in self._objects)
-            and own.get("last_epoch", 1) > 0
+            any(own.get("optimizer") is known for known in self._objects)
+            and {"step", "state_dict"}
+            <= {name for base in type(thing).__mro__ for name in vars(base)}
+            and own.get("last_epoch") != 0
             and "last_epoch" not in words
         )
 
-    def _trainable(self, frame: FrameType) -> Iterator[tuple[Any, str, dict[str, torch.Tensor]]]:
+    def _trainable(
+        self, things: Iterable[tuple[Any, str]]
+    ) -> Iterator[tuple[Any, str, dict[str, torch.Tensor]]]:
         """Modules, and copies of a prepared module's weights, with what nobody else looks at."""
-        modules = self._modules()
-        shapes = [_shapes(p for p in m.parameters() if p.requires_grad) for m in modules]
-        shapes += [_shapes(module.parameters()) for module in modules]
-        shapes += [_shapes([*module.parameters(), *module.buffers()]) for module in modules]
-        known = {t.data_ptr() for m in modules for t in [*m.parameters(), *m.buffers()]}
+        prepared = [[*m.parameters(), *m.buffers()] for m in self._modules()]
+        shapes = [_shapes(tensors) for tensors in prepared]
+        shapes += [_shapes(module.parameters()) for module in self._modules()]
+        shapes += [_shapes(t for t in tensors if t.requires_grad) for tensors in prepared]
+        known = {tensor.data_ptr() for tensors in prepared for tensor in tensors}
         trained = {
             p.data_ptr() for o in self._optimizers for g in o.param_groups for p in g["params"]
         }
-        for thing, name in self._things(frame):
+        for thing, name in things:
             tensors = _tensors(thing)
             is_module = issubclass(type(thing), torch.nn.Module)
-            if not is_module and _shapes(tensors.values()) not in shapes:
+            if not is_module and (len(tensors) < 2 or _shapes(tensors.values()) not in shapes):
                 continue
             places = {key: tensor.data_ptr() for key, tensor in tensors.items()}
             own = {key: tensors[key] for key, place in places.items() if place not in known}
@@ -220,7 +232,9 @@ def _attributes(thing: Any) -> dict[str, Any]:
         return {}
 
 
-def _reachable(variables: Mapping[str, Any]) -> dict[int, tuple[Any, str]]:
+def _reachable(
+    variables: Mapping[str, Any], without: Collection[type] = ()
+) -> dict[int, tuple[Any, str]]:
     """Return by `id` what `variables` lead to, and from which; none of its code is run."""
     found: dict[int, tuple[Any, str]] = {}
     level = [(value, name) for name, value in variables.items()]
@@ -231,7 +245,7 @@ def _reachable(variables: Mapping[str, Any]) -> dict[int, tuple[Any, str]]:
                 fresh.setdefault(id(pair[0]), pair)
         found |= fresh
         parts = ((part, name) for thing, name in fresh.values() for part in _parts(thing))
-        level = list(islice(parts, _MANY))
+        level = list(islice((p for p in parts if type(p[0]) not in without), 10 * _MANY))
     return found
 
 

@@ -75,7 +75,10 @@ class Training:
             lambda text: session.tell("fleet", "warn", text),
         )
         self._left_behind = LeftBehind(
-            self._objects, self.state, self._unprepared.optimizers, session.remark
+            self._objects if self._run.rank == 0 else (),  # the others hold the same
+            self.state,
+            self._unprepared.optimizers,
+            session.remark,
         )
         join_group_of(session.run, kind)
         if self._run.checkpoint is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -89,10 +91,10 @@ def forgets_a_moving_average(trial: Any) -> float:
 
 def forgets_a_copy(trial: Any) -> float:
     model, optimizer = prepared(trial)
-    slow = copy.deepcopy(model)
+    both = nn.ModuleList([model, copy.deepcopy(model)])
 
     def update() -> None:
-        for mine, its in zip(slow.parameters(), model.parameters(), strict=True):
+        for mine, its in zip(both[1].parameters(), model.parameters(), strict=True):
             mine.data.mul_(0.9).add_(its.data, alpha=0.1)
 
     return epochs(trial, model, optimizer, update)
@@ -105,7 +107,7 @@ def forgets_a_copy(trial: Any) -> float:
         (forgets_a_plateau_in_an_object, "`callbacks` (Callbacks)."),
         (forgets_the_average, "`average` (AveragedModel)."),
         (forgets_a_moving_average, "`ema` (Ema)."),
-        (forgets_a_copy, "`slow` (Sequential)."),
+        (forgets_a_copy, "`both` (ModuleList)."),
     ],
 )
 def test_what_changes_but_was_not_prepared_is_told_of(
@@ -202,9 +204,15 @@ class Trap:
 def has_shy_objects(trial: Any) -> float:
     model, optimizer = prepared(trial)
     trap, traps = Trap(), {"one": [Trap()]}
-    epochs(trial, model, optimizer, lambda: None)
-    assert trap is not traps["one"][0]
-    return 0.0
+    short_lived: Any = Meter()
+    refers = weakref.ref(short_lived)
+    gc.disable()
+    for _ in trial.epochs(3):
+        train_epoch(trial, model, optimizer, [], batch_size=10)
+        short_lived = None
+        assert refers() is None
+    gc.enable()
+    return float(trap is traps["one"][0] or short_lived is not None)
 
 
 def keeps_the_average(trial: Any) -> float:
