@@ -249,26 +249,19 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WidthBounded:
-    """The run's trial must never have more devices than this: its results would be others."""
-
-    run_id: int
-    max_devices: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The training rate of the run, samples/s over all its ranks."""
-
-    run_id: int
-    samples_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """The run's first training batch is done."""
 
     run_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remark:
+    """A sentence for the user, unless all of `keys`, which it is about, have been told of."""
+
+    run_id: int
+    keys: tuple[str, ...]
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,10 @@ from collections import deque
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import StorageLostError
+from optuna_fleet.executor.remarks import Remarks
 from optuna_fleet.executor.runs import RunRecord
 from optuna_fleet.executor.runtime import Runtime
-from optuna_fleet.messages import Call, Reply
+from optuna_fleet.messages import Call, Remark, Reply
 from optuna_fleet.packing import pack, pack_error, unpack
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
@@ -26,16 +27,19 @@ class Desk:
         self._runtime = runtime
         self._ledger = ledger
         self._keeper = keeper
+        self._remarks = Remarks()
         self._thinker: Thinker | None = None
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
-    def take(self, run: RunRecord, call: Call) -> int | None:
+    def take(self, run: RunRecord, call: Call | Remark) -> int | None:
         """Take a call and answer it, unless it asks what to do after an epoch.
 
         Returns:
             That epoch; its answer is due later.
         """
-        if run.calls.is_joint(call):
+        if isinstance(call, Remark):
+            self._remarks.take(run.launch.number, call)
+        elif run.calls.is_joint(call):
             joint, replies = run.calls.join(call)
             self._reply(run, replies)
             if joint is not None:

@@ -55,15 +55,14 @@ from optuna_fleet.messages import (
     Call,
     CheckpointFailed,
     Ended,
-    Measured,
     PipelineNotice,
     PipelineReport,
     Pulse,
     Reached,
+    Remark,
     Trained,
     TrainerExited,
     TrainerReady,
-    WidthBounded,
 )
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
@@ -168,19 +167,15 @@ class Driver:
         match message:
             case TrainerReady() | TrainerExited():
                 self._trainer_changed(message)
-            case Call() if message.run_id in self._runs:
+            case Call() | Remark() if message.run_id in self._runs:
                 self._called(self._runs[message.run_id], message)
             case Reached() if message.run_id in self._runs:
                 self._runtime.open_store()
                 self._post(DataRequested(run_id=message.run_id, model=model_of(message)))
                 self._proposals.note_defined(self._runs[message.run_id].launch.number)
                 self._propose(again=True)
-            case Measured():
-                self._post(
-                    RateMeasured(run_id=message.run_id, samples_per_s=message.samples_per_s)
-                )
-            case WidthBounded():
-                self._post(WidthLimited(run_id=message.run_id, max_devices=message.max_devices))
+            case RateMeasured() | WidthLimited():
+                self._post(message)
             case Trained() if message.run_id in self._runs:
                 self._trained(self._runs[message.run_id].launch)
             case AgentLost():
@@ -256,7 +251,7 @@ class Driver:
         if (seconds := self.tally.moves.trains(launch.number)) is not None:
             self._post(MoveMeasured(run_id=launch.run_id, seconds=seconds))
 
-    def _called(self, run: RunRecord, call: Call) -> None:
+    def _called(self, run: RunRecord, call: Call | Remark) -> None:
         ended = self._desk.take(run, call)
         if ended is not None:
             self._post(self._judge.epoch_ended(call.run_id, run.launch.number, ended + 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from optuna_fleet.messages import Pulse
+from optuna_fleet.trainer.loops import NOT_THE_USERS
 from optuna_fleet.trainer.session import DriverGoneError, Session
 
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "purelib")))
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
@@ -69,7 +68,7 @@ def _where(thread: int) -> str:
         return "has ended"
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     innermost = stack[0]
-    users = next((f for f in stack if not f.filename.startswith(_NOT_THE_USERS)), innermost)
+    users = next((f for f in stack if not f.filename.startswith(NOT_THE_USERS)), innermost)
     place = f"in {users.name} ({users.filename}:{users.lineno})"
     return place if users is innermost else f"{place}, within {innermost.name}"
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from optuna_fleet.events import RateMeasured
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import Measured, Reached, Trained
+from optuna_fleet.messages import Reached, Trained
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.feed import feed
@@ -272,7 +273,7 @@ class Reading:
 
     def _tell_rate(self, samples_per_s: float) -> None:
         if self._run.rank == 0:
-            self._session.send(Measured(run_id=self._run.run_id, samples_per_s=samples_per_s))
+            self._session.send(RateMeasured(run_id=self._run.run_id, samples_per_s=samples_per_s))
 
 
 def _is_trained(module: torch.nn.Module) -> bool:

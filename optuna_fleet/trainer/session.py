@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from optuna_fleet.channel import Channel
-from optuna_fleet.messages import Call, Progress, Reply, RunTrial
+from optuna_fleet.messages import Call, Progress, Remark, Reply, RunTrial
 from optuna_fleet.packing import pack, unpack, unpack_error
 from optuna_fleet.trainer.reports import Reports
 
@@ -97,6 +97,14 @@ class Session:
             self.check()  # as rank 0 does, or the ranks would part here
             with self._lock:
                 self._index += 1
+
+    def remark(self, keys: Iterable[str], text: str) -> None:
+        """Tell the user, unless this sweep has told of all `keys`; rank 0's word counts.
+
+        Not a call: ranks need not find the same.
+        """
+        if self.run.rank == 0:
+            self.send(Remark(run_id=self.run.run_id, keys=tuple(keys), text=text))
 
     def send(self, message: Any) -> None:
         """Send a message that needs no answer."""

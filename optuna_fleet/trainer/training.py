@@ -6,15 +6,16 @@ Imports torch; a trainer imports this module when an objective first needs it.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from optuna_fleet.arguments import check_number
-from optuna_fleet.events import EpochDecision
+from optuna_fleet.events import EpochDecision, WidthLimited
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import RunTrial, Usage, WidthBounded
+from optuna_fleet.messages import RunTrial, Usage
 from optuna_fleet.packing import plain
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -22,6 +23,7 @@ from optuna_fleet.trainer import calls, checkpoint, reduction
 from optuna_fleet.trainer.alike import come_apart
 from optuna_fleet.trainer.compiled import load_state, state_of
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
+from optuna_fleet.trainer.left_behind import LeftBehind
 from optuna_fleet.trainer.parallel import make_data_parallel
 from optuna_fleet.trainer.reading import Place, Reading
 from optuna_fleet.trainer.reading import Shards as Shards
@@ -92,6 +94,12 @@ class Training:
             self._objects,
             lambda text: session.tell("fleet", "warn", text),
         )
+        self._left_behind = LeftBehind(
+            self._objects if self._run.rank == 0 else (),  # the others hold the same
+            self.state,
+            self._unprepared.optimizers,
+            session.remark,
+        )
         join_group_of(session.run, kind)
         if self._run.checkpoint is not None:
             self._resume(self._run.checkpoint)
@@ -103,7 +111,7 @@ class Training:
         return SplitCheck(self._stay_alone, self._shares)
 
     def _stay_alone(self, why: str) -> None:
-        self._session.send(WidthBounded(run_id=self._run.run_id, max_devices=1))
+        self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))
         self._session.tell("fleet", "warn", why)
 
     def _resume(self, path: str) -> None:
@@ -213,9 +221,13 @@ class Training:
         self._place.is_inside, self._place.num_epochs = True, num_epochs
         for epoch in range(first, num_epochs):
             self._place.epoch = self._session.epoch = epoch
+            self._left_behind.begin_epoch(sys._getframe(1))
             yield epoch
             self._reading.end_epoch()
-            if epoch + 1 < num_epochs and not self._goes_on_after(epoch):
+            if epoch + 1 == num_epochs:
+                break
+            self._left_behind.end_epoch(sys._getframe(1))
+            if not self._goes_on_after(epoch):
                 break
         self._place.is_inside = False
 

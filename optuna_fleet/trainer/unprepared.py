@@ -16,12 +16,15 @@ class Unprepared:
     Args:
         objects: What was prepared so far; grows while the objective runs.
         warn: Given a sentence for the user.
+
+    Attributes:
+        optimizers: Those that it has looked at.
     """
 
     def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
         self._objects = objects
         self._warn = warn
-        self._seen = weakref.WeakSet[torch.optim.Optimizer]()
+        self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         self._handle = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
@@ -29,9 +32,9 @@ class Unprepared:
         self._handle.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in self._seen:
+        if optimizer in self.optimizers:
             return
-        self._seen.add(optimizer)
+        self.optimizers.add(optimizer)
         modules = [thing for thing in self._objects if isinstance(thing, torch.nn.Module)]
         if not modules:  # it trains by itself, on one device
             return

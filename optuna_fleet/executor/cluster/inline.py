@@ -9,7 +9,8 @@ from typing import Any
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.executor.convergence import Convergence
-from optuna_fleet.messages import Call, RunTrial
+from optuna_fleet.executor.remarks import Remarks
+from optuna_fleet.messages import Call, Remark, RunTrial
 from optuna_fleet.packing import pack
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
@@ -33,6 +34,7 @@ def run_inline(
     Raises:
         BaseException: The failure of a trial that `catch` does not cover, as it was raised.
     """
+    remarks = Remarks()
     while (number := loop.proposals.ask()) is not None:
         run = RunTrial(
             run_id=number,
@@ -51,7 +53,7 @@ def run_inline(
             gc_after_trial=loop.gc_after_trial,
             maximize=loop.maximize,
         )
-        session = _InlineSession(loop.ledger, run, convergence)
+        session = _InlineSession(loop.ledger, run, convergence, remarks)
         value, error = None, None
         try:
             value = _run(func, session, pipeline)
@@ -103,13 +105,22 @@ def _own_group(run: RunTrial) -> Iterator[None]:
 class _InlineSession(Session):
     """A session whose driver is the same process."""
 
-    def __init__(self, ledger: Ledger, run: RunTrial, convergence: Convergence | None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        run: RunTrial,
+        convergence: Convergence | None,
+        remarks: Remarks,
+    ) -> None:
         super().__init__(None, run)
         self._ledger = ledger
         self._convergence = convergence
+        self._remarks = remarks
 
     def send(self, message: Any) -> None:
-        """Nobody needs to be told."""
+        """Nobody needs to be told, but the user."""
+        if isinstance(message, Remark):
+            self._remarks.take(self.run.number, message)
 
     def exchange(
         self,
