@@ -45,6 +45,7 @@ class Checkpoint:
         rng: ``rng_state`` of each rank.
         history: Values reported so far, by step.
         modules: Which of the objects are modules, by position.
+        remainder: What the ``state_dict`` of each object leaves out (`remainder`).
     """
 
     loop: int
@@ -54,6 +55,7 @@ class Checkpoint:
     rng: list[dict[str, Any]]
     history: dict[int, float]
     modules: list[int] = field(default_factory=list)
+    remainder: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,7 @@ def snapshot(checkpoint: Checkpoint) -> Snapshot:
         _portable(item, f"objects[{index}]", own=False)
         for index, item in enumerate(checkpoint.objects)
     ]
+    content["remainder"] = _portable(checkpoint.remainder, "remainder", own=False)
     content["state"] = _portable(checkpoint.state, "trial.state", own=True)
     content["history"] = dict(checkpoint.history)
     return Snapshot(content=content, epoch=checkpoint.epoch)

@@ -163,7 +163,7 @@ class _Reducer:
         self._task: int | None = None  # the backward pass under way
         for index, param in enumerate(params):
             if param.is_floating_point() or param.is_complex():
-                _hook(param, partial(self._arrive, index))
+                hook_gradient(param, partial(self._arrive, index))
 
     def _arrive(self, index: int, _: Tensor) -> None:
         if group_size() == 1:  # the model has outlived its group
@@ -222,7 +222,8 @@ class _Reducer:
         self._task = None
 
 
-def _hook(param: Tensor, hook: Callable[[Tensor], None]) -> None:
+def hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` each time that a backward pass has added to a parameter's gradient."""
     # A frozen parameter takes no hook, but keeps one, and may be unfrozen in a later epoch.
     frozen = not param.requires_grad
     param.requires_grad_(True)

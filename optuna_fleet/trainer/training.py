@@ -27,6 +27,13 @@ from optuna_fleet.trainer.left_behind import LeftBehind
 from optuna_fleet.trainer.parallel import make_data_parallel
 from optuna_fleet.trainer.reading import Place, Reading
 from optuna_fleet.trainer.reading import Shards as Shards
+from optuna_fleet.trainer.remainder import (
+    Gradients,
+    add_groups,
+    remainder_of,
+    restore_into,
+    restore_remainder,
+)
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.shares import BatchShares
@@ -49,6 +56,10 @@ def join_group_of(run: RunTrial, device_kind: str) -> None:
         store_port=run.store.port if run.store else None,
     )
     join_group(spec, "gloo" if device_kind == "cpu" else "nccl", _GROUP_TIMEOUT_S)
+
+
+def _lacks_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
+    return len(optimizer.param_groups) < len(state.get("param_groups", ()))
 
 
 class Training:
@@ -94,6 +105,7 @@ class Training:
             self._objects,
             lambda text: session.tell("fleet", "warn", text),
         )
+        self._gradients = Gradients(self._objects)
         self._left_behind = LeftBehind(
             self._objects if self._run.rank == 0 else (),  # the others hold the same
             self.state,
@@ -119,7 +131,7 @@ class Training:
         for problem in problems:
             self._session.tell("fleet", "warn", problem)
         if self._checkpoint is not None:
-            self.state.update(self._checkpoint.state)
+            self.state.update(copy.deepcopy(self._checkpoint.state))
             self._session.reports.begin_with(self._checkpoint.history)
 
     def end(self, *, alone: bool) -> Usage:
@@ -130,6 +142,7 @@ class Training:
         """
         self._session.reports.at_best = None  # it would keep the trial's memory
         self._unprepared.close()
+        self._gradients.close()
         if self._split_check is not None:
             self._split_check.close()
         self._saver.finish()  # or the file would appear when nobody expects it any more
@@ -187,6 +200,8 @@ class Training:
                 "each time."
             )
         state = saved[position]
+        if isinstance(thing, torch.optim.Optimizer) and _lacks_groups(thing, state):
+            return  # they were added later: see `_restore_all`
         if not isinstance(
             thing, torch.nn.Module
         ):  # which would copy; optimizers keep what they get
@@ -195,6 +210,7 @@ class Training:
 
     def _parallel(self, module: torch.nn.Module) -> torch.nn.Module:
         self._modules.append(module)
+        self._gradients.watch(module)
         if self._split_check is not None:
             calls.watch(module.modules())
         if self._run.world_size == 1:
@@ -234,9 +250,12 @@ class Training:
     def _restore_all(self, saved: checkpoint.Checkpoint) -> None:
         """Once more: what came after `prepare` began anew (weights, a scheduler's first rate)."""
         for position, thing in enumerate(self._objects[: len(saved.objects)]):
+            if isinstance(thing, torch.optim.Optimizer):
+                add_groups(thing, saved.remainder[position], self._objects)
             load_state(thing, saved.objects[position])
-            saved.objects[position] = {}  # its memory is needed
-        self.state.update(saved.state)
+            restore_remainder(thing, saved.remainder[position])
+            saved.objects[position] = saved.remainder[position] = {}  # their memory is needed
+        restore_into(self.state, saved.state)
         checkpoint.restore_rng(saved.rng)
 
     def _goes_on_after(self, epoch: int) -> bool:
@@ -283,6 +302,7 @@ class Training:
             rng=rng,
             history=self._session.reports.values,
             modules=modules,
+            remainder=remainder_of(self._objects, with_gradients=self._gradients.are_pending),
         )
 
     # -- what is left in the end ------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optuna_fleet import TrialError
-from optuna_fleet.events import DataRequested, RateMeasured
+from optuna_fleet.events import DataRequested, RateMeasured, WidthLimited
 from tests.fleets import Leg, evaluate, num_wrong, small_model, train_epoch
 
 ALONE = [Leg((0,))]
@@ -255,9 +255,30 @@ def reads_two_at_once(sizes: tuple[int, int], *, weighs: bool) -> Any:
     return objective
 
 
-@pytest.mark.parametrize(("sizes", "weighs"), [((10, 7), True), ((9, 6), False)])
-def test_batches_of_two_passes_in_one_step(fleet: Any, sizes: Any, weighs: bool) -> None:
-    objective = reads_two_at_once(sizes, weighs=weighs)  # a third of 9 and 6 is on each device
+def sums_losses_of_unlike_batches(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    seen = []
+    for _ in trial.epochs(2):
+        losses = []
+        for images, labels in trial.batches("train", batch_size=16):
+            losses.append(F.cross_entropy(model(images), labels))
+            seen.append(trial.mean(losses[-1].item(), weight=trial.shard_size))
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+    trial.set_user_attr("seen", seen)
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        reads_two_at_once((10, 7), weighs=True),
+        reads_two_at_once((10, 7), weighs=False),
+        reads_two_at_once((9, 6), weighs=False),
+        sums_losses_of_unlike_batches,
+    ],
+)
+def test_several_batches_in_one_step(fleet: Any, objective: Any) -> None:
     alone = seen_by(fleet, objective, ALONE)
     assert seen_by(fleet, objective, ON_THREE) == pytest.approx(alone, rel=1e-10)
 
@@ -270,26 +291,36 @@ def fetches_ahead_and_scales(trial: Any) -> float:
     return 0.0
 
 
-def sums_losses_of_unlike_batches(trial: Any) -> float:
+def calls_the_model_with_both(trial: Any) -> float:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(2):
-        losses = [F.cross_entropy(model(x), y) for x, y in trial.batches("train", batch_size=16)]
-        torch.stack(losses).sum().backward()
-        optimizer.step()
+        passes = [trial.batches("train", batch_size=n, drop_last=True) for n in (10, 7)]
+        for (images, labels), (more, _) in zip(*passes, strict=False):
+            outputs = model(torch.cat([images, more]))
+            loss = F.cross_entropy(outputs[: len(images)], labels) + outputs.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
     return 0.0
 
 
-@pytest.mark.parametrize(
-    "objective",
-    [
-        reads_two_at_once((10, 7), weighs=False),
-        fetches_ahead_and_scales,
-        sums_losses_of_unlike_batches,
-    ],
-)
-def test_what_one_step_can_not_weigh_is_refused(fleet: Any, objective: Any) -> None:
+UNCLEAR = [fetches_ahead_and_scales, calls_the_model_with_both]
+
+
+@pytest.mark.parametrize("objective", UNCLEAR)
+def test_what_can_not_be_told_is_refused_on_several_devices(fleet: Any, objective: Any) -> None:
     with pytest.raises(TrialError, match="batches of unlike sizes"):
         seen_by(fleet, objective, ON_THREE)
+
+
+@pytest.mark.parametrize("objective", UNCLEAR)
+def test_and_told_of_before_on_one(fleet: Any, log: Any, objective: Any) -> None:
+    study = optuna.create_study()
+    fleet.script = {0: [Leg((0,), 1), Leg((1,))]}
+    study.optimize(objective, n_trials=1, executor=fleet)
+    limits = [event.max_devices for event in fleet.events if isinstance(event, WidthLimited)]
+    assert limits[0] == 1
+    assert "Trial 0: It can't be told which of several batches" in log.getvalue()
 
 
 def trains_on_one_within_the_other(trial: Any) -> float:
