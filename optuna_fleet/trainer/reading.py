@@ -93,12 +93,6 @@ class Reading:
                 "trial.batches() needs data: pass it as FleetExecutor(SharedPipeline(train=..., "
                 "...))."
             )
-        if not self._modules:
-            raise TrialError(
-                f"Trial {self._run.number} asked for batches before trial.prepare(model, "
-                "optimizer): without it the model would not be trained on the trial's devices nor "
-                "checkpointed."
-            )
         if batch_size is None and self._batch_size is None:
             raise FleetConfigError(
                 f"trial.batches({name!r}) was called without `batch_size`, and no other call gave "
@@ -110,7 +104,6 @@ class Reading:
         shards = Shards(self, name, batch_size, drop_last)
         len(shards)  # checks the arguments
         self._batch_size = batch_size
-        self._reach(name, batch_size)
         return shards
 
     def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
@@ -120,6 +113,13 @@ class Reading:
     def read(self, name: str, batch_size: int, drop_last: bool) -> Iterator[Any]:
         """Yield this rank's shards, on the trial's device."""
         assert self._pipeline is not None
+        if not self._modules:
+            raise TrialError(
+                f"Trial {self._run.number} asked for batches before trial.prepare(model, "
+                "optimizer): without it the model would not be trained on the trial's devices nor "
+                "checkpointed."
+            )
+        self._reach(name, batch_size)
         is_shuffled = self._pipeline.is_shuffled(name)
         self._check_order(name, is_shuffled and not self._pipeline.rolls(name))
         self._num_passes += 1

@@ -16,6 +16,12 @@ from tests.executor import losses, objectives
 from tests.executor.parts import OBJECTIVES, usual_pipeline
 from tests.fleets import Leg, fleet_of
 
+# What torch says of these, where it runs; all other warnings are errors in trainers too.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:reduction. 'mean' divides"),  # the default of KLDivLoss
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch.compile
+]
+
 # Three first, so that what went wrong there has consequences.
 LEGS = {0: [Leg((0,))], 1: [Leg((0, 1, 2), 1), Leg((0,), 2), Leg((1, 2))]}
 
@@ -63,6 +69,16 @@ def test_a_loss_that_is_no_mean_is_told_of_and_kept_on_one_device(
     study.optimize(objective, n_trials=1, executor=usual_fleet)
     assert found(log) == [0]
     assert "trial.weighted(" in log.getvalue()
+    assert set(*widths(study)) == {1}
+
+
+@pytest.mark.parametrize("objective", objectives.UNCLEAR)
+def test_batches_that_can_not_be_told_apart_are_told_of_and_kept_on_one_device(
+    usual_fleet: Any, log: Any, objective: Any
+) -> None:
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=1, executor=usual_fleet)
+    assert log.getvalue().count("Trial 0: It can't be told which of several batches") == 1
     assert set(*widths(study)) == {1}
 
 
