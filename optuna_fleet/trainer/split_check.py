@@ -74,9 +74,7 @@ class SplitCheck:
         """
         self._num_batches += 1
         self._last_size = last_size
-        if self._unclear and not self._is_done:
-            sizes = ", ".join(map(str, sorted(set(self._unclear))))
-            self._tell(UNCLEAR.format(sizes=sizes))
+        self.end_step()
         self._shares.follows = not self._is_done and self._num_batches <= max(_STEPS)
         worlds = self._worlds
         is_enough = self._has_compared or self._num_followed >= _MOST_BATCHES
@@ -90,6 +88,12 @@ class SplitCheck:
             self._worlds.start()
         self._num_followed += 1
         self._worlds.add_batch(data, size)
+
+    def end_step(self) -> None:
+        """What was not told of the batches of the step that is over will not be told."""
+        if self._unclear:
+            sizes = ", ".join(map(str, sorted(set(self._unclear))))
+            self._tell(UNCLEAR.format(sizes=sizes))
 
     def close(self) -> None:
         """Look no more at what is computed."""

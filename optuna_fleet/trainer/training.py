@@ -259,6 +259,8 @@ class Training:
         checkpoint.restore_rng(saved.rng)
 
     def _goes_on_after(self, epoch: int) -> bool:
+        if self._split_check is not None:
+            self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
         decision = self._session.call("fleet", "end_epoch", epoch)
         self._check_alike()
