@@ -138,7 +138,7 @@ class ScriptedController:
         self._idle: set[int] = set()
         self._legs = {number: list(legs) for number, legs in self.script.items()}
         self._flying: dict[int, tuple[int, Leg]] = {}
-        self._ended: dict[int, list[Ending]] = {}
+        self._ended: dict[int, dict[int, Ending]] = {}
         self._epochs: dict[int, int] = dict.fromkeys(self.script, 0)
         self._live: set[int] = set()
         self._asked = 0
@@ -180,12 +180,12 @@ class ScriptedController:
     def _rank_ended(self, event: RankEnded) -> list[Instruction]:
         self._idle.add(event.device)
         number, leg = self._flying[event.run_id]
-        endings = self._ended.setdefault(event.run_id, [])
-        endings.append(event.ending)
+        endings = self._ended.setdefault(event.run_id, {})
+        endings[event.device] = event.ending
         if len(endings) < len(leg.devices):
             return []
         del self._flying[event.run_id]
-        if Ending.YIELDED in endings:
+        if Ending.YIELDED in endings.values():
             return [Requeue(number=number, run_id=event.run_id)]
         self._live.discard(number)
         return [Settle(number=number, run_id=event.run_id)]
@@ -193,7 +193,7 @@ class ScriptedController:
     def _device_lost(self, device: int) -> list[Instruction]:
         self._idle.discard(device)
         for run_id, (_, leg) in self._flying.items():
-            if device in leg.devices:
+            if device in leg.devices and device not in self._ended.get(run_id, {}):
                 ended = RankEnded(run_id=run_id, device=device, ending=Ending.LOST)
                 instructions = self._rank_ended(ended)
                 self._idle.discard(device)

@@ -30,11 +30,11 @@ def unlike_values(what: str, values: Mapping[int, Any]) -> TrialError | None:
         what: How the message begins, as "The value that the objective returned".
         values: By rank: numbers, or sequences of them; what is neither is not compared.
     """
-    for rank, value in sorted(values.items()):
-        first = values[0]
-        if not _alike(first, value):
+    (first, said), *others = sorted(values.items())
+    for rank, value in others:
+        if not _alike(said, value):
             return TrialError(
-                f"{what} is {first!r} on rank 0, but {value!r} on rank {rank}. {_ADVICE}"
+                f"{what} is {said!r} on rank {first}, but {value!r} on rank {rank}. {_ADVICE}"
             )
     return None
 
@@ -74,7 +74,9 @@ def parted(ended: Sequence[Ended]) -> TrialError | None:
         return None  # the others' errors are their own
     if len(ways) == len(ended) and len(kinds) == 1:
         returned = {one.rank: unpack(one.value) for one in ended if one.value}
-        return unlike_values("The value that the objective returned", returned)
+        return (
+            unlike_values("The value that the objective returned", returned) if returned else None
+        )
     said = ", ".join(f"rank {one.rank} {ways.get(one.rank, 'failed')}" for one in ended)
     return TrialError(f"The ranks of the trial went different ways: {said}. {_ADVICE}")
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer import checkpoint_file
+from optuna_fleet.trainer import checkpoint_file, tracked
 from optuna_fleet.trainer.checkpoint_file import CheckpointError, previous
 from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
@@ -166,6 +166,7 @@ def _portable(value: Any, where: str, *, own: bool) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return _copy(value)
+    value = tracked.plain(value)
     if type(value) in _PLAIN_TYPES:
         return bytearray(value) if isinstance(value, bytearray) else value
     if isinstance(value, np.generic) and not own:

@@ -194,8 +194,9 @@ class Worlds(TorchFunctionMode):
     def _found(self, name: str, leaf: Any, everywhere: Counterparts) -> Any:
         if isinstance(leaf, Tensor):
             self.know(leaf, everywhere)
-        elif name in _ESCAPES:  # Python takes plain numbers only
-            self._escaped[leaf] = everywhere
+        elif name in _ESCAPES or isinstance(leaf, float):  # Python, or a log, takes plain ones
+            if len(set(everywhere)) > 1:
+                self._escaped[leaf] = everywhere
         else:
             return tracked(leaf, everywhere)
         return leaf
@@ -223,9 +224,11 @@ class Worlds(TorchFunctionMode):
 
     def _escaped_in(self, value: Any, world: int) -> Any:
         """A plain number, which may be one that escaped, or a multiple: ``len(x) * width``."""
-        for number, in_worlds in self._escaped.items():
-            if number and value % number == 0:
-                return value // number * in_worlds[world]
+        if value in self._escaped:
+            return self._escaped[value][world]
+        size = self.sizes[0]
+        if size in self._escaped and value % size == 0:
+            return value // size * self._escaped[size][world]
         return value
 
     def _draw(self, name: str, result: Any) -> None:

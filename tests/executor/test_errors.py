@@ -499,16 +499,14 @@ def leader_stays(trial: Any, *, folder: Path) -> float:
     """Rank 1 is done and its idle trainer dies, while rank 0 still evaluates."""
     if trial.rank == 1:
         (folder / "pid").write_text(str(os.getpid()))
-        return 0.0
+        return 5.0
     pid_file = folder / "pid"
     until(lambda: pid_file.exists() and pid_file.read_text() != "")
     pid = int(pid_file.read_text())
-    until(lambda: trial.study.user_attrs == {} and is_idle(pid))
+    until(lambda: is_idle(pid))
     os.kill(pid, signal.SIGKILL)
     until(lambda: not Path(f"/proc/{pid}").exists())
-    for _ in range(20):  # the driver hears of it meanwhile
-        trial.set_user_attr("a", 1)
-        time.sleep(0.02)
+    time.sleep(0.5)  # the driver hears of it meanwhile
     return 5.0
 
 
