@@ -618,6 +618,9 @@ class FakeAgent:
     def close(self) -> None:
         pass
 
+    def kill(self) -> None:
+        pass
+
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[runtimes.Runtime]:

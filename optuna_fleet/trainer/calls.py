@@ -63,16 +63,20 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=text, category=UserWarning)
 
 
+def _is_heard(module: torch.nn.Module) -> bool:
+    """Not while it is compiled, or transformed by ``torch.func``: its tensors are none there."""
+    if torch.compiler.is_compiling() or _listener is None or module not in _modules:
+        return False
+    return torch._C._functorch.maybe_current_level() is None
+
+
 def _enter(module: torch.nn.Module, inputs: Any) -> Any:
-    if torch.compiler.is_compiling() or module not in _modules or _listener is None:
-        return None
-    listener = _listener()
+    listener = _listener() if _is_heard(module) and _listener is not None else None
     return None if listener is None else listener.enter(module, inputs)
 
 
 def _leave(module: torch.nn.Module, args: Any, *rest: Any) -> Any:
-    if torch.compiler.is_compiling() or module not in _modules or _listener is None:
-        return None
-    kwargs, outputs = rest if len(rest) == 2 else ({}, rest[-1])  # torch leaves out the kwargs
-    listener = _listener()  # where the forward has failed
+    # torch leaves out the kwargs where the forward has failed.
+    kwargs, outputs = rest if len(rest) == 2 else ({}, rest[-1])
+    listener = _listener() if _is_heard(module) and _listener is not None else None
     return None if listener is None else listener.leave(module, (args, kwargs), outputs)

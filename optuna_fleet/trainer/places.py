@@ -33,14 +33,15 @@ class Places(Generic[Owner]):
             kept = ((at, [*filter(_Place.is_there, ps)]) for at, ps in self._found.items())
             self._found = {at: places for at, places in kept if places}
 
-    def find(self, inputs: Any) -> Owner | None:
-        """Whose one of these tensors is, or what it is a view of from its first element on."""
+    def owners(self, inputs: Any) -> set[Owner]:
+        """Whose these tensors are, or what they are views of from its first element on."""
+        found = set()
         for tensor in _dense(pytree.tree_leaves(inputs)):
             places = self._at(tensor)
             exact = [place for place in places if place.num_bytes == tensor.nbytes]
             if exact or len(places) == 1:
-                return (exact or places)[0].owner
-        return None
+                found.add((exact or places)[0].owner)
+        return found
 
     def _at(self, tensor: Tensor) -> list[_Place[Owner]]:
         return [place for place in self._found.get(tensor.data_ptr(), ()) if place.is_there()]

@@ -52,12 +52,18 @@ class Session:
     @property
     def progress(self) -> Progress:
         """How far the objective is, or was when it ended."""
-        return self._left_at or Progress(
+        if self._left_at is not None:
+            return self._left_at
+        while True:  # the objective goes on while another thread reads this
+            num_calls, collectives = self._index, self.collectives()
+            if num_calls == self._index:
+                break
+        return Progress(
             num_batches=self.num_batches,
-            num_calls=self._index,
+            num_calls=num_calls,
             collectives=tuple(
                 (number, f"{purpose} of batch {step}" if step else purpose)
-                for number, purpose, step in self.collectives()
+                for number, purpose, step in collectives
             ),
             epoch=self.epoch,
             is_ordered=self._is_ordered,

@@ -11,6 +11,7 @@ batch a call is about, gradients are exact only with `FleetTrial.weighted`, and 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -70,13 +71,21 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Pass:
-    """The batches of a pass that a call may be about whose inputs are not known: the last ones.
+    """The last batches of a pass; a call may be about any of those that are read ahead.
 
-    As many as had been handed out when the first call came: one, unless the loop fetches ahead.
+    Attributes:
+        ahead: Most batches that were handed out between two calls: one, unless the loop reads
+            ahead.
+        num_new: How many since the last call.
     """
 
     last: deque[_Batch] = field(default_factory=lambda: deque(maxlen=_MOST_AHEAD))
-    is_called: bool = False
+    ahead: int = 0
+    num_new: int = 0
+
+    def at_hand(self) -> list[_Batch]:
+        """Those that a call may be about of which it is not known which batch it is about."""
+        return list(self.last)[-max(self.ahead, 1) :]
 
 
 @dataclass(eq=False)
@@ -85,9 +94,11 @@ class _Call:
 
     Attributes:
         batches: Those that it may be about.
+        is_scaled: Gradients of its outputs are scaled by `share` where others weigh unlike.
     """
 
     batches: frozenset[_Batch]
+    is_scaled: bool = True
 
     @property
     def share(self) -> Share | None:
@@ -104,10 +115,11 @@ class BatchShares:
             one that was handed out last.
         lockstep: True while every rank is served equally many batches. Only then do BatchNorm
             layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
-        step: Which of the batches handed out for training a module was called with last, from 1;
-            0 while that is not known.
+        step: How many batches had been handed out for training when a module was called last; 0
+            where they are read ahead.
         collectives: Number, purpose and step of the last collectives of this rank.
         follows: Note which batches modules are called with on one device too.
+        is_found: What a module was called with last is of a batch, or several, that are known.
     """
 
     def __init__(self, present: Share | None = None, *, lockstep: bool = False) -> None:
@@ -115,6 +127,7 @@ class BatchShares:
         self.lockstep = lockstep
         self.step = 0
         self.follows = False
+        self.is_found = False
         self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
         self._num_steps = 0
         self._open: dict[int, tuple[Share, bool]] = {}
@@ -122,6 +135,9 @@ class BatchShares:
         self._places = Places[_Batch]()
         self._known: _Batch | None = None  # what calls since the last hand-out were about
         self._calls: list[weakref.ref[_Call]] = []
+        self._kept: list[_Call] = []  # whose outputs hold nothing
+        self._thread = threading.get_ident()
+        self._is_threaded = False
         self._reference: Share | None = None
         self._is_weighted = False
         self._depth = 0
@@ -148,16 +164,19 @@ class BatchShares:
         self._use_last()
         if not trains or not (self.follows or group_size() > 1):
             return
+        self._is_threaded = self._is_threaded or threading.get_ident() != self._thread
         batch, self._known, self._reference = _Batch(share, self._num_steps), None, None
         if number not in self._passes:  # those whose batches were only kept are over
             self._passes = {n: one for n, one in self._passes.items() if n in self._open}
-        self._passes.setdefault(number, _Pass()).last.append(batch)
+        one = self._passes.setdefault(number, _Pass())
+        one.last.append(batch)
+        one.num_new += 1
         self._places.add(batch, data)
 
     def close(self, number: int) -> None:
         """A pass has ended; the batch in use is again that of those which are open."""
         one = self._passes.get(number)
-        if one is not None and one.is_called:
+        if one is not None and one.ahead:
             del self._passes[number]
         if self._open.pop(number, None) is not None and self._open:
             self._use_last()
@@ -170,16 +189,16 @@ class BatchShares:
     def enter(self, module: torch.nn.Module, inputs: Any) -> Any:
         """See `calls.Listener`."""
         self._depth += 1
-        if not self._num_steps or (self._depth > 1 and self._known is not None):
+        if not self._num_steps or (self._depth > 1 and self.is_found):
             return None
-        self.identify(inputs)
+        batches = self.identify(inputs)
         if self._depth > 1:
-            if self._known is not None and self._call is not None:
-                self._call.batches = frozenset([self._known])
+            if self.is_found and self._call is not None:
+                self._call.batches = batches
             return None
         if not torch.is_grad_enabled():
             return None
-        self._call = _Call(self._candidates())
+        self._call = _Call(batches)
         self._calls.append(weakref.ref(self._call))
         # What comes through the outputs of this call is scaled there, but may come from others.
         return _scaled(inputs, self._call, self, is_inverse=True)
@@ -190,27 +209,36 @@ class BatchShares:
         if self._depth or self._call is None:
             return None
         call, self._call = self._call, None
-        return _scaled(outputs, call, self, is_inverse=False)
+        scaled = _scaled(outputs, call, self, is_inverse=False)
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):
+            call.is_scaled = False  # an object of the user's, say, with tensors in it
+            self._kept.append(call)
+        return scaled
 
-    def identify(self, inputs: Any) -> None:
-        """A module is called with these inputs: find out of which batch they are."""
+    def identify(self, inputs: Any) -> frozenset[_Batch]:
+        """A module is called with these inputs: returns the batches that this may be about."""
         for one in self._passes.values():
-            if not one.is_called:
-                one.is_called = True
-                one.last = deque(one.last, maxlen=len(one.last))
-        batch = self._places.find(inputs)
-        if batch is not None:
-            self._known, self.present, self.step = batch, batch.share, batch.step
-
-    def unclear(self) -> list[int]:
-        """Sizes of the batches that the last call may have been about; empty if that is clear."""
-        sizes = [batch.share.global_size for batch in self._candidates()]
-        return sizes if len(sizes) > 1 else []
-
-    def _candidates(self) -> frozenset[_Batch]:
+            one.ahead, one.num_new = max(one.ahead, one.num_new), 0
+        found = self._places.owners(inputs)
+        self.is_found = bool(found)
+        if len(found) == 1:
+            (self._known,) = found
+            self.present = self._known.share
+        # As on all ranks, whether or not each has found its part of the batch.
+        reads_ahead = self._is_threaded or any(one.ahead > 1 for one in self._passes.values())
+        self.step = 0 if reads_ahead else self._num_steps
+        if found:
+            return frozenset(found)
+        # What was made of a batch that a module was called with before, or of another one.
+        others = [one.at_hand() for one in self._passes.values()]
         if self._known is not None:
-            return frozenset([self._known])
-        return frozenset(batch for one in self._passes.values() for batch in one.last)
+            others = [[self._known], *(some for some in others if self._known not in some)]
+        return frozenset(batch for some in others for batch in some)
+
+    def unclear(self, inputs: Any) -> list[int]:
+        """A module is called: sizes of the batches this may be about; empty if that is clear."""
+        batches = self.identify(inputs)
+        return [batch.share.global_size for batch in batches] if len(batches) > 1 else []
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -250,14 +278,13 @@ class BatchShares:
             return self._reference
         calls = [call for ref in self._calls if (call := ref()) is not None]
         if not calls:
-            self.identify(())
-            calls = [_Call(self._candidates())]
+            calls = [_Call(self.identify(()))]
         shares = {batch.share for call in calls for batch in call.batches}
         if len({share.pattern for share in shares}) < 2:
             self._reference = next(iter(shares), self.present)
             return self._reference
         is_weighted = self._is_weighted and all(s.global_size >= group_size() for s in shares)
-        if not is_weighted and any(call.share is None for call in calls):
+        if not is_weighted and any(call.share is None or not call.is_scaled for call in calls):
             raise self._error(shares)
         self._reference = Share()
         return self._reference
@@ -276,6 +303,7 @@ class BatchShares:
     def reduced(self) -> None:
         """Gradients were reduced."""
         self._calls.clear()
+        self._kept.clear()
         self._reference = None
         self._is_weighted = False
 
@@ -289,7 +317,7 @@ class _Weighed(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.share, ctx.shares = share, shares
-        return loss.view_as(loss)
+        return loss.detach()  # which, unlike a view, may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -307,7 +335,7 @@ class _Scaled(torch.autograd.Function):
         ctx: Any, value: Tensor, call: _Call, shares: BatchShares, is_inverse: bool
     ) -> Tensor:
         ctx.call, ctx.shares, ctx.is_inverse = call, shares, is_inverse
-        return value.view_as(value)
+        return value.detach()  # which, unlike a view, may be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from optuna_fleet.trainer.shares import BatchShares
+from optuna_fleet.trainer.tracked import tracked
 from optuna_fleet.trainer.worlds import Counterparts, Worlds
 
 _STEPS = frozenset({1, 2, 4, 8, 16, 32})
@@ -58,9 +59,11 @@ class SplitCheck:
         shares.follows = True
         self._last_size = 0
         self._unclear: list[int] = []
+        self._depth = 0
         self._num_batches = 0
         self._num_followed = 0
         self._worlds: Worlds | None = None
+        self._stopped: list[Worlds] = []  # that are still to come off their thread's stack
         self._has_compared = False
         self._is_done = False
 
@@ -78,7 +81,7 @@ class SplitCheck:
         self._shares.follows = not self._is_done and self._num_batches <= max(_STEPS)
         worlds = self._worlds
         is_enough = self._has_compared or self._num_followed >= _MOST_BATCHES
-        if worlds is not None and (worlds.is_over or is_enough):
+        if self._stopped or (worlds is not None and (worlds.is_over or is_enough)):
             self.close()
         if self._worlds is None:
             if self._is_done or self._num_batches not in _STEPS or size < 2:
@@ -97,25 +100,35 @@ class SplitCheck:
 
     def close(self) -> None:
         """Look no more at what is computed."""
-        worlds, self._worlds = self._worlds, None
-        if worlds is not None:
-            worlds.stop()
+        if self._worlds is not None:
+            self._stopped.append(self._worlds)
+            self._worlds = None
+        self._stopped = [worlds for worlds in self._stopped if not worlds.stop()]
 
     # Calls of prepared modules, as a `calls.Listener`.
 
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
         """See `calls.Listener`."""
-        if self._shares.follows and self._num_batches and torch.is_grad_enabled():
-            self._shares.identify(inputs)
-            sizes = self._shares.unclear()
-            self._unclear = sizes if len({*sizes, self._last_size}) > 1 else []
+        self._depth += 1
+        is_open = self._depth == 1 or not self._shares.is_found
+        if self._shares.follows and self._num_batches and is_open and torch.is_grad_enabled():
+            sizes = self._shares.unclear(inputs)
+            if self._depth == 1 or self._shares.is_found:
+                self._unclear = sizes if len({*sizes, self._last_size}) > 1 else []
         if self._worlds is not None:
             self._worlds.enter(module, inputs)
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """See `calls.Listener`."""
+        self._depth -= 1
         if self._worlds is not None:
             self._worlds.leave(module, inputs, outputs)
+
+    def size(self, number: int) -> int:
+        """The number of samples of the present batch, as code that is followed should see it."""
+        worlds = self._worlds
+        is_followed = worlds is not None and not worlds.is_over and worlds.sizes[0] == number
+        return tracked(number, worlds.sizes) if worlds and is_followed else number
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -146,7 +159,10 @@ class SplitCheck:
         tolerance = max([_TOLERANCE, *map(_tolerance, worlds.called)])
         if not math.isfinite(norm) or norm == 0 or distance <= tolerance * norm:
             return
-        worlds.is_over = True
+        # A constant may have been taken for a number of samples: then the parts are too large.
+        if worlds.is_guessed and _distance(losses, worlds, power=2)[0] <= tolerance * norm:
+            return
+        worlds.is_over = True  # and is stopped with the step
         self._tell(FOUND.format(percent=100 * distance / norm))
 
     def _tell(self, what: str) -> None:
@@ -155,14 +171,14 @@ class SplitCheck:
             self._found(what)
 
 
-def _distance(losses: Counterparts, worlds: Worlds) -> tuple[float, float]:
+def _distance(losses: Counterparts, worlds: Worlds, *, power: int = 1) -> tuple[float, float]:
     """How far the mean gradient of the parts is from the whole's, and the norm of that."""
     params = [p for module in worlds.called for p in module.parameters() if p.requires_grad]
     whole, *parts = (
         _gradients(loss, [*(cut.leaves[world] for cut in worlds.cuts), *params])
         for world, loss in enumerate(losses)
     )
-    weights = [size / worlds.sizes[0] for size in worlds.sizes[1:]]
+    weights = [(size / worlds.sizes[0]) ** power for size in worlds.sizes[1:]]
     squares = [0.0, 0.0]
     for number, gradient in enumerate(whole):
         mean = torch.zeros_like(gradient)

@@ -21,7 +21,11 @@ class Tracked:
 
     def __reduce__(self) -> Any:
         number: Any = self
-        return (int, (int(number),)) if isinstance(self, int) else (float, (float(number),))
+        return (int if isinstance(number, int) else float), (plain(number),)
+
+
+conversions: dict[float, tuple[Any, ...]] = {}
+"""What was made a plain number of, by ``float(n)`` say; in worlds, by its value."""
 
 
 class TrackedInt(Tracked, int):
@@ -30,6 +34,15 @@ class TrackedInt(Tracked, int):
 
 class TrackedFloat(Tracked, float):
     """As a `float`."""
+
+
+def _converts(kind: type) -> Any:
+    def convert(self: Any) -> Any:
+        number = plain(self)
+        conversions[number] = self.in_worlds
+        return kind(number)
+
+    return convert
 
 
 def tracked(number: Any, in_worlds: tuple[Any, ...]) -> Any:
@@ -46,7 +59,7 @@ def plain(value: Any) -> Any:
     if not isinstance(value, Tracked):
         return value
     number: Any = value
-    return int(number) if isinstance(value, int) else float(number)
+    return int.__int__(number) if isinstance(value, int) else float.__float__(number)
 
 
 def in_world(value: Any, world: int) -> Any:
@@ -79,3 +92,7 @@ for _name, _function in _OPERATORS.items():
     for _kind in (TrackedInt, TrackedFloat):
         setattr(_kind, f"__{_name}__", _defined(_function))
         setattr(_kind, f"__r{_name}__", _defined(_swapped(_function)))
+
+for _kind in (TrackedInt, TrackedFloat):
+    for _name, _type in (("__float__", float), ("__int__", int)):
+        setattr(_kind, _name, _converts(_type))

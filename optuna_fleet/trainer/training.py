@@ -159,7 +159,8 @@ class Training:
     @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank."""
-        return self._shares.present.local_size
+        size = self._shares.present.local_size
+        return size if self._split_check is None else self._split_check.size(size)
 
     # -- prepare ----------------------------------------------------------------------------------
 

@@ -4,19 +4,23 @@ While the objective computes on the whole batch, its operations are repeated in 
 the whole batch again, and on each of its two parts. Tensors and numbers that depend on the batch
 have a counterpart in each. Prepared modules are not repeated: their outputs are cut into the rows
 of each part, as they come out of a model that treats samples one by one and whose BatchNorm is
-synchronised. Worlds compute in float64 and have no effect on anything of the objective's.
+synchronised. Worlds compute in float64, on copies: nothing of the objective's is changed.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -25,7 +29,7 @@ from torch.overrides import (
 )
 from torch.utils import _pytree as pytree
 
-from optuna_fleet.trainer.tracked import Tracked, in_world, plain, tracked
+from optuna_fleet.trainer.tracked import Tracked, conversions, in_world, plain, tracked
 
 WORLDS = range(3)
 """The whole batch, its first part, its second part."""
@@ -33,6 +37,8 @@ WORLDS = range(3)
 Counterparts = tuple[Any, Any, Any]
 
 _logger = logging.getLogger(__name__)
+
+_MOST_NUMBERS = 2**25  # of an output or a model: three copies of 256 MB in float64
 
 _PRECISIONS = ("float", "half", "bfloat16", "double")
 _DRAWS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal")
@@ -72,7 +78,9 @@ class Worlds(TorchFunctionMode):
     Attributes:
         sizes: Samples of the batch in each world.
         cuts: Outputs of modules, and what was drawn at random.
-        called: Modules that were called in each world, in eval mode: they gave no rows to cut.
+        called: Copies of modules that were called in each world, in eval mode: their outputs have
+            no rows to cut.
+        is_guessed: A plain number was taken for one that depends on the batch.
         is_over: Something could not be followed, or nobody wants more to be.
     """
 
@@ -81,6 +89,7 @@ class Worlds(TorchFunctionMode):
         self.sizes = (0, 0, 0)
         self.cuts: list[Cut] = []
         self.called: list[torch.nn.Module] = []
+        self.is_guessed = False
         self.is_over = False
         self._on_backward = on_backward
         # By the id of what it is a counterpart of, which is kept, as ids of the dead come again.
@@ -88,29 +97,44 @@ class Worlds(TorchFunctionMode):
         self._escaped: dict[float, Counterparts] = {}
         self._depth = 0
         self._is_inside = False  # a prepared module: it is not followed
+        self._is_on_stack = False
         self._was_on_stack = False
 
     def start(self) -> None:
-        """Begin to follow this thread."""
+        """Begin to follow this thread, unless another mode might end before this one."""
+        conversions.clear()
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        if [mode for mode in stack if mode is not default]:
+            self.is_over = True
+            return
         _push_mode(self)  # type: ignore[no-untyped-call]
+        self._is_on_stack = True
 
-    def stop(self) -> None:
-        """Follow nothing any more."""
+    def stop(self) -> bool:
+        """Follow nothing any more; returns whether it is gone from its thread, else call again."""
+        self._give_up()
+        return not self._is_on_stack or self._leave_stack()
+
+    def _give_up(self) -> None:
         self.is_over = True
-        self._known.clear()
-        self._leave_stack()
+        self._known.clear()  # memory that the objective may need
+        self.cuts.clear()
+        self.called.clear()
 
     def _leave_stack(self) -> bool:
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if not (stack and stack[-1] is self):
             return False
         _pop_mode()  # type: ignore[no-untyped-call]
+        self._is_on_stack = False
         return True
 
     def add_batch(self, data: Any, size: int) -> None:
         """The objective is about to get a batch of so many samples."""
         if self.sizes[0] not in (0, size):
-            self.is_over = True
+            self._give_up()
+        if self.is_over:
             return
         first = -(-2 * size // 5)
         self.sizes = (size, first, size - first)
@@ -137,10 +161,13 @@ class Worlds(TorchFunctionMode):
         kwargs = kwargs or {}
         plain_args, plain_kwargs = pytree.tree_map(plain, (args, kwargs))
         name = getattr(func, "__name__", "")
-        if self.is_over or self._is_inside or not self._follows(name, args, kwargs):
+        is_traced = torch.compiler.is_compiling()
+        if is_traced or self.is_over or self._is_inside or not self._follows(name, args, kwargs):
             return func(*plain_args, **plain_kwargs)
         if name == "backward":
-            if (losses := self.counterparts(args[0])) is not None:
+            if len(args) > 1 or kwargs.get("gradient") is not None:
+                self._give_up()  # of more than one number
+            elif (losses := self.counterparts(args[0])) is not None:
                 self._tried(self._on_backward, losses)
             return func(*plain_args, **plain_kwargs)
         before = _generators()
@@ -162,10 +189,12 @@ class Worlds(TorchFunctionMode):
         """What can't be followed is none of the objective's business."""
         before = _generators()
         try:
-            return function(*args)
+            # Hooks of the objective's (of `torch.utils.checkpoint`) are for its own tensors.
+            with saved_tensors_hooks(_itself, _itself):
+                return function(*args)
         except Exception:
             _logger.debug("A loss can't be followed.", exc_info=True)
-            self.is_over = True
+            self._give_up()
             return default
         finally:
             _set_generators(before)
@@ -202,7 +231,6 @@ class Worlds(TorchFunctionMode):
         return leaf
 
     def _apply(self, func: Any, name: str, args: Any, kwargs: Any, world: int) -> Any:
-        changes = name.endswith("_") or "out" in kwargs
         takes_escaped = name.strip("_") in _TAKE_ESCAPED
 
         def there(value: Any) -> Any:
@@ -210,7 +238,7 @@ class Worlds(TorchFunctionMode):
             if counterparts is not None:
                 return counterparts[world]
             if isinstance(value, Tensor):
-                return _exact(value).clone() if changes else _exact(value)
+                return _exact(value)
             if isinstance(value, torch.dtype) and value.is_floating_point:
                 return torch.float64
             if takes_escaped and type(value) in (int, float):
@@ -224,11 +252,13 @@ class Worlds(TorchFunctionMode):
 
     def _escaped_in(self, value: Any, world: int) -> Any:
         """A plain number, which may be one that escaped, or a multiple: ``len(x) * width``."""
-        if value in self._escaped:
-            return self._escaped[value][world]
-        size = self.sizes[0]
-        if size in self._escaped and value % size == 0:
-            return value // size * self._escaped[size][world]
+        escaped, size = self._escaped | conversions, self.sizes[0]
+        if value in escaped:
+            self.is_guessed = True
+            return escaped[value][world]
+        if size in escaped and value % size == 0:
+            self.is_guessed = True
+            return value // size * escaped[size][world]
         return value
 
     def _draw(self, name: str, result: Any) -> None:
@@ -257,8 +287,9 @@ class Worlds(TorchFunctionMode):
             self._tried(self._cut_outputs, module, inputs, outputs)
         self._depth -= 1
         if self._depth == 0:
-            if self._was_on_stack:
+            if self._was_on_stack and not self.is_over:
                 _push_mode(self)  # type: ignore[no-untyped-call]
+                self._is_on_stack = True
             self._is_inside = False
 
     def _cut_outputs(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -269,6 +300,8 @@ class Worlds(TorchFunctionMode):
         first = given[0]
         size = len(first) if isinstance(first, Tensor) and first.dim() else -1
         has_rows = all(list(tensor.shape).count(size) == 1 for tensor in tensors)
+        if max(tensor.numel() for tensor in tensors) > _MOST_NUMBERS:
+            raise CannotFollowError("too large")
         if has_rows and not any(x.requires_grad and x.is_leaf for x in given):
             rows = _rows(*self.counterparts(first))  # type: ignore[misc]
             for tensor in tensors:
@@ -287,10 +320,16 @@ class Worlds(TorchFunctionMode):
         self.know(tensor, (leaves[0], leaves[1], leaves[2]))
 
     def _call(self, module: torch.nn.Module, inputs: Any, tensors: list[Tensor]) -> None:
-        """Call a module in each world; in eval mode, where it treats samples one by one."""
-        self.called.append(module)
-        with _evaluating(module):
-            everywhere = [self._called(module, inputs, world) for world in WORLDS]
+        """Call a copy of a module in each world; in eval mode, where samples are by themselves."""
+        if sum(parameter.numel() for parameter in module.parameters()) > _MOST_NUMBERS:
+            raise CannotFollowError("too large")
+        twin = _twin(module)
+        before = _generators()
+        with _own_randomness():
+            everywhere = [self._called(twin, inputs, world) for world in WORLDS]
+        if not _alike(before, _generators()):
+            raise CannotFollowError("random")
+        self.called.append(twin)
         for tensor, one, first, second in zip(tensors, *everywhere, strict=True):
             self.know(tensor, (one, first, second))
 
@@ -306,16 +345,24 @@ class Worlds(TorchFunctionMode):
         return [_exact(output) for output in outputs if isinstance(output, Tensor)]
 
 
+def _twin(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy, in eval mode, that does not tell anybody what it does."""
+    twin = copy.deepcopy(module).eval()
+    for part in twin.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
+            hooks.clear()
+    return twin
+
+
 @contextmanager
-def _evaluating(module: torch.nn.Module) -> Iterator[None]:
-    before = [(part, part.training) for part in module.modules()]
+def _own_randomness() -> Iterator[None]:
+    """What modules draw from Python's and NumPy's generators is drawn again for the objective."""
+    states = random.getstate(), np.random.get_state()
     try:
-        for part, _ in before:
-            part.training = False
         yield
     finally:
-        for part, training in before:
-            part.training = training
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _rows(whole: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -333,11 +380,20 @@ def _rows(whole: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]
     gaps = [(mark[:, None] - ours[None, :]).abs() for mark in theirs]
     if any(bool((gap.amin(1) > 1e-9 * ours.abs().amax()).any()) for gap in gaps):
         raise CannotFollowError("rows")
-    return gaps[0].argmin(1), gaps[1].argmin(1)
+    rows = gaps[0].argmin(1), gaps[1].argmin(1)
+    if len(set(torch.cat(rows).tolist())) < len(whole):
+        raise CannotFollowError("rows that are alike")
+    return rows
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    """A copy: what changes it must not change what is the objective's."""
+    is_number = tensor.is_floating_point()
+    return tensor.to(torch.float64, copy=True) if is_number else tensor.clone()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _generators() -> list[Tensor]:

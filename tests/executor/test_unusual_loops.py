@@ -219,7 +219,31 @@ def trains_on(order: Any, view: Any = lambda images: images) -> Any:
     return objective
 
 
+def changes_outputs_in_place(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    head = trial.prepare(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)).double())
+    seen = []
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=10):
+            outputs = head(model(images))
+            outputs /= 2
+            loss = F.cross_entropy(outputs.masked_fill_(outputs < -1, -1.0), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(trial.mean(loss.item(), weight=trial.shard_size))
+    trial.set_user_attr("seen", seen)
+    return 0.0
+
+
+def hands_on_other_layouts(images: Any) -> Any:
+    """No copy where there is one sample, and so found by its place on some ranks only."""
+    return images.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 LOOPS = {
+    "outputs changed in place": changes_outputs_in_place,
+    "other layouts": trains_on(lambda batches: batches, hands_on_other_layouts),
     "ahead by one": trains_on(lambda batches: ahead(batches, 1)),
     "ahead by three": trains_on(lambda batches: ahead(batches, 3)),
     "kept": trains_on(list),
@@ -304,7 +328,23 @@ def calls_the_model_with_both(trial: Any) -> float:
     return 0.0
 
 
-UNCLEAR = [fetches_ahead_and_scales, calls_the_model_with_both]
+def calls_the_model_with_what_was_made_of_another(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(2):
+        passes = [trial.batches("train", batch_size=n, drop_last=True) for n in (10, 7)]
+        for (images, labels), (more, _) in zip(*passes, strict=False):
+            known = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            (known + model(more * 2).square().mean()).backward()
+            optimizer.step()
+    return 0.0
+
+
+UNCLEAR = [
+    fetches_ahead_and_scales,
+    calls_the_model_with_both,
+    calls_the_model_with_what_was_made_of_another,
+]
 
 
 @pytest.mark.parametrize("objective", UNCLEAR)

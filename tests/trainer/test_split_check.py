@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 from optuna_fleet.trainer import calls
 from optuna_fleet.trainer.shares import BatchShares, Share
@@ -79,6 +82,14 @@ MEANS = {
     "sum / shape": of(lambda o, y: each(o, y).sum() / y.shape[0]),
     "sum / size()": of(lambda o, y: each(o, y).sum() / y.size(0)),
     "sum / a product": of(lambda o, y: o.square().sum() / (len(o) * o.shape[1])),
+    "sum / a converted size": of(lambda o, y: each(o, y).sum() / float(y.shape[0])),
+    "a constant that is a multiple": of(
+        lambda o, y: F.cross_entropy(o, y) * 0 + each(o, y).sum() / len(y) / (2 * SIZE)
+    ),
+    "checkpointed": of(lambda o, y: checkpoint(F.cross_entropy, o, y, use_reentrant=False)),
+    "targets changed in place": of(lambda o, y: F.cross_entropy(o, y.add_(1).remainder_(5))),
+    "as a vector": lambda m, x, y: each(m(x), y).backward(torch.full((SIZE,), 1 / SIZE)),
+    "alike rows": lambda m, x, y: F.cross_entropy(m(torch.cat([x, x]))[:SIZE], y).backward(),
     "by index": of(lambda o, y: -F.log_softmax(o, 1)[torch.arange(len(y)), y].mean()),
     "one-hot": of(lambda o, y: -(F.one_hot(y, 5) * F.log_softmax(o, 1)).sum(1).mean()),
     "focal": of(lambda o, y: ((1 - torch.exp(-each(o, y))) ** 2 * each(o, y)).mean()),
@@ -180,6 +191,74 @@ def test_training_is_what_it_is_without_a_check() -> None:
 
     for one, other in zip(trained(True), trained(False), strict=True):
         assert torch.equal(one, other)
+
+
+class WithTraces(nn.Module):
+    """Keeps something of each call, as models do; its output is as wide as the batch is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, SIZE)
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.last = self.layer(x) + random.random() * 0
+        return self.last
+
+
+def test_a_check_leaves_no_traces_in_the_model_nor_in_the_batch() -> None:
+    checked = Checked(WithTraces(), torch.float64)
+    seen: list[Any] = []
+    checked.model.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    random.seed(0)
+    x, y = checked.batch(0)
+    before = x.clone(), y.clone()
+    x.mul_(2)
+    y.add_(1)
+    outputs = checked.model(x)
+    statistics = torch.zeros(SIZE, dtype=torch.float64)
+    F.batch_norm(outputs, statistics, statistics + 1, training=True)
+    outputs.mean().backward()
+    checked.check.close()
+    assert seen == [outputs]
+    assert checked.model.last is outputs
+    assert int(checked.model.num_calls) == 1
+    assert torch.equal(x, before[0] * 2)
+    assert torch.equal(y, before[1] + 1)
+    torch.testing.assert_close(statistics, 0.1 * outputs.mean(0).detach())
+    random.seed(0)
+    assert random.random() != random.random()  # and the next one is the second
+    assert _get_current_function_mode_stack() == []
+
+
+def test_functions_of_functions_are_let_alone() -> None:
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        weights = dict(model.named_parameters())
+
+        def loss_of(weights: Any, sample: Tensor, label: Tensor) -> Tensor:
+            outputs = torch.func.functional_call(model, weights, (sample[None],))
+            return F.cross_entropy(outputs, label[None])
+
+        each_gradient = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(weights, x, y)
+        assert each_gradient["0.weight"].shape == (SIZE, 5, 6)
+
+    assert not Checked(nn.Sequential(nn.Linear(6, 5))).train(step)
+
+
+def test_a_mode_of_the_users_is_not_in_the_way() -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    checked = Checked(network())
+    with Mode():
+        x, y = checked.batch(0)
+    F.cross_entropy(checked.model(x), y).backward()
+    checked.check.close()
+    assert _get_current_function_mode_stack() == []
 
 
 def test_what_can_not_be_followed_is_none_of_the_objectives_business() -> None:
