@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -29,6 +26,12 @@ from torch.overrides import (
 )
 from torch.utils import _pytree as pytree
 
+from optuna_fleet.trainer.randomness import (
+    are_alike,
+    generators_now,
+    own_randomness,
+    set_generators,
+)
 from optuna_fleet.trainer.tracked import Tracked, conversions, in_world, plain, tracked
 
 WORLDS = range(3)
@@ -170,9 +173,9 @@ class Worlds(TorchFunctionMode):
             elif (losses := self.counterparts(args[0])) is not None:
                 self._tried(self._on_backward, losses)
             return func(*plain_args, **plain_kwargs)
-        before = _generators()
+        before = generators_now()
         result = func(*plain_args, **plain_kwargs)
-        if not _alike(before, _generators()):
+        if not are_alike(before, generators_now()):
             self._tried(self._draw, name, result)
             return result
         return self._tried(self._repeat, func, name, args, kwargs, result, default=result)
@@ -187,7 +190,7 @@ class Worlds(TorchFunctionMode):
 
     def _tried(self, function: Callable[..., Any], *args: Any, default: Any = None) -> Any:
         """What can't be followed is none of the objective's business."""
-        before = _generators()
+        before = generators_now()
         try:
             # Hooks of the objective's (of `torch.utils.checkpoint`) are for its own tensors.
             with saved_tensors_hooks(_itself, _itself):
@@ -197,7 +200,7 @@ class Worlds(TorchFunctionMode):
             self._give_up()
             return default
         finally:
-            _set_generators(before)
+            set_generators(before)
 
     def _repeat(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
         """Do in each world what was done; return the result, with its numbers tracked."""
@@ -324,10 +327,10 @@ class Worlds(TorchFunctionMode):
         if sum(parameter.numel() for parameter in module.parameters()) > _MOST_NUMBERS:
             raise CannotFollowError("too large")
         twin = _twin(module)
-        before = _generators()
-        with _own_randomness():
+        before = generators_now()
+        with own_randomness():
             everywhere = [self._called(twin, inputs, world) for world in WORLDS]
-        if not _alike(before, _generators()):
+        if not are_alike(before, generators_now()):
             raise CannotFollowError("random")
         self.called.append(twin)
         for tensor, one, first, second in zip(tensors, *everywhere, strict=True):
@@ -352,17 +355,6 @@ def _twin(module: torch.nn.Module) -> torch.nn.Module:
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
             hooks.clear()
     return twin
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """What modules draw from Python's and NumPy's generators is drawn again for the objective."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _rows(whole: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -394,22 +386,3 @@ def _exact(tensor: Tensor) -> Tensor:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _generators() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return states
-
-
-def _set_generators(states: list[Tensor]) -> None:
-    if _alike(states, _generators()):
-        return
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
-
-
-def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
