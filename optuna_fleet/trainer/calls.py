@@ -6,6 +6,7 @@ nothing in it that would be copied, pickled or compiled along.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -53,7 +54,11 @@ def watch(modules: Iterable[torch.nn.Module]) -> None:
         _has_hooks = True
         quieten()
         torch_module.register_module_forward_pre_hook(_enter)
-        torch_module.register_module_forward_hook(_leave, with_kwargs=True, always_call=True)
+        register: Any = torch_module.register_module_forward_hook
+        # Torch 2.4 has no such option, and then models called by keyword are not looked into.
+        has_option = "with_kwargs" in inspect.signature(register).parameters
+        more = {"with_kwargs": True} if has_option else {}
+        register(_leave, always_call=True, **more)
 
 
 def quieten() -> None:
@@ -76,7 +81,7 @@ def _enter(module: torch.nn.Module, inputs: Any) -> Any:
 
 
 def _leave(module: torch.nn.Module, args: Any, *rest: Any) -> Any:
-    # torch leaves out the kwargs where the forward has failed.
+    # Torch leaves out the kwargs where the forward has failed.
     kwargs, outputs = rest if len(rest) == 2 else ({}, rest[-1])
     listener = _listener() if _is_heard(module) and _listener is not None else None
     return None if listener is None else listener.leave(module, (args, kwargs), outputs)
