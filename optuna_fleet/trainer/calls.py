@@ -55,7 +55,7 @@ def watch(modules: Iterable[torch.nn.Module]) -> None:
         quieten()
         torch_module.register_module_forward_pre_hook(_enter)
         register: Any = torch_module.register_module_forward_hook
-        # Torch 2.4 has no such option, and then models called by keyword are not looked into.
+        # Without that option of newer versions, models called by keyword are not looked into.
         has_option = "with_kwargs" in inspect.signature(register).parameters
         more = {"with_kwargs": True} if has_option else {}
         register(_leave, always_call=True, **more)
