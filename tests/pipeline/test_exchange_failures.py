@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import pytest
 from exchange_harness import config, free_port, labels, pidfd
@@ -63,6 +64,7 @@ def read_until_received(agent):
         assert labels(client, epoch=epoch) == EPOCHS[epoch]
         if agent.stats().received > before:
             return
+        time.sleep(0.02)  # on a busy machine the nodes need time to find each other
     pytest.fail("the other node was not asked")
 
 
