@@ -163,7 +163,7 @@ class _Reducer:
         self._task: int | None = None  # the backward pass under way
         for index, param in enumerate(params):
             if param.is_floating_point() or param.is_complex():
-                hook_gradient(param, partial(self._arrive, index))
+                hook_gradient(param, torch.no_grad()(partial(self._arrive, index)))
 
     def _arrive(self, index: int, _: Tensor) -> None:
         if group_size() == 1:  # the model has outlived its group
@@ -227,9 +227,7 @@ def hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> None:
     # A frozen parameter takes no hook, but keeps one, and may be unfrozen in a later epoch.
     frozen = not param.requires_grad
     param.requires_grad_(True)
-    param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-        torch.no_grad()(hook)
-    )
+    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     if frozen:
         param.requires_grad_(False)
 
