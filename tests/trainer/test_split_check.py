@@ -89,7 +89,7 @@ MEANS = {
     "checkpointed": of(lambda o, y: checkpoint(F.cross_entropy, o, y, use_reentrant=False)),
     "targets changed in place": of(lambda o, y: F.cross_entropy(o, y.add_(1).remainder_(5))),
     "as a vector": lambda m, x, y: each(m(x), y).backward(torch.full((SIZE,), 1 / SIZE)),
-    "alike rows": lambda m, x, y: F.cross_entropy(m(torch.cat([x, x]))[:SIZE], y).backward(),
+    "alike rows": lambda m, x, y: F.cross_entropy(m(torch.cat([x, x])).chunk(2)[1], y).backward(),
     "by index": of(lambda o, y: -F.log_softmax(o, 1)[torch.arange(len(y)), y].mean()),
     "one-hot": of(lambda o, y: -(F.one_hot(y, 5) * F.log_softmax(o, 1)).sum(1).mean()),
     "focal": of(lambda o, y: ((1 - torch.exp(-each(o, y))) ** 2 * each(o, y)).mean()),
