@@ -9,6 +9,7 @@ losses are none. So in some of a trial's first batches the loss is computed on t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optuna_fleet.trainer.cuts import MOST_NUMBERS
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.tracked import tracked
 from optuna_fleet.trainer.worlds import Counterparts, Worlds
@@ -35,6 +37,19 @@ FOUND = (
 )
 
 
+FAILS = (
+    "A part of a batch can't be computed on as the whole is ({error}), so several devices could "
+    "not share its batches. The trial stays on one. Take numbers of samples from the tensors at "
+    "hand (`len(x)`) instead of the batch size that was asked for."
+)
+
+TOO_LARGE = (
+    "There is too little memory to look into its loss on parts of a batch. If that is not the "
+    "mean over the samples of a batch (but over tokens, say, or weighted by class), results "
+    "depend on the number of devices, unless it goes through `trial.weighted(loss, "
+    "the_sum_of_the_weights)`."
+)
+
 UNCLEAR = (
     "It can't be told which of several batches at hand ({sizes} samples) a step trains on, as the "
     "model is called with tensors that were made of them: several devices would share them "
@@ -49,12 +64,19 @@ class SplitCheck:
     """Looks at some of the first training batches of a run on one device.
 
     Args:
-        found: Called once, with a sentence for the user.
+        found: Called once, with what keeps the trial on one device.
+        remark: Called with what it is about and a sentence for the user.
         shares: What is known of the batches that modules are called with.
     """
 
-    def __init__(self, found: Callable[[str], None], shares: BatchShares) -> None:
+    def __init__(
+        self,
+        found: Callable[[str], None],
+        remark: Callable[[list[str], str], None],
+        shares: BatchShares,
+    ) -> None:
         self._found = found
+        self._remark = remark
         self._shares = shares
         shares.follows = True
         self._last_size = 0
@@ -63,6 +85,7 @@ class SplitCheck:
         self._num_batches = 0
         self._num_followed = 0
         self._worlds: Worlds | None = None
+        self._most_samples: int | None = None  # that worlds have the memory for
         self._stopped: list[Worlds] = []  # that are still to come off their thread's stack
         self._has_compared = False
         self._is_done = False
@@ -86,8 +109,8 @@ class SplitCheck:
         if self._worlds is None:
             if self._is_done or self._num_batches not in _STEPS or size < 2:
                 return
-            self._worlds, self._num_followed = Worlds(self._compare), 0
-            self._has_compared = False
+            self._worlds = Worlds(self._compare, self._fails, self._most_samples)
+            self._num_followed, self._has_compared = 0, False
             self._worlds.start()
         self._num_followed += 1
         self._worlds.add_batch(data, size)
@@ -101,9 +124,17 @@ class SplitCheck:
     def close(self) -> None:
         """Look no more at what is computed."""
         if self._worlds is not None:
+            self._note_fits(self._worlds.fits)
             self._stopped.append(self._worlds)
             self._worlds = None
         self._stopped = [worlds for worlds in self._stopped if not worlds.stop()]
+
+    def _note_fits(self, num_samples: int | None) -> None:
+        if num_samples is not None:
+            self._most_samples = num_samples
+        if num_samples == 0:
+            self._is_done = True
+            self._remark(["a loss that is too large"], TOO_LARGE)
 
     # Calls of prepared modules, as a `calls.Listener`.
 
@@ -127,7 +158,7 @@ class SplitCheck:
     def size(self, number: int) -> int:
         """The number of samples of the present batch, as code that is followed should see it."""
         worlds = self._worlds
-        is_followed = worlds is not None and not worlds.is_over and worlds.sizes[0] == number
+        is_followed = worlds is not None and not worlds.is_over and worlds.size == number
         return tracked(number, worlds.sizes) if worlds and is_followed else number
 
     # -- losses -----------------------------------------------------------------------------------
@@ -156,14 +187,21 @@ class SplitCheck:
         assert worlds is not None
         self._has_compared = True
         distance, norm = _distance(losses, worlds)
-        tolerance = max([_TOLERANCE, *map(_tolerance, worlds.called)])
+        tolerance = max([_TOLERANCES[worlds.dtype], *map(_tolerance, worlds.called)])
         if not math.isfinite(norm) or norm == 0 or distance <= tolerance * norm:
             return
         # A constant may have been taken for a number of samples: then the parts are too large.
-        if worlds.is_guessed and _distance(losses, worlds, power=2)[0] <= tolerance * norm:
+        if (
+            worlds.constants.are_guessed
+            and _distance(losses, worlds, power=2)[0] <= tolerance * norm
+        ):
             return
         worlds.is_over = True  # and is stopped with the step
         self._tell(FOUND.format(percent=100 * distance / norm))
+
+    def _fails(self, error: Exception) -> None:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        self._tell(FAILS.format(error=first_line))
 
     def _tell(self, what: str) -> None:
         if not self._is_done:
@@ -173,7 +211,7 @@ class SplitCheck:
 
 def _distance(losses: Counterparts, worlds: Worlds, *, power: int = 1) -> tuple[float, float]:
     """How far the mean gradient of the parts is from the whole's, and the norm of that."""
-    params = [p for module in worlds.called for p in module.parameters() if p.requires_grad]
+    params = _some_parameters(worlds.called)
     whole, *parts = (
         _gradients(loss, [*(cut.leaves[world] for cut in worlds.cuts), *params])
         for world, loss in enumerate(losses)
@@ -191,6 +229,14 @@ def _distance(losses: Counterparts, worlds: Worlds, *, power: int = 1) -> tuple[
         squares[0] += float((mean - gradient).square().sum())
         squares[1] += float(gradient.square().sum())
     return math.sqrt(squares[0]) if squares[0] >= 0 else math.nan, math.sqrt(squares[1])
+
+
+def _some_parameters(modules: list[torch.nn.Module]) -> list[Tensor]:
+    """Of large models the smaller ones, of which there are some in all layers."""
+    params = [p for module in modules for p in module.parameters() if p.requires_grad]
+    params.sort(key=Tensor.numel)
+    sizes = itertools.accumulate(param.numel() for param in params)
+    return [param for param, size in zip(params, sizes, strict=True) if size <= MOST_NUMBERS]
 
 
 def _gradients(loss: Any, leaves: list[Tensor]) -> list[Tensor]:

@@ -120,7 +120,7 @@ class Training:
         """On one device, unless the trial will never have more."""
         if self._run.world_size > 1 or not self._run.may_widen:
             return None
-        return SplitCheck(self._stay_alone, self._shares)
+        return SplitCheck(self._stay_alone, self._session.remark, self._shares)
 
     def _stay_alone(self, why: str) -> None:
         self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))

@@ -4,28 +4,34 @@ While the objective computes on the whole batch, its operations are repeated in 
 the whole batch again, and on each of its two parts. Tensors and numbers that depend on the batch
 have a counterpart in each. Prepared modules are not repeated: their outputs are cut into the rows
 of each part, as they come out of a model that treats samples one by one and whose BatchNorm is
-synchronised. Worlds compute in float64, on copies: nothing of the objective's is changed.
+synchronised. Worlds compute in float64, on copies: nothing of the objective's is changed. Where
+that would take too much memory they follow some of the samples only, in float32.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
 from torch.utils import _pytree as pytree
 
+from optuna_fleet.trainer.constants import FACTORIES, Constants, Reading
+from optuna_fleet.trainer.cuts import (
+    MOST_NUMBERS,
+    CannotFollowError,
+    Cut,
+    Rows,
+    TooLargeError,
+    check_fits,
+    exact,
+    find_rows,
+    twin_of,
+)
+from optuna_fleet.trainer.function_mode import FunctionMode
 from optuna_fleet.trainer.randomness import (
     are_alike,
     generators_now,
@@ -41,109 +47,103 @@ Counterparts = tuple[Any, Any, Any]
 
 _logger = logging.getLogger(__name__)
 
-_MOST_NUMBERS = 2**25  # of an output or a model: three copies of 256 MB in float64
+_FEW = 4  # samples, where a model is called once more for them and for both parts
 
 _PRECISIONS = ("float", "half", "bfloat16", "double")
 _DRAWS = ("rand", "randn", "randint", "randperm", "bernoulli", "normal")
 _ESCAPES = ("__len__", "__float__", "__int__", "__index__")
 _TAKE_ESCAPED = {
-    *("arange", "zeros", "ones", "full", "eye"),
+    *FACTORIES,
     *("div", "mul", "truediv", "rtruediv", "true_divide", "rdiv", "rmul"),
 }
 """Where a plain number that ``len`` or ``float`` gave is most likely what it is equal to."""
 
 
-class CannotFollowError(Exception):
-    """It can't be told what a part of the batch would give."""
+class CannotSplitError(CannotFollowError):
+    """What works on the whole batch fails on a part of it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """A tensor of the objective's, as leaves of the graphs of the worlds.
-
-    Attributes:
-        leaves: It in each world.
-        rows: Which rows of the whole are in the two parts.
-        axis: The dimension that these rows are along.
-    """
-
-    leaves: Counterparts
-    rows: tuple[Tensor, Tensor]
-    axis: int
-
-
-class Worlds(TorchFunctionMode):
+class Worlds(FunctionMode):
     """Follows what is computed while it is active, of batches of one size.
 
     Args:
         on_backward: Called with the loss' counterparts when ``loss.backward()`` is.
+        on_failure: Called with an error that a part of the batch meets and the whole does not.
+        most_samples: Follow no more of the batch's samples, in float32.
 
     Attributes:
-        sizes: Samples of the batch in each world.
+        constants: What does not depend on the batch; the number of its samples.
+        dtype: What worlds compute in.
         cuts: Outputs of modules, and what was drawn at random.
         called: Copies of modules that were called in each world, in eval mode: their outputs have
             no rows to cut.
-        is_guessed: A plain number was taken for one that depends on the batch.
         is_over: Something could not be followed, or nobody wants more to be.
+        fits: That was for want of memory: as many samples would do. 0 if there is too little.
     """
 
-    def __init__(self, on_backward: Callable[[Counterparts], None]) -> None:
+    def __init__(
+        self,
+        on_backward: Callable[[Counterparts], None],
+        on_failure: Callable[[Exception], None],
+        most_samples: int | None = None,
+    ) -> None:
         super().__init__()
-        self.sizes = (0, 0, 0)
+        self.dtype = torch.float64 if most_samples is None else torch.float32
+        self.constants = Constants(self.dtype)
         self.cuts: list[Cut] = []
         self.called: list[torch.nn.Module] = []
-        self.is_guessed = False
         self.is_over = False
+        self.fits: int | None = None
         self._on_backward = on_backward
+        self._on_failure = on_failure
+        self._most_samples = most_samples
         # By the id of what it is a counterpart of, which is kept, as ids of the dead come again.
         self._known: dict[int, tuple[Tensor, Counterparts]] = {}
-        self._escaped: dict[float, Counterparts] = {}
         self._depth = 0
         self._is_inside = False  # a prepared module: it is not followed
-        self._is_on_stack = False
         self._was_on_stack = False
+
+    @property
+    def size(self) -> int:
+        """Samples of the batch."""
+        return self.constants.size
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Those that are followed in each world."""
+        return self.constants.sizes
 
     def start(self) -> None:
         """Begin to follow this thread, unless another mode might end before this one."""
         conversions.clear()
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-        if [mode for mode in stack if mode is not default]:
+        if self.is_alone():
+            self.enter_stack()
+        else:
             self.is_over = True
-            return
-        _push_mode(self)  # type: ignore[no-untyped-call]
-        self._is_on_stack = True
 
     def stop(self) -> bool:
         """Follow nothing any more; returns whether it is gone from its thread, else call again."""
         self._give_up()
-        return not self._is_on_stack or self._leave_stack()
+        return not self.is_on_stack or self.leave_stack()
 
     def _give_up(self) -> None:
         self.is_over = True
         self._known.clear()  # memory that the objective may need
+        self.constants.clear()
         self.cuts.clear()
         self.called.clear()
 
-    def _leave_stack(self) -> bool:
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if not (stack and stack[-1] is self):
-            return False
-        _pop_mode()  # type: ignore[no-untyped-call]
-        self._is_on_stack = False
-        return True
-
     def add_batch(self, data: Any, size: int) -> None:
         """The objective is about to get a batch of so many samples."""
-        if self.sizes[0] not in (0, size):
+        if self.size not in (0, size):
             self._give_up()
         if self.is_over:
             return
-        first = -(-2 * size // 5)
-        self.sizes = (size, first, size - first)
+        self.constants.begin(size, min(size, self._most_samples or size))
         for tensor in pytree.tree_leaves(data):
             if isinstance(tensor, Tensor) and tensor.dim() and len(tensor) == size:
-                self.know(tensor, (_exact(tensor), _exact(tensor[:first]), _exact(tensor[first:])))
+                whole, one, two = (self.constants.as_rows(tensor, world) for world in WORLDS)
+                self.know(tensor, (whole, one, two))
 
     def know(self, tensor: Tensor, counterparts: Counterparts) -> None:
         """From now on a tensor of the objective's is this in the worlds."""
@@ -164,9 +164,12 @@ class Worlds(TorchFunctionMode):
         kwargs = kwargs or {}
         plain_args, plain_kwargs = pytree.tree_map(plain, (args, kwargs))
         name = getattr(func, "__name__", "")
-        is_traced = torch.compiler.is_compiling()
-        if is_traced or self.is_over or self._is_inside or not self._follows(name, args, kwargs):
-            return func(*plain_args, **plain_kwargs)
+        is_followed = not (torch.compiler.is_compiling() or self.is_over or self._is_inside)
+        if not is_followed or not self._follows(name, args, kwargs):
+            result = func(*plain_args, **plain_kwargs)
+            if is_followed and self.constants.may_depend(name, (args, kwargs)):
+                self._guess(func, name, args, kwargs, result)
+            return result
         if name == "backward":
             if len(args) > 1 or kwargs.get("gradient") is not None:
                 self._give_up()  # of more than one number
@@ -185,7 +188,7 @@ class Worlds(TorchFunctionMode):
         if name in _DRAWS or any(self.counterparts(leaf) is not None for leaf in leaves):
             return True
         return name in _TAKE_ESCAPED and any(
-            type(x) is int and x and self._escaped_in(x, 1) != x for x in leaves
+            type(x) is int and x and self.constants.escaped_in(x, 1) != x for x in leaves
         )
 
     def _tried(self, function: Callable[..., Any], *args: Any, default: Any = None) -> Any:
@@ -195,12 +198,18 @@ class Worlds(TorchFunctionMode):
             # Hooks of the objective's (of `torch.utils.checkpoint`) are for its own tensors.
             with saved_tensors_hooks(_itself, _itself):
                 return function(*args)
+        except CannotSplitError as error:
+            self._give_up()
+            self._on_failure(error)
+        except TooLargeError as error:
+            self._give_up()
+            self.fits = error.num_samples
         except Exception:
             _logger.debug("A loss can't be followed.", exc_info=True)
             self._give_up()
-            return default
         finally:
             set_generators(before)
+        return default
 
     def _repeat(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
         """Do in each world what was done; return the result, with its numbers tracked."""
@@ -210,9 +219,7 @@ class Worlds(TorchFunctionMode):
         )
         if not is_wanted and name != "__setitem__":
             return result
-        everywhere = [
-            pytree.tree_leaves(self._apply(func, name, args, kwargs, world)) for world in WORLDS
-        ]
+        everywhere = list(map(pytree.tree_leaves, self._in_worlds(func, name, args, kwargs)))
         if any(len(one) != len(leaves) for one in everywhere):
             raise CannotFollowError(name)
         found = [
@@ -223,56 +230,89 @@ class Worlds(TorchFunctionMode):
             return torch.Size(found)
         return found[0] if len(found) == 1 and isinstance(result, (int, float)) else result
 
+    def _in_worlds(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
+        """What a function gives in each: constants as they are or, if that fails, of its size."""
+        errors = []
+        readings = (self.constants.as_it_is, self.constants.as_guessed, self.constants.as_rows)
+        for reading in readings:
+            try:
+                results = self._applied(func, name, args, kwargs, reading)
+            except Exception as error:
+                errors.append(error)
+            else:
+                self.constants.are_guessed |= reading == self.constants.as_guessed
+                return results
+        if self._most_samples is not None or (name == "__getitem__" and not _has_mask(args)):
+            raise errors[0]  # in a loop over the samples, say
+        self._apply(func, name, args, kwargs, 0, readings[0])  # if it fails too, that is ours
+        raise CannotSplitError(str(errors[0])) from errors[0]
+
+    def _applied(
+        self, func: Any, name: str, args: Any, kwargs: Any, reading: Reading
+    ) -> list[Any]:
+        # Parts first: if one fails, nothing of the whole has been changed in place.
+        first, second, whole = (
+            self._apply(func, name, args, kwargs, world, reading) for world in (1, 2, 0)
+        )
+        return [whole, first, second]
+
+    def _guess(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        """A tensor that may depend on the number of samples: used where a part fails without."""
+        before = generators_now()
+        try:
+            whole, first, second = self._applied(
+                func, name, args, kwargs, self.constants.as_guessed
+            )
+        except Exception:
+            return
+        finally:
+            set_generators(before)
+        if isinstance(result, Tensor):
+            self.constants.guess(result, (whole, first, second))
+
     def _found(self, name: str, leaf: Any, everywhere: Counterparts) -> Any:
         if isinstance(leaf, Tensor):
             self.know(leaf, everywhere)
         elif name in _ESCAPES or isinstance(leaf, float):  # Python, or a log, takes plain ones
             if len(set(everywhere)) > 1:
-                self._escaped[leaf] = everywhere
+                self.constants.escaped[leaf] = everywhere
         else:
             return tracked(leaf, everywhere)
         return leaf
 
-    def _apply(self, func: Any, name: str, args: Any, kwargs: Any, world: int) -> Any:
+    def _apply(
+        self, func: Any, name: str, args: Any, kwargs: Any, world: int, reading: Reading
+    ) -> Any:
         takes_escaped = name.strip("_") in _TAKE_ESCAPED
 
         def there(value: Any) -> Any:
             counterparts = self.counterparts(value)
             if counterparts is not None:
                 return counterparts[world]
-            if isinstance(value, Tensor):
-                return _exact(value)
             if isinstance(value, torch.dtype) and value.is_floating_point:
-                return torch.float64
+                return self.dtype
             if takes_escaped and type(value) in (int, float):
-                return self._escaped_in(value, world)
-            return value
+                value = self.constants.escaped_in(value, world)
+            if name in FACTORIES and reading == self.constants.as_guessed:
+                value = self.constants.scaled(value, world)
+            return reading(value, world)
 
         if name in _PRECISIONS:
             return there(args[0])
-        there_args, there_kwargs = pytree.tree_map(there, (args, kwargs))
+        is_leaf = self.constants.is_list if reading == self.constants.as_rows else None
+        there_args, there_kwargs = pytree.tree_map(there, (args, kwargs), is_leaf=is_leaf)
         return func(*there_args, **there_kwargs)
-
-    def _escaped_in(self, value: Any, world: int) -> Any:
-        """A plain number, which may be one that escaped, or a multiple: ``len(x) * width``."""
-        escaped, size = self._escaped | conversions, self.sizes[0]
-        if value in escaped:
-            self.is_guessed = True
-            return escaped[value][world]
-        if size in escaped and value % size == 0:
-            self.is_guessed = True
-            return value // size * escaped[size][world]
-        return value
 
     def _draw(self, name: str, result: Any) -> None:
         """A random tensor of the batch: each part has its rows of it."""
-        size, first, _ = self.sizes
-        rows = torch.arange(size)[:first], torch.arange(size)[first:]
+        most, first, _ = self.sizes
+        numbers = torch.arange(most)
+        rows = Rows(numbers, (numbers[:first], numbers[first:]))
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and size in tensor.shape:
+            if isinstance(tensor, Tensor) and self.size in tensor.shape:
                 if name == "randperm":
                     raise CannotFollowError(name)
-                self._cut(tensor, rows, tensor.shape.index(size))
+                self._cut(tensor, rows, tensor.shape.index(self.size))
 
     # -- modules ----------------------------------------------------------------------------------
 
@@ -281,7 +321,7 @@ class Worlds(TorchFunctionMode):
         self._depth += 1
         if self._depth == 1:
             # Off the stack, if it is the last there: compiled modules look at it.
-            self._was_on_stack = self._leave_stack()
+            self._was_on_stack = self.leave_stack()
             self._is_inside = True
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -291,8 +331,7 @@ class Worlds(TorchFunctionMode):
         self._depth -= 1
         if self._depth == 0:
             if self._was_on_stack and not self.is_over:
-                _push_mode(self)  # type: ignore[no-untyped-call]
-                self._is_on_stack = True
+                self.enter_stack()
             self._is_inside = False
 
     def _cut_outputs(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
@@ -303,30 +342,30 @@ class Worlds(TorchFunctionMode):
         first = given[0]
         size = len(first) if isinstance(first, Tensor) and first.dim() else -1
         has_rows = all(list(tensor.shape).count(size) == 1 for tensor in tensors)
-        if max(tensor.numel() for tensor in tensors) > _MOST_NUMBERS:
-            raise CannotFollowError("too large")
+        check_fits(tensors, self.size, self._most_samples)
         if has_rows and not any(x.requires_grad and x.is_leaf for x in given):
-            rows = _rows(*self.counterparts(first))  # type: ignore[misc]
+            whole, *parts = self.counterparts(first)  # type: ignore[misc]
+            rows = find_rows(first, whole, (parts[0], parts[1]))
             for tensor in tensors:
                 self._cut(tensor, rows, tensor.shape.index(size))
         else:
             self._call(module, inputs, tensors)
 
-    def _cut(self, tensor: Tensor, rows: tuple[Tensor, Tensor], axis: int) -> None:
-        whole = tensor.detach()
-        rows = rows[0].to(whole.device), rows[1].to(whole.device)
-        parts = (_exact(p) for p in (whole, *(whole.index_select(axis, row) for row in rows)))
-        leaves = [part.clone().requires_grad_(tensor.requires_grad) for part in parts]
+    def _cut(self, tensor: Tensor, rows: Rows, axis: int) -> None:
+        cut = Cut.of(tensor, rows, axis, self.dtype)
+        whole, first, second = cut.leaves
         if tensor.requires_grad:
-            self.cuts.append(Cut((leaves[0], leaves[1], leaves[2]), rows, axis))
-            leaves = [leaf.clone() for leaf in leaves]  # which may be changed in place
-        self.know(tensor, (leaves[0], leaves[1], leaves[2]))
+            self.cuts.append(cut)
+            # Copies, as the objective may change them in place.
+            whole, first, second = whole.clone(), first.clone(), second.clone()
+        self.know(tensor, (whole, first, second))
 
     def _call(self, module: torch.nn.Module, inputs: Any, tensors: list[Tensor]) -> None:
         """Call a copy of a module in each world; in eval mode, where samples are by themselves."""
-        if sum(parameter.numel() for parameter in module.parameters()) > _MOST_NUMBERS:
-            raise CannotFollowError("too large")
-        twin = _twin(module)
+        is_large = sum(parameter.numel() for parameter in module.parameters()) > MOST_NUMBERS
+        if is_large and self._most_samples is None:
+            raise TooLargeError(_FEW)
+        twin = twin_of(module, shares_weights=is_large)
         before = generators_now()
         with own_randomness():
             everywhere = [self._called(twin, inputs, world) for world in WORLDS]
@@ -345,43 +384,12 @@ class Worlds(TorchFunctionMode):
 
         args, kwargs = pytree.tree_map(there, inputs)
         outputs = pytree.tree_leaves(module(*args, **kwargs))
-        return [_exact(output) for output in outputs if isinstance(output, Tensor)]
+        return [exact(output, self.dtype) for output in outputs if isinstance(output, Tensor)]
 
 
-def _twin(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy, in eval mode, that does not tell anybody what it does."""
-    twin = copy.deepcopy(module).eval()
-    for part in twin.modules():
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
-            hooks.clear()
-    return twin
-
-
-def _rows(whole: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows of the whole are in each part.
-
-    Raises:
-        CannotFollowError: Some are not to be found there, so that they are no parts of it.
-    """
-    if len(first) + len(second) == len(whole) and torch.equal(torch.cat([first, second]), whole):
-        numbers = torch.arange(len(whole), device=whole.device)
-        return numbers[: len(first)], numbers[len(first) :]
-    marks = [part.reshape(len(part), -1).double() for part in (whole, first, second)]
-    line = torch.linspace(1, 2, marks[0].shape[1], dtype=torch.float64, device=whole.device).sin()
-    ours, *theirs = (mark @ line for mark in marks)
-    gaps = [(mark[:, None] - ours[None, :]).abs() for mark in theirs]
-    if any(bool((gap.amin(1) > 1e-9 * ours.abs().amax()).any()) for gap in gaps):
-        raise CannotFollowError("rows")
-    rows = gaps[0].argmin(1), gaps[1].argmin(1)
-    if len(set(torch.cat(rows).tolist())) < len(whole):
-        raise CannotFollowError("rows that are alike")
-    return rows
-
-
-def _exact(tensor: Tensor) -> Tensor:
-    """A copy: what changes it must not change what is the objective's."""
-    is_number = tensor.is_floating_point()
-    return tensor.to(torch.float64, copy=True) if is_number else tensor.clone()
+def _has_mask(args: Any) -> bool:
+    leaves = pytree.tree_leaves(args)
+    return any(isinstance(leaf, Tensor) and leaf.dtype is torch.bool for leaf in leaves)
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from optuna_fleet.trainer import calls
+from optuna_fleet.trainer import calls, cuts, split_check, worlds
 from optuna_fleet.trainer.shares import BatchShares, Share
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.tracked import TrackedInt, plain, tracked
@@ -38,7 +38,10 @@ class Checked:
         self.dtype = dtype
         self.told: list[str] = []
         self.shares = BatchShares()
-        self.check = SplitCheck(self.told.append, self.shares)
+        self.remarks: list[str] = []
+        self.check = SplitCheck(
+            self.told.append, lambda _, text: self.remarks.append(text), self.shares
+        )
         calls.listen(self.check)
         calls.watch(self.model.modules())
 
@@ -140,18 +143,20 @@ def test_what_is_no_mean_is_found(name: str, dtype: torch.dtype) -> None:
     assert Checked(network(), dtype).train(NO_MEANS[name])
 
 
+class WithLoss(nn.Module):
+    def __init__(self, weight: Tensor | None) -> None:
+        super().__init__()
+        self.network = network()
+        self.weight = weight
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.network(x)
+        return {"loss": F.cross_entropy(logits, labels, weight=self.weight), "logits": logits}
+
+
 @pytest.mark.parametrize("weight", [None, WEIGHTS])
 def test_a_loss_made_in_the_model(weight: Tensor | None) -> None:
-    class WithLoss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            logits = self.network(x)
-            return {"loss": F.cross_entropy(logits, labels, weight=weight), "logits": logits}
-
-    found = Checked(WithLoss()).train(lambda m, x, y: m(x, labels=y)["loss"].backward())
+    found = Checked(WithLoss(weight)).train(lambda m, x, y: m(x, labels=y)["loss"].backward())
     assert found is (weight is not None)
 
 
@@ -264,9 +269,89 @@ def test_a_mode_of_the_users_is_not_in_the_way() -> None:
 def test_what_can_not_be_followed_is_none_of_the_objectives_business() -> None:
     def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
         outputs = model(x)
-        outputs.reshape(SIZE, -1)[:, 0].mean().backward()  # a part has no 16 rows
+        torch.stack([outputs[i, 0] for i in range(SIZE)]).mean().backward()
 
     assert not Checked(network()).train(step)
+
+
+@pytest.fixture
+def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All outputs are too large to be followed whole: half of their samples are."""
+    for module in (cuts, split_check):
+        monkeypatch.setattr(module, "MOST_NUMBERS", SIZE * 5 // 2)
+
+
+@pytest.mark.usefixtures("too_large")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*MEANS, *NO_MEANS])
+def test_some_samples_of_a_large_batch_are_enough(name: str, dtype: torch.dtype) -> None:
+    checked = Checked(network(), dtype)
+    assert checked.train({**MEANS, **NO_MEANS}[name]) is (name in NO_MEANS)
+    assert checked.remarks == []
+
+
+@pytest.mark.usefixtures("too_large")
+@pytest.mark.parametrize("weight", [None, WEIGHTS])
+def test_a_large_model_that_makes_its_loss(
+    weight: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worlds, "MOST_NUMBERS", 10)
+    model = WithLoss(weight)
+    checked = Checked(model)
+    hooked: list[Tensor] = []
+    model.network[0].weight.register_hook(hooked.append)
+    found = checked.train(lambda m, x, y: m(x, labels=y)["loss"].backward())
+    assert found is (weight is not None)
+    assert len(hooked) == 3  # by the objective's own steps alone
+
+
+@pytest.mark.usefixtures("too_large")
+def test_what_there_is_no_memory_for_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "available_bytes", lambda: 1000)
+    checked = Checked(network())
+    assert not checked.train(NO_MEANS["ignored targets"])
+    assert ["too little memory" in remark for remark in checked.remarks] == [True]
+
+
+MASK = ~torch.eye(SIZE, dtype=torch.bool)
+
+
+def by_numpy(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o, torch.from_numpy(y.numpy().copy()))
+
+
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        (of(lambda o, y: F.cross_entropy(similarity(o), torch.arange(SIZE))), "differ by"),
+        (of(lambda o, y: (similarity(o) - 9 * torch.eye(SIZE)).exp().mean()), "differ by"),
+        (
+            of(lambda o, y: similarity(o)[MASK].reshape(SIZE, -1).exp().mean()),
+            "can't be computed on",
+        ),
+        (of(lambda o, y: (similarity(o) * MASK).exp().mean()), "can't be computed on"),
+        (of(lambda o, y: o.reshape(SIZE, -1)[:, 0].mean()), "can't be computed on"),
+        (of(by_numpy), None),
+        (
+            of(
+                lambda o, y: F.ctc_loss(
+                    F.log_softmax(o.reshape(1, -1, 5).expand(7, -1, 5), 2),
+                    y.clamp(1)[:, None],
+                    [7] * SIZE,
+                    [1] * SIZE,
+                )
+            ),
+            None,
+        ),
+    ],
+    ids=["targets", "made mask", "indexed", "mask", "reshaped", "NumPy", "lengths"],
+)
+def test_constants_of_the_size_of_a_batch(step: Callable[..., Any], told: str | None) -> None:
+    """Followed where they can be; what can't run on a part of a batch stays on one device."""
+    checked = Checked(network())
+    checked.train(step)
+    assert [told in text for text in checked.told if told] == [True] * bool(told)
+    assert bool(checked.told) is bool(told)
 
 
 @pytest.mark.parametrize(

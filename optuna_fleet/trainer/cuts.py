@@ -1,0 +1,170 @@
+"""The rows that a tensor has for the whole batch and for its parts, as `worlds` follow them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optuna_fleet.pipeline.machine_memory import available_bytes
+
+MOST_NUMBERS = 2**25
+"""Of an output or a model that is followed whole: three copies of 256 MB in float64."""
+
+_MEMORY_PER_NUMBER = (
+    32  # bytes: a float32, its copy, what the loss makes of it, its gradient; twice
+)
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
+_COARSE = 1e-2
+
+
+class CannotFollowError(Exception):
+    """It can't be told what a part of the batch would give."""
+
+
+class TooLargeError(CannotFollowError):
+    """It would take too much memory.
+
+    Attributes:
+        num_samples: As many could be followed; 0 if not even two.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__("too large")
+        self.num_samples = num_samples
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Where samples are along a dimension of a tensor of the objective's.
+
+    Attributes:
+        whole: Its rows that are followed.
+        parts: Which of these are in each of the two parts.
+    """
+
+    whole: Tensor
+    parts: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A tensor of the objective's, as leaves of the graphs of the worlds.
+
+    Attributes:
+        leaves: It in each world.
+        rows: Which rows of the whole are in the two parts.
+        axis: The dimension that these rows are along.
+    """
+
+    leaves: tuple[Tensor, Tensor, Tensor]
+    rows: tuple[Tensor, Tensor]
+    axis: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, rows: Rows, axis: int, dtype: torch.dtype) -> Cut:
+        """Copies the rows of `tensor`, in that type if they are no whole numbers."""
+        device = tensor.device
+        parts = (rows.parts[0].to(device), rows.parts[1].to(device))
+        chosen = tensor.detach().index_select(axis, rows.whole.to(device))
+        whole, first, second = (
+            exact(some, dtype).requires_grad_(tensor.requires_grad)
+            for some in (chosen, *(chosen.index_select(axis, part) for part in parts))
+        )
+        return cls((whole, first, second), parts, axis)
+
+
+def check_fits(tensors: list[Tensor], size: int, num_followed: int | None) -> None:
+    """Check that outputs of a batch can be followed in the memory that there is.
+
+    Args:
+        tensors: The outputs.
+        size: Samples of the batch.
+        num_followed: How many of them are followed; all if None.
+
+    Raises:
+        TooLargeError: They can't.
+    """
+    largest = max(tensors, key=Tensor.numel)
+    if num_followed is None:
+        if largest.numel() > MOST_NUMBERS:
+            raise TooLargeError(max(2, MOST_NUMBERS * size // largest.numel()))
+        return
+    numbers = sum(tensor.numel() for tensor in tensors) * num_followed // max(size, 1)
+    if numbers * _MEMORY_PER_NUMBER > _room(largest.device):
+        raise TooLargeError(0)
+
+
+def _room(device: torch.device) -> int:
+    if device.type != "cuda":
+        return available_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def find_rows(tensor: Tensor, whole: Tensor, parts: tuple[Tensor, Tensor]) -> Rows:
+    """Where the rows of the whole are in a tensor, and those of its parts in the whole.
+
+    Raises:
+        CannotFollowError: Some are not to be found, or several alike.
+    """
+    first, second = parts
+    everything = torch.arange(len(whole), device=whole.device)
+    close = _CLOSE.get(whole.dtype, _CLOSE[torch.float64])
+    if len(first) + len(second) == len(whole) and _are_close(
+        torch.cat([first, second]), whole, close
+    ):
+        found = (everything[: len(first)], everything[len(first) :])
+    else:
+        found = (_places(whole, first, close), _places(whole, second, close))
+        if len(set(torch.cat(found).tolist())) < len(whole):
+            raise CannotFollowError("rows that are alike")
+    if len(tensor) == len(whole):
+        return Rows(everything, found)
+    rough = _CLOSE.get(tensor.dtype, _COARSE)
+    if _are_close(tensor[: len(whole)], whole, rough):
+        return Rows(everything, found)
+    kept = _places(tensor, whole, max(rough, close))
+    if len(set(kept.tolist())) < len(whole):
+        raise CannotFollowError("rows that are alike")
+    return Rows(kept, found)
+
+
+def _are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if not other.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one.to(other.dtype), other, rtol=tolerance, atol=0, equal_nan=True)
+
+
+def _places(whole: Tensor, part: Tensor, tolerance: float) -> Tensor:
+    """Which row of the whole each row of the part is."""
+    marks = [some.reshape(len(some), -1).double() for some in (whole, part)]
+    line = torch.linspace(1, 2, marks[0].shape[1], dtype=torch.float64, device=whole.device).sin()
+    ours, theirs = (mark @ line for mark in marks)
+    gaps = (theirs[:, None] - ours[None, :]).abs()
+    if bool((gaps.amin(1) > tolerance * ours.abs().amax()).any()):
+        raise CannotFollowError("rows")
+    return gaps.argmin(1)
+
+
+def twin_of(module: torch.nn.Module, *, shares_weights: bool) -> torch.nn.Module:
+    """A copy, in eval mode, that does not tell anybody what it does."""
+    memo: dict[int, Any] = {}
+    if shares_weights:
+        memo = {
+            id(own): torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
+            for own in module.parameters()
+        }
+    twin = copy.deepcopy(module, memo).eval()
+    for part in twin.modules():
+        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
+            hooks.clear()
+    return twin
+
+
+def exact(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy, as what changes it must not change what is the objective's."""
+    return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
