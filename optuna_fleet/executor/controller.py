@@ -124,7 +124,7 @@ class Controller:
             case RateMeasured():
                 self._rate_measured(event)
             case WidthLimited():
-                self._width_limited(event)
+                return self._width_limited(event)
             case MoveMeasured():
                 if run := self._roster.runs.get(event.run_id):
                     self._roster.trials[run.number].rescale_s = event.seconds
@@ -164,11 +164,14 @@ class Controller:
         run.measured = True
         self._changed = True
 
-    def _width_limited(self, event: WidthLimited) -> None:
+    def _width_limited(self, event: WidthLimited) -> list[Instruction]:
         run = self._roster.runs.get(event.run_id)
-        if run is not None:
-            self._roster.trials[run.number].max_devices = event.max_devices
-            self._changed = True
+        if run is None:
+            return []
+        self._roster.trials[run.number].max_devices = event.max_devices
+        self._changed = True
+        was_known, run.too_wide = run.too_wide, len(run.devices) > event.max_devices
+        return self._cut_off(run, at_once=False) if run.too_wide and not was_known else []
 
     def _epoch_ended(self, event: EpochEnded) -> list[Instruction]:
         run = self._roster.runs.get(event.run_id)
@@ -230,6 +233,8 @@ class Controller:
         if not (run.leaving and has_yielded):  # what the plan asked for is no news
             self._changed = True
         names = {"number": run.number, "run_id": run.run_id}
+        if run.too_wide and not run.condemned:
+            return [Requeue(**names)]
         if run.lost and not run.condemned:
             trial.restarts += 1
             if trial.restarts > self.policy.max_restarts:

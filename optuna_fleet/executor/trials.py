@@ -77,7 +77,8 @@ class Run:
     """A run that has not ended on all its devices.
 
     It is `at_rest` while it waits for the answer to `EpochEnded`, `leaving` once it is to yield,
-    `cut` once its ranks were told to end, `lost` if a rank's process died, `condemned` if its
+    `cut` once its ranks were told to end, `too_wide` once it has found that its trial must not
+    have so many devices, `lost` if a rank's process died, `condemned` if its
     trial ends with it whatever becomes of its ranks.
     """
 
@@ -88,6 +89,7 @@ class Run:
     at_rest: bool = False
     leaving: bool = False
     cut: bool = False
+    too_wide: bool = False
     lost: bool = False
     condemned: bool = False
     endings: dict[int, Ending] = field(default_factory=dict)

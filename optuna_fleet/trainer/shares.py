@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.exceptions import TrialError
+from optuna_fleet.trainer.graphs import drop_nans
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.places import Places
 
@@ -120,6 +121,7 @@ class BatchShares:
         collectives: Number, purpose and step of the last collectives of this rank.
         follows: Note which batches modules are called with on one device too.
         is_found: What a module was called with last is of a batch, or several, that are known.
+        on_unlike: Told of what makes gradients inexact on several devices, before it is raised.
     """
 
     def __init__(self, present: Share | None = None, *, lockstep: bool = False) -> None:
@@ -128,6 +130,7 @@ class BatchShares:
         self.step = 0
         self.follows = False
         self.is_found = False
+        self.on_unlike: Callable[[str], None] = lambda text: None
         self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
         self._num_steps = 0
         self._open: dict[int, tuple[Share, bool]] = {}
@@ -251,7 +254,7 @@ class BatchShares:
         shares = [call.share for call in _calls_behind(loss)]
         known = {share.pattern: share for share in shares if share is not None}
         if len(known) > 1:
-            raise self._error(known.values())
+            raise self._unlike(known.values())
         return next(iter(known.values())) if known and None not in shares else None
 
     def weigh(self, loss: Tensor, weight: Tensor, share: Share | None) -> Tensor:
@@ -263,7 +266,7 @@ class BatchShares:
             share: What `share_behind` has returned.
         """
         self._is_weighted = True
-        _drop_nans(loss, weight == 0)
+        drop_nans(loss, weight == 0)
         return _Weighed.apply(loss, weight, share, self)  # type: ignore[no-any-return]
 
     def settle(self) -> Share:
@@ -285,13 +288,13 @@ class BatchShares:
             return self._reference
         is_weighted = self._is_weighted and all(s.global_size >= group_size() for s in shares)
         if not is_weighted and any(call.share is None or not call.is_scaled for call in calls):
-            raise self._error(shares)
+            raise self._unlike(shares)
         self._reference = Share()
         return self._reference
 
-    def _error(self, shares: Iterable[Share]) -> TrialError:
+    def _unlike(self, shares: Iterable[Share]) -> TrialError:
         sizes = ", ".join(map(str, sorted({share.global_size for share in shares})))
-        return TrialError(
+        error = TrialError(
             f"Gradients of one step come, or may come, from batches of unlike sizes ({sizes}), "
             f"which the trial's {group_size()} devices share unlike, so that their mean can't be "
             "exact. Hand each to the model as it came from trial.batches, with a loss of its own; "
@@ -299,6 +302,8 @@ class BatchShares:
             "or give each loss its weight, `trial.weighted(loss_1, len(x_1)) + "
             "trial.weighted(loss_2, len(x_2))`."
         )
+        self.on_unlike(str(error))
+        return error
 
     def reduced(self) -> None:
         """Gradients were reduced."""
@@ -377,24 +382,3 @@ def _calls_behind(loss: Tensor) -> set[_Call]:
         else:
             nodes += [function for function, _ in node.next_functions]
     return found
-
-
-def _drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:
-    """Of a rank without any weight nothing must count, also where its loss is 0 / 0.
-
-    Such a quotient lies between the loss and the sums that it is made of: among scalars.
-    """
-
-    def cleaned(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if grad is None else torch.where(is_unweighted, torch.zeros_like(grad), grad)
-            for grad in grads
-        )
-
-    nodes = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or any(item.shape for item in node._input_metadata):
-            continue
-        node.register_hook(cleaned)
-        nodes += [function for function, _ in node.next_functions]

@@ -15,7 +15,7 @@ import torch
 from optuna_fleet.arguments import check_number
 from optuna_fleet.events import EpochDecision, WidthLimited
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import RunTrial, Usage
+from optuna_fleet.messages import Remark, RunTrial, Usage
 from optuna_fleet.packing import plain
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -84,6 +84,7 @@ class Training:
         self._place = Place()
         self._num_loops = 0
         self._shares = BatchShares()
+        self._shares.on_unlike = self._go_on_alone
         self._split_check = self._new_split_check()
         self._reading = Reading(
             session,
@@ -125,6 +126,17 @@ class Training:
     def _stay_alone(self, why: str) -> None:
         self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))
         self._session.tell("fleet", "warn", why)
+
+    def _go_on_alone(self, why: str) -> None:
+        """This step can't be done on several devices: the run ends, the trial goes on."""
+        self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))
+        number = self._run.number
+        remark = Remark(
+            run_id=self._run.run_id,
+            keys=(f"trial {number} is too wide",),
+            text=f"{why} The trial goes on, on one device, from its last checkpoint.",
+        )
+        self._session.send(remark)  # whichever rank finds it
 
     def _resume(self, path: str) -> None:
         self._checkpoint, problems = checkpoint.load_newest(path)

@@ -82,6 +82,19 @@ def test_batches_that_can_not_be_told_apart_are_told_of_and_kept_on_one_device(
     assert set(*widths(study)) == {1}
 
 
+def test_what_is_found_on_several_devices_goes_on_on_one(usual_fleet: Any, log: Any) -> None:
+    """From its last checkpoint, without a restart that counts."""
+    objective = functools.partial(objectives.fetches_ahead_and_normalises, from_epoch=12)
+    study, alone = optuna.create_study(), optuna.create_study()
+    study.optimize(objective, n_trials=1, executor=usual_fleet)
+    assert log.getvalue().count("The trial goes on, on one device") == 1
+    assert widths(study)[0][-2:] == [4, 1]
+    usual_fleet.script = {0: [Leg((0,))]}
+    alone.optimize(objective, n_trials=1, executor=usual_fleet)
+    expected = alone.trials[0].user_attrs["seen"]
+    assert study.trials[0].user_attrs["seen"] == pytest.approx(expected, rel=1e-10)
+
+
 def test_a_loss_that_is_a_mean_is_given_all_devices(usual_fleet: Any, log: Any) -> None:
     study = optuna.create_study()
     objective = functools.partial(losses.trains_long, loss_of=losses.cross_entropy)
