@@ -1,11 +1,29 @@
-"""What is changed in graphs that autograd has recorded."""
+"""What is read from, and changed in, graphs that autograd has recorded."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Owner = TypeVar("Owner")
+
+
+def owners_behind(loss: Tensor, kind: type[Owner]) -> set[Owner]:
+    """The `call` of that type of each node that a loss was made by; of each branch, the last."""
+    found: set[Owner] = set()
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(call := getattr(node, "call", None), kind):
+            found.add(call)
+        else:
+            nodes += [function for function, _ in node.next_functions]
+    return found
 
 
 def drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:

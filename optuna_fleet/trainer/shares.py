@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.trainer.graphs import drop_nans
+from optuna_fleet.trainer.graphs import drop_nans, owners_behind
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.places import Places
 
@@ -121,7 +121,8 @@ class BatchShares:
         collectives: Number, purpose and step of the last collectives of this rank.
         follows: Note which batches modules are called with on one device too.
         is_found: What a module was called with last is of a batch, or several, that are known.
-        on_unlike: Told of what makes gradients inexact on several devices, before it is raised.
+        on_too_wide: Told of what can't be done on so many devices, and on how many it can, before
+            it is raised.
     """
 
     def __init__(self, present: Share | None = None, *, lockstep: bool = False) -> None:
@@ -130,7 +131,7 @@ class BatchShares:
         self.step = 0
         self.follows = False
         self.is_found = False
-        self.on_unlike: Callable[[str], None] = lambda text: None
+        self.on_too_wide: Callable[[str, int], None] = lambda text, max_devices: None
         self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
         self._num_steps = 0
         self._open: dict[int, tuple[Share, bool]] = {}
@@ -149,6 +150,22 @@ class BatchShares:
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchShares:
         # A copied model trains on the same batches, so its layers look at the same holder.
         return self
+
+    def check_step(self, purpose: str) -> None:
+        """All ranks are about to call something.
+
+        Raises:
+            TrialError: In an evaluation's step that some have no sample for, and skip.
+        """
+        open_ = self._open.values()
+        sizes = [share.global_size for share, lockstep in open_ if not lockstep]
+        if sizes and min(sizes) < group_size():
+            raise self._too_wide(
+                f"{purpose}() was called within an evaluation's step that {min(sizes)} of the "
+                f"trial's {group_size()} devices have a sample for: the others skip it. Add up in "
+                f"a local variable, and call {purpose}() after the loop.",
+                max_devices=min(sizes),
+            )
 
     def begin(self, purpose: str) -> None:
         """This rank begins a collective, of which others can tell how far it is."""
@@ -251,7 +268,7 @@ class BatchShares:
         Raises:
             TrialError: It is of several, which weigh unlike.
         """
-        shares = [call.share for call in _calls_behind(loss)]
+        shares = [call.share for call in owners_behind(loss, _Call)]
         known = {share.pattern: share for share in shares if share is not None}
         if len(known) > 1:
             raise self._unlike(known.values())
@@ -294,16 +311,19 @@ class BatchShares:
 
     def _unlike(self, shares: Iterable[Share]) -> TrialError:
         sizes = ", ".join(map(str, sorted({share.global_size for share in shares})))
-        error = TrialError(
+        return self._too_wide(
             f"Gradients of one step come, or may come, from batches of unlike sizes ({sizes}), "
             f"which the trial's {group_size()} devices share unlike, so that their mean can't be "
             "exact. Hand each to the model as it came from trial.batches, with a loss of its own; "
             "or read them with drop_last=True and batch sizes that the number of devices divides; "
             "or give each loss its weight, `trial.weighted(loss_1, len(x_1)) + "
-            "trial.weighted(loss_2, len(x_2))`."
+            "trial.weighted(loss_2, len(x_2))`.",
+            max_devices=1,
         )
-        self.on_unlike(str(error))
-        return error
+
+    def _too_wide(self, text: str, *, max_devices: int) -> TrialError:
+        self.on_too_wide(text, max_devices)
+        return TrialError(text)
 
     def reduced(self) -> None:
         """Gradients were reduced."""
@@ -366,19 +386,3 @@ def _scaled(values: Any, call: _Call, shares: BatchShares, *, is_inverse: bool) 
 
     scaled = pytree.tree_map_only(Tensor, scale, values)
     return scaled if has_any else None
-
-
-def _calls_behind(loss: Tensor) -> set[_Call]:
-    """The calls of prepared modules that a loss was made of."""
-    found: set[_Call] = set()
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(call := getattr(node, "call", None), _Call):
-            found.add(call)
-        else:
-            nodes += [function for function, _ in node.next_functions]
-    return found

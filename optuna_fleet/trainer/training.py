@@ -84,7 +84,7 @@ class Training:
         self._place = Place()
         self._num_loops = 0
         self._shares = BatchShares()
-        self._shares.on_unlike = self._go_on_alone
+        self._shares.on_too_wide = self._go_on_with_fewer
         self._split_check = self._new_split_check()
         self._reading = Reading(
             session,
@@ -127,14 +127,15 @@ class Training:
         self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))
         self._session.tell("fleet", "warn", why)
 
-    def _go_on_alone(self, why: str) -> None:
-        """This step can't be done on several devices: the run ends, the trial goes on."""
-        self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))
+    def _go_on_with_fewer(self, why: str, max_devices: int) -> None:
+        """This step can't be done on so many devices: the run ends, the trial goes on."""
+        self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=max_devices))
         number = self._run.number
+        devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
         remark = Remark(
             run_id=self._run.run_id,
             keys=(f"trial {number} is too wide",),
-            text=f"{why} The trial goes on, on one device, from its last checkpoint.",
+            text=f"{why} The trial goes on from its last checkpoint, on {devices}.",
         )
         self._session.send(remark)  # whichever rank finds it
 
@@ -368,10 +369,12 @@ class Training:
 
     def sum(self, value: Any) -> Any:
         """See `FleetTrial.sum`."""
+        self._shares.check_step("trial.sum")
         self._shares.begin("trial.sum")
         return reduction.all_reduce_sum(value)
 
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
+        self._shares.check_step("trial.mean")
         self._shares.begin("trial.mean")
         return reduction.mean(value, weight)

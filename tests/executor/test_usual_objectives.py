@@ -93,10 +93,22 @@ def test_what_is_found_on_several_devices_goes_on_on_one(usual_fleet: Any, log: 
     objective = functools.partial(objectives.fetches_ahead_and_normalises, from_epoch=12)
     study, alone = optuna.create_study(), optuna.create_study()
     study.optimize(objective, n_trials=1, executor=usual_fleet)
-    assert log.getvalue().count("The trial goes on, on one device") == 1
+    assert log.getvalue().count("goes on from its last checkpoint, on one device") == 1
     assert widths(study)[0][-2:] == [4, 1]
     usual_fleet.script = {0: [Leg((0,))]}
     alone.optimize(objective, n_trials=1, executor=usual_fleet)
+    expected = alone.trials[0].user_attrs["seen"]
+    assert study.trials[0].user_attrs["seen"] == pytest.approx(expected, rel=1e-10)
+
+
+def test_sums_within_an_evaluation_are_of_all_ranks(usual_fleet: Any, log: Any) -> None:
+    """Its last batch is two samples: a rank without one would take no part in its sum."""
+    study, alone = optuna.create_study(), optuna.create_study()
+    study.optimize(objectives.sums_in_each_step, n_trials=1, executor=usual_fleet)
+    assert log.getvalue().count("goes on from its last checkpoint, on 2 devices at most") == 1
+    assert widths(study)[0][-2:] == [4, 2]
+    usual_fleet.script = {0: [Leg((0,))]}
+    alone.optimize(objectives.sums_in_each_step, n_trials=1, executor=usual_fleet)
     expected = alone.trials[0].user_attrs["seen"]
     assert study.trials[0].user_attrs["seen"] == pytest.approx(expected, rel=1e-10)
 
