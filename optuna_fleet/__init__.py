@@ -6,6 +6,7 @@ Importing it gives `optuna.Study.optimize` the keyword ``executor=``.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from optuna_fleet import policies
 from optuna_fleet.checkpoints import load_best_model
 from optuna_fleet.exceptions import (
     FleetConfigError,
@@ -21,6 +22,7 @@ from optuna_fleet.exceptions import (
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.fleet_executor import FleetExecutor
 from optuna_fleet.executor.summary import FleetSummary
+from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.keyword import install, uninstall
 from optuna_fleet.trainer.checkpoint_file import CheckpointError
@@ -29,6 +31,7 @@ from optuna_fleet.trainer.trial import FleetTrial
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
+    "Checkpoints",
     "Convergence",
     "FleetConfigError",
     "FleetError",
@@ -36,6 +39,7 @@ __all__ = [
     "FleetSummary",
     "FleetTrial",
     "LaunchError",
+    "Limits",
     "OutOfMemoryError",
     "PreprocessingError",
     "RandomResizedCrop",
@@ -46,6 +50,7 @@ __all__ = [
     "TrialTimeoutError",
     "install",
     "load_best_model",
+    "policies",
     "read_image",
     "uninstall",
     "visualization",

@@ -10,11 +10,12 @@ import numbers
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 from optuna_fleet.exceptions import FleetConfigError
 
 _Given = ParamSpec("_Given")
+_Options = TypeVar("_Options")
 
 
 def check_number(
@@ -123,6 +124,13 @@ def asks_what_was_meant(init: Callable[_Given, None]) -> Callable[_Given, None]:
         init(*args, **kwargs)
 
     return checked
+
+
+def suggests_options(cls: type[_Options]) -> type[_Options]:
+    """Decorate a class of options: likewise."""
+    init: Any = cls.__init__
+    cls.__init__ = asks_what_was_meant(init)  # type: ignore[method-assign]
+    return cls
 
 
 def path(name: str, given: Any) -> Path:

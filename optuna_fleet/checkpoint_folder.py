@@ -53,7 +53,7 @@ def _lock(descriptor: int, root: Path) -> None:
     except BlockingIOError:
         raise FleetConfigError(
             f"The checkpoint folder {root} is in use by {_written_by(descriptor)}: give each "
-            "driver that runs at the same time a `checkpoint_dir` of its own, or wait until that "
+            "driver that runs at the same time one of its own, or wait until that "
             "one has ended."
         ) from None
     except OSError as error:

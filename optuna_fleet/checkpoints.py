@@ -38,20 +38,20 @@ def load_best_model(
     model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
     *,
     trial: int | None = None,
-    checkpoint_dir: str | os.PathLike[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Load the weights that a study's best trial left behind.
 
-    It must have run with ``FleetExecutor(checkpoint_dir=...)`` and have used ``trial.prepare``;
-    the best `keep_checkpoints` trials leave their weights. A trial that returns the best of the
-    values it reported leaves those with which it reported it; any other its last ones.
+    It must have run with ``FleetExecutor(checkpoints=FOLDER)`` and have used ``trial.prepare``;
+    the best trials, as many as `Checkpoints` keeps, leave their weights. A trial that returns the
+    best of the values it reported leaves those with which it reported it; any other its last ones.
 
     Args:
         study: The study.
         model: The module to load them into, built as in the objective; or several, in the order in
             which the objective prepared them. None if you want the bare state.
         trial: Number of another trial than the best; needed where there are several objectives.
-        checkpoint_dir: Where the folder is now, if it was moved since.
+        folder: Where the checkpoints are now, if they were moved since.
 
     Returns:
         `model`, on the device where it was; or, without it, a list with the ``state_dict`` of each
@@ -69,7 +69,7 @@ def load_best_model(
     check_number("trial", trial, whole=True, optional=True)
     _check_modules(model)
     chosen = study.best_trial if trial is None else _numbered(study, trial)
-    loaded = checkpoint.load(_final_of(study, chosen, checkpoint_dir))
+    loaded = checkpoint.load(_final_of(study, chosen, folder))
     if model is None:
         return loaded.objects
     modules = [model] if not isinstance(model, Sequence) else model
@@ -105,26 +105,22 @@ def _numbered(study: optuna.Study, number: int) -> optuna.trial.FrozenTrial:
 def _final_of(
     study: optuna.Study,
     trial: optuna.trial.FrozenTrial,
-    checkpoint_dir: str | os.PathLike[str] | None,
+    folder: str | os.PathLike[str] | None,
 ) -> Path:
-    roots = (
-        folders_of(trial)
-        if checkpoint_dir is None
-        else [argument_path("checkpoint_dir", checkpoint_dir)]
-    )
+    roots = folders_of(trial) if folder is None else [argument_path("folder", folder)]
     paths = [StudyFolder(Path(root), study.study_name).final(trial.number) for root in roots]
     for path in paths:
         if path.exists():
             return path
     if not paths:
         raise FleetConfigError(
-            f"Trial {trial.number} left no checkpoint, because it ran without `checkpoint_dir`: "
-            "use FleetExecutor(..., checkpoint_dir=...), and trial.prepare() in the objective."
+            f"Trial {trial.number} left no checkpoint, because it ran without a folder for it: "
+            "use FleetExecutor(..., checkpoints=FOLDER), and trial.prepare() in the objective."
         )
     raise FleetConfigError(
-        f"Trial {trial.number} has no checkpoint at {paths[-1]}: only the best `keep_checkpoints` "
-        "trials that use trial.prepare() keep theirs. If the folder was moved, say where it is: "
-        "`checkpoint_dir=`."
+        f"Trial {trial.number} has no checkpoint at {paths[-1]}: only the best trials, as many as "
+        "Checkpoints(keep=...) says, keep theirs, if they use trial.prepare(). If the folder was "
+        "moved, say where it is: `folder=`."
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from optuna_fleet.checkpoint_folder import holder_of
 from optuna_fleet.checkpoints import entries, prune, table
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.policies import POLICIES
+from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.gantt import save_gantt
 from optuna_fleet.replay.jobs import MIXES, load_jobs
@@ -64,7 +64,7 @@ def _checkpoints(options: argparse.Namespace) -> int:
     found = entries(folder, verify=options.verify)
     print("\n".join(table(found, verified=options.verify)))
     if not found:
-        print(f"There are no checkpoints in {folder}; give the `checkpoint_dir` itself.")
+        print(f"There are no checkpoints in {folder}; give the folder that `checkpoints=` named.")
     if holder := holder_of(folder):
         print(f"In use by {holder}.")
     elif any(entry.kind != "final" for entry in found):
@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_checkpoints(commands: Any) -> None:
     command = commands.add_parser(
-        "checkpoints", help="list, verify and prune the checkpoints in a `checkpoint_dir`"
+        "checkpoints", help="list, verify and prune the checkpoints in a folder"
     )
     command.add_argument("folder", type=Path, metavar="DIR")
     command.add_argument("--verify", action="store_true", help="read them and compare checksums")

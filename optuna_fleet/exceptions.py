@@ -37,7 +37,7 @@ class PreprocessingError(TrialError):
 
 
 class TrialTimeoutError(TrialError, TimeoutError):
-    """A trial took longer than `trial_timeout_s`."""
+    """A trial took longer than `trial_s`."""
 
 
 class OutOfMemoryError(TrialError, MemoryError):

@@ -8,49 +8,72 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet import Convergence, FleetConfigError, FleetExecutor, load_best_model
+from optuna_fleet import (
+    Checkpoints,
+    Convergence,
+    FleetConfigError,
+    FleetExecutor,
+    Limits,
+    load_best_model,
+)
 from optuna_fleet.alloc import MipAllocator
 from optuna_fleet.arguments import check_number
+from optuna_fleet.policies import Elastic, Mip, Own
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("kind", "arguments", "complaint"),
     [
-        ({"alpha": "0.5"}, "`alpha` is '0.5', but must be a number > 0 and <= 1."),
-        ({"alpha": 1.5}, "`alpha` is 1.5, but must be a number > 0 and <= 1."),
-        ({"max_restarts": 1.5}, "`max_restarts` is 1.5, but must be a whole number >= 0."),
-        ({"max_restarts": None}, "`max_restarts` is None, but must be a whole number >= 0."),
-        ({"trial_timeout_s": "3"}, "`trial_timeout_s` is '3', but must be a number > 0, or None."),
-        ({"storage_patience_s": float("nan")}, "is nan, but must be a number >= 0."),
-        ({"keep_checkpoints": True}, "is True, but must be a whole number >= 0."),
-        ({"seed": -1}, "`seed` is -1, but must be a whole number >= 0."),
-        ({"convergence": 5}, "`convergence` is 5, but must be a Convergence, as Convergence(pat"),
-        ({"convergence": Convergence}, "must be a Convergence, as Convergence(patience=5)"),
-        ({"allocator": MipAllocator}, "must have a method `allocate`, as the object"),
-        ({"predictor": 5}, "`predictor` is 5, but must be a function from an optuna.trial.Fro"),
-        ({"phases": "no"}, "`phases` is 'no', but must be True or False."),
-        ({"policy": ["mip"]}, "`policy` is ['mip'], but must be one of 'baseline'"),
-        ({"paradigm": ""}, "`paradigm` is '', but must be one of 'global', "),
-        ({"cluster": np.zeros(2)}, "but must be 'local' or 'inline'."),
-        ({"device_type": ["cpu"]}, "`device_type` is ['cpu'], but must be 'cpu' or 'cuda'."),
-        ({"checkpoint_dir": ""}, "`checkpoint_dir` is '', but must be the path of a folder"),
-        ({"checkpoint_dir": 5}, "`checkpoint_dir` is 5, but must be the path of a folder"),
-        ({"checkpoint_dir": __file__}, "must be a folder, or one that can be made ([Errno"),
-        ({"checkpoint_dir": Path(__file__, "in it")}, "directory"),
+        (Mip, {"alpha": "0.5"}, "`alpha` is '0.5', but must be a number > 0 and <= 1."),
+        (Mip, {"alpha": 1.5}, "`alpha` is 1.5, but must be a number > 0 and <= 1."),
+        (Mip, {"rate_spread": 0.5}, "`rate_spread` is 0.5, but must be a number >= 1."),
+        (Mip, {"time_limit_s": -1.0}, "`time_limit_s` is -1.0, but must be a number > 0."),
+        (Mip, {"phases": "no"}, "`phases` is 'no', but must be True or False."),
+        (Mip, {"paradigm": ""}, "`paradigm` is '', but must be one of 'global', "),
+        (Elastic, {"rescale_s": -1.0}, "`rescale_s` is -1.0, but must be a number >= 0."),
+        (Elastic, {"objective": "best"}, "`objective` is 'best', but must be one of"),
+        (Own, {"allocator": MipAllocator}, "must have a method `allocate`, as the object"),
+        (Limits, {"max_restarts": 1.5}, "`max_restarts` is 1.5, but must be a whole number >= 0."),
+        (Limits, {"max_restarts": None}, "is None, but must be a whole number >= 0."),
+        (Limits, {"trial_s": "3"}, "`trial_s` is '3', but must be a number > 0, or None."),
+        (Limits, {"storage_patience_s": float("nan")}, "is nan, but must be a number >= 0."),
+        (Checkpoints, {"keep": True}, "is True, but must be a whole number >= 0."),
+        (Checkpoints, {"folder": ""}, "`folder` is '', but must be the path of a folder"),
+        (FleetExecutor, {"checkpoints": 5}, "`folder` is 5, but must be the path of a folder"),
+        (
+            FleetExecutor,
+            {"checkpoints": __file__},
+            "must be a folder, or one that can be made ([",
+        ),
+        (FleetExecutor, {"checkpoints": Path(__file__, "in it")}, "directory"),
+        (FleetExecutor, {"seed": -1}, "`seed` is -1, but must be a whole number >= 0."),
+        (FleetExecutor, {"limits": 60}, "`limits` is 60, but must be a Limits, as Limits(hang_s"),
+        (FleetExecutor, {"convergence": 5}, "must be a Convergence, as Convergence(patience=5)"),
+        (FleetExecutor, {"convergence": Convergence}, "be a Convergence, as Convergence(pat"),
+        (FleetExecutor, {"predictor": 5}, "`predictor` is 5, but must be a function from an"),
+        (FleetExecutor, {"policy": ["mip"]}, "`policy` is ['mip'], but must be one of 'baseline'"),
+        (FleetExecutor, {"policy": "elastics"}, "did you mean `elastic`?"),
+        (FleetExecutor, {"policy": Mip}, "or an object as optuna_fleet.policies.Mip(alpha=0.5)"),
+        (FleetExecutor, {"cluster": np.zeros(2)}, "but must be 'local' or 'inline'."),
+        (FleetExecutor, {"device_type": ["cpu"]}, "but must be 'cpu' or 'cuda'."),
     ],
 )
-def test_a_wrong_argument_is_named_with_what_was_wanted(arguments, complaint) -> None:
+def test_a_wrong_argument_is_named_with_what_was_wanted(kind, arguments, complaint) -> None:
+    if kind is FleetExecutor:
+        arguments = {"devices": 1, "device_type": "cpu"} | arguments
     with pytest.raises(FleetConfigError) as caught:
-        FleetExecutor(**{"devices": 1, "device_type": "cpu"} | arguments)
+        kind(**arguments)
     assert complaint in str(caught.value)
 
 
 def test_a_misspelt_argument_gets_the_one_that_was_meant() -> None:
-    words = (
-        r"FleetExecutor\(\) got an unexpected .*'checkpoints_dir'; did you mean `checkpoint_dir`"
-    )
+    words = r"FleetExecutor\(\) got an unexpected .*'checkpoint'; did you mean `checkpoints`"
     with pytest.raises(TypeError, match=words):
-        FleetExecutor(checkpoints_dir="x")  # type: ignore[call-arg]
+        FleetExecutor(checkpoint="x")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Limits\(\) got .*'hangs_s'; did you mean `hang_s`"):
+        Limits(hangs_s=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Mip\(\) got .*'alphas'; did you mean `alpha`"):
+        Mip(alphas=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"'colour'$"):
         FleetExecutor(colour="x")  # type: ignore[call-arg]
 

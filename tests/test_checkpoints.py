@@ -17,7 +17,7 @@ import pytest
 import torch
 from optuna.trial import TrialState
 
-from optuna_fleet import CheckpointError, FleetConfigError, load_best_model
+from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
 from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder, locked
 from optuna_fleet.cli import main
 from optuna_fleet.sampler_bridge.keeper import Keeper
@@ -33,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def keeping(root: Path) -> Iterator[Any]:
     """Two CPU slots; the best two trials leave checkpoints; one is made after each epoch."""
-    options = {"checkpoint_dir": root, "checkpoint_interval_s": 0.0, "keep_checkpoints": 2}
+    options = {"checkpoints": Checkpoints(root, interval_s=0.0, keep=2)}
     with fleet_of(devices=2, **options) as executor:
         yield executor
 
@@ -78,13 +78,13 @@ def test_the_best_trials_leave_their_weights(keeping: Any, root: Path) -> None:
 def test_what_left_no_weights_is_explained(keeping: Any, root: Path, tmp_path: Path) -> None:
     study = optuna.create_study()
     study.optimize(functools.partial(valued, values=[3.0, 1.0, 2.0]), n_trials=3, executor=keeping)
-    with pytest.raises(FleetConfigError, match=r"Trial 0 has no checkpoint.*keep_checkpoints"):
+    with pytest.raises(FleetConfigError, match=r"Trial 0 has no checkpoint.*Checkpoints\(keep="):
         load_best_model(study, trial=0)
     for number in (-1, 3):
         with pytest.raises(FleetConfigError, match=f"`trial` is {number}, but the study has 3"):
             load_best_model(study, trial=number)
-    with pytest.raises(FleetConfigError, match="`checkpoint_dir=`"):
-        load_best_model(study, checkpoint_dir=tmp_path)
+    with pytest.raises(FleetConfigError, match="`folder=`"):
+        load_best_model(study, folder=tmp_path)
     with pytest.raises(FleetConfigError, match="2 modules, but trial 1 has prepared 1"):
         load_best_model(study, [small_model(), small_model()])
     with pytest.raises(RuntimeError, match="state_dict"):
@@ -94,7 +94,7 @@ def test_what_left_no_weights_is_explained(keeping: Any, root: Path, tmp_path: P
         load_best_model(study)
     plain = optuna.create_study()
     plain.optimize(lambda trial: 1.0, n_trials=1)
-    with pytest.raises(FleetConfigError, match="ran without `checkpoint_dir`"):
+    with pytest.raises(FleetConfigError, match="ran without a folder"):
         load_best_model(plain)
 
 
@@ -179,20 +179,20 @@ def test_the_worst_of_the_best_make_room(root: Path, log: io.StringIO) -> None:
     assert log.getvalue() == ""
     for number in (4, 5):  # the best, and too large by themselves
         assert leave_bytes(6.0 - number, 1001) == {1, 2}
-    assert log.getvalue().count("`checkpoint_bytes` is 1000") == 1
+    assert log.getvalue().count("`max_bytes` is 1000") == 1
     assert leave_bytes(0.5, 900) == {6}
 
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_bad_number_of_bytes_is_refused(tmp_path: Path, number: int) -> None:
-    with pytest.raises(FleetConfigError, match="`checkpoint_bytes` is"):
-        fleet_of(devices=1, checkpoint_dir=tmp_path, checkpoint_bytes=number)
+    with pytest.raises(FleetConfigError, match="`max_bytes` is"):
+        fleet_of(devices=1, checkpoints=Checkpoints(tmp_path, max_bytes=number))
 
 
 @pytest.mark.parametrize("number", [-1, 1.5])
 def test_a_bad_number_to_keep_is_refused(tmp_path: Path, number: Any) -> None:
-    with pytest.raises(FleetConfigError, match="`keep_checkpoints` is"):
-        fleet_of(devices=1, checkpoint_dir=tmp_path, keep_checkpoints=number)
+    with pytest.raises(FleetConfigError, match="`keep` is"):
+        fleet_of(devices=1, checkpoints=Checkpoints(tmp_path, keep=number))
 
 
 # -- disks that fail -----------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def test_what_is_not_ours_is_left_alone(
     assert set(os.listdir(folder.path)) == mine | {"call.json", "trial-5.pt"}
     capsys.readouterr()
     assert main(["checkpoints", str(folder.path)]) == 0  # one folder too deep
-    assert "give the `checkpoint_dir` itself" in capsys.readouterr().out
+    assert "give the folder that" in capsys.readouterr().out
 
 
 def test_a_name_that_a_terminal_would_obey_is_written_out(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from optuna_fleet.cli import main
-from optuna_fleet.executor.policies import POLICIES
+from optuna_fleet.policies import POLICIES
 
 COMMON = {"makespan_s", "trials", "rescales", "decisions", "idle_s", "waiting_s", "solver_s"}
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from optuna_fleet import Limits
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.trainer.feed import CudaStage, ahead
 from tests.fleets import Leg, fleet_of, small_model, train
@@ -105,7 +106,7 @@ def test_an_error_is_the_trials_own_and_the_next_one_trains(
     devices: tuple[int, ...], objective: Any, error: type[Exception]
 ) -> None:
     study = optuna.create_study()
-    with fleet_of(devices=len(devices), device_type="cuda", hang_timeout_s=60.0) as gpus:
+    with fleet_of(devices=len(devices), device_type="cuda", limits=Limits(hang_s=60.0)) as gpus:
         gpus.script = {0: [Leg(devices)], 1: [Leg(devices)]}
         study.optimize(objective, n_trials=2, executor=gpus, catch=(error,))
     assert [trial.state.name for trial in study.trials] == ["FAIL", "COMPLETE"]

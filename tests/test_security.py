@@ -125,7 +125,7 @@ def fleet(folder: Path) -> Iterator[Any]:
     """Two slots; whatever is not protected on purpose is open to all."""
     umask = os.umask(0)
     try:
-        with fleet_of(devices=2, checkpoint_dir=folder / "new" / "checkpoints") as executor:
+        with fleet_of(devices=2, checkpoints=folder / "new" / "checkpoints") as executor:
             yield executor
     finally:
         os.umask(umask)

@@ -16,7 +16,7 @@ import digits
 import optuna
 import workload
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor, SharedPipeline, policies
 from optuna_fleet.alloc import AllocationProblem, Assignment, Flotilla, Plan
 from optuna_fleet.sampler_bridge.ledger import flights_of
 
@@ -93,8 +93,7 @@ def main() -> None:
         SharedPipeline(train=train),
         devices=NUM_SLOTS,
         device_type="cpu",
-        alpha=1.0,
-        allocator=RotatingAllocator(),
+        policy=policies.Own(allocator=RotatingAllocator(), alpha=1.0),
     ) as fleet:
         study.optimize(objective, n_trials=num_trials, executor=fleet)
     own, idle = pauses(study)

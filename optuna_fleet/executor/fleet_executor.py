@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import optuna
 
-from optuna_fleet.alloc import Allocator, ByKind, GreedyAllocator, IsolatedAllocator
+from optuna_fleet.alloc import ByKind, GreedyAllocator, IsolatedAllocator
 from optuna_fleet.arguments import (
     asks_what_was_meant,
     check_choice,
@@ -31,14 +31,14 @@ from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.driver import Driver
-from optuna_fleet.executor.policies import named_policy
 from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
-from optuna_fleet.executor.trials import Paradigm
-from optuna_fleet.executor.watchdog import Limits
+from optuna_fleet.executor.watchdog import Limits as WatchedLimits
+from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.packing import ObjectivePickler, pack_objective
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.loop import Loop
@@ -61,51 +61,22 @@ class FleetExecutor:
         devices: Number of device slots; None for all visible GPUs, or one CPU slot per core
             without any.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
-        policy: Who flies where, and when that is decided: "mip" (rounds, python-mip), "elastic"
+        policy: Who trains where, and when that is decided: "mip" (rounds, python-mip), "elastic"
             (at each event), "greedy", "fleet-g" and "fleet-l" (as published), "homogeneous" (all
-            alike), "equal-split" (as many for everyone), "baseline" (one device each); see
-            docs/allocation.md.
-        allocator: Your own allocator, instead of the policy's.
-        paradigm: "global" re-allocates all trials at each round; "local" only fills freed devices;
-            "elastic" decides at each event; None for the policy's.
-        alpha: A global round ends when fewer than this share of its devices is active.
-        rate_spread: Fastest over slowest training rate allowed within one flotilla.
+            alike), "equal-split" (as many for everyone), "baseline" (one device each), or one of
+            `optuna_fleet.policies` with options of its own; see docs/allocation.md.
+        cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in
+            the calling process, on the CPU, under your debugger.
+        checkpoints: Where trials are checkpointed while they run: a `Checkpoints`, or a folder.
+            With a folder, the same call made again goes on where a killed one stopped, and the
+            best trials leave their weights (`load_best_model`): docs/reliability.md.
+        limits: What trials may take; a `Limits`.
+        convergence: When a trial has converged and ends before its last epoch; None for never.
         max_trials: Most trials under way at once; None for no limit but the devices.
-        phases: Only trials in the same epoch may share a stream of data within a flotilla.
-        preprocess_samples_per_s: What the preprocessors can deliver to all streams of data; plans
-            keep to it. None if that never limits.
         predictor: From a running trial (`optuna.trial.FrozenTrial`) to the epochs it will take in
             all, or None; "elastic" then plans with that, within a factor of what the sweep itself
             tells.
-        rescale_s: What moving a trial costs at least, in seconds of its training; "elastic"
-            weighs it, or what the trial's last move was measured to cost if that is more.
-        convergence: When a trial has converged and ends before its last epoch; None for never.
-        checkpoint_dir: Where trials are checkpointed while they run; None for a private folder.
-            With it, the same call made again goes on where a killed one stopped, and the best
-            trials leave their weights (`load_best_model`): docs/reliability.md.
-        checkpoint_interval_s: Seconds after which a trial is checkpointed at the end of its epoch,
-            besides at each move: what a killed process may cost it.
-        keep_checkpoints: How many of the best trials leave a final checkpoint in
-            `checkpoint_dir`: with the weights of their best report, if that is the value they
-            return, else with their last.
-        checkpoint_bytes: How many bytes these may have in all; the worst of them go first. None
-            for no limit.
-        cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in
-            the calling process, on the CPU, under your debugger.
         seed: Seeds each trial together with its number; None for the pipeline's seed, or 0.
-        solver_time_limit_s: Time limit of one allocation, in seconds.
-        max_restarts: How often a trial may lose its devices (killed processes, hangs) before it
-            is failed.
-        hang_timeout_s: A run is ended, and its trial run again from its last checkpoint, when one
-            of its processes gives no sign of life for this long, or when none of them asks for a
-            batch or makes a call meanwhile (after its first batch); None for never. Preprocessors
-            that work on one chunk for half as long are replaced.
-        trial_timeout_s: Seconds on devices, over all its runs, after which a trial fails with a
-            `TrialTimeoutError`; None for never.
-        trial_memory_bytes: A trial fails with an `OutOfMemoryError` when one of its processes has
-            more private memory than this; looked at every few seconds. None for no limit.
-        storage_patience_s: Seconds to wait for the study's storage when it is gone (a database
-            restarted or locked, a gRPC proxy down); then the call ends with `StorageLostError`.
 
     Raises:
         FleetConfigError: An argument is out of range, or the devices asked for do not exist.
@@ -118,73 +89,45 @@ class FleetExecutor:
         *,
         devices: int | None = None,
         device_type: Literal["cpu", "cuda"] | None = None,
-        policy: str = "mip",
-        allocator: Allocator | None = None,
-        paradigm: Paradigm | None = None,
-        alpha: float | None = None,
-        rate_spread: float | None = None,
-        max_trials: int | None = None,
-        phases: bool = False,
-        preprocess_samples_per_s: float | None = None,
-        predictor: Callable[[optuna.trial.FrozenTrial], float | None] | None = None,
-        rescale_s: float = 1.0,
-        convergence: Convergence | None = None,
-        checkpoint_dir: str | os.PathLike[str] | None = None,
-        checkpoint_interval_s: float = 60.0,
-        keep_checkpoints: int = 1,
-        checkpoint_bytes: int | None = None,
+        policy: str | Policy = "mip",
         cluster: Literal["local", "inline"] = "local",
+        checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
+        limits: Limits | None = None,
+        convergence: Convergence | None = None,
+        max_trials: int | None = None,
+        predictor: Callable[[optuna.trial.FrozenTrial], float | None] | None = None,
         seed: int | None = None,
-        solver_time_limit_s: float = 1.0,
-        max_restarts: int = 3,
-        hang_timeout_s: float | None = 600.0,
-        trial_timeout_s: float | None = None,
-        trial_memory_bytes: int | None = None,
-        storage_patience_s: float = 300.0,
     ) -> None:
         if pipeline is not None and not isinstance(pipeline, SharedPipeline):
             raise FleetConfigError(
                 f"FleetExecutor() was given a `{type(pipeline).__name__}`, but takes a "
                 "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
             )
-        _check_objects(allocator, convergence, predictor, phases)
-        named = named_policy(policy)
-        self._policy = named.policy(
-            paradigm=paradigm,
-            alpha=alpha,
-            rate_spread=rate_spread,
-            solver_time_limit_s=solver_time_limit_s,
-            max_restarts=max_restarts,
-            max_trials=max_trials,
-            phases=phases,
-            preprocess_samples_per_s=preprocess_samples_per_s,
-            rescale_s=rescale_s,
-        )
-        self._pipeline = pipeline
-        self._convergence = convergence
-        self._predictor = predictor
-        self._checkpoint_dir = (
-            folder("checkpoint_dir", checkpoint_dir) if checkpoint_dir is not None else None
-        )
-        check_number("keep_checkpoints", keep_checkpoints, least=0, whole=True)
-        check_number("checkpoint_bytes", checkpoint_bytes, above=0, optional=True)
-        self._checkpoint_bytes = checkpoint_bytes
-        self._keep_checkpoints = keep_checkpoints if self._checkpoint_dir is not None else 0
-        check_number("checkpoint_interval_s", checkpoint_interval_s, least=0)
+        _check_objects(limits, convergence, predictor)
         check_choice("cluster", cluster, ("local", "inline"))
         if cluster == "local" and not hasattr(os, "pidfd_open"):
             raise FleetConfigError(
                 f"cluster='local' needs Linux 5.3 or later, but this is {sys.platform!r}; "
                 "cluster='inline' runs everywhere."
             )
-        self._limits = _limits(hang_timeout_s, trial_timeout_s, trial_memory_bytes)
-        check_number("storage_patience_s", storage_patience_s, least=0)
-        self._storage_patience_s = storage_patience_s
         self._cluster = cluster
-        self._checkpoint_interval_s = checkpoint_interval_s
+        self._pipeline = pipeline
+        self._convergence = convergence
+        self._predictor = predictor
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         check_number("seed", self._seed, least=0, whole=True)
-        self._allocator = allocator or named.new_allocator(self._seed)
+        self._options = limits or Limits()
+        self._limits = WatchedLimits(
+            hang_s=self._options.hang_s,
+            trial_s=self._options.trial_s,
+            memory_bytes=self._options.trial_memory_bytes,
+        )
+        chosen = policy_of(policy)
+        self._allocator = chosen.new_allocator(self._seed)
+        self._policy = chosen.rules(max_restarts=self._options.max_restarts, max_trials=max_trials)
+        self._checkpoints = _checkpoints(checkpoints)
+        root = self._checkpoints.folder
+        self._checkpoint_dir = None if root is None else folder("checkpoints", root)
         self.fleet = find_fleet(devices, device_type)
         self.summary: FleetSummary | None = None
         self._runtime: Runtime | None = None
@@ -228,7 +171,7 @@ class FleetExecutor:
             callbacks=callbacks,
             gc_after_trial=gc_after_trial,
             show_progress_bar=show_progress_bar,
-            storage_patience_s=self._storage_patience_s,
+            storage_patience_s=self._options.storage_patience_s,
             folder=self._folder_of(study),
         )
         self._busy, self.summary = True, None
@@ -252,12 +195,13 @@ class FleetExecutor:
             gc_after_trial=loop.gc_after_trial,
             convergence=self._convergence,
             predictor=self._predictor,
-            checkpoint_interval_s=self._checkpoint_interval_s,
+            checkpoint_interval_s=self._checkpoints.interval_s,
             maximize=loop.maximize,
             limits=self._limits,
         )
         folder = runtime.folder_of(loop.study.study_name)
-        keeper = Keeper(loop.study, folder, self._keep_checkpoints, self._checkpoint_bytes)
+        num_kept = 0 if self._checkpoint_dir is None else self._checkpoints.keep
+        keeper = Keeper(loop.study, folder, num_kept, self._checkpoints.max_bytes)
         driver = Driver(runtime, controller, loop.ledger, loop.proposals, job, keeper)
         try:
             driver.run()
@@ -329,23 +273,16 @@ class FleetExecutor:
         self.close()
 
 
-def _check_objects(allocator: Any, convergence: Any, predictor: Any, phases: Any) -> None:
+def _checkpoints(given: Any) -> Checkpoints:
+    return given if isinstance(given, Checkpoints) else Checkpoints(given)
+
+
+def _check_objects(limits: Any, convergence: Any, predictor: Any) -> None:
     """Refuse what would fail, or be passed over, in the midst of a sweep."""
-    check_that(
-        "allocator",
-        allocator,
-        lambda value: hasattr(value, "allocate") and not isinstance(value, type),
-        "have a method `allocate`, as the object optuna_fleet.alloc.MipAllocator(), or be None; a "
-        "name goes to `policy`",
-        optional=True,
-    )
-    check_that(
-        "convergence",
-        convergence,
-        is_a(Convergence),
-        "be a Convergence, as Convergence(patience=5), or None",
-        optional=True,
-    )
+    wanted = "be a Limits, as Limits(hang_s=60), or None"
+    check_that("limits", limits, is_a(Limits), wanted, optional=True)
+    wanted = "be a Convergence, as Convergence(patience=5), or None"
+    check_that("convergence", convergence, is_a(Convergence), wanted, optional=True)
     check_that(
         "predictor",
         predictor,
@@ -353,16 +290,6 @@ def _check_objects(allocator: Any, convergence: Any, predictor: Any, phases: Any
         "be a function from an optuna.trial.FrozenTrial to a number of epochs, or None",
         optional=True,
     )
-    check_that("phases", phases, is_a(bool), "be True or False")
-
-
-def _limits(
-    hang_timeout_s: float | None, trial_timeout_s: float | None, trial_memory_bytes: int | None
-) -> Limits:
-    check_number("hang_timeout_s", hang_timeout_s, above=0, optional=True)
-    check_number("trial_timeout_s", trial_timeout_s, above=0, optional=True)
-    check_number("trial_memory_bytes", trial_memory_bytes, above=0, optional=True)
-    return Limits(hang_s=hang_timeout_s, trial_s=trial_timeout_s, memory_bytes=trial_memory_bytes)
 
 
 def _check_not_importing_main() -> None:

@@ -341,8 +341,8 @@ def _private_folder() -> Path:
     except OSError as error:
         raise FleetConfigError(
             f"No temporary folder for checkpoints can be made ({error}): set the environment "
-            "variable TMPDIR to a folder that can be written to, or give FleetExecutor a "
-            "`checkpoint_dir`."
+            "variable TMPDIR to a folder that can be written to, or one to FleetExecutor as "
+            "`checkpoints`."
         ) from error
 
 

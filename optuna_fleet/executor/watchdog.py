@@ -173,7 +173,7 @@ class Watchdog:
         launch, limits = run.launch, self._limits
         if limits.trial_s is not None and self._flown(run) >= limits.trial_s:
             error: TrialError = TrialTimeoutError(
-                f"Trial {launch.number} took more than trial_timeout_s={limits.trial_s:g} seconds "
+                f"Trial {launch.number} took more than trial_s={limits.trial_s:g} seconds "
                 "on its devices."
             )
             return Broken(run_id=launch.run_id, error=error)

@@ -32,7 +32,7 @@ wait for data, preprocessors have their cores.
 STUCK_S = 600.0
 """A preprocessor that has worked on one chunk for so long is replaced, where there is no executor.
 
-Those of an executor have half of its ``hang_timeout_s``.
+Those of an executor have half of its ``hang_s``.
 """
 
 CHUNK_BYTES = 20 << 20

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from optuna_fleet.alloc import Allocator, ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.policies import named_policy
 from optuna_fleet.executor.trials import Policy
+from optuna_fleet.policies import policy_of
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.report import common_report, utilisation
 from optuna_fleet.replay.simulation import Outcome, Simulation
@@ -49,9 +49,9 @@ class EnsembleScenario:
 
     def run(self) -> Outcome:
         """Simulate."""
-        named = named_policy(self.policy)
+        named = policy_of(self.policy)
         allocator = self.allocator or named.new_allocator(self.seed)
-        policy = named.policy(max_restarts=_NO_LIMIT, lookahead=len(self.trials))
+        policy = named.rules(max_restarts=_NO_LIMIT, lookahead=len(self.trials))
         fleet = self._fleet()
         profiles = believed_profiles(
             self.trials,

@@ -78,7 +78,7 @@ class Keeper:
             number = best[0].number
             compat.fleet_logger.warning(
                 f"Trial {number} is the best so far, but its checkpoint is not kept: it has "
-                f"{sizes[number]} bytes, and `checkpoint_bytes` is {self._max_bytes}."
+                f"{sizes[number]} bytes, and `max_bytes` is {self._max_bytes}."
             )
         totals = itertools.accumulate(sizes[trial.number] for trial in fitting)
         return fitting[: sum(total <= self._max_bytes for total in totals)]

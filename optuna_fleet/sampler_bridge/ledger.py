@@ -257,7 +257,7 @@ class Ledger:
         """
         stay = isinstance(error, RetryableError) and self._proposals.are_claimed
         verdict = (
-            "stay RUNNING: the same call on the same `checkpoint_dir` goes on with them"
+            "stay RUNNING: the same call with the same `checkpoints` goes on with them"
             if stay
             else f"failed: {error!r}"
         )

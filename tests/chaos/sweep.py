@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import Checkpoints, FleetExecutor, Limits, SharedPipeline, policies
 from optuna_fleet.alloc import EqualSplitAllocator
 from tests.chaos.moments import reach, watch_checkpoints
 from tests.fleets import Noise, evaluate, small_model, train_epoch
@@ -139,12 +139,9 @@ def _fleet(checkpoints: str) -> FleetExecutor:
         SharedPipeline(train=WatchedNoise(_TRAIN, augment=True), val=Noise(_VAL)),
         devices=4,
         device_type="cpu",
-        policy="equal-split",
-        allocator=WatchedAllocator(),
+        policy=policies.Own(allocator=WatchedAllocator(), paradigm="elastic"),
         max_trials=3,  # so that one of them may have two devices
-        checkpoint_dir=checkpoints,
-        checkpoint_interval_s=0.0,
-        max_restarts=100,
-        hang_timeout_s=5.0,
+        checkpoints=Checkpoints(checkpoints, interval_s=0.0),
+        limits=Limits(max_restarts=100, hang_s=5.0),
         seed=5,
     )

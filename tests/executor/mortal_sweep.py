@@ -17,7 +17,7 @@ import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
-from optuna_fleet import FleetExecutor
+from optuna_fleet import Checkpoints, FleetExecutor
 from optuna_fleet.checkpoint_folder import StudyFolder
 from tests.samplers import ByNumber
 
@@ -82,13 +82,14 @@ def main(folder: Path, kind: str, at: int) -> None:
         pruner=optuna.pruners.ThresholdPruner(upper=2.9),
         load_if_exists=True,
     )
-    options = {"devices": 2, "checkpoint_dir": folder / "checkpoints", "seed": 3}
+    options: dict[str, Any] = {"devices": 2, "checkpoints": folder / "checkpoints", "seed": 3}
     if kind == "plain":
         objective, fleet = plain, FleetExecutor(**options)
     else:
         from tests.fleets import fleet_of
 
-        objective, fleet = training, fleet_of(checkpoint_interval_s=0.0, **options)
+        options["checkpoints"] = Checkpoints(folder / "checkpoints", interval_s=0.0)
+        objective, fleet = training, fleet_of(**options)
     let_die(JournalStorage, _WRITES, at)
     let_die(StudyFolder, ("record_call", "_remove"), at)
     with fleet:

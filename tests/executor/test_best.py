@@ -15,7 +15,7 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet import FleetConfigError, FleetExecutor, load_best_model
+from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, load_best_model
 from optuna_fleet.checkpoint_folder import StudyFolder
 from optuna_fleet.exceptions import TrialError
 from tests.fleets import Leg, fleet_of, small_model, small_pipeline
@@ -33,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def keeping(root: Path) -> Iterator[Any]:
     """Three CPU slots; a checkpoint after each epoch; the best trial leaves its weights."""
-    with fleet_of(devices=3, checkpoint_dir=root, checkpoint_interval_s=0.0) as executor:
+    with fleet_of(devices=3, checkpoints=Checkpoints(root, interval_s=0.0)) as executor:
         yield executor
 
 

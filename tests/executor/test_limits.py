@@ -20,6 +20,7 @@ from optuna.trial import TrialState
 from optuna_fleet import (
     FleetConfigError,
     FleetExecutor,
+    Limits,
     OutOfMemoryError,
     PreprocessingError,
     SharedPipeline,
@@ -27,7 +28,8 @@ from optuna_fleet import (
 )
 from optuna_fleet.events import Ending, Launch
 from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
-from optuna_fleet.executor.watchdog import Broken, Hung, Limits, Watchdog
+from optuna_fleet.executor.watchdog import Broken, Hung, Watchdog
+from optuna_fleet.executor.watchdog import Limits as WatchedLimits
 from optuna_fleet.messages import Ended, Progress, Pulse
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import Noise, fleet_of, small_model
@@ -51,7 +53,7 @@ class World:
 
     def __init__(self, **limits: Any) -> None:
         self.now = 0.0
-        self.watchdog = Watchdog(Limits(**limits), clock=lambda: self.now)
+        self.watchdog = Watchdog(WatchedLimits(**limits), clock=lambda: self.now)
         self.watchdog.launched(self.launch(0))
 
     def launch(self, run_id: int, number: int = 7) -> Launch:
@@ -166,7 +168,7 @@ def test_time_on_devices_is_summed_over_the_runs_of_a_trial() -> None:
     (broken,) = world.after(0.2)
     assert isinstance(broken, Broken)
     assert isinstance(broken.error, TrialTimeoutError)
-    assert "Trial 7 took more than trial_timeout_s=10 seconds" in str(broken.error)
+    assert "Trial 7 took more than trial_s=10 seconds" in str(broken.error)
 
 
 def test_a_process_that_grows_too_large_breaks_the_limit() -> None:
@@ -192,7 +194,7 @@ def test_a_limit_out_of_range_is_refused(name: str) -> None:
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Any]:
     """A fleet that notices soon; with patience enough for a loaded machine."""
-    with fleet_of(devices=2, hang_timeout_s=4.0) as executor:
+    with fleet_of(devices=2, limits=Limits(hang_s=4.0)) as executor:
         yield executor
 
 
@@ -253,11 +255,11 @@ def read_all(trial: Any, *, name: str) -> int:
 def test_a_preprocessor_that_is_stuck_is_replaced(tmp_path: Path) -> None:
     data = SharedPipeline(once=Sticky(tmp_path), always=Sticky(tmp_path, always=True))
     study = optuna.create_study()
-    with fleet_of(devices=1, pipeline=data, hang_timeout_s=2.0) as executor:
+    with fleet_of(devices=1, pipeline=data, limits=Limits(hang_s=2.0)) as executor:
         study.optimize(functools.partial(read_all, name="once"), n_trials=1, executor=executor)
         assert study.trials[0].value == 40
         assert (tmp_path / "stopped").exists()
-    with fleet_of(devices=1, pipeline=data, hang_timeout_s=1.0) as executor:
+    with fleet_of(devices=1, pipeline=data, limits=Limits(hang_s=1.0)) as executor:
         stuck = functools.partial(read_all, name="always")
         with pytest.raises(PreprocessingError, match=r"data set .always.: .*stuck"):
             study.optimize(stuck, n_trials=1, executor=executor)
@@ -276,7 +278,7 @@ def wait_for_nobody(trial: Any) -> float:
 
 def test_a_trial_that_always_hangs_is_given_up_with_a_reason() -> None:
     study = optuna.create_study()
-    with fleet_of(devices=2, hang_timeout_s=2.0, max_restarts=0) as executor:
+    with fleet_of(devices=2, limits=Limits(hang_s=2.0, max_restarts=0)) as executor:
         study.optimize(wait_for_nobody, n_trials=1, catch=Exception, executor=executor)
     assert states(study) == [FAIL]
     assert "within barrier" in reason(study.trials[0])
@@ -290,11 +292,11 @@ def forever(trial: Any) -> float:
 
 def test_a_trial_that_takes_too_long_fails_and_its_device_goes_on() -> None:
     study = optuna.create_study()
-    with FleetExecutor(devices=1, device_type="cpu", trial_timeout_s=2.0) as executor:
+    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=2.0)) as executor:
         study.optimize(forever, n_trials=2, catch=TrialTimeoutError, executor=executor)
         assert states(study) == [FAIL, COMPLETE]
         assert reason(study.trials[0]).startswith("TrialTimeoutError: Trial 0 took more than")
-        with pytest.raises(TimeoutError, match="trial_timeout_s=2"):
+        with pytest.raises(TimeoutError, match="trial_s=2"):
             study.optimize(functools.partial(sleep_as, number=2), n_trials=1, executor=executor)
 
 
@@ -314,7 +316,9 @@ def grow(trial: Any) -> float:
 
 def test_a_trial_that_takes_too_much_memory_fails() -> None:
     study = optuna.create_study()
-    with FleetExecutor(devices=1, device_type="cpu", trial_memory_bytes=300 << 20) as executor:
+    with FleetExecutor(
+        devices=1, device_type="cpu", limits=Limits(trial_memory_bytes=300 << 20)
+    ) as executor:
         study.optimize(grow, n_trials=2, catch=MemoryError, executor=executor)
     assert states(study) == [FAIL, COMPLETE]
     assert reason(study.trials[0]).startswith("OutOfMemoryError: Trial 0, rank 0, took ")
@@ -333,7 +337,7 @@ def test_a_process_that_ran_out_of_memory_is_not_used_again() -> None:
     """Nor is it sent another trial meanwhile, which would lose its devices with it."""
     study = optuna.create_study()
     catch = (MemoryError, torch.OutOfMemoryError)
-    with FleetExecutor(devices=1, device_type="cpu", max_restarts=0) as executor:
+    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(max_restarts=0)) as executor:
         study.optimize(out_of_memory, n_trials=4, catch=catch, executor=executor)
     assert states(study) == [FAIL, FAIL, COMPLETE, COMPLETE]
     pids = [trial.user_attrs["pid"] for trial in study.trials]

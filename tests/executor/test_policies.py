@@ -7,9 +7,9 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet import FleetExecutor
+from optuna_fleet import FleetExecutor, policies
 from optuna_fleet.alloc import ElasticAllocator
-from optuna_fleet.executor.policies import POLICIES
+from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import small_pipeline, train
 
@@ -18,7 +18,7 @@ def short(trial: Any) -> float:
     return train(trial, epochs=2 + trial.number % 2)
 
 
-def losses_of(policy: str, **options: Any) -> list[Any]:
+def losses_of(policy: Any, **options: Any) -> list[Any]:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     pipeline = small_pipeline()
     with FleetExecutor(pipeline, devices=2, device_type="cpu", policy=policy, **options) as fleet:
@@ -41,7 +41,9 @@ def test_a_policy_changes_who_flies_where_and_nothing_else(
 
 def test_elastic_takes_an_objective_of_the_users(expected: list[Any]) -> None:
     allocator = ElasticAllocator(objective=lambda candidate, m: m**0.5, forward_looking_s=60)
-    for losses, alike in zip(losses_of("elastic", allocator=allocator), expected, strict=True):
+    for losses, alike in zip(
+        losses_of(policies.Own(allocator=allocator, paradigm="elastic")), expected, strict=True
+    ):
         assert losses == pytest.approx(alike, rel=1e-10)
 
 
@@ -62,7 +64,7 @@ def test_a_predictor_is_asked_and_may_fail(caplog: pytest.LogCaptureFixture) -> 
 def test_elastic_moves_a_trial_in_mid_sweep_and_its_losses_stay() -> None:
     study = optuna.create_study()
     with FleetExecutor(
-        small_pipeline(), devices=2, device_type="cpu", policy="elastic", rescale_s=0.0
+        small_pipeline(), devices=2, device_type="cpu", policy=policies.Elastic(rescale_s=0.0)
     ) as fleet:
         study.optimize(lambda trial: 0.0, n_trials=4, executor=fleet)  # both trainers are up
         study.optimize(lambda trial: train(trial, epochs=40), n_trials=1, executor=fleet)

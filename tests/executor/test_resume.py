@@ -105,7 +105,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(root: Path) -> Iterator[FleetExecutor]:
-    with FleetExecutor(devices=1, device_type="cpu", checkpoint_dir=root) as executor:
+    with FleetExecutor(devices=1, device_type="cpu", checkpoints=root) as executor:
         yield executor
 
 
@@ -187,7 +187,7 @@ def test_a_call_that_ends_because_the_fleet_failed_is_gone_on_with(
         if COMPLETE in states(study) and any(trial.user_attrs for trial in study.trials):
             raise LaunchError("no trainer can be started any more")
 
-    with FleetExecutor(devices=2, device_type="cpu", checkpoint_dir=root) as fleet:
+    with FleetExecutor(devices=2, device_type="cpu", checkpoints=root) as fleet:
         monkeypatch.setattr(Runtime, "messages", failing)
         with pytest.raises(LaunchError, match="no trainer"):
             study.optimize(waiting, n_trials=4, executor=fleet)
@@ -226,7 +226,7 @@ def test_a_queued_trial_keeps_its_parameters(fleet: Any, root: Path) -> None:
 
 def refused(study: optuna.Study, root: Path) -> str:
     with (
-        FleetExecutor(devices=1, device_type="cpu", checkpoint_dir=root) as second,
+        FleetExecutor(devices=1, device_type="cpu", checkpoints=root) as second,
         pytest.raises(FleetConfigError) as caught,
     ):
         study.optimize(objective, n_trials=1, executor=second)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from optuna_fleet import Checkpoints
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import Leg, fleet_of, small_model, train
 
@@ -87,7 +88,7 @@ def test_a_killed_trial_resumes_from_its_checkpoint_bit_for_bit(
 ) -> None:
     study = optuna.create_study()
     objective = functools.partial(train_and_die, flag=tmp_path / "died")
-    with fleet_of(devices=1, checkpoint_interval_s=0.0) as fleet:
+    with fleet_of(devices=1, checkpoints=Checkpoints(interval_s=0.0)) as fleet:
         study.optimize(objective, n_trials=1, executor=fleet)
     assert (tmp_path / "died").exists()
     assert study.trials[0].user_attrs["losses"] + study.trials[0].user_attrs["noise"] == alone

@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
-from optuna_fleet import FleetConfigError, FleetExecutor, StorageLostError
+from optuna_fleet import FleetConfigError, Limits, StorageLostError
 from optuna_fleet.sampler_bridge import patience
 from optuna_fleet.sampler_bridge.patience import PatientStorage, is_gone
 from tests.executor.storage_servers import Postgres, Proxy
@@ -353,7 +353,7 @@ def test_an_error_of_the_call_itself_is_not_waited_for(storages: Storages, fleet
 
 def test_patience_must_be_a_number() -> None:
     with pytest.raises(FleetConfigError, match="`storage_patience_s` is -1, but must be"):
-        FleetExecutor(devices=1, storage_patience_s=-1)
+        Limits(storage_patience_s=-1)
 
 
 # -- whatever went through unheard is not done again ---------------------------------------------

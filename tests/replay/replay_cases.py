@@ -6,12 +6,13 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.alloc import AllocationProblem, Plan, validate
 from optuna_fleet.alloc.problem import Allocator
-from optuna_fleet.executor.policies import named_policy
 from optuna_fleet.executor.trials import Policy
+from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.simulation import Outcome, Simulation
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles
 from optuna_fleet.resources import Device, Fleet
@@ -76,10 +77,11 @@ def simulate(
     **more: Any,
 ) -> Outcome:
     more = {"max_restarts": 2**31, "lookahead": len(trials), "rate_spread": math.inf, **more}
+    more = {name: value for name, value in more.items() if value is not None}
     simulation = Simulation(
         fleet_of(num_devices),
         trials,
-        named_policy(policy).policy(**more) if policy else Policy(**more),
+        replace(POLICIES[policy]().rules(), **more) if policy else Policy(**more),
         allocator,
         believed_profiles(trials, noise=noise, widest=widest),
         rules or Rules(),

@@ -16,7 +16,7 @@ from replay_cases import (
 )
 
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator, RateProfile
-from optuna_fleet.executor.policies import POLICIES
+from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import FleetChange, Rules
@@ -70,7 +70,7 @@ def fleet_changes(draw):
 
 
 def allocator_of(policy):
-    return Checked(POLICIES[policy].new_allocator(3))
+    return Checked(POLICIES[policy]().new_allocator(3))
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))

@@ -1,0 +1,78 @@
+"""What a user sets beside the policy: where trials are checkpointed, and what they may take."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from optuna_fleet.arguments import check_number, path, suggests_options
+
+
+@suggests_options
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Where and when trials are checkpointed, and what they leave behind.
+
+    Args:
+        folder: Made if need be. With it, the same call made again goes on where a killed one
+            stopped, and the best trials leave their weights for `load_best_model`. None for a
+            private folder that goes with the executor.
+        interval_s: Seconds after which a trial is checkpointed at the end of its epoch, besides
+            at each move: what a killed process may cost it.
+        keep: How many of the best trials leave a final checkpoint in `folder`: with the weights
+            of their best report, if that is the value they return, else with their last.
+        max_bytes: How many bytes these may have in all; the worst of them go first. None for no
+            limit.
+
+    Raises:
+        FleetConfigError: An argument is out of range, or the folder can't be made.
+    """
+
+    folder: str | os.PathLike[str] | None = None
+    interval_s: float = 60.0
+    keep: int = 1
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.folder is not None:
+            object.__setattr__(self, "folder", path("folder", self.folder))
+        check_number("interval_s", self.interval_s, least=0)
+        check_number("keep", self.keep, least=0, whole=True)
+        check_number("max_bytes", self.max_bytes, above=0, optional=True)
+
+
+@suggests_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What trials may take, and how long is waited for what is gone.
+
+    Args:
+        hang_s: A run is ended, and its trial run again from its last checkpoint, when one of its
+            processes gives no sign of life for this long, or when none of them asks for a batch or
+            makes a call meanwhile (after its first batch); None for never. Preprocessors that
+            work on one chunk for half as long are replaced.
+        trial_s: Seconds on devices, over all its runs, after which a trial fails with a
+            `TrialTimeoutError`; None for never.
+        trial_memory_bytes: A trial fails with an `OutOfMemoryError` when one of its processes has
+            more private memory than this; looked at every few seconds. None for no limit.
+        max_restarts: How often a trial may lose its devices (killed processes, hangs) before it
+            is failed.
+        storage_patience_s: Seconds to wait for the study's storage when it is gone (a database
+            restarted or locked, a gRPC proxy down); then the call ends with `StorageLostError`.
+
+    Raises:
+        FleetConfigError: An argument is out of range.
+    """
+
+    hang_s: float | None = 600.0
+    trial_s: float | None = None
+    trial_memory_bytes: int | None = None
+    max_restarts: int = 3
+    storage_patience_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        check_number("hang_s", self.hang_s, above=0, optional=True)
+        check_number("trial_s", self.trial_s, above=0, optional=True)
+        check_number("trial_memory_bytes", self.trial_memory_bytes, above=0, optional=True)
+        check_number("max_restarts", self.max_restarts, least=0, whole=True)
+        check_number("storage_patience_s", self.storage_patience_s, least=0)

@@ -1,0 +1,252 @@
+"""Who trains where, and when that is decided: an allocator, and when it is asked.
+
+The same for executor and replay. A policy is named (``policy="mip"``) or made with options of its
+own (``policy=policies.Mip(alpha=0.5)``); docs/allocation.md says what each does and how well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from optuna_fleet.alloc import (
+    Allocator,
+    ElasticAllocator,
+    EqualSplitAllocator,
+    FleetAllocator,
+    GreedyAllocator,
+    HomogeneousAllocator,
+    MipAllocator,
+    SingleDeviceAllocator,
+)
+from optuna_fleet.alloc.outcome import Objective
+from optuna_fleet.arguments import (
+    check_choice,
+    check_number,
+    check_that,
+    did_you_mean,
+    is_a,
+    suggests_options,
+)
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.trials import PARADIGMS, Paradigm
+from optuna_fleet.executor.trials import Policy as Rules
+
+_WHEN_ALL_ENDED = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What all policies have in common.
+
+    Args:
+        paradigm: "global" re-allocates all trials at each round; "local" only fills freed devices;
+            "elastic" decides at each event.
+        alpha: A global round ends when fewer than this share of its devices is active.
+        rate_spread: Fastest over slowest training rate allowed within one flotilla.
+        rescale_s: What moving a trial costs at least, in seconds of its training; "elastic"
+            weighs it, or what the trial's last move was measured to cost if that is more.
+        time_limit_s: Time limit of one allocation, in seconds; an allocator that hangs is killed
+            a little later, and a greedy plan serves.
+        phases: Only trials in the same epoch may share a stream of data within a flotilla.
+        preprocess_samples_per_s: What the preprocessors can deliver to all streams of data; plans
+            keep to it. None if that never limits.
+
+    Raises:
+        FleetConfigError: An argument is out of range.
+    """
+
+    is_coupled: ClassVar[bool] = False
+    """As published, trials of a flotilla advance at the pace of the slowest."""
+
+    paradigm: Paradigm = "global"
+    alpha: float = 0.8
+    rate_spread: float = 2.0
+    rescale_s: float = 1.0
+    time_limit_s: float = 1.0
+    phases: bool = False
+    preprocess_samples_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("paradigm", self.paradigm, PARADIGMS)
+        check_number("alpha", self.alpha, above=0, most=1)
+        check_number("rate_spread", self.rate_spread, least=1)
+        check_number("rescale_s", self.rescale_s, least=0)
+        check_number("time_limit_s", self.time_limit_s, above=0)
+        check_that("phases", self.phases, is_a(bool), "be True or False")
+        capacity = self.preprocess_samples_per_s
+        check_number("preprocess_samples_per_s", capacity, above=0, optional=True)
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """The allocator that is asked; most need no seed."""
+        raise NotImplementedError
+
+    def rules(self, **more: Any) -> Rules:
+        """What the controller goes by; ``more`` as in its `Policy`."""
+        return Rules(
+            paradigm=self.paradigm,
+            alpha=self.alpha,
+            rate_spread=self.rate_spread,
+            rescale_s=self.rescale_s,
+            solver_time_limit_s=self.time_limit_s,
+            phases=self.phases,
+            preprocess_samples_per_s=self.preprocess_samples_per_s,
+            **more,
+        )
+
+
+@suggests_options
+@dataclass(frozen=True, kw_only=True)
+class Baseline(Policy):
+    """One device for each trial."""
+
+    paradigm: Paradigm = "local"
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """See `Policy`."""
+        return SingleDeviceAllocator(seed=seed)
+
+
+@suggests_options
+@dataclass(frozen=True, kw_only=True)
+class Homogeneous(Policy):
+    """Trials that all have the same number of devices, and end together (Pittman et al.)."""
+
+    is_coupled: ClassVar[bool] = True
+    alpha: float = _WHEN_ALL_ENDED
+    rate_spread: float = math.inf
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """See `Policy`."""
+        return HomogeneousAllocator(seed=seed)
+
+
+@suggests_options
+@dataclass(frozen=True, kw_only=True)
+class FleetG(Policy):
+    """FLEET's allocation in rounds, as published (FLEET 4.3.2)."""
+
+    is_coupled: ClassVar[bool] = True
+    rate_spread: float = math.inf
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """See `Policy`."""
+        return FleetAllocator()
+
+
+@suggests_options
+@dataclass(frozen=True, kw_only=True)
+class FleetL(FleetG):
+    """FLEET's allocation of freed devices, as published (FLEET 4.3.3)."""
+
+    paradigm: Paradigm = "local"
+
+
+@suggests_options
+@dataclass(frozen=True, kw_only=True)
+class Greedy(Policy):
+    """Rounds, planned by a heuristic."""
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """See `Policy`."""
+        return GreedyAllocator()
+
+
+@suggests_options
+@dataclass(frozen=True, kw_only=True)
+class Mip(Policy):
+    """Rounds, planned with python-mip."""
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """See `Policy`."""
+        return MipAllocator()
+
+
+@suggests_options
+@dataclass(frozen=True, kw_only=True)
+class EqualSplit(Policy):
+    """As many devices for everyone, re-decided at each event."""
+
+    paradigm: Paradigm = "elastic"
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """See `Policy`."""
+        return EqualSplitAllocator()
+
+
+@suggests_options
+@dataclass(frozen=True, kw_only=True)
+class Elastic(Policy):
+    """All widths re-decided at each event (BFTrainer, section 3).
+
+    Args:
+        objective: "makespan", to be done soon; "throughput" or "scaling-efficiency", to get most
+            done; or a function (candidate, devices) -> outcome per second, for the same.
+    """
+
+    paradigm: Paradigm = "elastic"
+    objective: str | Objective = "makespan"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.new_allocator(0)  # checks the objective
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """See `Policy`."""
+        return ElasticAllocator(objective=self.objective)
+
+
+@suggests_options
+@dataclass(frozen=True, kw_only=True)
+class Own(Policy):
+    """An allocator of your own, or one of `optuna_fleet.alloc` with options of its own.
+
+    Args:
+        allocator: See `optuna_fleet.alloc.Allocator`.
+    """
+
+    allocator: Allocator
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_that(
+            "allocator",
+            self.allocator,
+            lambda value: hasattr(value, "allocate") and not isinstance(value, type),
+            "have a method `allocate`, as the object optuna_fleet.alloc.MipAllocator()",
+        )
+
+    def new_allocator(self, seed: int) -> Allocator:
+        """See `Policy`."""
+        return self.allocator
+
+
+POLICIES: dict[str, type[Policy]] = {
+    "baseline": Baseline,
+    "homogeneous": Homogeneous,
+    "fleet-g": FleetG,
+    "fleet-l": FleetL,
+    "greedy": Greedy,
+    "mip": Mip,
+    "equal-split": EqualSplit,
+    "elastic": Elastic,
+}
+
+
+def policy_of(given: str | Policy) -> Policy:
+    """The policy that a user named or made.
+
+    Raises:
+        FleetConfigError: It is neither.
+    """
+    if isinstance(given, Policy):
+        return given
+    if isinstance(given, str) and given in POLICIES:
+        return POLICIES[given]()
+    names = ", ".join(map(repr, POLICIES))
+    question = did_you_mean(given, POLICIES) if isinstance(given, str) else ""
+    raise FleetConfigError(
+        f"`policy` is {given!r}, but must be one of {names}, or an object as "
+        f"optuna_fleet.policies.Mip(alpha=0.5){question}."
+    )
