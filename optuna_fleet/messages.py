@@ -179,7 +179,7 @@ class RunTrial:
         final_to: Path to write the checkpoint to that it leaves when it is done; None for none.
         best_to: Path for what its best report so far would leave, until then; None for none.
         pulse_s: Seconds between two `Pulse` messages; None for none.
-        may_widen: The trial may have several devices later.
+        num_devices: Most devices that the trial could have in this fleet.
     """
 
     run_id: int
@@ -201,7 +201,7 @@ class RunTrial:
     final_to: str | None = None
     best_to: str | None = None
     pulse_s: float | None = None
-    may_widen: bool = False
+    num_devices: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +246,8 @@ class Reached:
     resumable: bool
     batch_size: int
     samples_per_epoch: int
+    min_devices: int = 1
+    max_devices: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

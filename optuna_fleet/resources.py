@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,11 @@ class Fleet:
     def kinds(self) -> tuple[str, ...]:
         """Device types, in ascending order."""
         return tuple(sorted({device.kind for device in self.devices}))
+
+    @property
+    def widest(self) -> int:
+        """Most devices that a trial can have: all of one type."""
+        return max(Counter(device.kind for device in self.devices).values())
 
     def __len__(self) -> int:
         return len(self.devices)

@@ -68,7 +68,7 @@ class Launcher:
             gc_after_trial=job.gc_after_trial,
             maximize=job.maximize,
             pulse_s=job.limits.pulse_s,
-            may_widen=len(self._runtime.fleet) > 1,
+            num_devices=self._runtime.fleet.widest,
         )
 
     def send_waiting(self) -> None:

@@ -101,7 +101,7 @@ class Poser:
             rates=rates,
             rates_by_kind=rates_by_kind,
             devices=devices,
-            min_devices=model.min_devices,
+            min_devices=min(model.min_devices, len(rates)),
             waited_rounds=trial.waited_rounds,
             epochs_done=trial.epochs_done,
             predicted_epochs=trial.predicted_epochs,

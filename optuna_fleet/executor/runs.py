@@ -154,9 +154,11 @@ def decision_of(instruction: StartRound) -> Decision:
 
 def model_of(message: Reached) -> Model:
     """What a run has shown of its trial's model."""
+    most = min(message.batch_size, message.max_devices or message.batch_size)
     return Model(
         structure=message.structure,
         resumable=message.resumable,
-        max_devices=message.batch_size,
+        min_devices=min(message.min_devices, most),
+        max_devices=most,
         samples_per_epoch=message.samples_per_epoch,
     )

@@ -17,9 +17,10 @@ from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.messages import Reached, Trained
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
+from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.feed import feed
 from optuna_fleet.trainer.groups import of_first_rank
-from optuna_fleet.trainer.session import Session
+from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.shares import BatchShares, Share
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.stopwatch import Stopwatch
@@ -69,6 +70,7 @@ class Reading:
         self.shares = shares
         self.reached_after_s: float | None = None
         self.stopwatch = Stopwatch(session.run.measure)
+        self.bounds = Bounds()
         self._session = session
         session.collectives = lambda: self.shares.collectives
         self._run = session.run
@@ -232,8 +234,12 @@ class Reading:
                     resumable=self._place.is_inside,
                     batch_size=batch_size,
                     samples_per_epoch=samples,
+                    min_devices=self.bounds.min_devices,
+                    max_devices=self.bounds.max_devices,
                 )
             )
+        if self._place.is_inside and self.bounds.min_devices > self._run.world_size:
+            self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
         if batch_size > samples:
             self._session.tell(
                 "fleet",

@@ -21,6 +21,7 @@ from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import calls, checkpoint, reduction
 from optuna_fleet.trainer.alike import come_apart
+from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.compiled import load_state, state_of
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
 from optuna_fleet.trainer.left_behind import LeftBehind
@@ -119,7 +120,7 @@ class Training:
 
     def _new_split_check(self) -> SplitCheck | None:
         """On one device, unless the trial will never have more."""
-        if self._run.world_size > 1 or not self._run.may_widen:
+        if self._run.world_size > 1 or self._run.num_devices == 1:
             return None
         return SplitCheck(self._stay_alone, self._session.remark, self._shares)
 
@@ -177,10 +178,14 @@ class Training:
 
     # -- prepare ----------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(
+        self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
+    ) -> Any:
         """See `FleetTrial.prepare`."""
         if not objects:
             raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_PREPARED}.")
+        if min_devices is not None or max_devices is not None:
+            self._reading.bounds = Bounds.checked(min_devices, max_devices, self._run.num_devices)
         for thing in objects:  # before any optimizer's state is made to follow them
             if isinstance(thing, torch.nn.Module):
                 thing.to(self.device)

@@ -233,7 +233,9 @@ class FleetTrial(optuna.Trial):
             self._open_training()
         return self._session.reports
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(
+        self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
+    ) -> Any:
         """Make modules, optimizers, schedulers and scalers part of the trial.
 
         Modules move to the trial's device and, on several devices, train data parallel with the
@@ -242,14 +244,19 @@ class FleetTrial(optuna.Trial):
 
         Args:
             objects: Anything with `state_dict` and `load_state_dict`.
+            min_devices: Fewest devices that the trial may have. The objective is begun on one
+                device nevertheless, up to its first batch. A loss that is no mean over samples
+                is not found where a trial never trains on one device.
+            max_devices: Most devices that the trial may have; None for as many as it can use.
 
         Returns:
             The same objects in the same order (one alone as itself); none is wrapped.
 
         Raises:
-            FleetConfigError: An object has no `state_dict`.
+            FleetConfigError: An object has no `state_dict`, or there are fewer devices than
+                `min_devices`.
         """
-        return self._training.prepare(*objects)
+        return self._training.prepare(*objects, min_devices=min_devices, max_devices=max_devices)
 
     def weighted(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
         """Return a loss whose gradients are exact where it is no plain mean over the samples.

@@ -644,3 +644,13 @@ def sums_in_each_step(trial: Any) -> float:
                     trial.state["seen"].append(trial.sum(loss.item()))
     trial.set_user_attr("seen", trial.state["seen"])
     return 0.0
+
+
+def bounded(trial: Any, **bounds: int) -> float:
+    model = convnet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = trial.prepare(model, optimizer, **bounds)
+    for _ in trial.epochs(20):
+        for images, labels in trial.batches("train", batch_size=10):
+            train_on(trial, model, optimizer, images, labels)
+    return 0.0

@@ -11,6 +11,7 @@ import optuna
 import pytest
 import torch
 
+from optuna_fleet import FleetConfigError
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.executor import losses, objectives
 from tests.executor.parts import OBJECTIVES, usual_pipeline
@@ -111,6 +112,38 @@ def test_sums_within_an_evaluation_are_of_all_ranks(usual_fleet: Any, log: Any) 
     alone.optimize(objectives.sums_in_each_step, n_trials=1, executor=usual_fleet)
     expected = alone.trials[0].user_attrs["seen"]
     assert study.trials[0].user_attrs["seen"] == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "first", "last"), [({"max_devices": 2}, 1, 2), ({"min_devices": 3}, 1, 4)]
+)
+def test_a_trial_says_how_many_devices_it_wants(
+    usual_fleet: Any, bounds: dict[str, int], first: int, last: int
+) -> None:
+    study = optuna.create_study()
+    objective = functools.partial(objectives.bounded, **bounds)
+    study.optimize(objective, n_trials=1, executor=usual_fleet)
+    (flown,) = widths(study)
+    assert (flown[0], flown[-1]) == (first, last)
+    assert all(
+        bounds.get("min_devices", 1) <= m <= bounds.get("max_devices", 4) for m in flown[1:]
+    )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "complaint"),
+    [
+        ({"min_devices": 5}, "`min_devices` is 5, but the fleet has 4: it must not be more"),
+        ({"min_devices": 3, "max_devices": 2}, "`min_devices` is 3, but `max_devices` is 2"),
+        ({"max_devices": 0}, "`max_devices` is 0, but must be a whole number >= 1, or None"),
+    ],
+)
+def test_bounds_that_can_not_be_met_are_refused(
+    usual_fleet: Any, bounds: dict[str, int], complaint: str
+) -> None:
+    objective = functools.partial(objectives.bounded, **bounds)
+    with pytest.raises(FleetConfigError, match=complaint):
+        optuna.create_study().optimize(objective, n_trials=1, executor=usual_fleet)
 
 
 def test_a_loss_that_is_a_mean_is_given_all_devices(usual_fleet: Any, log: Any) -> None:
