@@ -206,6 +206,8 @@ class Controller:
         if run is None or event.device in run.endings:
             return []
         ending = event.ending
+        if ending is not Ending.YIELDED or not self._planner.has_planned_for(run):
+            self._planner.has_news = True
         if self._roster.end_rank(run, event.device, ending, is_leaving=event.is_leaving):
             return self._run_ended(run)
         if ending in (Ending.RAISED, Ending.CUT_OFF, Ending.LOST) and not run.cut:
@@ -242,8 +244,6 @@ class Controller:
     def _run_ended(self, run: Run) -> list[Instruction]:
         trial = self._roster.land(run)
         has_yielded = set(run.endings.values()) == {Ending.YIELDED}
-        if not (has_yielded and run.is_moving and self._planner.has_planned_for(run)):
-            self._planner.has_news = True
         names = {"number": run.number, "run_id": run.run_id}
         if run.lost and not run.condemned:
             trial.restarts += 1

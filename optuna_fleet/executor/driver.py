@@ -136,8 +136,8 @@ class Driver:
 
     def _wait(self) -> None:
         allocator = self._runtime.allocator
-        others = [*([allocator] if self._deciding else []), *self._desk.thinking()]
-        for message in self._runtime.messages(self._patience_s(), *others):
+        others = [allocator] if self._deciding else []
+        for message in self._runtime.messages(self._patience_s(), *others, *self._desk.thinking()):
             self._receive(message)
             self._work()
         if self._desk.go_on():

@@ -62,7 +62,7 @@ class Planner:
         """Whether the last plan knew that this run would leave its devices."""
         problem = self._problem
         if problem is not None and run.number in problem.by_number:
-            return set(run.devices).issubset(problem.devices)
+            return run.is_moving and set(run.devices).issubset(problem.devices)
         return run.number in self._roster.pending and self._roster.is_promised(run.devices)
 
     def call_off(self) -> None:
