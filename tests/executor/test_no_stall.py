@@ -148,7 +148,7 @@ class World:
         self.check()
         return seen
 
-    def carry_out(self, instruction: Any) -> list[Event]:
+    def carry_out(self, instruction: Any) -> list[Event]:  # noqa: C901 - one arm per instruction
         match instruction:
             case Propose():
                 if self.rng.random() < 0.1 and not self.is_draining:
