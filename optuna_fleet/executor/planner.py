@@ -140,8 +140,6 @@ class Planner:
             fits = len(assignment.devices) <= roster.trials[number].most_devices
             if fits and roster.can_serve(assignment):
                 roster.pending[number] = assignment
-        if len(assignments) > sum(n in roster.pending for n in assignments):
-            self.call_off()
 
     def _leave(self, run: Run) -> list[Instruction]:
         was_at_rest = run.stage is Stage.AT_REST
