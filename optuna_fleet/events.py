@@ -99,6 +99,13 @@ class WidthLimited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRefused:
+    """A run that was told to yield can't be checkpointed, and trains on where it is."""
+
+    run_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoveMeasured:
     """A trial trains again on other devices; for so many seconds it was on some and did not."""
 
@@ -172,6 +179,7 @@ Event: TypeAlias = (
     | DataRequested
     | RateMeasured
     | WidthLimited
+    | MoveRefused
     | MoveMeasured
     | EpochEnded
     | RankEnded

@@ -28,6 +28,7 @@ from optuna_fleet.events import (
     Interrupt,
     Launch,
     MoveMeasured,
+    MoveRefused,
     PlanDecided,
     ProposalsExhausted,
     Propose,
@@ -136,8 +137,7 @@ class Driver:
     def _wait(self) -> None:
         allocator = self._runtime.allocator
         others = [allocator] if self._deciding else []
-        thinking = self._desk.thinking()
-        for message in self._runtime.messages(self._patience_s(), *others, *thinking):
+        for message in self._runtime.messages(self._patience_s(), *others, *self._desk.thinking()):
             self._receive(message)
             self._work()
         if self._desk.go_on():
@@ -175,6 +175,9 @@ class Driver:
                 self._proposals.note_defined(self._runs[message.run_id].launch.number)
                 self._propose(again=True)
             case RateMeasured() | WidthLimited():
+                self._post(message)
+            case MoveRefused() if message.run_id in self._runs:
+                self.tally.moves.stays(self._runs[message.run_id].launch.number)
                 self._post(message)
             case Trained() if message.run_id in self._runs:
                 self._trained(self._runs[message.run_id].launch)

@@ -31,6 +31,10 @@ class Moves:
         """The trial was told to leave its devices."""
         self._ordered[number] = self._clock()
 
+    def stays(self, number: int) -> None:
+        """The trial did not leave."""
+        self._ordered.pop(number, None)
+
     def left(self, number: int) -> None:
         """It is on no device now."""
         self._launched.pop(number, None)

@@ -8,7 +8,7 @@ from optuna_fleet.alloc.problem import AllocationProblem, Candidate
 from optuna_fleet.events import Model
 from optuna_fleet.executor.profiles import Profiles
 from optuna_fleet.executor.roster import Roster
-from optuna_fleet.executor.trials import Policy, Run, Status, Trial
+from optuna_fleet.executor.trials import Policy, Run, Stage, Status, Trial
 from optuna_fleet.resources import Fleet
 
 Rates = tuple[float, ...]
@@ -37,7 +37,7 @@ class Poser:
             return True
         return (
             self._policy.paradigm != "elastic"
-            or trial.run.at_rest
+            or trial.run.stage is Stage.AT_REST
             or self._policy.moves_within_epochs
         )
 
@@ -45,28 +45,31 @@ class Poser:
         """Trials a plan made now is about.
 
         Waiting ones and, but for the local paradigm after its first plan, flying ones that may
-        leave their devices sooner or later.
+        leave their devices sooner or later. Not those that an earlier plan is about to move.
         """
         flying = self._policy.paradigm != "local" or is_first
         return [
             trial
             for trial in roster.trials.values()
-            if trial.status is Status.WAITING or (flying and self._may_leave(trial))
+            if trial.number not in roster.pending
+            and (trial.status is Status.WAITING or (flying and self.may_leave(trial)))
         ]
 
-    def _may_leave(self, trial: Trial) -> bool:
+    def may_leave(self, trial: Trial) -> bool:
+        """Whether a plan may move it to other devices, sooner or later."""
         if trial.run is None or trial.model is None or not trial.model.resumable:
             return False
-        if trial.run.cut or trial.run.lost:
+        if trial.run.cut or trial.run.lost or trial.run.fixed or trial.run.is_moving:
             return False
-        if trial.run.endings and not trial.run.at_rest:
+        if trial.run.endings and trial.run.stage is not Stage.AT_REST:
             return False  # it is about to end, and others may fly already where its ranks were
         return self.is_settled(trial, trial.run)
 
     def usable(self, roster: Roster, candidates: list[Trial]) -> set[int]:
-        """Devices that may be given to the candidates: idle ones and their own."""
-        own = (trial.run.devices for trial in candidates if trial.run)
-        return roster.idle.union(*own)
+        """Devices that may be given to the candidates: free ones and their own."""
+        runs = (trial.run for trial in candidates if trial.run)
+        own = (d for run in runs for d in run.devices if roster.run_on(d) is run)
+        return {*roster.free(), *own}
 
     def pose(
         self,
@@ -79,7 +82,7 @@ class Poser:
         usable = self.usable(roster, candidates)
         nodes = self._nodes(usable)
         return AllocationProblem(
-            candidates=tuple(self._candidate(trial, roster.idle) for trial in candidates),
+            candidates=tuple(self._candidate(trial, usable) for trial in candidates),
             nodes=tuple(map(tuple, nodes.values())),
             kinds=tuple(self._places[n][1] for n in nodes) if self._profiles.kinds else (),
             rate_spread=self._policy.rate_spread,
@@ -90,12 +93,12 @@ class Poser:
             joined={device: joined[device] for device in usable if device in joined},
         )
 
-    def _candidate(self, trial: Trial, idle: set[int]) -> Candidate:
+    def _candidate(self, trial: Trial, usable: set[int]) -> Candidate:
         model = trial.model
         assert model is not None
-        home = tuple(d for d in trial.home if d in idle)
+        home = tuple(d for d in trial.home if d in usable)
         devices = trial.run.devices if trial.run else home
-        rates, rates_by_kind = self._rates(model, devices, _most(trial, model))
+        rates, rates_by_kind = self._rates(model, devices, trial.most_devices)
         return Candidate(
             number=trial.number,
             rates=rates,
@@ -133,8 +136,3 @@ class Poser:
         for device in sorted(usable):
             nodes[self._place_of[device]].append(device)
         return dict(sorted(nodes.items()))
-
-
-def _most(trial: Trial, model: Model) -> int:
-    """Most devices that the trial may have."""
-    return model.max_devices if trial.max_devices is None else trial.max_devices

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from optuna_fleet.alloc.problem import Assignment
 from optuna_fleet.events import Ending
-from optuna_fleet.executor.trials import Run, Status, Trial
+from optuna_fleet.executor.trials import Run, Stage, Status, Trial
 
 
 class Roster:
@@ -16,7 +16,8 @@ class Roster:
         trials: Trials that are not done, by number.
         runs: Runs that have not ended on all their devices, by run id.
         idle: Devices without a run.
-        pending: Placements that wait until their devices are idle, by trial number.
+        pending: Placements that wait until their devices are idle, by trial number. Nobody else
+            gets these devices; all others may be planned for meanwhile.
     """
 
     def __init__(self, run_ids: Iterator[int]) -> None:
@@ -30,6 +31,10 @@ class Roster:
     def with_status(self, status: Status) -> list[Trial]:
         """Trials of that status, eldest first."""
         return [trial for trial in self.trials.values() if trial.status is status]
+
+    def waiting(self) -> list[Trial]:
+        """Trials that wait, but for those that have a pending placement, eldest first."""
+        return [t for t in self.with_status(Status.WAITING) if t.number not in self.pending]
 
     def landed(self) -> int:
         """Number of trials without a run."""
@@ -47,6 +52,10 @@ class Roster:
         """Whether `free` is not empty."""
         return bool(self.idle.difference(*self._reserved()) if self.pending else self.idle)
 
+    def is_promised(self, devices: Iterable[int]) -> bool:
+        """Whether pending placements wait for all these devices."""
+        return set(devices).issubset(d for reserved in self._reserved() for d in reserved)
+
     def _reserved(self) -> Iterable[tuple[int, ...]]:
         return (assignment.devices for assignment in self.pending.values())
 
@@ -62,8 +71,20 @@ class Roster:
         return ready
 
     def can_serve(self, assignment: Assignment) -> bool:
-        """Whether all its devices are still there (one may have been lost meanwhile)."""
-        return all(d in self.idle or d in self._run_on for d in assignment.devices)
+        """Whether its trial and all its devices will be ready without a further decision."""
+        own = self.trials[assignment.number].run
+        return (own is None or own.is_ending) and all(map(self._falls_free, assignment.devices))
+
+    def _falls_free(self, device: int) -> bool:
+        run = self._run_on.get(device)
+        return device in self.idle if run is None else run.is_ending
+
+    def call_off(self) -> None:
+        """Drops what of the plans has not begun: who was not told to yield yet stays."""
+        for run in self.runs.values():
+            if run.stage is Stage.ASKED:
+                run.become(Stage.TRAINING)
+        self.pending = {n: a for n, a in self.pending.items() if self.can_serve(a)}
 
     def take_off(self, trial: Trial, devices: tuple[int, ...], *, measured: bool) -> Run:
         """Starts a run of a trial on idle devices."""
@@ -99,8 +120,6 @@ class Roster:
     def lose(self, device: int) -> None:
         """A device is gone."""
         self.idle.discard(device)
-        if self.pending:
-            self.pending = {n: a for n, a in self.pending.items() if device not in a.devices}
 
     def remove(self, number: int) -> None:
         """A trial is done."""

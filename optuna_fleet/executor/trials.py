@@ -72,27 +72,58 @@ class Status(Enum):
     FLYING = "flying"
 
 
+class Stage(Enum):
+    """What a run is doing, as far as moves go."""
+
+    TRAINING = "training"
+    AT_REST = "waits for the answer to `EpochEnded`"
+    ASKED = "will be told to yield at the end of its epoch"
+    LEAVING = "was told to yield"
+
+
+_NEXT = {
+    Stage.TRAINING: {Stage.AT_REST, Stage.ASKED, Stage.LEAVING},
+    Stage.AT_REST: {Stage.TRAINING, Stage.LEAVING},
+    Stage.ASKED: {Stage.TRAINING, Stage.LEAVING},
+    Stage.LEAVING: {Stage.TRAINING},  # it has refused
+}
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """A run that has not ended on all its devices.
 
-    It is `at_rest` while it waits for the answer to `EpochEnded`, `leaving` once it is to yield,
-    `cut` once its ranks were told to end, `too_wide` once it has found that its trial must not
-    have so many devices, `lost` if a rank's process died, `condemned` if its
-    trial ends with it whatever becomes of its ranks.
+    It is `fixed` once it has refused to yield, `cut` once its ranks were told to end, `too_wide`
+    once it has found that its trial must not have so many devices, `lost` if a rank's process
+    died, `condemned` if its trial ends with it whatever becomes of its ranks.
     """
 
     run_id: int
     number: int
     devices: tuple[int, ...]
     measured: bool
-    at_rest: bool = False
-    leaving: bool = False
+    stage: Stage = Stage.TRAINING
+    fixed: bool = False
     cut: bool = False
     too_wide: bool = False
     lost: bool = False
     condemned: bool = False
     endings: dict[int, Ending] = field(default_factory=dict)
+
+    def become(self, stage: Stage) -> None:
+        """Enter another stage."""
+        assert stage in _NEXT[self.stage], f"a run that {self.stage} can't become {stage}"
+        self.stage = stage
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether it is to yield."""
+        return self.stage in (Stage.ASKED, Stage.LEAVING)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its devices fall free without a further decision."""
+        return self.is_moving or self.cut or self.lost or bool(self.endings)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,3 +146,15 @@ class Trial:
     run: Run | None = None
     max_devices: int | None = None
     home: tuple[int, ...] = ()
+
+    @property
+    def fits_one_device(self) -> bool:
+        """Whether one device is enough for it; its model must be known."""
+        assert self.model is not None
+        return self.model.min_devices == 1
+
+    @property
+    def most_devices(self) -> int:
+        """Most devices it may have; its model must be known."""
+        assert self.model is not None
+        return self.model.max_devices if self.max_devices is None else self.max_devices

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from optuna_fleet.arguments import check_number
-from optuna_fleet.events import EpochDecision, WidthLimited
+from optuna_fleet.events import EpochDecision, MoveRefused, WidthLimited
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.messages import Remark, RunTrial, Usage
 from optuna_fleet.packing import plain
@@ -303,10 +303,13 @@ class Training:
         )
 
     def _has_landed(self, next_epoch: int) -> bool:
-        """Write the checkpoint to leave with; a trial that can't keeps its devices for now."""
+        """Write the checkpoint to leave with; a trial that can't keeps its devices."""
         self._saver.finish()
         self._save(next_epoch)
-        return bool(reduction.all_reduce_sum(int(not self._saver.finish())) == 0)
+        has_failed = bool(reduction.all_reduce_sum(int(not self._saver.finish())))
+        if has_failed and self._run.rank == 0:
+            self._session.send(MoveRefused(run_id=self._run.run_id))
+        return not has_failed
 
     def _save(self, next_epoch: int) -> None:
         rng = checkpoint.gather_rng()

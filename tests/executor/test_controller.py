@@ -29,6 +29,7 @@ from optuna_fleet.events import (
     Launch,
     Model,
     MoveMeasured,
+    MoveRefused,
     PlanDecided,
     ProposalDelayed,
     ProposalsExhausted,
@@ -39,6 +40,7 @@ from optuna_fleet.events import (
     Settle,
     StartRound,
     TrialProposed,
+    WidthLimited,
 )
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.trials import Policy, Status
@@ -62,6 +64,18 @@ def epoch_ended(run_id: int, *, epochs_done: int = 1, converged: bool = False) -
     return EpochEnded(run_id=run_id, epochs_done=epochs_done, converged=converged)
 
 
+def rate(run_id: int) -> RateMeasured:
+    return RateMeasured(run_id=run_id, samples_per_s=100.0)
+
+
+def goes_on(run_id: int) -> AnswerEpoch:
+    return AnswerEpoch(run_id=run_id, decision=EpochDecision.GO)
+
+
+def yields(run_id: int) -> AnswerEpoch:
+    return AnswerEpoch(run_id=run_id, decision=EpochDecision.YIELD)
+
+
 class World:
     """Feeds a controller, plays out what it says, and checks what must always hold."""
 
@@ -82,10 +96,10 @@ class World:
         for device in range(len(self.controller.fleet)):
             self.tell(DeviceJoined(device=device))
 
-    def tell(self, event: Event) -> list[Any]:
-        """Handle one event and everything that follows by itself; return the instructions."""
+    def tell(self, *told: Event) -> list[Any]:
+        """Handle events and everything that follows by itself; return the instructions."""
         seen: list[Any] = []
-        events = [event]
+        events = [*told]
         while events:
             for instruction in self.controller.handle(events.pop(0)):
                 seen.append(instruction)
@@ -275,6 +289,62 @@ def test_a_round_ends_when_fewer_than_alpha_of_its_devices_are_active(
         world.end(run_id)
     assert bool(world.unanswered) is decides
     assert world.controller.round == before
+
+
+def plan_of(placed: dict[int, tuple[int, ...]]) -> PlanDecided:
+    rated = [Assignment(number=n, devices=d, rate=100.0 * len(d)) for n, d in placed.items()]
+    flotillas = tuple(Flotilla(assignments=(assignment,)) for assignment in rated)
+    return PlanDecided(plan=Plan(flotillas=flotillas, allocator="", reason="", status="heuristic"))
+
+
+def four_of_which_trial_0_gets_two() -> World:
+    """Trial 0 is to have devices 0 and 1, trial 1 has to leave; 2 and 3 stay."""
+    world = World(num_devices=4, trials=4)
+    world.tell(*[e for run in range(4) for e in (reached(run, "s"), rate(run))])
+    world.unanswered.clear()
+    world.tell(plan_of({0: (0, 1), 2: (2,), 3: (3,)}))
+    return world
+
+
+def test_while_one_is_slow_to_leave_the_others_are_planned_for() -> None:
+    world = four_of_which_trial_0_gets_two()
+    world.tell(epoch_ended(1))
+    assert [type(i) for i in world.end(1, Ending.YIELDED)] == [Requeue]
+    *_, allocate = world.end(3)
+    assert [c.number for c in allocate.problem.candidates] == [1, 2]
+    assert allocate.problem.devices == (2, 3)  # trial 0 has been promised 0 and 1
+    assert launches(world.tell(plan_of({1: (3,), 2: (2,)}))) == [(1, (3,))]
+    world.tell(epoch_ended(0))
+    assert launches(world.end(0, Ending.YIELDED)) == [(0, (0, 1))]
+
+
+def test_a_refused_move_costs_one_decision() -> None:
+    world = four_of_which_trial_0_gets_two()
+    assert world.tell(epoch_ended(0)) == [yields(0)]
+    (allocate,) = world.tell(MoveRefused(run_id=0))
+    assert [c.number for c in allocate.problem.candidates] == [1, 2, 3]
+    assert allocate.problem.devices == (1, 2, 3)
+    for run_id in range(4):  # trial 1 need not leave any more, and nobody asks trial 0 again
+        assert world.tell(epoch_ended(run_id)) == [goes_on(run_id)]
+    assert [type(i) for i in world.tell(plan_of({1: (1,), 2: (2,), 3: (3,)}))] == [StartRound]
+    assert world.tell(MoveRefused(run_id=0)) == []
+
+
+def test_who_has_left_for_a_move_that_is_refused_is_placed_at_once() -> None:
+    world = four_of_which_trial_0_gets_two()
+    world.tell(epoch_ended(1))
+    world.end(1, Ending.YIELDED)
+    world.tell(epoch_ended(0))
+    (allocate,) = world.tell(MoveRefused(run_id=0))
+    assert [c.number for c in allocate.problem.candidates] == [1, 2, 3]
+    assert launches(world.tell(plan_of({1: (1,), 2: (2,), 3: (3,)}))) == [(1, (1,))]
+
+
+def test_a_trial_that_must_stay_on_one_device_is_not_moved_to_two() -> None:
+    world = four_of_which_trial_0_gets_two()
+    (allocate,) = world.tell(WidthLimited(run_id=0, max_devices=1))
+    assert [c.widest for c in allocate.problem.candidates] == [1, 4, 4, 4]
+    assert world.tell(epoch_ended(0)) == [goes_on(0)]
 
 
 def test_the_local_paradigm_refills_but_never_moves() -> None:

@@ -1,0 +1,156 @@
+"""When a plan is made, of what, and how it is carried out. Pure, and a part of the controller.
+
+A plan may come while an earlier one is still being carried out. What an earlier one has promised
+(the placements that wait for their devices), and who leaves for it, is no part of the problem;
+all else is. So each promise waits only for runs that leave by themselves, and none for another
+promise.
+"""
+
+from __future__ import annotations
+
+from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Plan
+from optuna_fleet.events import (
+    Allocate,
+    AnswerEpoch,
+    EpochDecision,
+    Instruction,
+    Interrupt,
+    StartRound,
+)
+from optuna_fleet.executor.posing import Poser
+from optuna_fleet.executor.roster import Roster
+from optuna_fleet.executor.rounds import Rounds
+from optuna_fleet.executor.trials import Policy, Run, Stage, Trial
+
+
+class Planner:
+    """Asks for plans and carries them out.
+
+    Attributes:
+        is_deciding: A plan is awaited.
+        has_news: Something has happened that the last plan did not know of.
+        joined: Device -> when it joined, as an ordinal.
+        finished_epochs: Epochs of each trial that ended by itself.
+    """
+
+    def __init__(self, policy: Policy, poser: Poser, roster: Roster) -> None:
+        self.is_deciding = False
+        self.has_news = False
+        self.joined: dict[int, int] = {}
+        self.finished_epochs: list[int] = []
+        self._policy = policy
+        self._poser = poser
+        self._roster = roster
+        self._rounds = Rounds(policy)
+        self._problem: AllocationProblem | None = None
+        self._is_void = False
+
+    @property
+    def round(self) -> int:
+        """Number of plans that were carried out."""
+        return self._rounds.number
+
+    def may_rest(self, trial: Trial) -> bool:
+        """Whether a trial at the end of an epoch waits for a plan, which could move it."""
+        return self._policy.paradigm == "elastic" and self._poser.may_leave(trial)
+
+    def void(self) -> None:
+        """The last plan was made of wrong figures: make another at once."""
+        self._is_void = self.has_news = True
+
+    def has_planned_for(self, run: Run) -> bool:
+        """Whether the last plan knew that this run would leave its devices."""
+        problem = self._problem
+        if problem is not None and run.number in problem.by_number:
+            return run.is_moving and set(run.devices).issubset(problem.devices)
+        return run.number in self._roster.pending and self._roster.is_promised(run.devices)
+
+    def call_off(self) -> None:
+        """The last plans can't be carried out; another is made of what is left of them."""
+        self._roster.call_off()
+        self.void()
+
+    def ask(self) -> list[Instruction]:
+        """Ask for a plan, if there is reason to."""
+        candidates = self._candidates() if self.has_news else []
+        return self._decide(candidates) if self._should_decide(candidates) else []
+
+    def _should_decide(self, candidates: list[Trial]) -> bool:
+        roster = self._roster
+        if not candidates or not self._poser.usable(roster, candidates):
+            return False
+        if self._policy.paradigm == "elastic":
+            return any(self._poser.is_movable(trial) for trial in candidates)
+        if self.round > 0 and roster.has_free() and roster.waiting():
+            return True
+        return self._is_void or (
+            self._rounds.is_over(roster.trials) and not self._rounds.awaits(self._unsettled())
+        )
+
+    def _candidates(self) -> list[Trial]:
+        return self._poser.candidates(self._roster, is_first=self.round == 0)
+
+    def _unsettled(self) -> set[int]:
+        trials, runs = self._roster.trials, self._roster.runs.values()
+        return {r.run_id for r in runs if not self._poser.is_settled(trials[r.number], r)}
+
+    def _decide(self, candidates: list[Trial]) -> list[Instruction]:
+        self.is_deciding, self.has_news, self._is_void = True, False, False
+        self._rounds.decide()
+        self._problem = self._poser.pose(
+            candidates, self._roster, self.joined, tuple(self.finished_epochs)
+        )
+        return [Allocate(problem=self._problem)]
+
+    def carry_out(self, plan: Plan) -> list[Instruction]:
+        """Begin with the plan that was asked for."""
+        self.is_deciding = False
+        instructions: list[Instruction] = []
+        assignments = plan.assignments
+        moved = []
+        for trial in self._posed():
+            assignment = assignments.get(trial.number)
+            if trial.run is None:
+                trial.waited_rounds += assignment is None
+                trial.home = ()
+            elif assignment is None or set(assignment.devices) != set(trial.run.devices):
+                instructions += self._leave(trial.run)
+            else:
+                instructions += self._stay(trial.run)
+                continue
+            moved.append(trial.number)
+        promised = {n: assignments[n] for n in moved if n in assignments}
+        moves = sum(self._roster.trials[n].run is not None or n in promised for n in moved)
+        self._promise(promised)
+        if self._policy.paradigm == "elastic" and not moves:
+            return instructions
+        self._rounds.begin(self._roster.runs.values(), plan)
+        return [StartRound(round=self.round, plan=plan, moves=moves), *instructions]
+
+    def _posed(self) -> list[Trial]:
+        """Whom the plan was asked about: others became candidates while it was made."""
+        assert self._problem is not None
+        posed = {c.number for c in self._problem.candidates if c.movable}
+        return [trial for trial in self._candidates() if trial.number in posed]
+
+    def _promise(self, assignments: dict[int, Assignment]) -> None:
+        """Let placements wait for their devices, if these are still what they were."""
+        roster = self._roster
+        for number, assignment in assignments.items():
+            fits = len(assignment.devices) <= roster.trials[number].most_devices
+            if fits and roster.can_serve(assignment):
+                roster.pending[number] = assignment
+
+    def _leave(self, run: Run) -> list[Instruction]:
+        was_at_rest = run.stage is Stage.AT_REST
+        within = self._policy.moves_within_epochs
+        run.become(Stage.LEAVING if was_at_rest or within else Stage.ASKED)
+        if was_at_rest:
+            return [AnswerEpoch(run_id=run.run_id, decision=EpochDecision.YIELD)]
+        return [Interrupt(run_id=run.run_id)] if within else []
+
+    def _stay(self, run: Run) -> list[Instruction]:
+        if run.stage is not Stage.AT_REST:
+            return []
+        run.become(Stage.TRAINING)
+        return [AnswerEpoch(run_id=run.run_id, decision=EpochDecision.GO)]

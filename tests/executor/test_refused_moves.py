@@ -1,0 +1,89 @@
+"""A trial that can't be checkpointed can't be moved; the others go on as if nobody had asked."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+
+from optuna_fleet import FleetExecutor
+from optuna_fleet.alloc.assembly import assemble
+from optuna_fleet.alloc.problem import AllocationProblem, Plan
+from optuna_fleet.sampler_bridge.ledger import flights_of
+from tests.fleets import small_model, small_pipeline, train_epoch
+
+TOO_MANY_EPOCHS = 500
+
+
+@dataclass(frozen=True)
+class Restless:
+    """Gives each trial that can move now another device than its own, if there is one."""
+
+    name: str = "restless"
+
+    def allocate(self, problem: AllocationProblem) -> Plan:
+        placed = {number: problem.by_number[number].devices for number in problem.pinned}
+        free = set(problem.devices).difference(*placed.values())
+        for number, candidate in problem.by_number.items():
+            others = free.difference(candidate.devices)
+            if number not in placed and free:
+                placed[number] = (min(others or free),)
+                free.difference_update(placed[number])
+        return assemble(
+            problem,
+            [{number: len(devices)} for number, devices in placed.items()],
+            placement=placed,
+            allocator=self.name,
+            status="heuristic",
+        )
+
+
+class Stubborn:
+    """Has a state that nobody can save; leaves a note where somebody has tried."""
+
+    def __init__(self, note: Path) -> None:
+        self.note = note
+
+    def state_dict(self) -> dict[str, Any]:
+        self.note.touch()
+        raise RuntimeError("my state is mine")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("nobody can have saved it")
+
+
+@pytest.mark.parametrize("policy", ["elastic", "mip"])
+def test_nobody_waits_for_a_trial_that_can_not_be_moved(
+    policy: str, tmp_path: Path, log: io.StringIO
+) -> None:
+    asked, done = tmp_path / "asked", tmp_path / "done"
+
+    def objective(trial: Any) -> float:
+        """Trial 1 trains five epochs after trial 0 was to move, trial 0 until trial 1 is done."""
+        model = small_model()
+        model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        if trial.number == 0:
+            trial.prepare(Stubborn(asked))
+        for epoch in trial.epochs(TOO_MANY_EPOCHS):
+            train_epoch(trial, model, optimizer, [], batch_size=10)
+            if trial.number == 0 and done.exists():
+                return float(epoch)
+            if trial.number == 1 and asked.exists():
+                trial.state["epochs"] = trial.state.get("epochs", 0) + 1
+                if trial.state["epochs"] == 5:
+                    done.touch()
+                    return float(epoch)
+        raise AssertionError(f"trial {trial.number} has waited for the other in vain")
+
+    study = optuna.create_study()
+    with FleetExecutor(
+        small_pipeline(), devices=3, device_type="cpu", policy=policy, allocator=Restless()
+    ) as fleet:
+        study.optimize(objective, n_trials=2, executor=fleet)
+    assert len(flights_of(study)[0]) == 1
+    assert log.getvalue().count("can't change its devices") == 1
