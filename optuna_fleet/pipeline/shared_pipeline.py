@@ -44,7 +44,8 @@ class SharedPipeline:
             sets, or one per name. It runs in the trainers.
         shuffled: Names of the data sets that get a new order and new augmentation in every epoch;
             by default those whose name starts with "train". All others have one epoch, in the
-            order of the data set, that is preprocessed once per sweep.
+            order of the data set, that is preprocessed once per sweep. It must be given where a
+            name says neither that nor "val", "test" or "eval".
         prepare: The deterministic beginning of the preprocessing of ``dataset[index]``, whose
             results are kept in the *decoded store*: one callable for all data sets, or one per
             name. A data set whose ``transform`` is a torchvision ``Compose`` is split at its first
