@@ -142,10 +142,10 @@ def shuffled_among(given: Any, names: Collection[str]) -> frozenset[str]:
 
 def _ask(unclear: list[str], found: list[str]) -> str:
     return (
-        f"Is data set {unclear[0]!r} for training? Its name does not tell, as train... and val..., "
-        "test..., eval... do. Say which data sets get a new order and new augmentation in every "
-        f"epoch: SharedPipeline(..., shuffled={[*found, *unclear]!r}), or shuffled={found!r} "
-        f"where {' and '.join(map(repr, unclear))} "
+        f"Is data set {unclear[0]!r} for training? Its name does not tell, as train... and "
+        "val..., test..., eval... do. Say which data sets get a new order and new augmentation in "
+        f"every epoch: SharedPipeline(..., shuffled={[*found, *unclear]!r}), or "
+        f"shuffled={found!r} where {' and '.join(map(repr, unclear))} "
         f"{'is' if len(unclear) == 1 else 'are'} to be the same in all epochs."
     )
 

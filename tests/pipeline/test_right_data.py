@@ -3,12 +3,14 @@
 import os
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from pipeline_harness import serving
 from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.preprocessor.audit import Audit
 from optuna_fleet.trainer.feed import feed
 
 TEST = os.getpid()
@@ -239,3 +241,91 @@ def test_steps_that_change_themselves_are_kept_apart_from_that():
         ]
         assert same([leaf for epoch in batches for b in epoch for leaf in b.data], wanted)
         assert agent.stats().num_loaded > 0
+
+
+# -- what nobody can see beforehand ---------------------------------------------------------------
+
+HIDDEN = np.random.default_rng()
+"""Of a module that is imported: nobody seeds it for a sample."""
+
+
+class Secretive(Images):
+    """Half of its samples are random before the first random step, but not the first one."""
+
+    def __getitem__(self, index):
+        image = pixels(index)
+        if index % 2:
+            image = image // 2 + torch.from_numpy(HIDDEN.integers(0, 99, image.shape, np.uint8))
+        return self.transform(image), index
+
+
+class Stale(Images):
+    """A step of its transform looks at a global variable that is set for each sample."""
+
+    strength = 1
+
+    def __init__(self, n):
+        super().__init__(v2.Compose([v2.CenterCrop(10), brighter, v2.RandomCrop(8)]), n)
+
+    def __getitem__(self, index):
+        Stale.strength = index % 7 + 1
+        return super().__getitem__(index)
+
+
+def brighter(image):
+    return image // 8 * Stale.strength
+
+
+def epochs_until_told(agent):
+    """Reads until the mismatch has been told of, and returns the number of the next epoch."""
+    client = agent.client()
+    epoch = 0
+    while not agent.notices():
+        for _ in client.read("train", epoch=epoch, batch_size=64, continues=True):
+            pass
+        epoch += 1
+    return epoch
+
+
+@pytest.mark.parametrize("defers", [False, True])
+def test_hidden_randomness_is_found_and_told_of_once(defers):
+    steps = [v2.CenterCrop(10), v2.RandomCrop(8), *END]
+    pipeline = SharedPipeline(train=Secretive(v2.Compose(steps), 1000), decoded_bytes=8 << 20)
+    with serving(OnDevice(pipeline) if defers else pipeline) as agent:
+        epoch = epochs_until_told(agent)
+        # The beginnings of a few chunks may have been ordered before it was told of.
+        for later in range(2):
+            for _ in agent.client().read("train", epoch=epoch + later, batch_size=64):
+                pass
+        before = agent.stats()
+        for _ in agent.client().read("train", epoch=epoch + 2, batch_size=64):
+            pass
+        after = agent.stats()
+        (notice,) = agent.notices()
+    assert "of data set 'train', made again, is not what the decoded store gave" in notice
+    assert after.preprocessed > before.preprocessed
+    assert after.num_loaded == before.num_loaded
+
+
+def test_hidden_parameters_are_found_too():
+    dataset = Stale(1000)
+    with serving(SharedPipeline(train=dataset, decoded_bytes=8 << 20)) as agent:
+        epoch = 3 + epochs_until_told(agent)
+        batches = agent.client().read("train", epoch=epoch, batch_size=64)
+        read = [leaf for batch in batches for leaf in batch.data]
+    client = SharedPipeline(train=dataset, split=False).inline()
+    wanted = [leaf for b in client.read("train", epoch=epoch, batch_size=64) for leaf in b.data]
+    assert same(read, wanted)
+
+
+def test_audits_cost_little_and_fall_on_other_samples_each_epoch():
+    busy_s = [0.0]
+    audit = Audit(lambda: busy_s[0])
+    due = [[i for i in range(100_000) if audit.is_due(epoch, i)] for epoch in range(2)]
+    assert all(150 < len(indices) < 250 for indices in due)
+    assert due[0] != due[1]
+    assert not audit.agrees("train", due[0][0], 1, lambda: 2)
+    assert audit.mismatches == {"train": due[0][0]}
+    assert not audit.is_due(0, due[0][0])  # it has not yet computed for long enough
+    busy_s[0] = 1e9
+    assert audit.is_due(0, due[0][0])

@@ -194,6 +194,9 @@ class _Producer:
         stop = min(start + size, self._spec.dataset(key.name).num_samples)
         for position in range(start + len(samples), stop):
             samples.append(self._samples.sample(key, position, use_store=order.split))
+        if self._samples.num_loaded and key.name in self._samples.audit.mismatches:
+            self._samples.begin()  # found just now: those before it can't be trusted either
+            return [self._samples.sample(key, position) for position in range(start, stop)]
         return samples
 
     def _send(self, order: ProduceChunk, fd: int, num_samples: int, began: float) -> None:
@@ -213,6 +216,7 @@ class _Producer:
                 num_loaded=self._samples.num_loaded,
                 skipped=tuple(self._samples.skipped),
                 complaint=self._samples.complaint,
+                mismatch=self._samples.audit.mismatches.get(order.key.name),
             )
             wire.send(self._sock, done, fd)
         finally:

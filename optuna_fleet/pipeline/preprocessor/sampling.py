@@ -15,6 +15,7 @@ from optuna_fleet import packing
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
+from optuna_fleet.pipeline.preprocessor.audit import Audit
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack, unpack
 from optuna_fleet.pipeline.preprocessor.order import drawn, permutation, seed_sample
 from optuna_fleet.pipeline.preprocessor.source import Source
@@ -61,6 +62,7 @@ class Samples:
         skipped: Indices that raised since ``begin``, where these are skipped.
         complaint: What the first of them raised.
         num_loaded: Samples since ``begin`` whose beginning came from the decoded store.
+        audit: What tells whether that may be used.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Samples:
         self._force_decoded = force_decoded
         self._source: Source | None = None
         self._splits: dict[str, SplitDataset | None] = {}
+        self.audit = Audit()
         self._order = lru_cache(maxsize=4)(permutation)
         self.begin()
 
@@ -168,6 +171,8 @@ class Samples:
         seed = partial(self._seed, spec.name, epoch, index)
         defers = spec.finish is not None
         found = self._split(spec.name)
+        use_store = use_store and spec.name not in self.audit.mismatches
+        num_loaded = self.num_loaded
         if found is None:
             seed()
             sample = dataset[index]
@@ -177,9 +182,15 @@ class Samples:
                 prepared = self._prepared(found, spec.name, index, seed, use_store)
                 seed()
                 augmented = found.augmented(prepared)
-                return Sample(augmented if defers else found.finished(augmented), not defers)
+                sample = augmented if defers else found.finished(augmented)
             except AnotherWayError:
                 pass
+            else:
+                audited = self.num_loaded > num_loaded and self.audit.is_due(epoch, index)
+                finish = found.finished if defers else _itself
+                make = partial(found.whole, dataset, index, seed)
+                if not audited or self.audit.agrees(spec.name, index, finish(sample), make):
+                    return Sample(sample, not defers)
         return Sample(found.whole(dataset, index, seed), True)
 
     def _seed(self, name: str, epoch: int, index: int) -> None:
@@ -262,6 +273,10 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
         frames = frames.tb_next
     return frames or first
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _timed(action: Callable[[], Any]) -> tuple[float, Any]:

@@ -73,6 +73,18 @@ class Notices:
             "which it is a part, would avoid that.",
         )
 
+    def mismatch(self, name: str, index: int) -> None:
+        """A sample did not come out of the decoded store as the data set makes it."""
+        self._once(
+            ("mismatch", name),
+            f"Sample {index} of data set {name!r}, made again, is not what the decoded store "
+            "gave. What comes before the first random step of its transform is not the same each time: "
+            "random numbers of a generator that is a global variable, or something else that the "
+            "pipeline can't see. From now on nothing of this data set is taken from there; until "
+            "now it was frozen. Seed such a generator in __getitem__, from torch.initial_seed(), "
+            "and give SharedPipeline(..., split=False) to begin with.",
+        )
+
     def disk_failed(self, reason: str) -> None:
         """A chunk could not be spilled."""
         self._notify(
