@@ -185,7 +185,8 @@ class SharedPipeline:
         splits: dict[str, SplitDataset | None] = {}
         if wanted:
             # A copy: what data sets open lazily (HDF5) must not be open when they are pickled.
-            source: Source = payload.unpack(packed)
+            # Of bytes that can be written to, as data sets may write into their arrays.
+            source: Source = payload.unpack(memoryview(bytearray(packed)))
             splits = {each.name: self._decide(source, each) for each in wanted}
         datasets = []
         for each in spec.datasets:

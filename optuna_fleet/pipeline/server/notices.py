@@ -78,11 +78,10 @@ class Notices:
         self._once(
             ("mismatch", name),
             f"Sample {index} of data set {name!r}, made again, is not what the decoded store "
-            "gave. What comes before the first random step of its transform is not the same each time: "
-            "random numbers of a generator that is a global variable, or something else that the "
-            "pipeline can't see. From now on nothing of this data set is taken from there; until "
-            "now it was frozen. Seed such a generator in __getitem__, from torch.initial_seed(), "
-            "and give SharedPipeline(..., split=False) to begin with.",
+            "gave: it depends on something that the pipeline can't see, as a generator or a "
+            "parameter that is a global variable, which was frozen until now. From now on nothing "
+            "of this data set is taken from there. Seed such a generator in __getitem__, from "
+            "torch.initial_seed(), or give SharedPipeline(..., split=False) to begin with.",
         )
 
     def disk_failed(self, reason: str) -> None:
