@@ -202,6 +202,7 @@ class ChunkProduced:
         num_loaded: Samples whose beginning came from the decoded store.
         skipped: Indices of samples that raised and whose place another one took.
         complaint: What the first of these raised.
+        mismatch: A sample that did not come out of the decoded store as the data set makes it.
     """
 
     key: ChunkKey
@@ -211,6 +212,7 @@ class ChunkProduced:
     num_loaded: int = 0
     skipped: tuple[int, ...] = ()
     complaint: ChunkError | None = None
+    mismatch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
@@ -113,14 +114,22 @@ _PURPOSES = {
 }
 
 
+_FIXED = re.compile("(val|valid|validation|test|eval|evaluation)(?![a-z])")
+
+
 def shuffled_among(given: Any, names: Collection[str]) -> frozenset[str]:
     """Returns the names of the shuffled data sets.
 
     Raises:
-        FleetConfigError: Something else was given, or there is no such data set.
+        FleetConfigError: Something else was given, there is no such data set, or nothing was given
+            and a name does not tell.
     """
     if given is None:
-        return frozenset(name for name in names if name.startswith("train"))
+        found = frozenset(name for name in names if name.startswith("train"))
+        unclear = [name for name in names if name not in found and not _FIXED.match(name)]
+        if unclear:
+            raise FleetConfigError(_ask(unclear, sorted(found)))
+        return found
     if isinstance(given, str):
         given = [given]
     if not isinstance(given, Collection):
@@ -129,6 +138,16 @@ def shuffled_among(given: Any, names: Collection[str]) -> frozenset[str]:
         )
     _check_names("shuffled", given, names)
     return frozenset(given)
+
+
+def _ask(unclear: list[str], found: list[str]) -> str:
+    return (
+        f"Is data set {unclear[0]!r} for training? Its name does not tell, as train... and "
+        "val..., test..., eval... do. Say which data sets get a new order and new augmentation in "
+        f"every epoch: SharedPipeline(..., shuffled={[*found, *unclear]!r}), or "
+        f"shuffled={found!r} where {' and '.join(map(repr, unclear))} "
+        f"{'is' if len(unclear) == 1 else 'are'} to be the same in all epochs."
+    )
 
 
 def _check_names(argument: str, given: Collection[str], names: Collection[str]) -> None:

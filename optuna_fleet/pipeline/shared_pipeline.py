@@ -15,8 +15,9 @@ from optuna_fleet.packing import pack
 from optuna_fleet.pipeline import limits, options
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.preprocessor import payload
+from optuna_fleet.pipeline.preprocessor.order import own_randomness, seed_sample
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.preprocessor.splitting import Stages
+from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, Stages, decide, may_split
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSetup, PipelineSpec
 from optuna_fleet.settings import settings_here
 from optuna_fleet.unpicklable import explained, variable
@@ -43,7 +44,8 @@ class SharedPipeline:
             sets, or one per name. It runs in the trainers.
         shuffled: Names of the data sets that get a new order and new augmentation in every epoch;
             by default those whose name starts with "train". All others have one epoch, in the
-            order of the data set, that is preprocessed once per sweep.
+            order of the data set, that is preprocessed once per sweep. It must be given where a
+            name says neither that nor "val", "test" or "eval".
         prepare: The deterministic beginning of the preprocessing of ``dataset[index]``, whose
             results are kept in the *decoded store*: one callable for all data sets, or one per
             name. A data set whose ``transform`` is a torchvision ``Compose`` is split at its first
@@ -150,9 +152,10 @@ class SharedPipeline:
                 pickled.
         """
         limits.check(self._wanted)
+        packed = self.payload()
         return PipelineSetup(
-            payload=self.payload(),
-            spec=self.spec(finish_on_device=finish_on_device),
+            payload=packed,
+            spec=self._decided(packed, finish_on_device=finish_on_device),
             wanted=self._wanted,
             num_preprocessors=self.num_preprocessors or default_preprocessors,
             is_adaptive=is_adaptive and self.num_preprocessors is None,
@@ -166,21 +169,50 @@ class SharedPipeline:
         Args:
             finish_on_device: Trainers do the elementwise end of the preprocessing, in batches.
         """
-        spec = self._spec()
         if not finish_on_device:
-            return spec
-        from optuna_fleet.pipeline.preprocessor.sampling import Samples
+            return self._spec()
+        return self._decided(self.payload(), finish_on_device=True)
 
-        # A copy: what data sets open lazily (HDF5) must not be open here when they are pickled.
-        source: Source = payload.unpack(self.payload())
-        samples = Samples(lambda: source, spec)
-        finished = []
-        for dataset in spec.datasets:
+    def _decided(self, packed: bytes, *, finish_on_device: bool) -> PipelineSpec:
+        """The description with what has to be the same in all processes: decided here, once."""
+        spec, stages = self._spec(), self._source().stages
+        wanted = [
+            each
+            for each in spec.datasets
+            if (finish_on_device or each.shuffled or stages[each.name].in_parts)
+            and may_split(self._datasets[each.name], stages[each.name], by_itself=self._split)
+        ]
+        splits: dict[str, SplitDataset | None] = {}
+        if wanted:
+            # A copy: what data sets open lazily (HDF5) must not be open when they are pickled.
+            # Of bytes that can be written to, as data sets may write into their arrays.
+            source: Source = payload.unpack(memoryview(bytearray(packed)))
+            splits = {each.name: self._decide(source, each) for each in wanted}
+        datasets = []
+        for each in spec.datasets:
+            found = splits.get(each.name)
+            each = replace(each, cut=found.cut if found is not None else None)
             # With a collate_fn, samples must be finished before they are collated.
-            end = samples.finisher(dataset.name) if dataset.collate is None else None
-            packed = _packed("transform", dataset.name, end)
-            finished.append(replace(dataset, finish=packed))
-        return replace(spec, datasets=tuple(finished))
+            if finish_on_device and each.collate is None:
+                end = stages[each.name].finish if found is None else found.finisher()
+                if found is not None and not found.has_finish:
+                    end = None
+                each = replace(each, finish=_packed("transform", each.name, end))
+            datasets.append(each)
+        return replace(spec, datasets=tuple(datasets))
+
+    def _decide(self, source: Source, spec: DatasetSpec) -> SplitDataset | None:
+        def seed(index: int) -> None:
+            seed_sample(self.seed, spec.name, 0, index, source.generators)
+
+        with own_randomness():
+            return decide(
+                spec.name,
+                source.datasets[spec.name],
+                source.stages[spec.name],
+                num_samples=spec.num_samples,
+                seed=seed,
+            )
 
     def _spec(self) -> PipelineSpec:
         return PipelineSpec(
@@ -195,7 +227,6 @@ class SharedPipeline:
                 for name, length in self._lengths.items()
             ),
             on_error=self._on_error,
-            split=self._split,
             order=self._order,
         )
 
@@ -205,7 +236,11 @@ class SharedPipeline:
 
         source = self._source()
         source = replace(source, generators=payload.generators_in(source))
-        return InlineClient(self.spec(), source, self._collates)
+        spec = self.spec()
+        for each in spec.datasets:
+            if source.stages[each.name].in_parts:
+                self._decide(source, each)  # for its errors
+        return InlineClient(spec, source, self._collates)
 
     def payload(self) -> bytes:
         """Returns the data sets as bytes, for the preprocessors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
@@ -35,12 +35,35 @@ Order = Literal["canonical", "rolling"]
 """Which epoch a trial reads: its own, from the beginning; or what the others are reading now."""
 
 
+Path = tuple[Any, ...]
+"""Indices and keys that lead to one part of a sample."""
+
+
 class ChunkKey(NamedTuple):
     """Names one chunk: a contiguous range of the canonical order of an epoch of a data set."""
 
     name: str
     epoch: int
     chunk: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Where a data set's transform is taken apart. Decided once: all processes must agree.
+
+    Attributes:
+        begin: The first of its steps that is done anew in each epoch.
+        end: The first of those that are elementwise, up to the last.
+        num_steps: How many there are.
+        place: Where in a sample the transform's result is.
+        restless: Attributes that the steps change themselves, see ``Attributes``.
+    """
+
+    begin: int
+    end: int
+    num_steps: int
+    place: Path
+    restless: frozenset[tuple[int, Any]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +76,8 @@ class DatasetSpec:
         shuffled: Permuted and augmented anew in every epoch; if not: identity order, epoch 0.
         collate: The user's ``collate_fn`` as cloudpickle bytes, or None for torch's default.
         finish: What trainers on accelerators do with each batch, as cloudpickle bytes; None where
-            preprocessors finish the samples.
+            preprocessors finish the samples. Some chunks come finished all the same, and say so.
+        cut: Where its own transform is taken apart; None to leave it whole.
     """
 
     name: str
@@ -61,6 +85,7 @@ class DatasetSpec:
     shuffled: bool
     collate: bytes | None = None
     finish: bytes | None = None
+    cut: Cut | None = None
 
     def canonical_epoch(self, epoch: int) -> int:
         """Returns the epoch whose content is served as ``epoch``: 0 for a fixed data set."""
@@ -75,14 +100,12 @@ class PipelineSpec:
         seed: Seed of orders and augmentation.
         datasets: The data sets, in the order they were given.
         on_error: What becomes of a sample that raises.
-        split: Whether transforms may be taken apart without the user's saying so.
         order: What a trial reads as its next epoch of a shuffled data set.
     """
 
     seed: int
     datasets: tuple[DatasetSpec, ...]
     on_error: OnError = "raise"
-    split: bool = True
     order: Order = "canonical"
 
     def rolls(self, name: str) -> bool:

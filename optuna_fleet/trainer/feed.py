@@ -32,19 +32,21 @@ def feed(
         yield from ahead(batches, CudaStage(device, finish))
         return
     for batch in batches:
-        yield batch, batch.data if finish is None else finish(batch.data)
+        yield batch, batch.data if finish is None or batch.is_finished else finish(batch.data)
 
 
-def ahead(batches: Iterable[Batch], stage: Callable[[Any], Arrive]) -> Iterator[tuple[Batch, Any]]:
+def ahead(
+    batches: Iterable[Batch], stage: Callable[[Batch], Arrive]
+) -> Iterator[tuple[Batch, Any]]:
     """Yields each batch and its data as they arrive; the next one is on its way meanwhile.
 
     Args:
         batches: What the pipeline gives.
-        stage: Starts the transfer of a batch's data.
+        stage: Starts the transfer of a batch.
     """
     on_the_way: tuple[Batch, Arrive] | None = None
     for batch in batches:
-        staged = (batch, stage(batch.data))
+        staged = (batch, stage(batch))
         if on_the_way is not None:
             yield on_the_way[0], on_the_way[1]()
         on_the_way = staged
@@ -60,7 +62,7 @@ class CudaStage:
 
     Args:
         device: Where to.
-        finish: What to do there: images travel as uint8.
+        finish: What to do there, unless it is done: images travel as uint8.
     """
 
     def __init__(self, device: torch.device, finish: Finish | None = None) -> None:
@@ -68,13 +70,14 @@ class CudaStage:
         self._finish = finish
         self._stream = _side_stream(device)
 
-    def __call__(self, data: Any) -> Arrive:
+    def __call__(self, batch: Batch) -> Arrive:
         """Starts the transfer of a batch."""
-        pinned = map_tensors(data, _pinned)
+        finish = None if batch.is_finished else self._finish
+        pinned = map_tensors(batch.data, _pinned)
         with torch.cuda.stream(self._stream):
             ready = map_tensors(pinned, lambda x: x.to(self._device, non_blocking=True))
-            if self._finish is not None:
-                ready = self._finish(ready)
+            if finish is not None:
+                ready = finish(ready)
             there = self._stream.record_event()
 
         def arrive() -> Any:

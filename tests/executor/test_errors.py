@@ -613,6 +613,7 @@ def breakable(scratch: Path) -> Iterator[Any]:
         broken=Broken(30),
         deadly=Deadly(20, scratch),
         deadlier=Deadly(20, None),
+        shuffled=["train"],
     )
     with fleet_of(devices=2, pipeline=pipeline, limits=Limits(max_restarts=0)) as executor:
         yield executor

@@ -253,7 +253,7 @@ def read_all(trial: Any, *, name: str) -> int:
 
 
 def test_a_preprocessor_that_is_stuck_is_replaced(tmp_path: Path) -> None:
-    data = SharedPipeline(once=Sticky(tmp_path), always=Sticky(tmp_path, always=True))
+    data = SharedPipeline(once=Sticky(tmp_path), always=Sticky(tmp_path, always=True), shuffled=[])
     study = optuna.create_study()
     with fleet_of(devices=1, pipeline=data, limits=Limits(hang_s=2.0)) as executor:
         study.optimize(functools.partial(read_all, name="once"), n_trials=1, executor=executor)

@@ -122,11 +122,11 @@ class Flawed(Noise):
 
 def read_flawed(trial: Any) -> int:
     trial.prepare(small_model())
-    return sum(len(labels) for _ in trial.epochs(1) for _, labels in trial.batches("data", 8))
+    return sum(len(labels) for _ in trial.epochs(1) for _, labels in trial.batches("val", 8))
 
 
 def test_a_sweep_tells_of_samples_that_were_skipped(tmp_path: Path) -> None:
-    data = SharedPipeline(data=Flawed(tmp_path), on_error="skip")
+    data = SharedPipeline(val=Flawed(tmp_path), on_error="skip")
     with fleet_of(devices=1, pipeline=data) as fleet:
         study = optuna.create_study()
         study.optimize(read_flawed, n_trials=1, executor=fleet)

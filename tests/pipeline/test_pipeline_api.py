@@ -54,6 +54,14 @@ def test_spec_describes_the_data_sets():
 def test_shuffled_can_be_chosen():
     spec = SharedPipeline(train=[1], val=[1], shuffled=["val"]).spec()
     assert [d.shuffled for d in spec.datasets] == [False, True]
+    spec = SharedPipeline(fold0=[1], fold1=[1], shuffled=["fold1"]).spec()
+    assert [d.shuffled for d in spec.datasets] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["val", "val_2", "validation", "test", "test0", "eval", "valid"])
+def test_names_that_tell(name):
+    spec = SharedPipeline(train_0=[1], **{name: [1]}).spec()
+    assert [d.shuffled for d in spec.datasets] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +75,11 @@ def test_shuffled_can_be_chosen():
         ({"train": [1], "collate_fn": 3}, "collate_fn of data set 'train' is 3"),
         ({"train": [1], "collate_fn": {"vla": list}}, "names 'vla'.*'train'"),
         ({"train": [1], "shuffled": ["vla"]}, "names 'vla'"),
+        ({"fold0": [1]}, r"'fold0' for training\?.*shuffled=\['fold0'\].* or shuffled=\[\] where"),
+        (
+            {"train": [1], "a": [1], "values": [1]},
+            r"\['train', 'a', 'values'\].*=\['train'\] where",
+        ),
         ({"train": [1], "shuffled": True}, "`shuffled` is True"),
         ({"train": [1], "num_preprocessors": 0}, "`num_preprocessors` is 0"),
         ({"train": [1], "memory_bytes": 1.5}, "`memory_bytes` is 1.5"),
@@ -176,7 +189,10 @@ def test_batches_can_be_iterated_again_and_at_once(client):
 
 def test_collate_fn_and_ragged_samples():
     pipeline = SharedPipeline(
-        train=Ragged(20), plain=Ragged(20), collate_fn={"train": torch.nn.utils.rnn.pad_sequence}
+        train=Ragged(20),
+        plain=Ragged(20),
+        shuffled=["train"],
+        collate_fn={"train": torch.nn.utils.rnn.pad_sequence},
     )
     with serving(pipeline) as agent:
         client = agent.client()

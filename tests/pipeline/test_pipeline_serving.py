@@ -173,7 +173,7 @@ def test_sample_that_can_not_be_stored_is_an_error_that_says_so():
 
 
 def test_error_names_the_sample_and_spares_the_others():
-    pipeline = SharedPipeline(val=Raising(64), other=Counted(64))
+    pipeline = SharedPipeline(val=Raising(64), test=Counted(64))
     with serving(pipeline, chunk_bytes=64) as agent:
         client = agent.client()
         batches = iter(client.read("val", epoch=0, batch_size=4))
@@ -184,7 +184,7 @@ def test_error_names_the_sample_and_spares_the_others():
         assert text.startswith("Sample 17 of data set 'val' raised ValueError: broken image")
         assert 'raise ValueError("broken image")' in text
         assert "preprocessor.py" not in text
-        assert labels(client, "other") == list(range(64))
+        assert labels(client, "test") == list(range(64))
         COUNTS[SWITCH] = 1  # it works from now on
         assert [b.data.numel() for b in client.read("val", epoch=0, batch_size=64)] == [64]
 
@@ -214,11 +214,11 @@ def test_killed_idle_preprocessors_are_replaced(agent):
 
 def test_chunk_that_kills_each_time_is_an_error_until_asked_for_again():
     COUNTS[SWITCH] = MAX_DEATHS + 1
-    with serving(SharedPipeline(val=Deadly(64), other=Counted(64)), chunk_bytes=64) as agent:
+    with serving(SharedPipeline(val=Deadly(64), test=Counted(64)), chunk_bytes=64) as agent:
         client = agent.client()
         with pytest.raises(PreprocessingError, match=r"Preprocessors died over a chunk.*'val'"):
             list(client.read("val", epoch=0, batch_size=64))
-        assert labels(client, "other") == list(range(64))
+        assert labels(client, "test") == list(range(64))
         assert len(list(client.read("val", epoch=0, batch_size=64))) == 1
 
 

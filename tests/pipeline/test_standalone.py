@@ -449,7 +449,7 @@ def test_a_preprocessor_that_is_stuck_is_replaced(
 ) -> None:
     monkeypatch.setattr(limits, "STUCK_S", 2.0)
     data = {"once": Sticky(tmp_path), "always": Sticky(tmp_path, always=True)}
-    with SharedPipeline(num_preprocessors=1, **data) as pipeline:
+    with SharedPipeline(num_preprocessors=1, shuffled=[], **data) as pipeline:
         once = pipeline.batches("once", batch_size=8, epoch=0)
         assert [int(i) for batch in once for i in batch] == list(range(40))
         assert (tmp_path / "stopped").exists()
@@ -487,7 +487,8 @@ def test_preprocessors_are_chosen_as_in_a_fleet(
 
 def test_a_sample_that_raises_is_reported_and_the_pipeline_goes_on(tmp_path: Path) -> None:
     (tmp_path / "killed").touch()
-    with SharedPipeline(data=Fatal(tmp_path, 1000), num_preprocessors=1) as pipeline:
+    data = Fatal(tmp_path, 1000)
+    with SharedPipeline(data=data, shuffled=[], num_preprocessors=1) as pipeline:
         with pytest.raises(PreprocessingError, match=r"Sample 999 .*broken image"):
             list(pipeline.batches("data", batch_size=100, epoch=0))
         assert len(next(iter(pipeline.batches("data", batch_size=100, epoch=0)))) == 100

@@ -17,9 +17,9 @@ def batch(number):
 def test_the_next_batch_is_on_its_way_while_one_is_in_use():
     told = []
 
-    def stage(data):
-        told.append(("starts", int(data[0])))
-        return lambda: told.append(("arrives", int(data[0]))) or data
+    def stage(batch):
+        told.append(("starts", int(batch.data[0])))
+        return lambda: told.append(("arrives", int(batch.data[0]))) or batch.data
 
     for _, data in ahead(map(batch, range(3)), stage):
         told.append(("used", int(data[0])))

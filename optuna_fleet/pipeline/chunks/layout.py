@@ -33,12 +33,16 @@ LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseHeader:
-    """Columns and, for each, its place in bytes from the beginning of the body."""
+    """Columns and, for each, its place in bytes from the beginning of the body.
+
+    Trainers have nothing more to do with the samples if the chunk ``is_finished``.
+    """
 
     num_samples: int
     structure: Structure
     columns: tuple[Column, ...]
     offsets: tuple[int, ...]
+    is_finished: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class ObjectHeader:
     """
 
     blobs: tuple[tuple[tuple[int, int], ...], ...]
+    is_finished: bool
 
 
 def aligned(nbytes: int) -> int:
@@ -57,35 +62,42 @@ def aligned(nbytes: int) -> int:
 
 
 def write_chunk(
-    samples: Sequence[Any], *, collated_by_user: bool, read_often: bool = False
+    samples: Sequence[Any],
+    *,
+    collated_by_user: bool,
+    is_finished: bool = True,
+    read_often: bool = False,
 ) -> int:
     """Stores samples in a new sealed memory file.
 
     Args:
         samples: At least one sample.
         collated_by_user: They must come out as they are, for the user's ``collate_fn``.
+        is_finished: Trainers have nothing more to do with them.
         read_often: More often than once by each trial.
 
     Returns:
         The file's descriptor, which the caller must close.
     """
     if not collated_by_user:
-        dense = _plan(samples)
+        dense = _plan(samples, is_finished)
         if dense is not None:
             return sealed_file_of(_dense(*dense), read_often=read_often)
-    return sealed_file_of(_objects(samples), read_often=read_often)
+    return sealed_file_of(_objects(samples, is_finished), read_often=read_often)
 
 
 def sample_bytes(sample: Any, *, collated_by_user: bool) -> int:
     """Returns about how many bytes a sample takes in a chunk."""
     leaves: list[Any] = []
-    if not collated_by_user and _plan([sample]):
+    if not collated_by_user and _plan([sample], True):
         flatten(sample, leaves)
         return sum(map(columns.leaf_bytes, leaves))
     return len(dumps(sample))
 
 
-def _plan(samples: Sequence[Any]) -> tuple[DenseHeader, list[Sequence[Any]]] | None:
+def _plan(
+    samples: Sequence[Any], is_finished: bool
+) -> tuple[DenseHeader, list[Sequence[Any]]] | None:
     """The dense layout of these samples and the leaves of each column, if they have one."""
     first: list[Any] = []
     structure = flatten(samples[0], first)
@@ -106,6 +118,7 @@ def _plan(samples: Sequence[Any]) -> tuple[DenseHeader, list[Sequence[Any]]] | N
         structure=structure,
         columns=tuple(found),
         offsets=tuple(ends),
+        is_finished=is_finished,
     )
     return header, values
 
@@ -118,7 +131,7 @@ def _dense(header: DenseHeader, values: list[Sequence[Any]]) -> list[Any]:
     return written
 
 
-def _objects(samples: Sequence[Any]) -> list[Any]:
+def _objects(samples: Sequence[Any], is_finished: bool) -> list[Any]:
     places, written, end = [], [], 0
     for sample in samples:
         place = []
@@ -129,7 +142,7 @@ def _objects(samples: Sequence[Any]) -> list[Any]:
             written += [blob, _ZEROS[:padding]]
             end += padding
         places.append(tuple(place))
-    return [_head(ObjectHeader(blobs=tuple(places))), *written]
+    return [_head(ObjectHeader(blobs=tuple(places), is_finished=is_finished)), *written]
 
 
 def _head(header: DenseHeader | ObjectHeader) -> bytes:

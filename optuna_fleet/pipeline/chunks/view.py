@@ -106,6 +106,29 @@ Part = tuple[ChunkView, int, int]
 """A chunk and the range of its samples."""
 
 
+def cut_alike(
+    parts: Sequence[Part],
+    collate: Callable[[list[Any]], Any] | None,
+    finish: Callable[[Any], Any] | None,
+) -> tuple[Any, bool]:
+    """Returns the batch of these samples, and whether it is finished.
+
+    Args:
+        parts: As for `cut_batch`.
+        collate: Likewise.
+        finish: Finishes a sample of a chunk that is not, where others of the batch are.
+    """
+    finished = [chunk.header.is_finished for chunk, _, _ in parts]
+    if all(finished) or not any(finished):
+        return cut_batch(parts, collate), all(finished)
+    assert finish is not None
+    samples: list[Any] = []
+    for chunk, start, stop in parts:
+        own = chunk.samples(start, stop)
+        samples += own if chunk.header.is_finished else map(finish, own)
+    return (default_collate if collate is None else collate)(samples), True
+
+
 def cut_batch(parts: Sequence[Part], collate: Callable[[list[Any]], Any] | None) -> Any:
     """Returns the batch of these samples, equal to what a DataLoader would have made of them.
 

@@ -6,7 +6,6 @@ import ctypes
 import os
 import socket
 import time
-from typing import Any
 
 import torch
 
@@ -25,7 +24,12 @@ from optuna_fleet.pipeline.messages import (
     SampleMeasured,
 )
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
-from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples, reported
+from optuna_fleet.pipeline.preprocessor.sampling import (
+    Sample,
+    SampleError,
+    Samples,
+    reported,
+)
 from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
 from optuna_fleet.settings import Adoption, Settings
 
@@ -97,7 +101,7 @@ class _Producer:
         self._decoded = decoded
         self._samples = samples
         # Samples of the last order that are wanted again by the next one.
-        self._kept: tuple[ChunkKey, list[Any]] | None = None
+        self._kept: tuple[ChunkKey, list[Sample]] | None = None
 
     def measure(self, key: ChunkKey) -> None:
         """Answers how large a preprocessed sample of the data set is."""
@@ -108,8 +112,8 @@ class _Producer:
             sample = self._samples.sample(key, 0)
             sample_s = self._second_sample(key, sample)
             prepared_bytes = self._samples.prepared_bytes(key)
-            nbytes = sample_bytes(sample, collated_by_user=by_user)
-            fd = write_chunk([sample], collated_by_user=by_user)
+            nbytes = sample_bytes(sample.data, collated_by_user=by_user)
+            fd = write_chunk([sample.data], collated_by_user=by_user)
             header_bytes = max(0, os.fstat(fd).st_size - nbytes)
             os.close(fd)
             nbytes = max(nbytes, self._largest(key, sample_s))
@@ -131,14 +135,14 @@ class _Producer:
         assert self._kept is not None
         by_user = self._spec.dataset(key.name).collate is not None
         samples = self._kept[1]
-        sizes = [sample_bytes(sample, collated_by_user=by_user) for sample in samples]
+        sizes = [sample_bytes(sample.data, collated_by_user=by_user) for sample in samples]
         most = min(MIN_CHUNK_SAMPLES, self._spec.dataset(key.name).num_samples)
         while len(set(sizes)) > 1 and len(sizes) < most and len(sizes) * sample_s < CHUNK_S:
             samples.append(self._samples.sample(key, len(sizes)))  # the first chunk will have it
-            sizes.append(sample_bytes(samples[-1], collated_by_user=by_user))
+            sizes.append(sample_bytes(samples[-1].data, collated_by_user=by_user))
         return max(sizes)
 
-    def _second_sample(self, key: ChunkKey, first: Any) -> float:
+    def _second_sample(self, key: ChunkKey, first: Sample) -> float:
         """Makes one more sample, as the first had much to load, and returns the seconds."""
         self._kept = (key, [first])
         if self._spec.dataset(key.name).num_samples == 1:
@@ -159,8 +163,12 @@ class _Producer:
             dataset = self._spec.dataset(order.key.name)
             by_user = dataset.collate is not None
             with reported(f"A chunk of data set {order.key.name!r} could not be stored: it"):
+                data, is_finished = self._samples.alike(order.key.name, samples)
                 fd = write_chunk(
-                    samples, collated_by_user=by_user, read_often=not dataset.shuffled
+                    data,
+                    collated_by_user=by_user,
+                    is_finished=is_finished,
+                    read_often=not dataset.shuffled,
                 )
         except SampleError as failure:
             wire.send(self._sock, ChunkNotProduced(key=order.key, error=failure.error))
@@ -173,9 +181,9 @@ class _Producer:
             return
         self._send(order, fd, len(samples), began)
 
-    def _make(self, order: ProduceChunk) -> list[Any]:
+    def _make(self, order: ProduceChunk) -> list[Sample]:
         key, size = order.key, order.chunk_size
-        samples: list[Any] = []
+        samples: list[Sample] = []
         if self._kept is not None and self._kept[0] == key:
             samples = self._kept[1][:size]
         else:
@@ -186,6 +194,9 @@ class _Producer:
         stop = min(start + size, self._spec.dataset(key.name).num_samples)
         for position in range(start + len(samples), stop):
             samples.append(self._samples.sample(key, position, use_store=order.split))
+        if self._samples.num_loaded and key.name in self._samples.audit.mismatches:
+            self._samples.begin()  # found just now: those before it can't be trusted either
+            return [self._samples.sample(key, position) for position in range(start, stop)]
         return samples
 
     def _send(self, order: ProduceChunk, fd: int, num_samples: int, began: float) -> None:
@@ -205,6 +216,7 @@ class _Producer:
                 num_loaded=self._samples.num_loaded,
                 skipped=tuple(self._samples.skipped),
                 complaint=self._samples.complaint,
+                mismatch=self._samples.audit.mismatches.get(order.key.name),
             )
             wire.send(self._sock, done, fd)
         finally:

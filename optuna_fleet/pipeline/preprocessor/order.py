@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,20 @@ def drawn(own: Sequence[Generator] = ()) -> tuple[float, ...]:
 
     number = torch.rand((), dtype=torch.float64, device="cpu").item()
     return random.random(), np.random.random_sample(), number, *map(generators.draw, own)
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """What is seeded within is as it was before, outside."""
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def seed_sample(

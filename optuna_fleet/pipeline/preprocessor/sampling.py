@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet import packing
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
+from optuna_fleet.pipeline.preprocessor.audit import Audit
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack, unpack
 from optuna_fleet.pipeline.preprocessor.order import drawn, permutation, seed_sample
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, Stages, agrees, split
+from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, rebuilt
 from optuna_fleet.pipeline.preprocessor.transform_split import AnotherWayError
 from optuna_fleet.pipeline.spec import ChunkKey, DatasetSpec, PipelineSpec
 
@@ -32,6 +33,13 @@ _RAISED = (Exception, SystemExit)
 """What user code may raise: a sample must not end the process that makes it."""
 
 _OURS = str(Path(__file__).parents[1])
+
+
+class Sample(NamedTuple):
+    """A sample, and whether trainers have nothing more to do with it."""
+
+    data: Any
+    is_finished: bool
 
 
 class SampleError(Exception):
@@ -54,6 +62,7 @@ class Samples:
         skipped: Indices that raised since ``begin``, where these are skipped.
         complaint: What the first of them raised.
         num_loaded: Samples since ``begin`` whose beginning came from the decoded store.
+        audit: What tells whether that may be used.
     """
 
     def __init__(
@@ -70,6 +79,7 @@ class Samples:
         self._force_decoded = force_decoded
         self._source: Source | None = None
         self._splits: dict[str, SplitDataset | None] = {}
+        self.audit = Audit()
         self._order = lru_cache(maxsize=4)(permutation)
         self.begin()
 
@@ -79,7 +89,7 @@ class Samples:
         self.complaint: ChunkError | None = None
         self.num_loaded = 0
 
-    def sample(self, key: ChunkKey, position: int, *, use_store: bool = False) -> Any:
+    def sample(self, key: ChunkKey, position: int, *, use_store: bool = False) -> Sample:
         """Returns the sample at this position of the order of the chunk's epoch.
 
         Args:
@@ -102,7 +112,7 @@ class Samples:
 
     def _substitute(
         self, spec: DatasetSpec, epoch: int, index: int, use_store: bool, error: BaseException
-    ) -> Any:
+    ) -> Sample:
         """The next sample that does not raise."""
         for step in range(1, MAX_SUBSTITUTES):
             self.skipped.append(index)
@@ -118,7 +128,7 @@ class Samples:
     def prepared_bytes(self, key: ChunkKey) -> int | None:
         """Returns the size of a sample in the decoded store; None if it is not to be used."""
         spec = self._spec.dataset(key.name)
-        if not spec.shuffled or self._decoded is None or not self._splittable(spec.name):
+        if not spec.shuffled or self._decoded is None:
             return None
         index = self._index(spec, key.epoch, 0)
         try:
@@ -139,40 +149,52 @@ class Samples:
         epoch = 0 if self._spec.rolls(spec.name) else epoch
         return int(self._order(self._spec.seed, spec.name, epoch, spec.num_samples)[position])
 
-    def _make(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Any:
-        stages = self._sources().stages[spec.name]
-        if use_store or spec.finish is not None or stages.in_parts:
-            sample = self._in_parts(spec, epoch, index, use_store)
-        else:
-            sample = self._whole(spec, stages, epoch, index)
-        return sample if spec.collate is not None else map_leaves(sample, without_images)
+    def alike(self, name: str, samples: Sequence[Sample]) -> tuple[list[Any], bool]:
+        """Returns the data of samples of a chunk, and whether they are finished: all, or none."""
+        finished = [sample.is_finished for sample in samples]
+        if all(finished) or not any(finished):
+            return [sample.data for sample in samples], all(finished)
+        packed = self._spec.dataset(name).finish
+        assert packed is not None
+        finish = packing.unpack(packed)
+        return [each.data if each.is_finished else finish(each.data) for each in samples], True
 
-    def _whole(self, spec: DatasetSpec, stages: Stages, epoch: int, index: int) -> Any:
-        self._seed(spec.name, epoch, index)
-        sample = self._sources().datasets[spec.name][index]
-        return sample if spec.finish or stages.finish is None else stages.finish(sample)
+    def _make(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Sample:
+        data, is_finished = self._made(spec, epoch, index, use_store)
+        if spec.collate is None:
+            data = map_leaves(data, without_images)
+        return Sample(data, is_finished)
+
+    def _made(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Sample:
+        source = self._sources()
+        dataset, finish = source.datasets[spec.name], source.stages[spec.name].finish
+        seed = partial(self._seed, spec.name, epoch, index)
+        defers = spec.finish is not None
+        found = self._split(spec.name)
+        use_store = use_store and spec.name not in self.audit.mismatches
+        num_loaded = self.num_loaded
+        if found is None:
+            seed()
+            sample = dataset[index]
+            return Sample(sample if defers or finish is None else finish(sample), not defers)
+        if use_store or defers:
+            try:
+                prepared = self._prepared(found, spec.name, index, seed, use_store)
+                seed()
+                augmented = found.augmented(prepared)
+                sample = augmented if defers else found.finished(augmented)
+            except AnotherWayError:
+                pass
+            else:
+                audited = self.num_loaded > num_loaded and self.audit.is_due(epoch, index)
+                finish = found.finished if defers else _itself
+                make = partial(found.whole, dataset, index, seed)
+                if not audited or self.audit.agrees(spec.name, index, finish(sample), make):
+                    return Sample(sample, not defers)
+        return Sample(found.whole(dataset, index, seed), True)
 
     def _seed(self, name: str, epoch: int, index: int) -> None:
         seed_sample(self._spec.seed, name, epoch, index, self._sources().generators)
-
-    def _in_parts(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Any:
-        source = self._sources()
-        found = self._split(spec.name)
-        if found is None:
-            return self._whole(spec, source.stages[spec.name], epoch, index)
-        seed = partial(self._seed, spec.name, epoch, index)
-        if not use_store and spec.finish is None:
-            return found.whole(source.datasets[spec.name], index, seed)
-        try:
-            prepared = self._prepared(found, spec.name, index, seed, use_store)
-        except AnotherWayError:
-            sample = found.whole(source.datasets[spec.name], index, seed)
-            if spec.finish is not None:  # those of its batch are finished elsewhere
-                raise
-            return sample
-        seed()
-        augmented = found.augmented(prepared)
-        return augmented if spec.finish is not None else found.finished(augmented)
 
     def _prepared(
         self,
@@ -205,30 +227,9 @@ class Samples:
     def _split(self, name: str) -> SplitDataset | None:
         if name not in self._splits:
             source = self._sources()
-            seed = partial(self._seed, name, 0, 0)
-            dataset, stages = source.datasets[name], source.stages[name]
-            index = self._first_good(name, dataset, seed)
-            found = split(dataset, stages, index=index, seed=seed)
-            if stages.in_parts and found and not agrees(found, dataset, index, seed):
-                raise FleetConfigError(
-                    f"What `prepare` gives for sample {index} of data set {name!r} is not the "
-                    "same each time, or is changed in place by `augment`, or can't be stored. "
-                    "Leave all that is random to `augment`, which must work on copies."
-                )
-            self._splits[name] = found
+            cut = self._spec.dataset(name).cut
+            self._splits[name] = rebuilt(source.datasets[name], source.stages[name], cut)
         return self._splits[name]
-
-    def _first_good(self, name: str, dataset: Any, seed: Callable[[], None]) -> int:
-        """The first sample that does not raise, where these are skipped: to try splitting on."""
-        if self._spec.on_error == "raise":
-            return 0
-        last = min(self._spec.dataset(name).num_samples, MAX_SUBSTITUTES) - 1
-        for index in range(last):
-            seed()
-            with suppress(Exception):
-                dataset[index]
-                return index
-        return last
 
     def _load_once(self) -> None:
         if self._source is None:
@@ -239,16 +240,6 @@ class Samples:
         if self._source is None:
             self._source = self._load()
         return self._source
-
-    def _splittable(self, name: str) -> bool:
-        return self._spec.split or self._sources().stages[name].in_parts
-
-    def finisher(self, name: str) -> Callable[[Any], Any] | None:
-        """Returns the elementwise end of a data set's samples, if it has one."""
-        found = self._split(name) if self._splittable(name) else None
-        if found is None:
-            return self._sources().stages[name].finish
-        return found.finisher() if found.has_finish else None
 
 
 @contextmanager
@@ -282,6 +273,10 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
         frames = frames.tb_next
     return frames or first
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _timed(action: Callable[[], Any]) -> tuple[float, Any]:

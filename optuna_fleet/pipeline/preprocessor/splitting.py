@@ -14,14 +14,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.pipeline.preprocessor.attributes import Attributes
 from optuna_fleet.pipeline.preprocessor.transform_split import (
     NoSplitError,
+    TransformSplit,
+    below,
     candidates,
     transform_of,
 )
-from optuna_fleet.pipeline.preprocessor.transforms import steps_of
+from optuna_fleet.pipeline.preprocessor.transforms import Step, steps_of
+from optuna_fleet.pipeline.spec import Cut
 
 Seed = Callable[[], None]
+
+MAX_TRIES = 16
+"""Samples that splitting is tried on, where one after another raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +59,16 @@ class SplitDataset(Protocol):
     """A data set in three parts. Equal in every process that has the same data set.
 
     Attributes:
+        cut: Where its own transform was taken apart; None where the user said how.
         has_augment: Whether anything is random. If not, ``prepared`` gives what the data set
             gives (but for ``finished``), to be treated as ``dataset[index]`` always is, and
             ``augmented`` leaves it as it is. Otherwise ``prepared`` gives a form of its own that
             chunks keep without loss, and only ``augmented`` understands it.
         has_finish: Whether ``finished`` does anything.
     """
+
+    @property
+    def cut(self) -> Cut | None: ...  # noqa: D102
 
     @property
     def has_augment(self) -> bool: ...  # noqa: D102
@@ -88,6 +100,65 @@ class SplitDataset(Protocol):
         ...
 
 
+def may_split(dataset: Any, stages: Stages, *, by_itself: bool) -> bool:
+    """Returns whether there is anything to try, without reading a sample.
+
+    Args:
+        dataset: The data set.
+        stages: What the user gave for it.
+        by_itself: Its own transform may be taken apart.
+    """
+    return stages.in_parts or (by_itself and _own_steps(dataset) is not None)
+
+
+def decide(
+    name: str, dataset: Any, stages: Stages, *, num_samples: int, seed: Callable[[int], None]
+) -> SplitDataset | None:
+    """Returns how to take a data set apart: tried on its first sample that does not raise.
+
+    It is to be asked once for all processes, which rebuild the split by ``rebuilt``. What raises
+    may be of the moment (a file server), and is told of when the sample is wanted.
+
+    Args:
+        name: The name of the data set.
+        dataset: A copy of it that nobody reads: what it opens stays open.
+        stages: What the user gave for it.
+        num_samples: Its length.
+        seed: Seeds for the sample of this index.
+
+    Raises:
+        FleetConfigError: What the user gave does not do what it must.
+    """
+    for index in range(min(num_samples, MAX_TRIES)):
+        try:
+            found = split(dataset, stages, index=index, seed=partial(seed, index))
+            usable = found is None or agrees(found, dataset, index, partial(seed, index))
+        except (Exception, SystemExit):
+            continue
+        if not usable and stages.in_parts:
+            raise FleetConfigError(
+                f"What `prepare` gives for sample {index} of data set {name!r} is not the "
+                "same each time, or is changed in place by `augment`, or can't be stored. "
+                "Leave all that is random to `augment`, which must work on copies."
+            )
+        return found if usable else None
+    return _StagedSplit(dataset=dataset, stages=stages) if stages.in_parts else None
+
+
+def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | None:
+    """Returns the split that was decided on, without reading a sample."""
+    if stages.in_parts:
+        return _StagedSplit(dataset=dataset, stages=stages)
+    if cut is None:
+        return None
+    steps = _own_steps(dataset) or ()
+    return TransformSplit(dataset, steps, Attributes(steps, cut.restless), stages.finish, cut)
+
+
+def _own_steps(dataset: Any) -> tuple[Step, ...] | None:
+    return steps_of(transform_of(dataset))
+
+
 def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDataset | None:
     """Takes a data set apart, by its own ``transform`` or as the user says.
 
@@ -95,7 +166,7 @@ def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDatas
         dataset: Has an attribute ``transform`` (or ``transforms``) made of torchvision's; also
             below ``Subset`` and ``ConcatDataset``.
         stages: With ``prepare`` or ``augment`` these are taken, and not tried: ask ``agrees``.
-        index: The sample it is tried on. Processes that must agree try the same.
+        index: The sample it is tried on.
         seed: Seeds torch, NumPy and ``random`` for that sample.
 
     Returns:
@@ -104,20 +175,37 @@ def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDatas
 
     Raises:
         Exception: What ``dataset[index]`` raises.
+        OSError: Likewise when it is read again: it says nothing of the transform.
     """
     if stages.in_parts:
         return _StagedSplit(dataset=dataset, stages=stages)
-    steps = steps_of(transform_of(dataset))
+    steps = _own_steps(dataset)
     if steps is None:
         return None
+    attributes = Attributes(steps)
+    if any(map(attributes.include, below(dataset))):
+        return None  # it is copied, and its steps would know the original
     # First of all: a data set that keeps its results must not keep those of half a transform.
     seed()
     dataset[index]
+    before = attributes.now()
+    dataset[index]  # drawn otherwise: only what the steps set themselves is another now
     try:
-        found = list(candidates(dataset, steps, stages.finish, index))
-    except Exception:
+        attributes.ignore_changed(before)
+        found = list(candidates(dataset, steps, attributes, stages.finish, index))
+    except Exception as error:
+        _raise_if_of_the_moment(error)
         return None
     return next((split for split in found if agrees(split, dataset, index, seed)), None)
+
+
+def _raise_if_of_the_moment(error: BaseException) -> None:
+    """Raises what may not be raised when it is tried again, or what has led to this."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (OSError, MemoryError)):
+            raise cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def agrees(split: SplitDataset, dataset: Any, index: int, seed: Seed) -> bool:
@@ -128,11 +216,13 @@ def agrees(split: SplitDataset, dataset: Any, index: int, seed: Seed) -> bool:
 
     Raises:
         Exception: What ``dataset[index]`` raises, and the user's stages.
+        OSError: Likewise when it is read again: it says nothing of the split.
     """
     wanted = split.whole(dataset, index, seed)
     try:
         return _agrees(split, index, seed, wanted)
-    except Exception:
+    except Exception as error:
+        _raise_if_of_the_moment(error)
         return False
 
 
@@ -212,6 +302,8 @@ def _generators() -> tuple[Any, ...]:
 class _StagedSplit:
     dataset: Any
     stages: Stages
+
+    cut = None
 
     @property
     def has_augment(self) -> bool:

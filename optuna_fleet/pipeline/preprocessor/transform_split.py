@@ -8,15 +8,15 @@ sample it does so for, and not taken apart.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from optuna_fleet.pipeline.preprocessor import transforms
+from optuna_fleet.pipeline.preprocessor.attributes import Attributes
 from optuna_fleet.pipeline.preprocessor.transforms import Step
-
-Path = tuple[Any, ...]
-"""Indices and keys that lead to one part of a sample."""
+from optuna_fleet.pipeline.spec import Cut, Path
 
 
 class AnotherWayError(RuntimeError):
@@ -28,33 +28,34 @@ class NoSplitError(Exception):
 
 
 def candidates(
-    dataset: Any, steps: tuple[Step, ...], finish: Callable[[Any], Any] | None, index: int
+    dataset: Any,
+    steps: tuple[Step, ...],
+    attributes: Attributes,
+    finish: Callable[[Any], Any] | None,
+    index: int,
 ) -> Iterator[TransformSplit]:
     """Yields the ways to split a data set, the best first.
 
     Args:
         dataset: The data set.
         steps: Its transform's, as ``transforms.steps_of`` gives them.
+        attributes: Theirs, before any sample was read.
         finish: What comes after its own end.
         index: The sample by which to find where the transform's result goes.
     """
     random_steps = (i for i, step in enumerate(steps) if not transforms.is_deterministic(step))
     first_random = next(random_steps, None)
-    cut = None
+    smallest = None
     if first_random is not None:
-        cut = _smallest_cut(steps[:first_random], _inputs(dataset, index))
+        smallest = _smallest_cut(steps[:first_random], _inputs(dataset, index))
     for end in dict.fromkeys((_tail(steps), len(steps))):
-        begin = end if cut is None else cut
-        watched = _Watched(transforms.Steps(steps[:begin]))
-        source = _with_transform(dataset, watched)
-        yield TransformSplit(
-            source=source,
-            watched=watched,
-            middle=transforms.Steps(steps[begin:end]),
-            tail=transforms.Steps(steps[end:]),
-            finish=finish,
-            place=watched.taken(source[index])[0],
+        begin = end if smallest is None else smallest
+        prefix = _Watched(transforms.Steps(steps[:begin]))
+        place, _ = prefix.taken(_with_transform(dataset, prefix)[index])
+        cut = Cut(
+            begin=begin, end=end, num_steps=len(steps), place=place, restless=attributes.restless
         )
+        yield TransformSplit(dataset, steps, attributes, finish, cut)
 
 
 def _tail(steps: tuple[Step, ...]) -> int:
@@ -105,21 +106,24 @@ class _Call:
     inputs: tuple[Any, ...]
     output: Any
     stand_in: Any  # one, or a tuple of as many as there are outputs
+    is_usual: bool
 
 
 class _Watched:
     """Stands where the transform was, and remembers what it was given and what it would give."""
 
-    def __init__(self, steps: transforms.Steps) -> None:
+    def __init__(self, steps: transforms.Steps, attributes: Attributes | None = None) -> None:
         self._steps = steps
+        self._attributes = attributes
         self._calls: list[_Call] = []
 
     def __call__(self, *inputs: Any) -> Any:
+        is_usual = self._attributes is None or self._attributes.hold()
         output = self._steps(*inputs)
         stand_in: Any = _StandIn()
         if len(inputs) > 1:
             stand_in = tuple(_StandIn() for _ in output)
-        self._calls.append(_Call(inputs, output, stand_in))
+        self._calls.append(_Call(inputs, output, stand_in, is_usual))
         return stand_in
 
     def forget(self) -> None:
@@ -132,6 +136,8 @@ class _Watched:
         self.forget()
         if len(calls) != 1:
             raise NoSplitError(f"called it {len(calls)} times")
+        if not calls[0].is_usual:
+            raise NoSplitError("changes attributes of its steps")
         return calls[0]
 
     def taken(self, sample: Any) -> tuple[Path, Any]:
@@ -198,67 +204,88 @@ class Finisher:
         return sample_or_batch if self.finish is None else self.finish(sample_or_batch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TransformSplit:
-    """A ``SplitDataset`` (see there) whose parts are pieces of the data set's transform."""
+    """A ``SplitDataset`` (see there) whose parts are pieces of the data set's transform.
 
-    source: Any
-    watched: _Watched
-    middle: transforms.Steps
-    tail: transforms.Steps
-    finish: Callable[[Any], Any] | None
-    place: Path
-    faithful: bool = field(init=False)
+    Args:
+        dataset: The data set.
+        steps: Its transform's.
+        attributes: Theirs, before any sample was read: a sample for which they are others is
+            made whole.
+        finish: What comes after its own end.
+        cut: Where to cut.
+    """
 
-    def __post_init__(self) -> None:
-        known = all(map(transforms.is_known, self.middle.steps))
-        object.__setattr__(self, "faithful", not known)
+    def __init__(
+        self,
+        dataset: Any,
+        steps: tuple[Step, ...],
+        attributes: Attributes,
+        finish: Callable[[Any], Any] | None,
+        cut: Cut,
+    ) -> None:
+        if len(steps) != cut.num_steps:
+            raise RuntimeError(
+                f"A transform has {len(steps)} steps here, but {cut.num_steps} where it was "
+                "decided how to take it apart: SharedPipeline(..., split=False) leaves it whole."
+            )
+        self.cut = cut
+        self._attributes = attributes
+        self._watched = _Watched(transforms.Steps(steps[: cut.begin]), attributes)
+        self._source = _with_transform(dataset, self._watched)
+        self._middle = transforms.Steps(steps[cut.begin : cut.end])
+        self._tail = transforms.Steps(steps[cut.end :])
+        self._finish = finish
+        # Code that is not known may look at anything, and write into it.
+        self._faithful = not all(map(transforms.is_known, self._middle.steps))
 
     @property
     def has_augment(self) -> bool:  # noqa: D102
-        return bool(self.middle.steps)
+        return bool(self._middle.steps)
 
     @property
     def has_finish(self) -> bool:  # noqa: D102
-        return bool(self.tail.steps) or self.finish is not None
+        return bool(self._tail.steps) or self._finish is not None
 
     def prepared(self, index: int) -> Any:  # noqa: D102
         from optuna_fleet.pipeline.preprocessor import storable
 
         sample = self._sample(index)
-        return storable.pack(sample, faithful=self.faithful) if self.has_augment else sample
+        return storable.pack(sample, faithful=self._faithful) if self.has_augment else sample
 
     def augmented(self, prepared: Any) -> Any:  # noqa: D102
         from optuna_fleet.pipeline.preprocessor import storable
 
+        if not self._attributes.hold():
+            raise AnotherWayError("Attributes of the transform's steps have been changed.")
         if not self.has_augment:
             return prepared
-        return _at(self.place, storable.unpack(prepared, copy=self.faithful), self.middle)
+        return _at(self.cut.place, storable.unpack(prepared, copy=self._faithful), self._middle)
 
     def finished(self, sample_or_batch: Any) -> Any:  # noqa: D102
         return self.finisher()(sample_or_batch)
 
     def finisher(self) -> Finisher:  # noqa: D102
-        return Finisher(place=self.place, tail=self.tail, finish=self.finish)
+        return Finisher(place=self.cut.place, tail=self._tail, finish=self._finish)
 
     def whole(self, dataset: Any, index: int, seed: Callable[[], None]) -> Any:  # noqa: D102
         seed()
         sample = dataset[index]
-        return sample if self.finish is None else self.finish(sample)
+        return sample if self._finish is None else self._finish(sample)
 
     def _sample(self, index: int) -> Any:
         try:
-            sample = self.source[index]
+            sample = self._source[index]
         except Exception as error:
             # Perhaps for want of what the transform gives: if not, the whole will raise it too.
-            self.watched.forget()
+            self._watched.forget()
             raise _another_way(index, f"raises {type(error).__name__}") from error
         try:
-            place, sample = self.watched.taken(sample)
+            place, sample = self._watched.taken(sample)
         except NoSplitError as error:
             raise _another_way(index, f"{error}") from error
-        if place != self.place:
-            raise _another_way(index, f"has its image at {place} instead of {self.place}")
+        if place != self.cut.place:
+            raise _another_way(index, f"has its image at {place} instead of {self.cut.place}")
         return sample
 
 
@@ -285,6 +312,13 @@ def transform_of(dataset: Any) -> Any:
     return joint.transform if transforms.is_standard(joint) else joint
 
 
+def below(dataset: Any) -> Iterator[Any]:
+    """Yields the data set and those it is made of."""
+    yield dataset
+    for part in _inner(dataset) or ():
+        yield from below(part)
+
+
 def _with_transform(dataset: Any, transform: Step) -> Any:
     """A shallow copy of the data set that calls ``transform`` in place of its own."""
     copied = copy.copy(dataset)
@@ -308,8 +342,9 @@ def _with_transform(dataset: Any, transform: Step) -> Any:
 
 
 def _inner(dataset: Any) -> list[Any] | None:
-    from torch.utils.data import ConcatDataset, Subset
-
-    if type(dataset) is Subset:
+    data = sys.modules.get("torch.utils.data")
+    if data is None:
+        return None  # not loaded: no data set is of these classes
+    if type(dataset) is data.Subset:
         return [dataset.dataset]
-    return list(dataset.datasets) if type(dataset) is ConcatDataset else None
+    return list(dataset.datasets) if type(dataset) is data.ConcatDataset else None

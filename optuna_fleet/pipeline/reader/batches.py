@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.chunks.view import Part, cut_batch
+from optuna_fleet.pipeline.chunks.view import Part, cut_alike
 from optuna_fleet.pipeline.messages import Advance, ClosePass
 
 if TYPE_CHECKING:
@@ -23,11 +23,13 @@ class Batch:
             a dummy of one sample, where that was asked for).
         local_size: Samples in this rank's share.
         global_size: Samples in the whole batch, over all ranks.
+        is_finished: There is nothing left to do of the preprocessing.
     """
 
     data: Any
     local_size: int
     global_size: int
+    is_finished: bool = False
 
 
 def shard(size: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -139,6 +141,7 @@ class Batches:
         if not len(self):
             return
         collate = self._client.collate_fn(plan.name)
+        finish = self._client.finisher(plan.name)
         if plan.origin is None:
             epoch, origin = self._client.head(plan.name)
             plan = replace(plan, epoch=epoch, origin=origin)
@@ -146,11 +149,16 @@ class Batches:
         try:
             for step in range(plan.first_step, plan.num_steps):
                 parts = reading.parts(step)
-                data = cut_batch(parts, collate) if parts else None
+                data, is_finished = cut_alike(parts, collate, finish) if parts else (None, True)
                 del parts  # or they would outlive their release, for as long as the user computes
                 local_size = plan.local_size(step)
                 reading.consumed += local_size
-                yield Batch(data=data, local_size=local_size, global_size=plan.size(step))
+                yield Batch(
+                    data=data,
+                    local_size=local_size,
+                    global_size=plan.size(step),
+                    is_finished=is_finished,
+                )
         finally:
             reading.close()
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
-
 from optuna_fleet.pipeline.chunks.layout import write_chunk
-from optuna_fleet.pipeline.chunks.view import ChunkView, cut_batch
-from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples
+from optuna_fleet.pipeline.chunks.view import ChunkView, cut_alike
+from optuna_fleet.pipeline.preprocessor.order import own_randomness
+from optuna_fleet.pipeline.preprocessor.sampling import Sample, SampleError, Samples
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.reader.batches import Batch, ReadPlan
 from optuna_fleet.pipeline.reader.client import planned
@@ -54,29 +50,27 @@ class InlineClient:
     def batch(self, plan: ReadPlan, step: int) -> Batch:
         """Preprocesses the batch of a step."""
         start, stop = plan.positions(step)
-        with _own_randomness():
+        with own_randomness():
             samples = [self._sample(plan, position) for position in range(start, stop)]
         collate = self._collates.get(plan.name)
+        made, is_finished = self._samples.alike(plan.name, samples)
         # By way of a chunk, so that batches look exactly as they do from processes.
-        view = ChunkView(write_chunk(samples, collated_by_user=collate is not None))
-        data = cut_batch([(view, 0, len(samples))], collate)
-        return Batch(data=data, local_size=plan.local_size(step), global_size=plan.size(step))
+        view = ChunkView(
+            write_chunk(made, collated_by_user=collate is not None, is_finished=is_finished)
+        )
+        data, _ = cut_alike([(view, 0, len(made))], collate, None)
+        return Batch(
+            data=data,
+            local_size=plan.local_size(step),
+            global_size=plan.size(step),
+            is_finished=is_finished,
+        )
 
-    def _sample(self, plan: ReadPlan, position: int) -> Any:
+    def _sample(self, plan: ReadPlan, position: int) -> Sample:
         try:
             return self._samples.sample(ChunkKey(plan.name, plan.epoch, 0), position)
         except SampleError as failure:
             raise failure.__cause__ or failure from None
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Keep the seeding of samples from the generators that the trial itself draws from."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)
 
 
 class InlineBatches:

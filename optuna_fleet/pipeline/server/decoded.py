@@ -44,6 +44,7 @@ class DecodedStore:
         self._lengths = dict(lengths)
         self._missing = dict(lengths)
         self._prepared_bytes: dict[str, int] = {}
+        self._stopped: set[str] = set()
         self._kept_bytes: Counter[str] = Counter()
         self._free: list[Extent] = []
         self._lent: dict[object, list[Extent]] = {}
@@ -64,12 +65,20 @@ class DecodedStore:
     @property
     def wanted_bytes(self) -> int:
         """Bytes it will take in the end, as far as its data sets are known."""
-        wanted = sum(size * self._lengths[name] for name, size in self._prepared_bytes.items())
+        served = self._prepared_bytes.keys() - self._stopped
+        wanted = sum(self._prepared_bytes[name] * self._lengths[name] for name in served)
         return min(self.max_bytes, max(wanted, self._peak))
 
     def serves(self, name: str) -> bool:
         """Returns whether samples of this data set are kept."""
-        return name in self._prepared_bytes
+        return name in self._prepared_bytes and name not in self._stopped
+
+    def stop(self, name: str) -> None:
+        """No more samples of a data set are kept or read.
+
+        What it has stays taken: orders under way may still read it.
+        """
+        self._stopped.add(name)
 
     def fitting_share(self, name: str) -> float:
         """Returns about which part of a data set's samples is kept, or will be with what is left.

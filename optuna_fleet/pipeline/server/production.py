@@ -102,6 +102,7 @@ class Production:
         self._chunk_sizes: dict[str, int] = {}
         self._recurring: set[str] = set()
         self._prepared_bytes: dict[str, int] = {}
+        self._mistrusted: set[str] = set()
         self._to_measure: dict[str, ChunkKey] = {}
         self._measuring: set[str] = set()
         self._deaths: Counter[str] = Counter()
@@ -149,7 +150,12 @@ class Production:
 
     def _use_decoded(self, name: str) -> None:
         known = name in self._recurring and name in self._prepared_bytes
-        if known and self._budgets.decoded_bytes and not self._decoded.serves(name):
+        if (
+            known
+            and name not in self._mistrusted
+            and self._budgets.decoded_bytes
+            and not self._decoded.serves(name)
+        ):
             self._decoded.serve(name, self._prepared_bytes[name])
             left = self._budgets.memory_bytes - self._decoded.wanted_bytes
             self._outlets.carry_out(self._store.set_budget("memory", left))
@@ -317,6 +323,10 @@ class Production:
             counts.num_skipped += len(message.skipped)
             self._notices.skipped(key.name, message.skipped, message.complaint)
         self._decoded.publish(key, key.name, message.stored)
+        if message.mismatch is not None:
+            self._mistrusted.add(key.name)
+            self._decoded.stop(key.name)
+            self._notices.mismatch(key.name, message.mismatch)
         is_whole = message.num_loaded + len(message.stored) >= message.num_samples
         if self._decoded.is_full and self._decoded.serves(key.name) and not is_whole:
             self._notices.decoded_full(key.name, self._decoded.fitting_share(key.name))

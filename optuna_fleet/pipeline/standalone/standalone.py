@@ -220,14 +220,15 @@ class Session:
     def __init__(self, pipeline: SharedPipeline) -> None:
         fill_standard_streams()
         address = Address()
-        self.handle = PipelineHandle(address=address, spec=pipeline.spec())
+        setup = _setup(pipeline)
+        self.handle = PipelineHandle(address=address, spec=setup.spec)
         self._owner_pid = os.getpid()
         self._readers: dict[tuple[int, int], PipelineReader] = {}
         self._lifeline, lifeline = socket_pair()
         try:
             with lifeline, address.listen() as listener:
                 config = ServerConfig(
-                    setup=_setup(pipeline),
+                    setup=setup,
                     secret=address.secret,
                     listener=listener.fileno(),
                     lifeline=lifeline.fileno(),
