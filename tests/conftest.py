@@ -13,6 +13,7 @@ import pytest
 
 from tests import leftovers
 from tests.fleets import fleet_of
+from tests.nursery import processes_are_forked, processes_start_afresh
 
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 
@@ -21,10 +22,18 @@ _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 def _nothing_is_left_behind() -> Iterator[None]:
     os.environ[leftovers.MARK] = str(os.getpid())
     segments, sockets = leftovers.shared_memory(), leftovers.sockets()
-    yield
+    with processes_are_forked():
+        yield
     assert leftovers.processes() == []
     assert leftovers.sockets() <= sockets
     assert leftovers.shared_memory() <= segments
+
+
+@pytest.fixture(scope="module")
+def afresh(_nothing_is_left_behind: None) -> Iterator[None]:
+    """Agents and solvers are started as for users, not forked from the tests' nursery."""
+    with processes_start_afresh():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
