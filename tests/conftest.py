@@ -13,7 +13,7 @@ import pytest
 
 from tests import leftovers
 from tests.fleets import fleet_of
-from tests.nursery import processes_are_forked, processes_start_afresh
+from tests.nursery import Nursery, processes_start_afresh
 
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 
@@ -22,16 +22,24 @@ _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 def _nothing_is_left_behind() -> Iterator[None]:
     os.environ[leftovers.MARK] = str(os.getpid())
     segments, sockets = leftovers.shared_memory(), leftovers.sockets()
-    with processes_are_forked():
-        yield
+    yield
     assert leftovers.processes() == []
     assert leftovers.sockets() <= sockets
     assert leftovers.shared_memory() <= segments
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nursery(_nothing_is_left_behind: None) -> Iterator[Nursery]:
+    """Agents and solvers of the tests' fleets are forked from it."""
+    nursery = Nursery()
+    with nursery.bears_all():
+        yield nursery
+    nursery.close()
+
+
 @pytest.fixture(scope="module")
-def afresh(_nothing_is_left_behind: None) -> Iterator[None]:
-    """Agents and solvers are started as for users, not forked from the tests' nursery."""
+def afresh(nursery: Nursery) -> Iterator[None]:
+    """Agents and solvers are started as for users, not forked."""
     with processes_start_afresh():
         yield
 

@@ -10,110 +10,155 @@ import contextlib
 import importlib
 import os
 import pickle
+import runpy
 import selectors
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import pytest
 
 from optuna_fleet.alloc import IsolatedAllocator
-from optuna_fleet.executor.cluster.local import AgentProcess
+from optuna_fleet.executor.cluster.local import _DEFAULTS, AgentProcess
 from optuna_fleet.executor.runtime import _modules_to_preload
-from optuna_fleet.processes import ModuleProcess, preload
+from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 
 AGENT = "optuna_fleet.executor.cluster.agent"
 SOLVER = "optuna_fleet.alloc.solver_process"
 
 _ROOT = Path(__file__).parents[1]
+_ENVIRONMENT = {**_DEFAULTS, "OMP_NUM_THREADS": "1"}  # heeded by what is imported
 _NUMBER = struct.Struct("!i")
 
 
-@contextlib.contextmanager
-def processes_are_forked() -> Iterator[None]:
-    """Agents and solvers come from a nursery."""
-    nursery = Nursery()
-
-    def agent(self: Any, module: str, environment: Mapping[str, str], pass_fds: Any) -> Any:
-        if module != AGENT:
-            return ModuleProcess._started(self, module, environment, pass_fds)
-        return nursery.start(AGENT, {**os.environ, **environment})
-
-    def solver(self: Any) -> Any:
-        return nursery.start(SOLVER, dict(os.environ), has_answers=True)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AgentProcess, "_started", agent)
-        patch.setattr(IsolatedAllocator, "_started", solver)
-        yield
-    nursery.close()
-
-
-@contextlib.contextmanager
-def processes_start_afresh(started: Any = IsolatedAllocator._started) -> Iterator[None]:
-    """As for users: for tests that look at what surrounds an agent or a solver."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AgentProcess, "_started", ModuleProcess._started)
-        patch.setattr(IsolatedAllocator, "_started", started)
-        yield
-
-
 class Nursery:
-    """Starts with the first process wanted of it."""
+    """Forks what runs ``main()`` of a module; starts with the first process wanted of it.
 
-    def __init__(self) -> None:
+    Args:
+        orders: The way to a nursery that runs already.
+    """
+
+    def __init__(self, orders: socket.socket | None = None) -> None:
+        self._orders = orders
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(
-        self, module: str, environment: Mapping[str, str], *, has_answers: bool = False
-    ) -> Forked:
-        """Fork a process that runs ``main()`` of a module."""
-        if self._process is None:
-            self._open(environment)
-        theirs, stdin = os.pipe()
-        stdout, their_stdout = os.pipe() if has_answers else (None, os.dup(1))
-        status, their_status = socket.socketpair()
-        fds = [theirs, their_stdout, 2, their_status.fileno()]
-        order = pickle.dumps((module, environment, os.getcwd(), sys.path))
-        with their_status:
-            socket.send_fds(self._orders, [order], fds)
-        os.close(theirs)
-        os.close(their_stdout)
-        return Forked(
-            os.fdopen(stdin, "wb"), None if stdout is None else os.fdopen(stdout, "rb"), status
-        )
+    @contextlib.contextmanager
+    def bears_all(self) -> Iterator[None]:
+        """Agents and solvers come from here."""
+
+        def agent(self_: Any, module: str, environment: Mapping[str, str], pass_fds: Any) -> Any:
+            if module != AGENT:
+                return ModuleProcess._started(self_, module, environment, pass_fds)
+            return self._with_pipes(AGENT, {**os.environ, **environment}, answers=False)
+
+        def solver(self_: Any) -> Any:
+            return self._with_pipes(SOLVER, dict(os.environ), answers=True)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AgentProcess, "_started", agent)
+            patch.setattr(IsolatedAllocator, "_started", solver)
+            yield
+
+    def run(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """As ``python -m MODULE ARGUMENTS``, whose agents and solvers come from here too."""
+        files = tempfile.TemporaryFile
+        with files() as out, files() as err, open(os.devnull) as nowhere:
+            fds = (nowhere.fileno(), out.fileno(), err.fileno())
+            forked = self._fork(module, fds, os.environ, [module, *arguments])
+            code = forked.wait(240)
+            said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
+        return subprocess.CompletedProcess([module, *arguments], code, *said)
 
     def close(self) -> None:
         """End it; what it forked ends by itself."""
-        if self._process is not None:
+        if self._orders is not None:
             self._orders.close()
+        if self._process is not None:
             self._process.wait()
 
-    def _open(self, environment: Mapping[str, str]) -> None:
-        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        code = f"from tests.nursery import main; main({theirs.fileno()})"
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                cwd=_ROOT,
-                env={**environment, "PYTHONPATH": str(_ROOT)},
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=(theirs.fileno(),),
-            )
+    def _with_pipes(self, module: str, environment: Mapping[str, str], *, answers: bool) -> Forked:
+        theirs, stdin = os.pipe()
+        stdout, their_stdout = os.pipe() if answers else (None, os.dup(1))
+        forked = self._fork(module, (theirs, their_stdout, 2), environment, None)
+        os.close(theirs)
+        os.close(their_stdout)
+        forked.stdin = os.fdopen(stdin, "wb")
+        forked.stdout = None if stdout is None else os.fdopen(stdout, "rb")
+        return forked
+
+    def _fork(
+        self,
+        module: str,
+        streams: tuple[int, int, int],
+        environment: Mapping[str, str],
+        argv: list[str] | None,
+    ) -> Forked:
+        order = Order(
+            module=module,
+            argv=argv,
+            environment=dict(environment),
+            folder=os.getcwd(),
+            sys_path=sys.path,
+        )
+        status, their_status = socket.socketpair()
+        with their_status:
+            fds = [*streams, their_status.fileno()]
+            socket.send_fds(self._way(), [pickle.dumps(order)], fds)
+        return Forked(status)
+
+    def _way(self) -> socket.socket:
+        if self._orders is None:
+            self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                code = f"from tests.nursery import main; main({theirs.fileno()})"
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    cwd=_ROOT,
+                    env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(_ROOT)},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(),),
+                )
+        return self._orders
+
+
+@contextlib.contextmanager
+def processes_start_afresh(solver: Any = IsolatedAllocator._started) -> Iterator[None]:
+    """As for users: for tests that look at what surrounds an agent or a solver."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgentProcess, "_started", ModuleProcess._started)
+        patch.setattr(IsolatedAllocator, "_started", solver)
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be forked.
+
+    Attributes:
+        argv: Of a script, which is run as ``__main__``; of other modules ``main()`` is called.
+    """
+
+    module: str
+    argv: list[str] | None
+    environment: dict[str, str]
+    folder: str
+    sys_path: list[str]
 
 
 class Forked:
     """What is used of `subprocess.Popen`."""
 
-    def __init__(self, stdin: IO[bytes], stdout: IO[bytes] | None, status: socket.socket) -> None:
-        self.stdin = stdin
-        self.stdout = stdout
+    def __init__(self, status: socket.socket) -> None:
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
         self.returncode: int | None = None
         self._status = status
         self.pid = self._read()
@@ -147,69 +192,108 @@ class Forked:
 def main(orders_fd: int) -> NoReturn:
     """Fork what is ordered until the tests end."""
     preload((AGENT, SOLVER, "mip", *_modules_to_preload()))
-    selector = selectors.DefaultSelector()
-    orders = socket.socket(fileno=orders_fd)
-    children: dict[int, socket.socket] = {}
+    nest = Nest()
+    nest.listen(socket.socket(fileno=orders_fd))
+    while True:
+        for key, _ in nest.selector.select():
+            key.data()
 
-    def fork() -> None:
-        order, fds, _, _ = socket.recv_fds(orders, 1 << 20, 4)
-        if not order:
+
+class Nest:
+    """The processes that were forked, and the ways on which orders come."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._ways: list[socket.socket] = []
+        self._children: dict[int, socket.socket] = {}  # who waits for their ends, by pidfd
+
+    def listen(self, way: socket.socket) -> None:
+        self._ways.append(way)
+        self.selector.register(way, selectors.EVENT_READ, lambda: self._take_order(way))
+
+    def _take_order(self, way: socket.socket) -> None:
+        order, fds, _, _ = socket.recv_fds(way, 1 << 20, 4)
+        if order:
+            self._fork(pickle.loads(order), fds)
+        elif way is self._ways[0]:
             os._exit(0)
-        status = socket.socket(fileno=fds.pop())
+        else:
+            self.selector.unregister(way)
+            self._ways.remove(way)
+            way.close()
+
+    def _fork(self, order: Order, fds: list[int]) -> None:
+        *streams, status_fd = fds
+        status = socket.socket(fileno=status_fd)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
-            for inherited in (orders, selector, *children.values()):
-                inherited.close()
-            for pidfd in children:
-                os.close(pidfd)
-            _become(order, fds, status)
-        for fd in fds:
+            ours.close()
+            self._close_inherited()
+            _become(order, streams, status, theirs)
+        theirs.close()
+        for fd in streams:
             os.close(fd)
+        self.listen(ours)
         pidfd = os.pidfd_open(pid)
-        children[pidfd] = status
-        selector.register(pidfd, selectors.EVENT_READ, lambda: tell_end(pidfd, pid))
+        self._children[pidfd] = status
+        self.selector.register(pidfd, selectors.EVENT_READ, lambda: self._tell_end(pidfd, pid))
 
-    def tell_end(pidfd: int, pid: int) -> None:
-        selector.unregister(pidfd)
+    def _close_inherited(self) -> None:
+        self.selector.close()
+        for sock in (*self._ways, *self._children.values()):
+            sock.close()
+        for pidfd in self._children:
+            os.close(pidfd)
+
+    def _tell_end(self, pidfd: int, pid: int) -> None:
+        self.selector.unregister(pidfd)
         end = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
         assert end is not None
+        status = self._children[pidfd]
         code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        status = children[pidfd]
         with contextlib.suppress(BrokenPipeError):
             status.send(_NUMBER.pack(code))
-        selector.register(status, selectors.EVENT_READ, lambda: reap(pidfd, pid))
+        self.selector.register(status, selectors.EVENT_READ, lambda: self._reap(pidfd, pid))
 
-    def reap(pidfd: int, pid: int) -> None:
+    def _reap(self, pidfd: int, pid: int) -> None:
         """Its end has been heard of: before, its pid was not to become another's."""
-        status = children.pop(pidfd)
-        selector.unregister(status)
+        status = self._children.pop(pidfd)
+        self.selector.unregister(status)
         status.close()
         os.close(pidfd)
         os.waitpid(pid, 0)
 
-    selector.register(orders, selectors.EVENT_READ, fork)
-    while True:
-        for key, _ in selector.select():
-            key.data()
 
-
-def _become(order: bytes, fds: list[int], status: socket.socket) -> NoReturn:
+def _become(
+    order: Order, streams: list[int], status: socket.socket, way: socket.socket
+) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        for number, fd in enumerate(fds):
+        for number, fd in enumerate(streams):
             os.dup2(fd, number)
             os.close(fd)
         with status:
             status.send(_NUMBER.pack(os.getpid()))
-        module, environment, folder, sys.path[:] = pickle.loads(order)
-        os.chdir(folder)
+        sys.path[:] = order.sys_path
+        os.chdir(order.folder)
         os.environ.clear()
-        os.environ.update(environment)
-        importlib.import_module(module).main()
+        os.environ.update(order.environment)
+        _run(order, way)
         code = 0
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
-        sys.stdout.flush()
+        flush_prints()
         os._exit(code)
+
+
+def _run(order: Order, way: socket.socket) -> None:
+    if order.argv is None:
+        way.close()
+        importlib.import_module(order.module).main()
+    else:
+        sys.argv[:] = order.argv
+        with Nursery(way).bears_all():
+            runpy.run_module(order.module, run_name="__main__", alter_sys=True)
