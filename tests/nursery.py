@@ -7,6 +7,7 @@ A forked one has another parent and no command line of its own; the rest is as i
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import os
 import pickle
@@ -18,7 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -26,15 +27,20 @@ from typing import IO, Any, NoReturn
 import pytest
 
 from optuna_fleet.alloc import IsolatedAllocator
-from optuna_fleet.executor.cluster.local import _DEFAULTS, AgentProcess
+from optuna_fleet.executor.cluster.local import _DEFAULTS
 from optuna_fleet.executor.runtime import _modules_to_preload
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 
 AGENT = "optuna_fleet.executor.cluster.agent"
+SERVER = "optuna_fleet.pipeline.standalone.main"
 SOLVER = "optuna_fleet.alloc.solver_process"
 
 _ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {**_DEFAULTS, "OMP_NUM_THREADS": "1"}  # heeded by what is imported
+_AFRESH: dict[type, Any] = {
+    ModuleProcess: ModuleProcess._started,
+    IsolatedAllocator: IsolatedAllocator._started,
+}
 _NUMBER = struct.Struct("!i")
 
 
@@ -53,17 +59,17 @@ class Nursery:
     def bears_all(self) -> Iterator[None]:
         """Agents and solvers come from here."""
 
-        def agent(self_: Any, module: str, environment: Mapping[str, str], pass_fds: Any) -> Any:
-            if module != AGENT:
-                return ModuleProcess._started(self_, module, environment, pass_fds)
-            return self._with_pipes(AGENT, {**os.environ, **environment}, answers=False)
+        def module_process(
+            self_: Any, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
+        ) -> Any:
+            if module not in (AGENT, SERVER):
+                return _AFRESH[ModuleProcess](self_, module, environment, pass_fds)
+            return self._with_pipes(module, {**os.environ, **environment}, pass_fds=pass_fds)
 
         def solver(self_: Any) -> Any:
-            return self._with_pipes(SOLVER, dict(os.environ), answers=True)
+            return self._with_pipes(SOLVER, os.environ, answers=True)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(AgentProcess, "_started", agent)
-            patch.setattr(IsolatedAllocator, "_started", solver)
+        with _started_by({ModuleProcess: module_process, IsolatedAllocator: solver}):
             yield
 
     def run(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -71,7 +77,7 @@ class Nursery:
         files = tempfile.TemporaryFile
         with files() as out, files() as err, open(os.devnull) as nowhere:
             fds = (nowhere.fileno(), out.fileno(), err.fileno())
-            forked = self._fork(module, fds, os.environ, [module, *arguments])
+            forked = self._fork(module, fds, os.environ, argv=[module, *arguments])
             code = forked.wait(240)
             said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
         return subprocess.CompletedProcess([module, *arguments], code, *said)
@@ -83,10 +89,18 @@ class Nursery:
         if self._process is not None:
             self._process.wait()
 
-    def _with_pipes(self, module: str, environment: Mapping[str, str], *, answers: bool) -> Forked:
+    def _with_pipes(
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        *,
+        pass_fds: Sequence[int] = (),
+        answers: bool = False,
+    ) -> Forked:
         theirs, stdin = os.pipe()
         stdout, their_stdout = os.pipe() if answers else (None, os.dup(1))
-        forked = self._fork(module, (theirs, their_stdout, 2), environment, None)
+        streams = (theirs, their_stdout, 2)
+        forked = self._fork(module, streams, environment, pass_fds=pass_fds)
         os.close(theirs)
         os.close(their_stdout)
         forked.stdin = os.fdopen(stdin, "wb")
@@ -98,7 +112,9 @@ class Nursery:
         module: str,
         streams: tuple[int, int, int],
         environment: Mapping[str, str],
-        argv: list[str] | None,
+        *,
+        argv: list[str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> Forked:
         order = Order(
             module=module,
@@ -106,10 +122,12 @@ class Nursery:
             environment=dict(environment),
             folder=os.getcwd(),
             sys_path=sys.path,
+            parent=os.getpid(),
+            numbers=(0, 1, 2, *pass_fds),
         )
         status, their_status = socket.socketpair()
         with their_status:
-            fds = [*streams, their_status.fileno()]
+            fds = [*streams, *pass_fds, their_status.fileno()]
             socket.send_fds(self._way(), [pickle.dumps(order)], fds)
         return Forked(status)
 
@@ -130,11 +148,17 @@ class Nursery:
 
 
 @contextlib.contextmanager
-def processes_start_afresh(solver: Any = IsolatedAllocator._started) -> Iterator[None]:
-    """As for users: for tests that look at what surrounds an agent or a solver."""
+def processes_start_afresh() -> Iterator[None]:
+    """As for users: for tests that look at what surrounds an agent, a server or a solver."""
+    with _started_by(_AFRESH):
+        yield
+
+
+@contextlib.contextmanager
+def _started_by(methods: Mapping[type, Any]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AgentProcess, "_started", ModuleProcess._started)
-        patch.setattr(IsolatedAllocator, "_started", solver)
+        for kind, method in methods.items():
+            patch.setattr(kind, "_started", method)
         yield
 
 
@@ -144,6 +168,8 @@ class Order:
 
     Attributes:
         argv: Of a script, which is run as ``__main__``; of other modules ``main()`` is called.
+        parent: Who would be its parent, were it not forked.
+        numbers: Those that the descriptors sent along are to have there.
     """
 
     module: str
@@ -151,6 +177,8 @@ class Order:
     environment: dict[str, str]
     folder: str
     sys_path: list[str]
+    parent: int
+    numbers: tuple[int, ...]
 
 
 class Forked:
@@ -175,7 +203,10 @@ class Forked:
                 self.returncode = self._read()
             except (BlockingIOError, TimeoutError):
                 raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
-            self._status.close()  # only now may its pid become another's
+            self._status.shutdown(socket.SHUT_WR)  # only now may its pid become another's
+            self._status.settimeout(None)
+            self._status.recv(1)  # the end: it is reaped
+            self._status.close()
         return self.returncode
 
     def kill(self) -> None:
@@ -191,7 +222,7 @@ class Forked:
 
 def main(orders_fd: int) -> NoReturn:
     """Fork what is ordered until the tests end."""
-    preload((AGENT, SOLVER, "mip", *_modules_to_preload()))
+    preload((AGENT, SERVER, SOLVER, "mip", *_modules_to_preload()))
     nest = Nest()
     nest.listen(socket.socket(fileno=orders_fd))
     while True:
@@ -212,7 +243,7 @@ class Nest:
         self.selector.register(way, selectors.EVENT_READ, lambda: self._take_order(way))
 
     def _take_order(self, way: socket.socket) -> None:
-        order, fds, _, _ = socket.recv_fds(way, 1 << 20, 4)
+        order, fds, _, _ = socket.recv_fds(way, 1 << 20, 16)
         if order:
             self._fork(pickle.loads(order), fds)
         elif way is self._ways[0]:
@@ -223,16 +254,16 @@ class Nest:
             way.close()
 
     def _fork(self, order: Order, fds: list[int]) -> None:
-        *streams, status_fd = fds
+        *fds, status_fd = fds
         status = socket.socket(fileno=status_fd)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             ours.close()
             self._close_inherited()
-            _become(order, streams, status, theirs)
+            _become(order, fds, status, theirs)
         theirs.close()
-        for fd in streams:
+        for fd in fds:
             os.close(fd)
         self.listen(ours)
         pidfd = os.pidfd_open(pid)
@@ -260,26 +291,20 @@ class Nest:
         """Its end has been heard of: before, its pid was not to become another's."""
         status = self._children.pop(pidfd)
         self.selector.unregister(status)
-        status.close()
         os.close(pidfd)
         os.waitpid(pid, 0)
+        status.close()
 
 
-def _become(
-    order: Order, streams: list[int], status: socket.socket, way: socket.socket
-) -> NoReturn:
+def _become(order: Order, fds: list[int], status: socket.socket, way: socket.socket) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        for number, fd in enumerate(streams):
-            os.dup2(fd, number)
-            os.close(fd)
         with status:
             status.send(_NUMBER.pack(os.getpid()))
-        sys.path[:] = order.sys_path
-        os.chdir(order.folder)
-        os.environ.clear()
-        os.environ.update(order.environment)
+        if order.argv is None:
+            way.close()
+        _take(order, fds)
         _run(order, way)
         code = 0
     except BaseException:
@@ -289,11 +314,27 @@ def _become(
         os._exit(code)
 
 
+def _take(order: Order, fds: list[int]) -> None:
+    """Put on what a process gets from the one that starts it."""
+    kept = [fcntl.fcntl(fd, fcntl.F_DUPFD, 500) for fd in fds]  # out of the way
+    for fd in fds:
+        os.close(fd)
+    for number, fd in zip(order.numbers, kept, strict=True):
+        os.dup2(fd, number)
+    for fd in kept:
+        os.close(fd)
+    sys.path[:] = order.sys_path
+    os.chdir(order.folder)
+    os.environ.clear()
+    os.environ.update(order.environment)
+
+
 def _run(order: Order, way: socket.socket) -> None:
-    if order.argv is None:
-        way.close()
-        importlib.import_module(order.module).main()
-    else:
+    if order.argv is not None:
         sys.argv[:] = order.argv
         with Nursery(way).bears_all():
             runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+        return
+    me, getppid = os.getpid(), os.getppid
+    os.getppid = lambda: order.parent if os.getpid() == me else getppid()
+    importlib.import_module(order.module).main()
