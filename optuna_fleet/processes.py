@@ -122,8 +122,19 @@ class ModuleProcess:
         environment: Mapping[str, str],
         pass_fds: Sequence[int] = (),
     ) -> None:
+        self._process = self._started(module, environment, pass_fds)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self._configure(config)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _started(
+        self, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
         root = str(Path(optuna_fleet.__file__).parents[1])
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-c", _START.format(root=root, module=module)],
             stdin=subprocess.PIPE,
             stdout=outlet(sys.__stdout__),
@@ -132,12 +143,6 @@ class ModuleProcess:
             env={**os.environ, **environment},
             pass_fds=pass_fds,
         )
-        self._pidfd = os.pidfd_open(self._process.pid)
-        try:
-            self._configure(config)
-        except BaseException:
-            self.kill()
-            raise
 
     def _configure(self, config: Any) -> None:
         assert self._process.stdin is not None

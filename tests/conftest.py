@@ -13,6 +13,7 @@ import pytest
 
 from tests import leftovers
 from tests.fleets import fleet_of
+from tests.nursery import Nursery, processes_start_afresh
 
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 
@@ -25,6 +26,22 @@ def _nothing_is_left_behind() -> Iterator[None]:
     assert leftovers.processes() == []
     assert leftovers.sockets() <= sockets
     assert leftovers.shared_memory() <= segments
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nursery(_nothing_is_left_behind: None) -> Iterator[Nursery]:
+    """Agents and solvers of the tests' fleets are forked from it."""
+    nursery = Nursery()
+    with nursery.bears_all():
+        yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="module")
+def afresh(nursery: Nursery) -> Iterator[None]:
+    """Agents and solvers are started as for users, not forked."""
+    with processes_start_afresh():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -103,16 +103,7 @@ class IsolatedAllocator:
         if self._child is not None and self._child.poll() is None:
             return
         self._reap()
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", _MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=outlet(sys.__stderr__),
-            start_new_session=True,
-            # What can be imported here must be found there: the user's allocator, a source
-            # checkout.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-        )
+        self._child = self._started()
         self._has_answered = False
 
     def submit(self, problem: AllocationProblem) -> None:
@@ -184,6 +175,18 @@ class IsolatedAllocator:
         self._under_way = None
         self._close_dead_end()
         self._reap()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", _MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=outlet(sys.__stderr__),
+            start_new_session=True,
+            # What can be imported here must be found there: the user's allocator, a source
+            # checkout.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        )
 
     def _current(self) -> _UnderWay:
         if self._under_way is None:

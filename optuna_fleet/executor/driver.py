@@ -44,6 +44,7 @@ from optuna_fleet.exceptions import OutOfMemoryError, StorageLostError, TrainerL
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.desk import Desk
+from optuna_fleet.executor.interrupts import Interrupts
 from optuna_fleet.executor.judging import Judge
 from optuna_fleet.executor.launcher import Launcher
 from optuna_fleet.executor.pipeline_log import PipelineLog
@@ -107,6 +108,7 @@ class Driver:
         self._deadlines: dict[int, float] = {}
         self._launcher = Launcher(runtime, job, keeper, adopted=proposals.adopted())
         self._deciding = False
+        self.interrupts = Interrupts()
         self.failure: BaseException | None = None
         self.has_freed_devices = False
 
@@ -135,6 +137,7 @@ class Driver:
     # -- waiting ----------------------------------------------------------------------------------
 
     def _wait(self) -> None:
+        self.interrupts.check()
         allocator = self._runtime.allocator
         others = [allocator] if self._deciding else []
         for message in self._runtime.messages(self._patience_s(), *others, *self._desk.thinking()):

@@ -204,7 +204,8 @@ class FleetExecutor:
         keeper = Keeper(loop.study, folder, num_kept, self._checkpoints.max_bytes)
         driver = Driver(runtime, controller, loop.ledger, loop.proposals, job, keeper)
         try:
-            driver.run()
+            with driver.interrupts:
+                driver.run()
             report = runtime.pipeline_report() if self._pipeline else None
             used = driver.pipeline_log.finish(report, time.time()) if report else None
             self.summary = driver.tally.summary(len(self.fleet), used)

@@ -217,7 +217,8 @@ def test_nothing_is_left_after_control_c(training: Script, tmp_path: Path) -> No
     _, err = training.finish()
     assert training.process.returncode == -signal.SIGINT
     assert err.rstrip().endswith("KeyboardInterrupt")
-    assert err.count("Traceback") == 1  # of the script; and a line on the trials
+    dropped = err.count("Exception ignored in")  # by Python, where a database's cursor went
+    assert err.count("Traceback") - dropped == 1  # of the script; and a line on the trials
     (line,) = [line for line in err.splitlines() if "under way" in line]
     assert line.endswith("Trials under way (1, 2) failed: KeyboardInterrupt().")
     assert_nothing_left(training)

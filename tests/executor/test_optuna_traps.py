@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,22 @@ def test_a_second_control_c_leaves_at_once(owner: type, method: str, left: Trial
         after.optimize(unit, n_trials=4, executor=executor)  # no device is still busy with that
     assert states(study) == 2 * [left]
     assert states(after) == 4 * [COMPLETE]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_control_c_is_not_lost_where_python_drops_it(fleet: Any) -> None:
+    study = optuna.create_study()
+
+    def interrupt(study: optuna.Study, trial: FrozenTrial) -> None:
+        cursor = mock.Mock()
+        reference = weakref.ref(cursor, lambda _: signal.raise_signal(signal.SIGINT))
+        del cursor
+        assert reference() is None
+
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(unit, n_trials=20, callbacks=[interrupt], executor=fleet)
+    assert len(study.trials) < 20
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def raise_keyboard_interrupt(trial: Any) -> float:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import optuna
@@ -23,10 +22,10 @@ from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.sampler_bridge.claims import Claims
 from tests.executor.mortal_sweep import NUM_TRIALS
+from tests.nursery import Nursery
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
-ROOT = Path(__file__).parents[2]
 COMPLETE, FAIL, RUNNING, WAITING = (
     TrialState.COMPLETE,
     TrialState.FAIL,
@@ -38,13 +37,7 @@ COMPLETE, FAIL, RUNNING, WAITING = (
 # -- kill -9 -------------------------------------------------------------------------------------
 
 
-def sweep(folder: Path, kind: str, at: int) -> subprocess.CompletedProcess[str]:
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "tests.executor.mortal_sweep", str(folder), kind, str(at)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-
-
-def num_ticks(done: subprocess.CompletedProcess[str]) -> int:
+def num_ticks(done: CompletedProcess[str]) -> int:
     assert done.returncode == 0, done.stderr
     assert "already reported" not in done.stderr
     return int(done.stdout.rpartition("TICKS ")[2])
@@ -70,8 +63,12 @@ def files(folder: Path) -> set[str]:
     ids=["plain", "training"],
 )
 def test_the_same_command_goes_on_after_its_driver_was_killed(
-    tmp_path: Path, kind: str, num_deaths: tuple[int, ...]
+    nursery: Nursery, tmp_path: Path, kind: str, num_deaths: tuple[int, ...]
 ) -> None:
+    def sweep(folder: Path, kind: str, at: int) -> CompletedProcess[str]:
+        folder.mkdir(exist_ok=True)
+        return nursery.run("tests.executor.mortal_sweep", str(folder), kind, str(at))
+
     undisturbed = tmp_path / "undisturbed"
     ticks = num_ticks(sweep(undisturbed, kind, 0))
     want = records(undisturbed)

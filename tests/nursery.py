@@ -1,0 +1,340 @@
+"""A process that has imported torch and Optuna, and forks the agents and solvers of the tests.
+
+To start an agent afresh takes 5 seconds of CPU, a solver one, all but a moment of it for imports.
+A forked one has another parent and no command line of its own; the rest is as if started afresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import os
+import pickle
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import pytest
+
+from optuna_fleet.alloc import IsolatedAllocator
+from optuna_fleet.executor.cluster.local import _DEFAULTS
+from optuna_fleet.executor.runtime import _modules_to_preload
+from optuna_fleet.processes import ModuleProcess, flush_prints, preload
+
+AGENT = "optuna_fleet.executor.cluster.agent"
+SERVER = "optuna_fleet.pipeline.standalone.main"
+SOLVER = "optuna_fleet.alloc.solver_process"
+
+_ROOT = Path(__file__).parents[1]
+_ENVIRONMENT = {**_DEFAULTS, "OMP_NUM_THREADS": "1"}  # heeded by what is imported
+_AFRESH: dict[type, Any] = {
+    ModuleProcess: ModuleProcess._started,
+    IsolatedAllocator: IsolatedAllocator._started,
+}
+_NUMBER = struct.Struct("!i")
+
+
+class Nursery:
+    """Forks what runs ``main()`` of a module; starts with the first process wanted of it.
+
+    Args:
+        orders: The way to a nursery that runs already.
+    """
+
+    def __init__(self, orders: socket.socket | None = None) -> None:
+        self._orders = orders
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextlib.contextmanager
+    def bears_all(self) -> Iterator[None]:
+        """Agents and solvers come from here."""
+
+        def module_process(
+            self_: Any, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
+        ) -> Any:
+            if module not in (AGENT, SERVER):
+                return _AFRESH[ModuleProcess](self_, module, environment, pass_fds)
+            return self._with_pipes(module, {**os.environ, **environment}, pass_fds=pass_fds)
+
+        def solver(self_: Any) -> Any:
+            return self._with_pipes(SOLVER, os.environ, answers=True)
+
+        with _started_by({ModuleProcess: module_process, IsolatedAllocator: solver}):
+            yield
+
+    def run(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """As ``python -m MODULE ARGUMENTS``, whose agents and solvers come from here too."""
+        files = tempfile.TemporaryFile
+        with files() as out, files() as err, open(os.devnull) as nowhere:
+            fds = (nowhere.fileno(), out.fileno(), err.fileno())
+            forked = self._fork(module, fds, os.environ, argv=[module, *arguments])
+            code = forked.wait(240)
+            said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
+        return subprocess.CompletedProcess([module, *arguments], code, *said)
+
+    def close(self) -> None:
+        """End it; what it forked ends by itself."""
+        if self._orders is not None:
+            self._orders.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def _with_pipes(
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        *,
+        pass_fds: Sequence[int] = (),
+        answers: bool = False,
+    ) -> Forked:
+        theirs, stdin = os.pipe()
+        stdout, their_stdout = os.pipe() if answers else (None, os.dup(1))
+        streams = (theirs, their_stdout, 2)
+        forked = self._fork(module, streams, environment, pass_fds=pass_fds)
+        os.close(theirs)
+        os.close(their_stdout)
+        forked.stdin = os.fdopen(stdin, "wb")
+        forked.stdout = None if stdout is None else os.fdopen(stdout, "rb")
+        return forked
+
+    def _fork(
+        self,
+        module: str,
+        streams: tuple[int, int, int],
+        environment: Mapping[str, str],
+        *,
+        argv: list[str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Forked:
+        order = Order(
+            module=module,
+            argv=argv,
+            environment=dict(environment),
+            folder=os.getcwd(),
+            sys_path=sys.path,
+            parent=os.getpid(),
+            numbers=(0, 1, 2, *pass_fds),
+        )
+        status, their_status = socket.socketpair()
+        with their_status:
+            fds = [*streams, *pass_fds, their_status.fileno()]
+            socket.send_fds(self._way(), [pickle.dumps(order)], fds)
+        return Forked(status)
+
+    def _way(self) -> socket.socket:
+        if self._orders is None:
+            self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                code = f"from tests.nursery import main; main({theirs.fileno()})"
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    cwd=_ROOT,
+                    env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(_ROOT)},
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    pass_fds=(theirs.fileno(),),
+                )
+        return self._orders
+
+
+@contextlib.contextmanager
+def processes_start_afresh() -> Iterator[None]:
+    """As for users: for tests that look at what surrounds an agent, a server or a solver."""
+    with _started_by(_AFRESH):
+        yield
+
+
+@contextlib.contextmanager
+def _started_by(methods: Mapping[type, Any]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, method in methods.items():
+            patch.setattr(kind, "_started", method)
+        yield
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be forked.
+
+    Attributes:
+        argv: Of a script, which is run as ``__main__``; of other modules ``main()`` is called.
+        parent: Who would be its parent, were it not forked.
+        numbers: Those that the descriptors sent along are to have there.
+    """
+
+    module: str
+    argv: list[str] | None
+    environment: dict[str, str]
+    folder: str
+    sys_path: list[str]
+    parent: int
+    numbers: tuple[int, ...]
+
+
+class Forked:
+    """What is used of `subprocess.Popen`."""
+
+    def __init__(self, status: socket.socket) -> None:
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
+        self.returncode: int | None = None
+        self._status = status
+        self.pid = self._read()
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._status.settimeout(timeout)
+            try:
+                self.returncode = self._read()
+            except (BlockingIOError, TimeoutError):
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
+            self._status.shutdown(socket.SHUT_WR)  # only now may its pid become another's
+            self._status.settimeout(None)
+            self._status.recv(1)  # the end: it is reaped
+            self._status.close()
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _read(self) -> int:
+        return int(_NUMBER.unpack(self._status.recv(_NUMBER.size))[0])
+
+
+# -- in the nursery -------------------------------------------------------------------------------
+
+
+def main(orders_fd: int) -> NoReturn:
+    """Fork what is ordered until the tests end."""
+    preload((AGENT, SERVER, SOLVER, "mip", *_modules_to_preload()))
+    nest = Nest()
+    nest.listen(socket.socket(fileno=orders_fd))
+    while True:
+        for key, _ in nest.selector.select():
+            key.data()
+
+
+class Nest:
+    """The processes that were forked, and the ways on which orders come."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._ways: list[socket.socket] = []
+        self._children: dict[int, socket.socket] = {}  # who waits for their ends, by pidfd
+
+    def listen(self, way: socket.socket) -> None:
+        self._ways.append(way)
+        self.selector.register(way, selectors.EVENT_READ, lambda: self._take_order(way))
+
+    def _take_order(self, way: socket.socket) -> None:
+        order, fds, _, _ = socket.recv_fds(way, 1 << 20, 16)
+        if order:
+            self._fork(pickle.loads(order), fds)
+        elif way is self._ways[0]:
+            os._exit(0)
+        else:
+            self.selector.unregister(way)
+            self._ways.remove(way)
+            way.close()
+
+    def _fork(self, order: Order, fds: list[int]) -> None:
+        *fds, status_fd = fds
+        status = socket.socket(fileno=status_fd)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._close_inherited()
+            _become(order, fds, status, theirs)
+        theirs.close()
+        for fd in fds:
+            os.close(fd)
+        self.listen(ours)
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = status
+        self.selector.register(pidfd, selectors.EVENT_READ, lambda: self._tell_end(pidfd, pid))
+
+    def _close_inherited(self) -> None:
+        self.selector.close()
+        for sock in (*self._ways, *self._children.values()):
+            sock.close()
+        for pidfd in self._children:
+            os.close(pidfd)
+
+    def _tell_end(self, pidfd: int, pid: int) -> None:
+        self.selector.unregister(pidfd)
+        end = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        assert end is not None
+        status = self._children[pidfd]
+        code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        with contextlib.suppress(BrokenPipeError):
+            status.send(_NUMBER.pack(code))
+        self.selector.register(status, selectors.EVENT_READ, lambda: self._reap(pidfd, pid))
+
+    def _reap(self, pidfd: int, pid: int) -> None:
+        """Its end has been heard of: before, its pid was not to become another's."""
+        status = self._children.pop(pidfd)
+        self.selector.unregister(status)
+        os.close(pidfd)
+        os.waitpid(pid, 0)
+        status.close()
+
+
+def _become(order: Order, fds: list[int], status: socket.socket, way: socket.socket) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()
+        with status:
+            status.send(_NUMBER.pack(os.getpid()))
+        if order.argv is None:
+            way.close()
+        _take(order, fds)
+        _run(order, way)
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        flush_prints()
+        os._exit(code)
+
+
+def _take(order: Order, fds: list[int]) -> None:
+    """Put on what a process gets from the one that starts it."""
+    kept = [fcntl.fcntl(fd, fcntl.F_DUPFD, 500) for fd in fds]  # out of the way
+    for fd in fds:
+        os.close(fd)
+    for number, fd in zip(order.numbers, kept, strict=True):
+        os.dup2(fd, number)
+    for fd in kept:
+        os.close(fd)
+    sys.path[:] = order.sys_path
+    os.chdir(order.folder)
+    os.environ.clear()
+    os.environ.update(order.environment)
+
+
+def _run(order: Order, way: socket.socket) -> None:
+    if order.argv is not None:
+        sys.argv[:] = order.argv
+        with Nursery(way).bears_all():
+            runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+        return
+    me, getppid = os.getpid(), os.getppid
+    os.getppid = lambda: order.parent if os.getpid() == me else getppid()
+    importlib.import_module(order.module).main()
