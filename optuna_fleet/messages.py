@@ -6,7 +6,9 @@ message.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from optuna_fleet.events import Ending
 from optuna_fleet.packing import Raised
@@ -173,6 +175,8 @@ class RunTrial:
         measure: Measure the training rate over the first batches.
         group: Name of the run's process group in the store; not used by any other run.
         store: Where the ranks find each other; needed for more than one.
+        study_name: Name of the study, which checkpoints carry.
+        parameters: What the study has suggested to the trial so far, where it is to be resumed.
         checkpoint: Path of the checkpoint to resume from, or None.
         checkpoint_to: Path to write checkpoints to while it trains.
         maximize: Whether larger values are better; None where there are several objectives.
@@ -202,6 +206,8 @@ class RunTrial:
     best_to: str | None = None
     pulse_s: float | None = None
     may_widen: bool = False
+    study_name: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ from optuna_fleet.messages import (
     TrainerExited,
     TrainerReady,
 )
+from optuna_fleet.packing import is_primitive
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.ledger import Ledger
@@ -321,7 +322,12 @@ class Driver:
         self._where.update(dict.fromkeys(launch.devices, launch.run_id))
         self._watchdog.launched(launch)
         self.tally.moves.launched(launch.number)
-        self._launcher.launch(launch, trial_id=compat.id_of(self._proposals[launch.number]))
+        suggested = self._ledger.frozen(launch.number).params
+        self._launcher.launch(
+            launch,
+            trial_id=compat.id_of(self._proposals[launch.number]),
+            parameters={k: v for k, v in suggested.items() if is_primitive(v)},
+        )
 
     def _start_round(self, instruction: StartRound) -> None:
         decision = decision_of(instruction)

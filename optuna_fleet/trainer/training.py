@@ -34,7 +34,7 @@ from optuna_fleet.trainer.remainder import (
     restore_into,
     restore_remainder,
 )
-from optuna_fleet.trainer.saving import Saver
+from optuna_fleet.trainer.saving import Saver, owner_of
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
@@ -127,7 +127,8 @@ class Training:
         self._session.tell("fleet", "warn", why)
 
     def _resume(self, path: str) -> None:
-        self._checkpoint, problems = checkpoint.load_newest(path)
+        run = self._run
+        self._checkpoint, problems = checkpoint.load_newest(path, owner_of(run), run.parameters)
         for problem in problems:
             self._session.tell("fleet", "warn", problem)
         if self._checkpoint is not None:
@@ -306,6 +307,7 @@ class Training:
             history=self._session.reports.values,
             modules=modules,
             remainder=remainder_of(self._objects, with_gradients=self._gradients.are_pending),
+            parameters=dict(self._session.parameters),
         )
 
     # -- what is left in the end ------------------------------------------------------------------
