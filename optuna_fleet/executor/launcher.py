@@ -74,6 +74,7 @@ class Launcher:
             gc_after_trial=job.gc_after_trial,
             maximize=job.maximize,
             pulse_s=job.limits.pulse_s,
+            collective_s=job.limits.collective_s,
             may_widen=len(self._runtime.fleet) > 1,
         )
 

@@ -2,11 +2,12 @@
 
 A rank lives while its process gives signs of life, and progresses while the batches and calls that
 it counts in them become more. A rank that never asked for a batch can't be told from one that
-computes for long: only its life is watched.
+computes for long: only its life is watched, unless it waits for its peers.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from dataclasses import dataclass, field
 from optuna_fleet.events import Launch
 from optuna_fleet.exceptions import OutOfMemoryError, TrialError, TrialTimeoutError
 from optuna_fleet.executor.ranks import out_of_step, way_out
-from optuna_fleet.messages import Ended, Pulse
+from optuna_fleet.messages import Ended, Phase, Pulse
 
 _PULSES = 4
 """Signs of life that a rank gives within the time after which it counts as hung."""
 
+_SHORTEST_COLLECTIVE_S = 600.0  # a peer may import, and download, before it takes part
+_LONGEST_COLLECTIVE_S = 10 * 86400.0
 _LONGEST_PULSE_S = 2.0
 _SHORTEST_PULSE_S = 0.02
 
@@ -44,6 +47,12 @@ class Limits:
         return None if self.hang_s is None else self.hang_s / 2
 
     @property
+    def collective_s(self) -> float:
+        """Seconds after which a collective fails by itself: when its run was ended long ago."""
+        least_s = max(2 * (self.hang_s or math.inf), _SHORTEST_COLLECTIVE_S)
+        return min(least_s, _LONGEST_COLLECTIVE_S)
+
+    @property
     def pulse_s(self) -> float | None:
         """Seconds between two signs of life; None if nobody looks at them."""
         if self.hang_s is not None:
@@ -53,11 +62,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hung:
-    """A run that hangs; `where` tells of each rank where it stands."""
+    """A run that hangs.
+
+    Attributes:
+        run_id: Which.
+        after_s: For how long.
+        where: Of each rank, where it stands.
+        is_rendezvous: None of its ranks came further than to look for the others.
+    """
 
     run_id: int
     after_s: float
     where: tuple[str, ...]
+    is_rendezvous: bool
 
     def __str__(self) -> str:
         return f"it made no progress for {self.after_s:g} s ({'; '.join(self.where)})"
@@ -140,8 +157,9 @@ class Watchdog:
         progress = pulse.progress
         count = progress.num_batches + progress.num_calls
         # Before the first batch, imports and downloads take what they take.
+        prepares = not progress.num_batches and pulse.phase is Phase.OBJECTIVE
         waits_for_us = pulse.is_waiting and pulse.rank == 0
-        if count != run.counts.get(pulse.rank) or not progress.num_batches or waits_for_us:
+        if count != run.counts.get(pulse.rank) or prepares or waits_for_us:
             run.progressed = now
         run.counts[pulse.rank] = count
 
@@ -187,7 +205,12 @@ class Watchdog:
             return Broken(run_id=launch.run_id, error=parted)
         if limits.hang_s is not None and self._hangs(run, now, limits.hang_s):
             where = tuple(self._stand(run, rank, now) for rank in sorted(run.heard))
-            return Hung(run_id=launch.run_id, after_s=limits.hang_s, where=where)
+            return Hung(
+                run_id=launch.run_id,
+                after_s=limits.hang_s,
+                where=where,
+                is_rendezvous=all(_is_joining(run.pulses.get(rank)) for rank in run.heard),
+            )
         return None
 
     def _too_large(self, run: _Watched) -> int | None:
@@ -217,6 +240,10 @@ class Watchdog:
 
     def _flown(self, run: _Watched) -> float:
         return self._flown_s.get(run.launch.number, 0.0) + self._clock() - run.launched
+
+
+def _is_joining(pulse: Pulse | None) -> bool:
+    return pulse is None or pulse.phase is Phase.JOINING
 
 
 def _parted(run: _Watched) -> TrialError | None:

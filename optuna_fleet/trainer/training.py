@@ -40,7 +40,6 @@ from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.unprepared import Unprepared
 
-_GROUP_TIMEOUT_S = 600.0
 _PREPARED = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
 )
@@ -55,7 +54,7 @@ def join_group_of(run: RunTrial, device_kind: str) -> None:
         store_host=run.store.host if run.store else "",
         store_port=run.store.port if run.store else None,
     )
-    join_group(spec, "gloo" if device_kind == "cpu" else "nccl", _GROUP_TIMEOUT_S)
+    join_group(spec, "gloo" if device_kind == "cpu" else "nccl", run.collective_s)
 
 
 def _lacks_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
