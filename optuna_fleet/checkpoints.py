@@ -18,7 +18,7 @@ from optuna_fleet.arguments import path as argument_path
 from optuna_fleet.checkpoint_folder import StudyFolder, files_in, locked, study_folders
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge.claims import folders_of
-from optuna_fleet.trainer.checkpoint_file import CheckpointError, inspect
+from optuna_fleet.trainer.checkpoint_file import CheckpointError, Owner, inspect
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def load_best_model(
 
     Raises:
         FleetConfigError: The trial left no checkpoint, or it has fewer modules than were given.
-        CheckpointError: The checkpoint is damaged.
+        CheckpointError: The checkpoint is damaged, or of another trial.
         RuntimeError: The weights do not fit the module (raised by torch).
     """
     from optuna_fleet.trainer import checkpoint  # imports torch
@@ -69,7 +69,8 @@ def load_best_model(
     check_number("trial", trial, whole=True, optional=True)
     _check_modules(model)
     chosen = study.best_trial if trial is None else _numbered(study, trial)
-    loaded = checkpoint.load(_final_of(study, chosen, folder))
+    path = _final_of(study, chosen, folder)
+    loaded = checkpoint.load(path, Owner(study=study.study_name, trial=chosen.number))
     if model is None:
         return loaded.objects
     modules = [model] if not isinstance(model, Sequence) else model
@@ -168,7 +169,9 @@ def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # none of ours; one that nobody writes to, say
             return None
-        epoch = inspect(path, verify=verify).epoch
+        is_named = StudyFolder(path.parents[1], study).path.name == path.parent.name
+        owner = Owner(study=study, trial=int(match[1])) if is_named else None
+        epoch = inspect(path, owner, verify=verify).epoch
     except FileNotFoundError:  # its driver has just removed it
         return None
     except CheckpointError as error:

@@ -24,10 +24,15 @@ class EpochDecision(Enum):
 
 
 class Ending(Enum):
-    """How one rank of a run ended: by itself, cut off from its peers, or with its process."""
+    """How one rank of a run ended: by itself, cut off from its peers, or with its process.
+
+    `DISCONNECTED` if a collective failed for want of its peers: if nobody else tells why they
+    left, they were lost.
+    """
 
     RETURNED = "returned"
     RAISED = "raised"
+    DISCONNECTED = "disconnected"
     YIELDED = "yielded"
     CUT_OFF = "cut off"
     LOST = "lost"

@@ -56,10 +56,42 @@ class ProtocolError(FleetError):
     """A message on the control channel breaks the protocol, or its sender is an impostor."""
 
 
+_PEERS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Application timeout",
+)
+
+
+def is_for_want_of_peers(error: BaseException) -> bool:
+    """Whether torch raised an exception because other ranks of a collective are gone, or silent.
+
+    Gloo's errors have no type of their own.
+    """
+    text = _text(error)
+    if {"DistBackendError", "DistNetworkError", "DistStoreError"} & _names(error):
+        return "invalid usage" not in text and "invalid argument" not in text
+    gone = any(words in text for words in _PEERS_GONE)
+    return isinstance(error, RuntimeError) and "gloo/transport" in text and gone
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, of whatever library, tells of a want of memory."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if names & {"MemoryError", "OutOfMemoryError"}:  # the second is torch's
+    if {"MemoryError", "OutOfMemoryError"} & _names(error):  # the second is torch's
         return True
     told = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
+    return isinstance(error, RuntimeError) and any(words in _text(error) for words in told)
+
+
+def _names(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _text(error: BaseException) -> str:
+    """What an exception says, or "" if its own way to say it fails."""
+    try:
+        return str(error)
+    except Exception:
+        return ""

@@ -6,7 +6,10 @@ message.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
 
 from optuna_fleet.events import Ending
 from optuna_fleet.packing import Raised
@@ -47,7 +50,10 @@ class KillTrainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStore:
-    """Start the store where the ranks of a trial find each other; answer with `StoreReady`."""
+    """Start the store where the ranks of a trial find each other; answer with `StoreReady`.
+
+    It takes the place of one that there may be.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +102,18 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReady:
-    """The store accepts connections at this address; `agent` is the process id of who keeps it."""
+    """The store accepts connections at this address.
+
+    Attributes:
+        host: Its host.
+        port: Its port.
+        pid: Its process.
+        agent: The process id of the agent that started it.
+    """
 
     host: str
     port: int
+    pid: int
     agent: int
 
 
@@ -173,12 +187,15 @@ class RunTrial:
         measure: Measure the training rate over the first batches.
         group: Name of the run's process group in the store; not used by any other run.
         store: Where the ranks find each other; needed for more than one.
+        study_name: Name of the study, which checkpoints carry.
+        parameters: What the study has suggested to the trial so far, where it is to be resumed.
         checkpoint: Path of the checkpoint to resume from, or None.
         checkpoint_to: Path to write checkpoints to while it trains.
         maximize: Whether larger values are better; None where there are several objectives.
         final_to: Path to write the checkpoint to that it leaves when it is done; None for none.
         best_to: Path for what its best report so far would leave, until then; None for none.
         pulse_s: Seconds between two `Pulse` messages; None for none.
+        collective_s: Seconds after which a collective, or the rendezvous before, gives up.
         num_devices: Most devices that the trial could have in this fleet.
     """
 
@@ -201,7 +218,10 @@ class RunTrial:
     final_to: str | None = None
     best_to: str | None = None
     pulse_s: float | None = None
+    collective_s: float = 600.0
     num_devices: int = 1
+    study_name: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,12 +320,25 @@ class Progress:
         return self.collectives[-1][0] if self.collectives else 0
 
 
+class Phase(Enum):
+    """What a rank is at.
+
+    In the objective it computes, as long as it likes. What it has in common with its peers, their
+    rendezvous and collectives, ends soon or never.
+    """
+
+    OBJECTIVE = "in the objective"
+    JOINING = "joining"
+    COLLECTIVE = "in a collective"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """A sign of life of one rank.
 
     Attributes:
         progress: How far it is.
+        phase: What it is at.
         is_waiting: It waits for the driver's answer to a call.
         where: The line it is at, in words.
         memory_bytes: Private memory of its process.
@@ -317,6 +350,7 @@ class Pulse:
     is_waiting: bool
     where: str
     memory_bytes: int
+    phase: Phase = Phase.OBJECTIVE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

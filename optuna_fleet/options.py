@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
 from optuna_fleet.arguments import check_number, path, suggests_options
+
+NUM_PULSES = 4
+"""Signs of life that a rank gives within the time after which it counts as hung."""
+
+_SHORTEST_COLLECTIVE_S = 600.0  # a peer may import, and download, before it takes part
+_LONGEST_COLLECTIVE_S = 10 * 86400.0
+_LONGEST_PULSE_S = 2.0
+_SHORTEST_PULSE_S = 0.02
 
 
 @suggests_options
@@ -76,3 +85,21 @@ class Limits:
         check_number("trial_memory_bytes", self.trial_memory_bytes, above=0, optional=True)
         check_number("max_restarts", self.max_restarts, least=0, whole=True)
         check_number("storage_patience_s", self.storage_patience_s, least=0)
+
+    @property
+    def stuck_s(self) -> float | None:
+        """Seconds after which a preprocessor is replaced: before trials are taken for hung."""
+        return None if self.hang_s is None else self.hang_s / 2
+
+    @property
+    def collective_s(self) -> float:
+        """Seconds after which a collective fails by itself: when its run was ended long ago."""
+        least_s = max(2 * (self.hang_s or math.inf), _SHORTEST_COLLECTIVE_S)
+        return min(least_s, _LONGEST_COLLECTIVE_S)
+
+    @property
+    def pulse_s(self) -> float | None:
+        """Seconds between two signs of life; None if nobody looks at them."""
+        if self.hang_s is not None:
+            return min(max(self.hang_s / NUM_PULSES, _SHORTEST_PULSE_S), _LONGEST_PULSE_S)
+        return _LONGEST_PULSE_S if self.trial_memory_bytes is not None else None

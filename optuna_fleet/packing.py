@@ -176,6 +176,11 @@ def plain(value: Any) -> Any:
     return value.item() if is_scalar else value
 
 
+def is_primitive(value: Any) -> bool:
+    """Whether Optuna stores it as it is in any storage, and a copy is as good as the original."""
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
 def is_tensor(value: Any) -> bool:
     """Whether it is a tensor; does not import torch."""
     return "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor)

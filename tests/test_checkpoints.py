@@ -22,6 +22,7 @@ from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder, locked
 from optuna_fleet.cli import main
 from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.checkpoint_file import Owner
 from tests.fleets import Leg, fleet_of, small_model, train
 
 
@@ -271,6 +272,12 @@ def remove(path: Path) -> None:
     path.unlink()
 
 
+def replace_by_a_strangers(path: Path) -> None:
+    content = checkpoint.Checkpoint(loop=1, epoch=3, objects=[], state={}, rng=[], history={})
+    owner = Owner(study="another", trial=0)
+    checkpoint.save(path, checkpoint.snapshot(content), owner, keep_previous=False)
+
+
 class Dying:
     """Trains; after the third epoch, once, damages what the disk has of it and dies."""
 
@@ -302,9 +309,10 @@ class Dying:
     [
         ({"trial-0.pt": tear}, ["torn"]),
         ({"trial-0.pt": remove}, []),
+        ({"trial-0.pt": replace_by_a_strangers}, ["is of another study"]),
         ({"trial-0.pt": flip, "trial-0.pt.previous": flip}, ["corrupt", "corrupt"]),
     ],
-    ids=["newest torn", "newest gone", "both flipped"],
+    ids=["newest torn", "newest gone", "a stranger's", "both flipped"],
 )
 def test_a_damaged_checkpoint_costs_nothing_but_time(
     keeping: Any,
@@ -346,7 +354,8 @@ def folder(tmp_path: Path) -> StudyFolder:
         content = checkpoint.Checkpoint(
             loop=1, epoch=epoch, objects=[], state={}, rng=[], history={}
         )
-        checkpoint.save(path, checkpoint.snapshot(content))
+        owner = Owner(study=folder.study_name, trial=3 if epoch == 20 else 12)
+        checkpoint.save(path, checkpoint.snapshot(content), owner)
     (folder.path / ".trial-12.pt.abc").touch()
     (folder.path / ".trial-12.best.pt.abc").touch()
     return folder
@@ -377,6 +386,18 @@ def test_checkpoints_are_verified(folder: StudyFolder, capsys: pytest.CaptureFix
     assert f"The checkpoint {folder.final(3)} is corrupt" in out
     tear(folder.final(3))
     assert main(["checkpoints", str(folder.root)]) == 1
+
+
+def test_a_file_under_another_trials_name_is_shown_as_damaged(
+    folder: StudyFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.checkpoint(12).rename(folder.final(12))
+    assert main(["checkpoints", str(folder.root)]) == 0
+    folder.final(12).replace(folder.final(3))
+    assert main(["checkpoints", str(folder.root)]) == 1
+    assert (
+        "is of trial 12, not of trial 3 of study 'a study/with a name'" in capsys.readouterr().out
+    )
 
 
 def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -212,7 +212,7 @@ class Controller:
             self._planner.has_news = True
         if self._roster.end_rank(run, event.device, ending, is_leaving=event.is_leaving):
             return self._run_ended(run)
-        if ending in (Ending.RAISED, Ending.CUT_OFF, Ending.LOST) and not run.cut:
+        if ending not in (Ending.RETURNED, Ending.YIELDED) and not run.cut:
             return self._cut_off(run, at_once=run.lost)
         return []
 
@@ -244,8 +244,10 @@ class Controller:
         return instructions
 
     def _run_ended(self, run: Run) -> list[Instruction]:
+        endings = set(run.endings.values())
+        run.lost = run.lost or Ending.DISCONNECTED in endings <= {Ending.DISCONNECTED, Ending.LOST}
         trial = self._roster.land(run)
-        has_yielded = set(run.endings.values()) == {Ending.YIELDED}
+        has_yielded = endings == {Ending.YIELDED}
         names = {"number": run.number, "run_id": run.run_id}
         if run.too_wide and not run.condemned:
             return [Requeue(**names)]

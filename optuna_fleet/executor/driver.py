@@ -226,6 +226,8 @@ class Driver:
             return
         run.is_killed = True
         run.causes.append(str(fault))
+        if fault.is_rendezvous and len(run.launch.devices) > 1:
+            run.causes.append(self._runtime.replace_store())
         for device in run.remaining():
             self._runtime.kill(device)
 
@@ -327,7 +329,9 @@ class Driver:
         self._where.update(dict.fromkeys(launch.devices, launch.run_id))
         self._watchdog.launched(launch)
         self.tally.moves.launched(launch.number)
-        self._launcher.launch(launch, trial_id=compat.id_of(self._proposals[launch.number]))
+        trial_id = compat.id_of(self._proposals[launch.number])
+        parameters = self._ledger.suggested(launch.number)
+        self._launcher.launch(launch, trial_id=trial_id, parameters=parameters)
 
     def _start_round(self, instruction: StartRound) -> None:
         decision = decision_of(instruction)
@@ -342,7 +346,7 @@ class Driver:
         run = self._finish_run(instruction.run_id, is_done=False)
         # Also where nothing was lost: its checkpoint may turn out to be damaged.
         self._ledger.note_restart(instruction.number)
-        if run.causes:
+        if run.cause:
             compat.fleet_logger.warning(
                 f"Trial {instruction.number}: {run.cause}. It is run again from its last "
                 "checkpoint."

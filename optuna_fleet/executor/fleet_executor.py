@@ -34,7 +34,6 @@ from optuna_fleet.executor.driver import Driver
 from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
-from optuna_fleet.executor.watchdog import Limits as WatchedLimits
 from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.packing import ObjectivePickler, pack_objective
 from optuna_fleet.pipeline import SharedPipeline
@@ -116,15 +115,10 @@ class FleetExecutor:
         self._predictor = predictor
         self._seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         check_number("seed", self._seed, least=0, whole=True)
-        self._options = limits or Limits()
-        self._limits = WatchedLimits(
-            hang_s=self._options.hang_s,
-            trial_s=self._options.trial_s,
-            memory_bytes=self._options.trial_memory_bytes,
-        )
+        self._limits = limits or Limits()
         chosen = policy_of(policy)
         self._allocator = chosen.new_allocator(self._seed)
-        self._policy = chosen.rules(max_restarts=self._options.max_restarts, max_trials=max_trials)
+        self._policy = chosen.rules(max_restarts=self._limits.max_restarts, max_trials=max_trials)
         self._checkpoints = _checkpoints(checkpoints)
         root = self._checkpoints.folder
         self._checkpoint_dir = None if root is None else folder("checkpoints", root)
@@ -171,7 +165,7 @@ class FleetExecutor:
             callbacks=callbacks,
             gc_after_trial=gc_after_trial,
             show_progress_bar=show_progress_bar,
-            storage_patience_s=self._options.storage_patience_s,
+            storage_patience_s=self._limits.storage_patience_s,
             folder=self._folder_of(study),
         )
         self._busy, self.summary = True, None

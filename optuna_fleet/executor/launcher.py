@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from optuna_fleet.events import Launch
 from optuna_fleet.executor.runs import Job
@@ -33,17 +34,20 @@ class Launcher:
         self.launched: set[int] = set(adopted)
         self._without_checkpoint: set[int] = set()
 
-    def launch(self, launch: Launch, *, trial_id: int) -> None:
-        """Start a run on its devices."""
+    def launch(self, launch: Launch, *, trial_id: int, parameters: Mapping[str, Any]) -> None:
+        """Start a run of a trial, with what was suggested to it before, on its devices."""
         if launch.number not in self.launched:
             self._keeper.folder.drop(launch.number)  # of another study of that name
             self.launched.add(launch.number)
         for rank, device in enumerate(launch.devices):
-            self._waiting.append((device, self._order(launch, rank, device, trial_id)))
+            order = self._order(launch, rank, trial_id, parameters)
+            self._waiting.append((device, order))
         self.send_waiting()
 
-    def _order(self, launch: Launch, rank: int, device: int, trial_id: int) -> RunTrial:
-        job = self._job
+    def _order(
+        self, launch: Launch, rank: int, trial_id: int, parameters: Mapping[str, Any]
+    ) -> RunTrial:
+        job, device = self._job, launch.devices[rank]
         is_new = device not in self._knows_objective
         self._knows_objective.add(device)
         folder, keeps_any = self._keeper.folder, self._keeper.keeps_any
@@ -61,6 +65,8 @@ class Launcher:
             measure=launch.measure,
             group=self._runtime.group_name(launch.run_id),
             store=None,
+            study_name=folder.study_name,
+            parameters=parameters,
             checkpoint=path if folder.can_resume(launch.number) else None,
             checkpoint_to=path,
             final_to=str(folder.final(launch.number)) if keeps_any else None,
@@ -68,6 +74,7 @@ class Launcher:
             gc_after_trial=job.gc_after_trial,
             maximize=job.maximize,
             pulse_s=job.limits.pulse_s,
+            collective_s=job.limits.collective_s,
             num_devices=self._runtime.fleet.widest,
         )
 

@@ -12,8 +12,8 @@ from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.ranks import parted
-from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.messages import Call, Ended, Reached
+from optuna_fleet.options import Limits
 from optuna_fleet.packing import unpack, unpack_error
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 from optuna_fleet.settings import Settings
@@ -74,7 +74,8 @@ class RunRecord:
             return None, self.verdict
         if not self.causes and (error := parted(self.ended)) is not None:
             return None, error
-        raised = [ended for ended in self.ended if ended.error is not None]
+        raised = [ended for ended in self.ended if ended.ending is not Ending.DISCONNECTED]
+        raised = [ended for ended in raised or self.ended if ended.error is not None]
         if raised:
             return None, self._unpacked(min(raised, key=lambda ended: ended.time_s))
         if self.causes:
@@ -106,19 +107,27 @@ class RunRecord:
     @property
     def cause(self) -> str:
         """Why ranks were lost, in words."""
-        return "; ".join(self.causes)
+        return "; ".join([*self.causes, *self._disconnections()])
+
+    def _disconnections(self) -> list[str]:
+        return [
+            f"device {ended.device} lost its peers ({ended.error.description})"
+            for ended in self.ended
+            if ended.ending is Ending.DISCONNECTED and ended.error is not None
+        ]
 
     def flight(self, end: float) -> Flight:
         """The record of this run."""
         usages = [ended.usage for ended in self.ended]
         endings = {ended.ending for ended in self.ended}
+        is_lost = bool(self.causes) or endings == {Ending.DISCONNECTED}
         (ending,) = endings if len(endings) == 1 and not self.causes else {Ending.RAISED}
         return Flight(
             devices=self.launch.devices,
             start=self.start,
             end=end,
             round=self.launch.round,
-            ending=Ending.LOST.value if self.causes else ending.value,
+            ending=Ending.LOST.value if is_lost else ending.value,
             probing_s=sum(usage.probing_s for usage in usages) if self.launch.probe else 0.0,
             profiling_s=sum(usage.profiling_s for usage in usages),
             data_wait_s=sum(usage.data_wait_s for usage in usages),

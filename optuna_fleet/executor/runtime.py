@@ -275,6 +275,13 @@ class Runtime:
             self._store_asked = True
             self.hub.send(self.hub.agents.get(0), OpenStore())
 
+    def replace_store(self) -> str:
+        """Have another store started, since nobody finds anybody at this one; say so."""
+        state = state_in_words(self.store.pid) if self.store is not None else "not ready"
+        self.store, self._store_asked = None, False
+        self.open_store()
+        return "the store where ranks find each other is replaced" + (f" ({state})" * bool(state))
+
     def group_name(self, run_id: int) -> str:
         """Name of a run's process group, which other users of this machine can't guess."""
         return hmac.digest(self.hub.secret, f"group {run_id}".encode(), "sha256").hex()

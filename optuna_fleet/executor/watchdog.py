@@ -2,7 +2,7 @@
 
 A rank lives while its process gives signs of life, and progresses while the batches and calls that
 it counts in them become more. A rank that never asked for a batch can't be told from one that
-computes for long: only its life is watched.
+computes for long: only its life is watched, unless it waits for its peers.
 """
 
 from __future__ import annotations
@@ -14,50 +14,25 @@ from dataclasses import dataclass, field
 from optuna_fleet.events import Launch
 from optuna_fleet.exceptions import OutOfMemoryError, TrialError, TrialTimeoutError
 from optuna_fleet.executor.ranks import out_of_step, way_out
-from optuna_fleet.messages import Ended, Pulse
-
-_PULSES = 4
-"""Signs of life that a rank gives within the time after which it counts as hung."""
-
-_LONGEST_PULSE_S = 2.0
-_SHORTEST_PULSE_S = 0.02
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a trial may take; None for no limit.
-
-    Attributes:
-        hang_s: Seconds without a sign of life of a rank, or without progress of all ranks, after
-            which a run is ended and its trial run again.
-        trial_s: Seconds on devices, over all its runs, after which a trial fails.
-        memory_bytes: Private memory of a trainer process at which its trial fails.
-    """
-
-    hang_s: float | None = None
-    trial_s: float | None = None
-    memory_bytes: int | None = None
-
-    @property
-    def stuck_s(self) -> float | None:
-        """Seconds after which a preprocessor is replaced: before trials are taken for hung."""
-        return None if self.hang_s is None else self.hang_s / 2
-
-    @property
-    def pulse_s(self) -> float | None:
-        """Seconds between two signs of life; None if nobody looks at them."""
-        if self.hang_s is not None:
-            return min(max(self.hang_s / _PULSES, _SHORTEST_PULSE_S), _LONGEST_PULSE_S)
-        return _LONGEST_PULSE_S if self.memory_bytes is not None else None
+from optuna_fleet.messages import Ended, Phase, Pulse
+from optuna_fleet.options import NUM_PULSES, Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hung:
-    """A run that hangs; `where` tells of each rank where it stands."""
+    """A run that hangs.
+
+    Attributes:
+        run_id: Which.
+        after_s: For how long.
+        where: Of each rank, where it stands.
+        is_rendezvous: None of its ranks came further than to look for the others.
+    """
 
     run_id: int
     after_s: float
     where: tuple[str, ...]
+    is_rendezvous: bool
 
     def __str__(self) -> str:
         return f"it made no progress for {self.after_s:g} s ({'; '.join(self.where)})"
@@ -140,15 +115,16 @@ class Watchdog:
         progress = pulse.progress
         count = progress.num_batches + progress.num_calls
         # Before the first batch, imports and downloads take what they take.
+        prepares = not progress.num_batches and pulse.phase is Phase.OBJECTIVE
         waits_for_us = pulse.is_waiting and pulse.rank == 0
-        if count != run.counts.get(pulse.rank) or not progress.num_batches or waits_for_us:
+        if count != run.counts.get(pulse.rank) or prepares or waits_for_us:
             run.progressed = now
         run.counts[pulse.rank] = count
 
     def patience_s(self) -> float | None:
         """Seconds until the next `check`; None if there is nothing to check."""
         limits = self._limits
-        waits = [limits.hang_s / _PULSES] if limits.hang_s is not None else []
+        waits = [limits.hang_s / NUM_PULSES] if limits.hang_s is not None else []
         if limits.trial_s is not None:
             waits += [limits.trial_s - self._flown(run) for run in self._runs.values()]
         return max(0.0, min(waits)) if waits and self._runs else None
@@ -177,21 +153,26 @@ class Watchdog:
                 "on its devices."
             )
             return Broken(run_id=launch.run_id, error=error)
-        if limits.memory_bytes is not None and (rank := self._too_large(run)) is not None:
+        if limits.trial_memory_bytes is not None and (rank := self._too_large(run)) is not None:
             error = OutOfMemoryError(
                 f"Trial {launch.number}, rank {rank}, took {run.pulses[rank].memory_bytes} bytes "
-                f"of memory, more than trial_memory_bytes={limits.memory_bytes}."
+                f"of memory, more than trial_memory_bytes={limits.trial_memory_bytes}."
             )
             return Broken(run_id=launch.run_id, error=error)
         if (parted := _parted(run)) is not None:
             return Broken(run_id=launch.run_id, error=parted)
         if limits.hang_s is not None and self._hangs(run, now, limits.hang_s):
             where = tuple(self._stand(run, rank, now) for rank in sorted(run.heard))
-            return Hung(run_id=launch.run_id, after_s=limits.hang_s, where=where)
+            return Hung(
+                run_id=launch.run_id,
+                after_s=limits.hang_s,
+                where=where,
+                is_rendezvous=all(_is_joining(run.pulses.get(rank)) for rank in run.heard),
+            )
         return None
 
     def _too_large(self, run: _Watched) -> int | None:
-        limit = self._limits.memory_bytes
+        limit = self._limits.trial_memory_bytes
         over = [
             rank
             for rank, pulse in run.pulses.items()
@@ -217,6 +198,10 @@ class Watchdog:
 
     def _flown(self, run: _Watched) -> float:
         return self._flown_s.get(run.launch.number, 0.0) + self._clock() - run.launched
+
+
+def _is_joining(pulse: Pulse | None) -> bool:
+    return pulse is None or pulse.phase is Phase.JOINING
 
 
 def _parted(run: _Watched) -> TrialError | None:

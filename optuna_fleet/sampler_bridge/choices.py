@@ -10,7 +10,7 @@ import optuna
 from optuna.distributions import CategoricalDistribution
 
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.packing import fingerprint, pack, unpack
+from optuna_fleet.packing import fingerprint, is_primitive, pack, unpack
 from optuna_fleet.sampler_bridge import compat
 
 # By parameter and position, the object last sent from this process and the bytes it was.
@@ -29,11 +29,6 @@ class Chosen:
     """The driver's answer where a choice that is an object was chosen: its position."""
 
     index: int
-
-
-def is_primitive(choice: Any) -> bool:
-    """Whether Optuna stores it as it is in any storage, and a copy is as good as the original."""
-    return choice is None or isinstance(choice, (bool, int, float, str))
 
 
 def suggest(call: Callable[..., Any], name: str, choices: Any) -> Any:

@@ -23,7 +23,7 @@ from optuna_fleet.exceptions import (
     is_out_of_memory,
 )
 from optuna_fleet.messages import Call
-from optuna_fleet.packing import unpack
+from optuna_fleet.packing import is_primitive, unpack
 from optuna_fleet.sampler_bridge import choices, compat
 from optuna_fleet.sampler_bridge.proposals import Proposals
 
@@ -190,6 +190,11 @@ class Ledger:
     def frozen(self, number: int) -> FrozenTrial:
         """The trial as the study knows it now."""
         return compat.frozen(self.study, self._proposals[number])
+
+    def suggested(self, number: int) -> dict[str, Any]:
+        """The parameters that the trial has so far, but for choices that are objects."""
+        params = self.frozen(number).params
+        return {name: value for name, value in params.items() if is_primitive(value)}
 
     def reported_values(self, number: int) -> list[float]:
         """The trial's intermediate values, in order of step."""

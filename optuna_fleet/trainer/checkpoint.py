@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer import checkpoint_file, tracked
-from optuna_fleet.trainer.checkpoint_file import CheckpointError, previous
+from optuna_fleet.trainer.checkpoint_file import ADVICE, CheckpointError, Owner, previous
 from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
 
@@ -46,6 +48,7 @@ class Checkpoint:
         history: Values reported so far, by step.
         modules: Which of the objects are modules, by position.
         remainder: What the ``state_dict`` of each object leaves out (`remainder`).
+        parameters: What was suggested to the trial, but for choices that are objects.
     """
 
     loop: int
@@ -56,6 +59,7 @@ class Checkpoint:
     history: dict[int, float]
     modules: list[int] = field(default_factory=list)
     remainder: list[dict[str, Any]] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,13 @@ def snapshot(checkpoint: Checkpoint) -> Snapshot:
     return Snapshot(content=content, epoch=checkpoint.epoch)
 
 
-def save(path: str | os.PathLike[str], snapshot: Snapshot, *, keep_previous: bool = True) -> None:
+def save(
+    path: str | os.PathLike[str],
+    snapshot: Snapshot,
+    owner: Owner,
+    *,
+    keep_previous: bool = True,
+) -> None:
     """Write a snapshot to `path`, whole or not at all; see `checkpoint_file.write`.
 
     Raises:
@@ -96,13 +106,21 @@ def save(path: str | os.PathLike[str], snapshot: Snapshot, *, keep_previous: boo
     checkpoint_file.write(
         path,
         lambda file: torch.save(snapshot.content, file),
+        owner=owner,
         epoch=snapshot.epoch,
         keep_previous=keep_previous,
     )
 
 
-def load_newest(path: str | os.PathLike[str]) -> tuple[Checkpoint | None, list[str]]:
+def load_newest(
+    path: str | os.PathLike[str], owner: Owner, parameters: Mapping[str, Any] | None = None
+) -> tuple[Checkpoint | None, list[str]]:
     """Read the newest good checkpoint: that at `path`, else the one before it.
+
+    Args:
+        path: Where the trial has its checkpoint.
+        owner: The trial; what is another's is not good.
+        parameters: What the study has suggested to it so far; likewise.
 
     Returns:
         The checkpoint, or None if neither is good; and what was wrong with those passed over.
@@ -112,21 +130,46 @@ def load_newest(path: str | os.PathLike[str]) -> tuple[Checkpoint | None, list[s
     there = [candidate for candidate in (path, previous(path)) if os.path.exists(candidate)]
     for candidate in there or [path]:
         try:
-            return load(candidate), problems
+            return load(candidate, owner, parameters), problems
         except CheckpointError as error:
             problems.append(str(error))
     return None, problems
 
 
-def load(path: str | os.PathLike[str]) -> Checkpoint:
+def load(
+    path: str | os.PathLike[str], owner: Owner, parameters: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """Read and verify a checkpoint; its tensors are on the CPU.
 
     Raises:
-        CheckpointError: If the file is missing, torn, altered, or of another format.
+        CheckpointError: If the file is missing, torn, altered, of another format, or another
+            trial's; or of a trial of that number that had other `parameters`.
     """
-    payload = checkpoint_file.read(path)
+    payload = checkpoint_file.read(path, owner)
     content = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    return Checkpoint(**content)
+    loaded = Checkpoint(**content)
+    if parameters is not None:
+        _check_parameters(path, loaded.parameters, parameters)
+    return loaded
+
+
+def _check_parameters(
+    path: str | os.PathLike[str], made_with: Mapping[str, Any], known: Mapping[str, Any]
+) -> None:
+    for name, value in made_with.items():
+        if name not in known or not _same(value, known[name]):
+            now = f"is {known[name]!r}" if name in known else "is not known"
+            raise CheckpointError(
+                f"The checkpoint {path} is of a trial whose parameter {name!r} was {value!r}, but "
+                f"that of this trial {now}: {ADVICE}."
+            )
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, float) and isinstance(other, float):  # databases may round
+        both_nan = math.isnan(value) and math.isnan(other)
+        return both_nan or math.isclose(value, other, rel_tol=1e-12)
+    return bool(value == other)
 
 
 def gather_rng() -> list[dict[str, Any]]:

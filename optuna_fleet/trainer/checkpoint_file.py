@@ -14,16 +14,30 @@ from typing import IO
 
 from optuna_fleet.exceptions import FleetError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 _MAGIC = b"OptFleet"
-_HEADER = struct.Struct("<8sIIQ32s")  # magic, version, epoch, payload bytes, sha256
-_EPOCH = struct.Struct("<I")
+# Magic, version, epoch, payload bytes, trial, digest of the study's name, sha256.
+_HEADER = struct.Struct("<8sIIQI32s32s")
+_KNOWN = struct.Struct("<II32s")  # what the sha256 covers besides the payload
 _BLOCK_BYTES = 1 << 20
 
 
 class CheckpointError(FleetError):
     """A checkpoint that can't be made, written or read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Whose a checkpoint is: a trial's, by its number, of a study, by its name."""
+
+    study: str
+    trial: int
+
+    @property
+    def study_digest(self) -> bytes:
+        """SHA-256 of the study's name."""
+        return hashlib.sha256(self.study.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +47,15 @@ class Header:
     Attributes:
         epoch: The epoch to go on with: so many of its loop are done.
         num_bytes: Size of the payload.
-        digest: SHA-256 of the payload and the epoch.
+        trial: Number of its trial.
+        study_digest: SHA-256 of the name of its study.
+        digest: SHA-256 of the payload and of the above.
     """
 
     epoch: int
     num_bytes: int
+    trial: int
+    study_digest: bytes
     digest: bytes
 
 
@@ -45,6 +63,7 @@ def write(
     path: str | os.PathLike[str],
     dump: Callable[[IO[bytes]], None],
     *,
+    owner: Owner,
     epoch: int,
     keep_previous: bool = True,
     version: int = FORMAT_VERSION,
@@ -54,6 +73,7 @@ def write(
     Args:
         path: The file; its folder is made.
         dump: Writes the payload to a file.
+        owner: Whose it is.
         epoch: For the header.
         keep_previous: Keep the checkpoint before it beside it.
         version: For the header.
@@ -67,7 +87,7 @@ def write(
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
-                _write(file, dump, epoch, version)
+                _write(file, dump, owner, epoch, version)
             if keep_previous:
                 with suppress(FileNotFoundError):
                     os.replace(target, previous(target))
@@ -89,31 +109,38 @@ def previous(path: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(path)}.previous")
 
 
-def read(path: str | os.PathLike[str]) -> memoryview:
+def read(path: str | os.PathLike[str], owner: Owner) -> memoryview:
     """Read the payload of a checkpoint and verify it.
 
     Raises:
-        CheckpointError: If the file is missing, torn, altered, or of another format.
+        CheckpointError: If the file is missing, torn, altered, of another format, or somebody
+            else's.
     """
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise _unreadable(path, error) from error
-    header = _header(path, data[: _HEADER.size], len(data))
+    header = _header(path, owner, data[: _HEADER.size], len(data))
     payload = memoryview(data)[_HEADER.size :]
     _compare(path, header, hashlib.sha256(payload))
     return payload
 
 
-def inspect(path: str | os.PathLike[str], *, verify: bool) -> Header:
+def inspect(path: str | os.PathLike[str], owner: Owner | None, *, verify: bool) -> Header:
     """Read a checkpoint's header; with `verify`, the payload too, block by block.
+
+    Args:
+        path: The file.
+        owner: Whose it should be, if that is known.
+        verify: Whether to compare its checksum.
 
     Raises:
         CheckpointError: What is wrong with it.
     """
     try:
         with open(path, "rb") as file:
-            header = _header(path, file.read(_HEADER.size), os.fstat(file.fileno()).st_size)
+            size = os.fstat(file.fileno()).st_size
+            header = _header(path, owner, file.read(_HEADER.size), size)
             digest = hashlib.sha256()
             while verify and (block := file.read(_BLOCK_BYTES)):
                 digest.update(block)
@@ -124,17 +151,23 @@ def inspect(path: str | os.PathLike[str], *, verify: bool) -> Header:
     return header
 
 
-def _write(file: IO[bytes], dump: Callable[[IO[bytes]], None], epoch: int, version: int) -> None:
+def _write(
+    file: IO[bytes], dump: Callable[[IO[bytes]], None], owner: Owner, epoch: int, version: int
+) -> None:
     file.write(bytes(_HEADER.size))
     hashing = _Hashing(file)
     try:
         dump(hashing)  # type: ignore[arg-type]  # it only needs to write
     except RuntimeError as error:  # torch's word for any failed write
         raise hashing.error or error from None
-    hashing.digest.update(_EPOCH.pack(epoch))
+    hashing.digest.update(_KNOWN.pack(epoch, owner.trial, owner.study_digest))
     digest = hashing.digest.digest()
     file.seek(0)
-    file.write(_HEADER.pack(_MAGIC, version, epoch, hashing.num_bytes, digest))
+    file.write(
+        _HEADER.pack(
+            _MAGIC, version, epoch, hashing.num_bytes, owner.trial, owner.study_digest, digest
+        )
+    )
     file.flush()
     os.fsync(file.fileno())
 
@@ -177,29 +210,37 @@ def _unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError
     )
 
 
-_ADVICE = "the trial goes on from its checkpoint before, or from its first epoch"
+ADVICE = "the trial goes on from its checkpoint before, or from its first epoch"
 
 
-def _header(path: str | os.PathLike[str], start: bytes, size: int) -> Header:
+def _header(path: str | os.PathLike[str], owner: Owner | None, start: bytes, size: int) -> Header:
     if size < _HEADER.size:
-        raise CheckpointError(f"The checkpoint {path} is truncated: {_ADVICE}.")
-    magic, version, epoch, num_bytes, digest = _HEADER.unpack(start)
+        raise CheckpointError(f"The checkpoint {path} is truncated: {ADVICE}.")
+    magic, version, epoch, num_bytes, trial, study_digest, digest = _HEADER.unpack(start)
     if magic != _MAGIC:
-        raise CheckpointError(f"The file {path} is no checkpoint of optuna-fleet: {_ADVICE}.")
+        raise CheckpointError(f"The file {path} is no checkpoint of optuna-fleet: {ADVICE}.")
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"The checkpoint {path} has format version {version}, but must have {FORMAT_VERSION}: "
-            f"use the version of optuna-fleet that wrote it, or {_ADVICE}."
+            f"use the version of optuna-fleet that wrote it, or {ADVICE}."
         )
     if size - _HEADER.size != num_bytes:
         raise CheckpointError(
             f"The checkpoint {path} is truncated or torn ({size - _HEADER.size} of {num_bytes} "
-            f"bytes): {_ADVICE}."
+            f"bytes): {ADVICE}."
         )
-    return Header(epoch=epoch, num_bytes=num_bytes, digest=digest)
+    if owner is not None and (trial, study_digest) != (owner.trial, owner.study_digest):
+        whose = f"trial {trial}" if study_digest == owner.study_digest else "another study"
+        raise CheckpointError(
+            f"The checkpoint {path} is of {whose}, not of trial {owner.trial} of study "
+            f"{owner.study!r}: {ADVICE}."
+        )
+    return Header(
+        epoch=epoch, num_bytes=num_bytes, trial=trial, study_digest=study_digest, digest=digest
+    )
 
 
 def _compare(path: str | os.PathLike[str], header: Header, payload: hashlib._Hash) -> None:
-    payload.update(_EPOCH.pack(header.epoch))
+    payload.update(_KNOWN.pack(header.epoch, header.trial, header.study_digest))
     if payload.digest() != header.digest:
-        raise CheckpointError(f"The checkpoint {path} is corrupt (checksum differs): {_ADVICE}.")
+        raise CheckpointError(f"The checkpoint {path} is corrupt (checksum differs): {ADVICE}.")

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
     # them up.
     excepthook = sys.excepthook
     timeout = timedelta(seconds=timeout_s)
+    began = time.monotonic()
     try:
         dist.init_process_group(
             backend,
@@ -113,7 +115,7 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
         leave_group()
         raise TrainerLostError(
             f"Rank {spec.rank} of {spec.world_size} could not join the group {spec.prefix!r} "
-            f"within {timeout_s:g} s: {error}"
+            f"(tried for {time.monotonic() - began:.3g} s): {error}"
         ) from error
     finally:
         sys.excepthook = excepthook

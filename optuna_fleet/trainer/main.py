@@ -17,7 +17,13 @@ from optuna import TrialPruned
 
 from optuna_fleet.channel import Channel, connect
 from optuna_fleet.events import Ending
-from optuna_fleet.exceptions import FleetError, RetryableError, TrialError, is_out_of_memory
+from optuna_fleet.exceptions import (
+    FleetError,
+    RetryableError,
+    TrialError,
+    is_for_want_of_peers,
+    is_out_of_memory,
+)
 from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
 from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
@@ -107,6 +113,8 @@ class Trainer:
             ending, error, alone = Ending.CUT_OFF, pack_error(trouble), True
         except BaseException as raised:
             ending, error = Ending.RAISED, pack_error(raised)
+            if run.world_size > 1 and is_for_want_of_peers(raised):
+                ending = Ending.DISCONNECTED
             alone = not isinstance(raised, TrialPruned)
             self._is_spent = is_out_of_memory(raised)
         session.leave()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from optuna_fleet.messages import Pulse
+from optuna_fleet.messages import Phase, Pulse
 from optuna_fleet.trainer.loops import NOT_THE_USERS
 from optuna_fleet.trainer.session import DriverGoneError, Session
 
+_JOIN = "join_group"
+_SHARED = ("/optuna_fleet/trainer/groups.py", "/torch/distributed/distributed_c10d.py")
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
@@ -47,13 +50,15 @@ class _Heart:
     def _beat(self) -> None:
         while not self._over.wait(self._interval_s):
             session = self._session
+            where, phase = _where(self._main)
             pulse = Pulse(
                 run_id=session.run.run_id,
                 rank=session.run.rank,
                 progress=session.progress,
                 is_waiting=session.is_waiting,
-                where=_where(self._main),
+                where=where,
                 memory_bytes=_private_bytes(),
+                phase=phase,
             )
             try:
                 session.send_aside(pulse)
@@ -61,16 +66,28 @@ class _Heart:
                 return
 
 
-def _where(thread: int) -> str:
-    """The innermost line of the user's that a thread is in, and what it has called."""
+def _where(thread: int) -> tuple[str, Phase]:
+    """The innermost line of the user's that a thread is in, what it has called, and its phase."""
     frame = sys._current_frames().get(thread)
     if frame is None:
-        return "has ended"
+        return "has ended", Phase.OBJECTIVE
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     innermost = stack[0]
     users = next((f for f in stack if not f.filename.startswith(NOT_THE_USERS)), innermost)
     place = f"in {users.name} ({users.filename}:{users.lineno})"
-    return place if users is innermost else f"{place}, within {innermost.name}"
+    called = itertools.takewhile(lambda f: f.filename.startswith(NOT_THE_USERS), stack)
+    phase = phase_of([(f.filename, f.name) for f in called])
+    if phase is Phase.JOINING:
+        place = f"looks for the other ranks, {place}"
+    return place if users is innermost else f"{place}, within {innermost.name}", phase
+
+
+def phase_of(called: Sequence[tuple[str, str]]) -> Phase:
+    """The phase of a thread, by the files and functions that it is in below the user's own."""
+    shared = [name for file, name in called if file.endswith(_SHARED)]
+    if not shared or any(file.startswith("<frozen importlib") for file, _ in called):
+        return Phase.OBJECTIVE
+    return Phase.JOINING if _JOIN in shared else Phase.COLLECTIVE
 
 
 def _private_bytes() -> int:

@@ -6,12 +6,17 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from optuna_fleet.messages import CheckpointFailed
+from optuna_fleet.messages import CheckpointFailed, RunTrial
 from optuna_fleet.trainer import checkpoint
-from optuna_fleet.trainer.checkpoint_file import CheckpointError
+from optuna_fleet.trainer.checkpoint_file import CheckpointError, Owner
 from optuna_fleet.trainer.session import DriverGoneError, Session
 
 Make = Callable[[], checkpoint.Checkpoint]
+
+
+def owner_of(run: RunTrial) -> Owner:
+    """Whose the checkpoints of a run are."""
+    return Owner(study=run.study_name, trial=run.number)
 
 
 class Saver:
@@ -20,6 +25,7 @@ class Saver:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._run = session.run
+        self._owner = owner_of(session.run)
         self._thread: threading.Thread | None = None
         self._has_failed = False
         self._best: checkpoint.Snapshot | None = None
@@ -72,7 +78,7 @@ class Saver:
             return
         assert self._run.final_to is not None
         try:
-            checkpoint.save(self._run.final_to, left, keep_previous=False)
+            checkpoint.save(self._run.final_to, left, self._owner, keep_previous=False)
         except Exception as error:
             self._failed(error)
 
@@ -80,7 +86,7 @@ class Saver:
         """What `keep_best` has copied when `value` was reported, in this run or an earlier one."""
         if self._best is None and self._run.best_to is not None:
             with suppress(CheckpointError):
-                found = checkpoint.load(self._run.best_to)
+                found = checkpoint.load(self._run.best_to, self._owner, self._run.parameters)
                 # One newer than the checkpoint that the trial went on with may be of another.
                 if next(reversed(found.history.values())) == value:
                     return checkpoint.snapshot(found)
@@ -98,9 +104,9 @@ class Saver:
             if best is not None and best is not self._written_best:
                 # First: no checkpoint tells of a report of which nothing is kept.
                 assert self._run.best_to is not None
-                checkpoint.save(self._run.best_to, best, keep_previous=False)
+                checkpoint.save(self._run.best_to, best, self._owner, keep_previous=False)
                 self._written_best = best
-            checkpoint.save(self._run.checkpoint_to, copy)
+            checkpoint.save(self._run.checkpoint_to, copy, self._owner)
         except Exception as error:
             self._failed(error)
 

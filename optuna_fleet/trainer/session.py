@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from optuna_fleet.channel import Channel
 from optuna_fleet.messages import Call, Progress, Remark, Reply, RunTrial
-from optuna_fleet.packing import pack, unpack, unpack_error
+from optuna_fleet.packing import is_primitive, pack, unpack, unpack_error
 from optuna_fleet.trainer.reports import Reports
 
 
@@ -36,6 +36,7 @@ class Session:
         self.run = run
         self.began = time.perf_counter()
         self.reports = Reports(run.maximize)
+        self.parameters: dict[str, Any] = {}  # suggested in this run, but for objects
         self.num_batches = 0
         self.collectives: Callable[[], tuple[tuple[int, str, int], ...]] = tuple
         self.epoch = 0
@@ -89,7 +90,10 @@ class Session:
         Raises:
             Exception: Whatever the call raised in the driver.
         """
-        return self.exchange(target, name, args, kwargs, is_read=False)
+        answer = self.exchange(target, name, args, kwargs, is_read=False)
+        if target == "trial" and name.startswith("suggest_") and is_primitive(answer):
+            self.parameters[args[0]] = answer
+        return answer
 
     def read(self, target: str, name: str) -> Any:
         """Return attribute `name` of `target`."""

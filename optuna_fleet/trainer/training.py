@@ -35,13 +35,12 @@ from optuna_fleet.trainer.remainder import (
     restore_into,
     restore_remainder,
 )
-from optuna_fleet.trainer.saving import Saver
+from optuna_fleet.trainer.saving import Saver, owner_of
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.unprepared import Unprepared
 
-_GROUP_TIMEOUT_S = 600.0
 _PREPARED = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
 )
@@ -56,7 +55,7 @@ def join_group_of(run: RunTrial, device_kind: str) -> None:
         store_host=run.store.host if run.store else "",
         store_port=run.store.port if run.store else None,
     )
-    join_group(spec, "gloo" if device_kind == "cpu" else "nccl", _GROUP_TIMEOUT_S)
+    join_group(spec, "gloo" if device_kind == "cpu" else "nccl", run.collective_s)
 
 
 def _lacks_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
@@ -141,7 +140,8 @@ class Training:
         self._session.send(remark)  # whichever rank finds it
 
     def _resume(self, path: str) -> None:
-        self._checkpoint, problems = checkpoint.load_newest(path)
+        run = self._run
+        self._checkpoint, problems = checkpoint.load_newest(path, owner_of(run), run.parameters)
         for problem in problems:
             self._session.tell("fleet", "warn", problem)
         if self._checkpoint is not None:
@@ -327,6 +327,7 @@ class Training:
             history=self._session.reports.values,
             modules=modules,
             remainder=remainder_of(self._objects, with_gradients=self._gradients.are_pending),
+            parameters=dict(self._session.parameters),
         )
 
     # -- what is left in the end ------------------------------------------------------------------

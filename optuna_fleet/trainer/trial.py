@@ -12,9 +12,9 @@ from optuna.distributions import BaseDistribution
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.executor.convergence import Convergence
-from optuna_fleet.packing import plain
+from optuna_fleet.packing import is_primitive, plain
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.choices import is_primitive, suggest
+from optuna_fleet.sampler_bridge.choices import suggest
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.session import Session
 

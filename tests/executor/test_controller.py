@@ -429,6 +429,36 @@ def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_ki
     assert Settle(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
 
 
+@pytest.mark.parametrize(
+    ("other", "is_lost"),
+    [
+        (Ending.DISCONNECTED, True),
+        (None, True),  # it is silent, and has to be killed
+        (Ending.RAISED, False),
+        (Ending.RETURNED, False),
+    ],
+)
+def test_a_collective_that_failed_for_want_of_its_peers_is_a_lost_device(
+    other: Ending | None, is_lost: bool
+) -> None:
+    world = World(num_devices=2, trials=1)
+    world.settle_all()
+    world.tell(epoch_ended(0))
+    world.end(0, Ending.YIELDED)
+    (run_id,) = world.runs
+    world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.DISCONNECTED))
+    world.runs.clear()
+    world.busy.clear()
+    last = (
+        DeviceLost(device=0, by_order=True)
+        if other is None
+        else RankEnded(run_id=run_id, device=0, ending=other)
+    )
+    instructions = world.tell(last)
+    end = Requeue if is_lost else Settle
+    assert end(number=0, run_id=run_id) in instructions
+
+
 def test_nothing_is_launched_where_a_trainer_is_leaving() -> None:
     world = World(num_devices=1, trials=2)
     (run_id,) = world.runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import io
 import os
@@ -27,11 +28,13 @@ from optuna_fleet import (
     TrialTimeoutError,
 )
 from optuna_fleet.events import Ending, Launch
+from optuna_fleet.executor import driver
 from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
+from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.watchdog import Broken, Hung, Watchdog
-from optuna_fleet.executor.watchdog import Limits as WatchedLimits
-from optuna_fleet.messages import Ended, Progress, Pulse
+from optuna_fleet.messages import Ended, Phase, Progress, Pulse, StoreReady
 from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.trainer.pulse import phase_of
 from tests.fleets import Noise, fleet_of, small_model
 
 COMPLETE, FAIL = TrialState.COMPLETE, TrialState.FAIL
@@ -53,7 +56,7 @@ class World:
 
     def __init__(self, **limits: Any) -> None:
         self.now = 0.0
-        self.watchdog = Watchdog(WatchedLimits(**limits), clock=lambda: self.now)
+        self.watchdog = Watchdog(Limits(**{"hang_s": None} | limits), clock=lambda: self.now)
         self.watchdog.launched(self.launch(0))
 
     def launch(self, run_id: int, number: int = 7) -> Launch:
@@ -117,6 +120,69 @@ def test_ranks_that_make_no_progress_hang() -> None:
 
 
 @pytest.mark.parametrize(
+    ("phases", "is_rendezvous"),
+    [
+        ((Phase.JOINING, Phase.JOINING), True),
+        ((Phase.COLLECTIVE, Phase.JOINING), False),
+        ((Phase.COLLECTIVE, Phase.COLLECTIVE), False),
+    ],
+)
+def test_ranks_that_wait_for_each_other_hang_before_their_first_batch_too(
+    phases: tuple[Phase, Phase], is_rendezvous: bool
+) -> None:
+    world = World(hang_s=8.0)
+    found = []
+    for _ in range(10):
+        for rank, phase in enumerate(phases):
+            world.pulse(rank, 0, phase=phase)
+        found += world.after(1.9)
+    (hung,) = found
+    assert isinstance(hung, Hung)
+    assert hung.is_rendezvous == is_rendezvous
+
+
+def test_a_rank_that_waits_for_one_that_computes_does_not_hang() -> None:
+    world = World(hang_s=8.0)
+    for _ in range(20):
+        world.pulse(0, 0, phase=Phase.JOINING)
+        world.pulse(1, 0)
+        assert world.after(1.9) == []
+
+
+GROUPS = "/lib/optuna_fleet/trainer/groups.py"
+C10D = "/lib/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("called", "phase"),
+    [
+        ([], Phase.OBJECTIVE),
+        ([("/lib/torch/nn/modules/linear.py", "forward")], Phase.OBJECTIVE),
+        (
+            [(C10D, "barrier"), ("/lib/torch/distributed/c10d_logger.py", "wrapper")],
+            Phase.COLLECTIVE,
+        ),
+        ([(C10D, "init_process_group"), (GROUPS, "join_group")], Phase.JOINING),
+        ([(GROUPS, "_open_store"), (GROUPS, "join_group")], Phase.JOINING),
+        ([(C10D, "<module>"), ("<frozen importlib._bootstrap>", "_load")], Phase.OBJECTIVE),
+    ],
+)
+def test_what_a_rank_is_at_is_told_by_what_it_has_called(
+    called: list[tuple[str, str]], phase: Phase
+) -> None:
+    assert phase_of(called) is phase
+
+
+@pytest.mark.parametrize(
+    ("hang_s", "collective_s"), [(8.0, 600.0), (600.0, 1200.0), (None, 864000.0)]
+)
+def test_collectives_have_no_limit_before_that_of_their_run(
+    hang_s: float | None, collective_s: float
+) -> None:
+    assert Limits(hang_s=hang_s).collective_s == collective_s
+
+
+@pytest.mark.parametrize(
     "pulse",
     [
         pytest.param({"batches": 0}, id="no batch was asked for yet: imports, downloads"),
@@ -172,7 +238,7 @@ def test_time_on_devices_is_summed_over_the_runs_of_a_trial() -> None:
 
 
 def test_a_process_that_grows_too_large_breaks_the_limit() -> None:
-    world = World(memory_bytes=1000)
+    world = World(trial_memory_bytes=1000)
     world.pulse(1, 0, memory_bytes=1000)
     assert world.watchdog.check() == []
     world.pulse(1, 0, memory_bytes=1001)
@@ -231,6 +297,69 @@ def test_a_hung_rank_is_noticed_and_its_trial_run_again(
     assert "it made no progress for 4 s (rank 0: in " in log.getvalue()
     assert words in log.getvalue()
     assert "lost" in [flight["ending"] for flight in flights_of(study)[0]]
+
+
+def train_until_moved(trial: Any, *, folder: Path) -> float:
+    if (folder / "begun").exists():
+        return 1.0
+    (folder / "begun").touch()
+    model = trial.prepare(small_model())
+    for _ in trial.epochs(10**6):
+        for images, labels in trial.batches("train", batch_size=4):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+    return 0.0
+
+
+def test_a_stopped_store_is_noticed_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
+) -> None:
+    note, stopped = Runtime._note, []
+
+    def stop_the_first(runtime: Runtime, message: Any) -> None:
+        note(runtime, message)
+        if isinstance(message, StoreReady) and not stopped:
+            stopped.append(message.pid)
+            os.kill(message.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(Runtime, "_note", stop_the_first)
+    study = optuna.create_study()
+    with fleet_of(devices=2, hang_timeout_s=4.0) as executor:
+        objective = functools.partial(train_until_moved, folder=tmp_path)
+        study.optimize(objective, n_trials=1, executor=executor)
+    assert states(study) == [COMPLETE]
+    assert stopped
+    assert "rank 0: looks for the other ranks" in log.getvalue()
+    words = "the store where ranks find each other is replaced (stopped by a signal)"
+    assert words in log.getvalue()
+
+
+def wait_for_a_silent_peer(trial: Any, *, folder: Path) -> float:
+    model = trial.prepare(small_model())
+    if (folder / "waited-0").exists():
+        return 1.0
+    for _ in trial.epochs(10**6):
+        for images, labels in trial.batches("train", batch_size=4):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+        if trial.world_size > 1:
+            (folder / f"waited-{trial.rank}").touch()
+            group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+            if trial.rank == 1:
+                threading.Event().wait()
+            dist.barrier(group)
+    return 0.0
+
+
+def test_a_trial_whose_collective_fails_for_want_of_a_peer_has_lost_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
+) -> None:
+    monkeypatch.setattr(driver, "_CUT_OFF_GRACE_S", 0.0)
+    study = optuna.create_study()
+    with fleet_of(devices=2) as executor:
+        objective = functools.partial(wait_for_a_silent_peer, folder=tmp_path)
+        study.optimize(objective, n_trials=1, executor=executor)
+    assert states(study) == [COMPLETE]
+    assert "lost its peers (RuntimeError: " in log.getvalue()
+    assert "It is run again" in log.getvalue()
 
 
 class Sticky(Noise):

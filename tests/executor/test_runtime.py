@@ -167,7 +167,7 @@ def test_a_trainer_that_said_it_ends_has_a_successor(runtime: Runtime, is_overta
 
 
 def store_of(owner: Any) -> StoreReady:
-    return StoreReady(host="127.0.0.1", port=owner.pid, agent=owner.pid)
+    return StoreReady(host="127.0.0.1", port=owner.pid, pid=1, agent=owner.pid)
 
 
 def test_the_store_of_a_dead_agent_is_not_used(runtime: Runtime) -> None:
@@ -259,10 +259,10 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     folder = runtimes.StudyFolder(tmp_path, "study")
     keeper = SimpleNamespace(folder=folder, keeps_any=False)
     launcher = Launcher(runtime, job, keeper, adopted=())  # type: ignore[arg-type]
-    launcher.launch(launch(1, 0, 1), trial_id=1)
-    launcher.launch(launch(2, 2, 3), trial_id=2)
+    launcher.launch(launch(1, 0, 1), trial_id=1, parameters={})
+    launcher.launch(launch(2, 2, 3), trial_id=2, parameters={})
     launcher.trainer_died(1)
-    runtime.store = StoreReady(host="127.0.0.1", port=1, agent=1)
+    runtime.store = StoreReady(host="127.0.0.1", port=1, pid=1, agent=1)
     launcher.send_waiting()
     assert runtime.sent == [(2, 2), (3, 2)]
 

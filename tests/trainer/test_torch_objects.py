@@ -14,6 +14,7 @@ from torch.optim.swa_utils import SWALR
 
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint import Checkpoint
+from optuna_fleet.trainer.checkpoint_file import Owner
 
 
 def all_of(module: Any, base: type, *besides: type) -> list[Any]:
@@ -74,8 +75,9 @@ def through_a_file(path: Path, *objects: Any) -> list[dict[str, Any]]:
         rng=[],
         history={},
     )
-    checkpoint.save(path, checkpoint.snapshot(content))
-    return checkpoint.load(path).objects
+    owner = Owner(study="sweep", trial=0)
+    checkpoint.save(path, checkpoint.snapshot(content), owner)
+    return checkpoint.load(path, owner).objects
 
 
 def same(left: Any, right: Any) -> bool:

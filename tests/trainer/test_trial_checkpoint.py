@@ -17,8 +17,10 @@ import torch
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer import checkpoint, checkpoint_file
 from optuna_fleet.trainer.checkpoint import Checkpoint
-from optuna_fleet.trainer.checkpoint_file import CheckpointError
+from optuna_fleet.trainer.checkpoint_file import CheckpointError, Owner
 from optuna_fleet.trainer.randomness import rng_state, seed_everything, set_rng_state
+
+OWNER = Owner(study="sweep", trial=5)
 
 
 def make(**changes: Any) -> Checkpoint:
@@ -34,7 +36,7 @@ def make(**changes: Any) -> Checkpoint:
 
 
 def save(path: Path, content: Checkpoint) -> None:
-    checkpoint.save(path, checkpoint.snapshot(content))
+    checkpoint.save(path, checkpoint.snapshot(content), OWNER)
 
 
 def draws() -> tuple[float, float, float]:
@@ -74,7 +76,7 @@ def test_round_trip(tmp_path: Path) -> None:
         "odd": (torch.float16, torch.device("cpu"), torch.Size([1]), float("inf")),
     }
     save(path, make(state=state))
-    loaded = checkpoint.load(path)
+    loaded = checkpoint.load(path, OWNER)
     assert loaded.state["plain"] == state["plain"]
     assert loaded.state["odd"] == state["odd"]
     assert type(loaded.state["counted"]) is Counter
@@ -112,7 +114,7 @@ def test_state_that_can_not_be_loaded_is_refused(tmp_path: Path, value: Any, adv
     with pytest.raises(FleetConfigError, match=r"trial\.state\['mine'\]") as caught:
         checkpoint.snapshot(make(state={"mine": value}))
     assert re.search(advice, str(caught.value))
-    assert checkpoint.load(path).epoch == 1
+    assert checkpoint.load(path, OWNER).epoch == 1
 
 
 def test_views_do_not_take_their_storage_along(tmp_path: Path) -> None:
@@ -151,71 +153,107 @@ def test_a_full_disk_leaves_what_was_there(
     monkeypatch.setattr(os, "fdopen", fdopen)
     with pytest.raises(CheckpointError, match=r"No space left.*has space"):
         save(tmp_path / "c", make(epoch=2, objects=[{"w": torch.zeros(10**5)}]))
-    assert checkpoint.load(tmp_path / "c").epoch == 1
+    assert checkpoint.load(tmp_path / "c", OWNER).epoch == 1
     assert [item.name for item in tmp_path.iterdir()] == ["c"]
 
 
 def test_other_objects_numbers_are_converted(tmp_path: Path) -> None:
     item = {"lr": np.float64(0.5), "groups": defaultdict(list, a=[np.int64(2)])}
     save(tmp_path / "c", make(objects=[item]))
-    assert checkpoint.load(tmp_path / "c").objects == [{"lr": 0.5, "groups": {"a": [2]}}]
+    assert checkpoint.load(tmp_path / "c", OWNER).objects == [{"lr": 0.5, "groups": {"a": [2]}}]
 
 
 def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "c"
     save(path, make(rng=[]))
     good = path.read_bytes()
-    places = [*range(64), *range(64, len(good), max(1, len(good) // 100)), len(good) - 1]
+    places = [*range(100), *range(100, len(good), max(1, len(good) // 100)), len(good) - 1]
     for place in places:
         bad = bytearray(good)
         bad[place] ^= 1 << (place % 8)
         path.write_bytes(bad)
         with pytest.raises(CheckpointError, match=str(path)):
-            checkpoint.load(path)
+            checkpoint.load(path, OWNER)
         with pytest.raises(CheckpointError, match=str(path)):
-            checkpoint_file.inspect(path, verify=True)
+            checkpoint_file.inspect(path, OWNER, verify=True)
 
 
-@pytest.mark.parametrize("length", [0, 10, 56, 57, 500, -1])
+@pytest.mark.parametrize("length", [0, 10, 91, 92, 500, -1])
 def test_truncation_is_noticed(tmp_path: Path, length: int) -> None:
     path = tmp_path / "c"
     save(path, make(rng=[]))
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(CheckpointError, match="truncated"):
-        checkpoint.load(path)
+        checkpoint.load(path, OWNER)
 
 
 def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "c"
     save(path, make(epoch=3))
     save(path, make(epoch=4))
-    newest, problems = checkpoint.load_newest(path)
+    newest, problems = checkpoint.load_newest(path, OWNER)
     assert newest is not None
     assert (newest.epoch, problems) == (4, [])
     path.write_bytes(path.read_bytes()[:-1])
-    before, problems = checkpoint.load_newest(path)
+    before, problems = checkpoint.load_newest(path, OWNER)
     assert before is not None
     assert before.epoch == 3
     assert "torn" in problems[0]
     path.unlink()  # its writer was killed between two names
-    before, problems = checkpoint.load_newest(path)
+    before, problems = checkpoint.load_newest(path, OWNER)
     assert before is not None
     assert (before.epoch, problems) == (3, [])
     checkpoint_file.previous(path).unlink()
-    nothing, problems = checkpoint.load_newest(path)
+    nothing, problems = checkpoint.load_newest(path, OWNER)
     assert nothing is None
     assert "can't be read" in problems[0]
 
 
 def test_other_failures_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="can't be read"):
-        checkpoint.load(tmp_path / "missing")
+        checkpoint.load(tmp_path / "missing", OWNER)
     (tmp_path / "no folder").touch()
     with pytest.raises(CheckpointError, match="can't be written"):
         save(tmp_path / "no folder" / "c", make())
-    checkpoint_file.write(tmp_path / "new", lambda file: None, epoch=0, version=99)
+    checkpoint_file.write(tmp_path / "new", lambda file: None, owner=OWNER, epoch=0, version=99)
     with pytest.raises(CheckpointError, match="version 99"):
-        checkpoint.load(tmp_path / "new")
+        checkpoint.load(tmp_path / "new", OWNER)
+
+
+@pytest.mark.parametrize(
+    ("owner", "words"),
+    [
+        (Owner(study="sweep", trial=6), "of trial 6, not of trial 5 of study 'sweep'"),
+        (Owner(study="other", trial=5), "of another study, not of trial 5"),
+    ],
+)
+def test_the_checkpoint_of_another_trial_counts_as_damaged(
+    tmp_path: Path, owner: Owner, words: str
+) -> None:
+    path = tmp_path / "c"
+    save(path, make(epoch=1))
+    checkpoint.save(path, checkpoint.snapshot(make(epoch=2)), owner)
+    own, problems = checkpoint.load_newest(path, OWNER)
+    assert own is not None
+    assert own.epoch == 1
+    assert words in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("known", "words"),
+    [
+        ({"lr": 0.2, "depth": 3}, "'lr' was 0.1, but that of this trial is 0.2"),
+        ({"depth": 3}, "'lr' was 0.1, but that of this trial is not known"),
+        ({"lr": 0.1 * (1 + 1e-15), "depth": 3, "suggested_later": "a"}, None),
+    ],
+)
+def test_a_checkpoint_of_other_parameters_counts_as_damaged(
+    tmp_path: Path, known: dict[str, Any], words: str | None
+) -> None:
+    save(tmp_path / "c", make(parameters={"depth": 3, "lr": 0.1}))
+    loaded, problems = checkpoint.load_newest(tmp_path / "c", OWNER, known)
+    assert (loaded is None) == (words is not None)
+    assert words is None or words in problems[0]
 
 
 class Run:
@@ -256,7 +294,7 @@ def test_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     want = [run.epoch() for _ in range(3)]
 
     resumed = Run()
-    loaded = checkpoint.load(tmp_path / "c")
+    loaded = checkpoint.load(tmp_path / "c", OWNER)
     for item, state in zip(resumed.objects, loaded.objects, strict=True):
         item.load_state_dict(state)
     checkpoint.restore_rng(loaded.rng)

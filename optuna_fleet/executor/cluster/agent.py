@@ -116,6 +116,7 @@ class Agent:
                 self._pipeline.remove_reader(device.index)
             self._start_trainer(device)
         elif pid == self._store_pid:
+            self._store_pid = None
             self._channel.send(StoreLost(cause=cause, agent=os.getpid()))
         elif self._pipeline is not None:
             self._pipeline.child_died(pid)
@@ -182,19 +183,22 @@ class Agent:
 
     def _start_store(self) -> None:
         """Start the process that keeps the store, so that no trainer's death takes it along."""
+        if self._store_pid is not None:
+            os.kill(self._store_pid, signal.SIGKILL)
 
         def main(sock: socket.socket) -> None:
             self._close_inherited()
             _keep_store(sock)
 
-        self._store_pid, sock = self._forks.spawn(main)
+        pid, sock = self._forks.spawn(main)
+        self._store_pid = pid
 
         def opened(mask: int) -> None:
             self._selector.unregister(sock)
             port = sock.recv(64)
-            self._store_socket = sock  # open as long as the store is wanted
-            if port:
-                ready = StoreReady(host="127.0.0.1", port=int(port), agent=os.getpid())
+            if port and pid == self._store_pid:
+                self._store_socket = sock  # open as long as the store is wanted
+                ready = StoreReady(host="127.0.0.1", port=int(port), pid=pid, agent=os.getpid())
                 self._channel.send(ready)
 
         self._selector.register(sock, selectors.EVENT_READ, opened)
