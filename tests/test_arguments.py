@@ -35,6 +35,8 @@ from optuna_fleet.policies import Elastic, Mip, Own
         (Own, {"allocator": MipAllocator}, "must have a method `allocate`, as the object"),
         (Limits, {"max_restarts": 1.5}, "`max_restarts` is 1.5, but must be a whole number >= 0."),
         (Limits, {"max_restarts": None}, "is None, but must be a whole number >= 0."),
+        (Limits, {"hang_s": 0}, "`hang_s` is 0, but must be a number > 0, or None."),
+        (Limits, {"trial_memory_bytes": 0}, "`trial_memory_bytes` is 0, but must be a number > 0"),
         (Limits, {"trial_s": "3"}, "`trial_s` is '3', but must be a number > 0, or None."),
         (Limits, {"storage_patience_s": float("nan")}, "is nan, but must be a number >= 0."),
         (Checkpoints, {"keep": True}, "is True, but must be a whole number >= 0."),
@@ -101,8 +103,8 @@ def test_a_wrong_argument_of_convergence_is_named(arguments: Any, words: str) ->
         ({"trial": "3"}, "`trial` is '3', but must be a whole number"),
         ({"trial": optuna.trial.create_trial(value=0)}, "`trial` is Froz.*must be a whole number"),
         ({"trial": 3}, "`trial` is 3, but the study has 1 trials"),
-        ({"checkpoint_dir": 3}, "`checkpoint_dir` is 3, but must be the path of a folder"),
-        ({"checkpoint_dir": ""}, "`checkpoint_dir` is '', but must be the path of a folder"),
+        ({"folder": 3}, "`folder` is 3, but must be the path of a folder"),
+        ({"folder": ""}, "`folder` is '', but must be the path of a folder"),
     ],
 )
 def test_a_wrong_argument_of_load_best_model_is_named(arguments: Any, words: str) -> None:
