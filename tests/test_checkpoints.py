@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import optuna
 import pytest
@@ -20,6 +21,7 @@ from optuna.trial import TrialState
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
 from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder, locked
 from optuna_fleet.cli import main
+from optuna_fleet.events import MoveRefused
 from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint_file import Owner
@@ -239,6 +241,7 @@ def test_a_trial_that_can_not_be_checkpointed_keeps_its_devices(
     study.optimize(on_a_full_disk, n_trials=1, executor=keeping)
     attributes = study.trials[0].user_attrs
     assert attributes["devices"] == 2
+    assert [e for e in keeping.events if isinstance(e, MoveRefused)] == [MoveRefused(run_id=ANY)]
     assert attributes["losses"] == pytest.approx(undisturbed["losses"], rel=1e-12)
     assert log.getvalue().count("goes on without a new checkpoint") == 1
 

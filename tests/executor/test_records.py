@@ -85,6 +85,8 @@ def test_the_time_that_a_trial_waits_for_devices_is_no_cost_of_its_move() -> Non
             (moves.launched, 0),
             (moves.trains, 1),
             (moves.trains, 0),  # two until its first batch
+            (moves.leaves, 0),
+            (moves.stays, 0),  # it could not be checkpointed
             (moves.left, 0),  # by its trainer's death
             (moves.launched, 0),
             (moves.trains, 0),
