@@ -24,13 +24,46 @@ _OURS = re.compile(r"trial-(\d+)\.(?:pt|pt\.previous|best\.pt|final\.pt)")
 _CUT_SHORT = re.compile(r"\.trial-(\d+)\.(?:pt|best\.pt|final\.pt)\.\w+")
 
 
-@contextlib.contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Hold a folder for one driver; should this process die, the kernel lets go of it.
+class FolderLock:
+    """Holds a folder for one driver; should this process die, the kernel lets go of it."""
 
-    Raises:
-        FleetConfigError: Another driver holds it, or it can't be written to.
-    """
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._descriptor = -1
+
+    def __enter__(self) -> FolderLock:
+        """Take it.
+
+        Raises:
+            FleetConfigError: Another driver holds it, or it can't be written to.
+        """
+        self._descriptor = _locked_file(self._root)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Not only by closing it: a process that the user forked meanwhile has it open too.
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+
+    def renew(self) -> bool:
+        """Take it again if somebody has deleted the folder; return whether we hold it.
+
+        Raises:
+            FleetConfigError: It can't be made or written to.
+        """
+        try:
+            there = os.stat(self._root / _LOCK)
+        except OSError:
+            self._root.mkdir(parents=True, exist_ok=True)
+            descriptor, lost = _locked_file(self._root), self._descriptor
+            self._descriptor = descriptor
+            os.close(lost)
+            return True
+        held = os.fstat(self._descriptor)
+        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
+
+def _locked_file(root: Path) -> int:
     try:
         descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -40,11 +73,10 @@ def locked(root: Path) -> Iterator[None]:
         ) from error
     try:
         _lock(descriptor, root)
-        yield
-        # Not only by closing it: a process that the user forked meanwhile has it open too.
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _lock(descriptor: int, root: Path) -> None:
@@ -221,6 +253,10 @@ class StudyFolder:
             FleetConfigError: Its record is damaged.
         """
         return _read_call(self.path / _CALL)
+
+    def has_record(self) -> bool:
+        """Whether a call has left its record."""
+        return (self.path / _CALL).exists()
 
     def record_call(self, call: CallRecord) -> None:
         """Replace the record of the last call.

@@ -15,7 +15,7 @@ import optuna
 
 from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.arguments import path as argument_path
-from optuna_fleet.checkpoint_folder import StudyFolder, files_in, locked, study_folders
+from optuna_fleet.checkpoint_folder import FolderLock, StudyFolder, files_in, study_folders
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge.claims import folders_of
 from optuna_fleet.trainer.checkpoint_file import CheckpointError, Owner, inspect
@@ -219,7 +219,7 @@ def prune(root: Path) -> Iterator[Path]:
     Raises:
         FleetConfigError: A driver is using the folder, or a file can't be removed.
     """
-    with locked(root):
+    with FolderLock(root):
         kept = {e.path for e in entries(root, verify=True) if e.kind == "final" and not e.problem}
         for folder in study_folders(root):
             for path in files_in(folder):

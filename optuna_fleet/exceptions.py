@@ -95,3 +95,11 @@ def _text(error: BaseException) -> str:
         return str(error)
     except Exception:
         return ""
+
+
+def shown(value: object) -> str:
+    """Its `repr`, or words in the place of one that fails."""
+    try:
+        return repr(value)
+    except Exception as trouble:
+        return f"<{type(value).__qualname__}, whose repr raises {type(trouble).__qualname__}>"

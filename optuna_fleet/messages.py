@@ -13,9 +13,7 @@ from typing import Any
 
 from optuna_fleet.events import Ending
 from optuna_fleet.packing import Raised
-from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineUse
-from optuna_fleet.resources import Device
 from optuna_fleet.settings import Settings
 
 # -- hello ----------------------------------------------------------------------------------------
@@ -67,6 +65,15 @@ class Quit:
 
 
 # -- agent to driver ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStarted:
+    """A trainer was forked, or could not be: then `problem` says why, and there is no `pid`."""
+
+    device: int
+    pid: int | None
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,25 +386,3 @@ class Ended:
     progress: Progress = field(default_factory=Progress)
     usage: Usage = field(default_factory=Usage)
     is_last: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
-    """All an agent needs to know to start; travels over its standard input.
-
-    The agent removes `private_folder` in the end: it outlives a driver that is killed. A
-    preprocessor that works on one chunk for `stuck_s` seconds is killed.
-    """
-
-    node: int
-    host: str
-    port: int
-    secret: bytes = field(repr=False)
-    sys_path: tuple[str, ...]
-    argv: tuple[str, ...]
-    preload: tuple[str, ...]
-    devices: tuple[Device, ...]
-    threads_per_slot: int
-    pipeline: PipelineSetup | None
-    private_folder: str | None
-    stuck_s: float | None = None

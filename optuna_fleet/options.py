@@ -14,6 +14,7 @@ NUM_PULSES = 4
 _SHORTEST_COLLECTIVE_S = 600.0  # a peer may import, and download, before it takes part
 _LONGEST_COLLECTIVE_S = 10 * 86400.0
 _LONGEST_PULSE_S = 2.0
+_SHORTEST_START_S = 60.0  # it imports torch
 _SHORTEST_PULSE_S = 0.02
 
 
@@ -90,6 +91,11 @@ class Limits:
     def stuck_s(self) -> float | None:
         """Seconds after which a preprocessor is replaced: before trials are taken for hung."""
         return None if self.hang_s is None else self.hang_s / 2
+
+    @property
+    def start_s(self) -> float | None:
+        """Seconds after which a process of the fleet that is not ready is replaced."""
+        return None if self.hang_s is None else max(self.hang_s, _SHORTEST_START_S)
 
     @property
     def collective_s(self) -> float:

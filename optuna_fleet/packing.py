@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from optuna_fleet.exceptions import RemoteObjectiveError
+from optuna_fleet.exceptions import RemoteObjectiveError, shown
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -276,7 +276,7 @@ def _described(error: BaseException) -> str:
     try:
         return f"{type(error).__qualname__}: {error}"
     except Exception as trouble:
-        return f"{type(error).__qualname__} (whose text can't be had: {trouble!r})"
+        return f"{type(error).__qualname__} (whose text can't be had: {shown(trouble)})"
 
 
 def _packed(value: Any) -> bytes | None:
@@ -302,7 +302,7 @@ class _Parts:
     def __reduce__(self) -> Any:
         error = self._error
         attributes = {k: v for k, v in vars(error).items() if _packed(v) is not None}
-        arguments = tuple(a if _packed(a) is not None else repr(a) for a in error.args)
+        arguments = tuple(a if _packed(a) is not None else shown(a) for a in error.args)
         return _assembled, (type(error), arguments, attributes)
 
 

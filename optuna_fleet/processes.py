@@ -13,16 +13,22 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import optuna_fleet
+from optuna_fleet.exceptions import LaunchError
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0
-_START = "import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+# First of all, so that it does not outlive its parent even if it is stopped before it has begun.
+_DIE_WITH = "import ctypes, os, sys; ctypes.CDLL(None).prctl({signal}, {kill}); "
+_IF_ORPHAN = "os.getppid() == {parent} or os._exit(1); "
+_START = "sys.path.insert(0, {root!r}); from {module} import main; main()"
 _STATES = {
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
@@ -105,7 +111,8 @@ def flush_prints() -> None:
 class ModuleProcess:
     """``main()`` of a module of ours in a new process, in a session of its own.
 
-    Ctrl-C is thus for the process that started it. It ends by itself when it has no more work.
+    Ctrl-C is thus for the process that started it. It ends by itself when it has no more work,
+    and is killed by the kernel with the process that started it.
 
     Args:
         module: Name of the module.
@@ -122,6 +129,7 @@ class ModuleProcess:
         environment: Mapping[str, str],
         pass_fds: Sequence[int] = (),
     ) -> None:
+        self._starter: _Starter | None = None
         self._process = self._started(module, environment, pass_fds)
         self._pidfd = os.pidfd_open(self._process.pid)
         try:
@@ -134,15 +142,25 @@ class ModuleProcess:
         self, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
     ) -> subprocess.Popen[bytes]:
         root = str(Path(optuna_fleet.__file__).parents[1])
-        return subprocess.Popen(
-            [sys.executable, "-c", _START.format(root=root, module=module)],
-            stdin=subprocess.PIPE,
-            stdout=outlet(sys.__stdout__),
-            stderr=outlet(sys.__stderr__),
-            start_new_session=True,
-            env={**os.environ, **environment},
-            pass_fds=pass_fds,
+        code = (_DIE_WITH + _IF_ORPHAN + _START).format(
+            signal=_PR_SET_PDEATHSIG,
+            kill=int(signal.SIGKILL),
+            parent=os.getpid(),
+            root=root,
+            module=module,
         )
+        self._starter = _Starter(
+            lambda: subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=outlet(sys.__stdout__),
+                stderr=outlet(sys.__stderr__),
+                start_new_session=True,
+                env={**os.environ, **environment},
+                pass_fds=pass_fds,
+            )
+        )
+        return self._starter.process()
 
     def _configure(self, config: Any) -> None:
         assert self._process.stdin is not None
@@ -193,6 +211,48 @@ class ModuleProcess:
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
+        if self._starter is not None:
+            self._starter.end()
+
+
+class _Starter:
+    """Starts a process on a thread that lasts as long as the process may.
+
+    The kernel takes the end of the thread that started a process for that of its parent.
+    """
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._start = start
+        self._started: Future[subprocess.Popen[bytes]] = Future()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="optuna-fleet-starter", daemon=True)
+
+    def process(self) -> subprocess.Popen[bytes]:
+        """Start it.
+
+        Raises:
+            LaunchError: It can't be started.
+        """
+        try:
+            self._thread.start()
+            return self._started.result()
+        except (OSError, RuntimeError) as error:  # the second: no thread
+            raise LaunchError(
+                f"A process of the fleet can't be started ({error}): allow more open files and "
+                "processes (`ulimit -n`, `ulimit -u`, the limits of the container)."
+            ) from error
+
+    def end(self) -> None:
+        """The process is gone."""
+        self._over.set()
+
+    def _run(self) -> None:
+        try:
+            self._started.set_result(self._start())
+        except BaseException as error:
+            self._started.set_exception(error)
+        else:
+            self._over.wait()
 
 
 class Forks:

@@ -19,7 +19,7 @@ import torch
 from optuna.trial import TrialState
 
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
-from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder, locked
+from optuna_fleet.checkpoint_folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.cli import main
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.sampler_bridge.keeper import Keeper
@@ -404,7 +404,7 @@ def test_a_file_under_another_trials_name_is_shown_as_damaged(
 
 
 def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    with locked(folder.root):
+    with FolderLock(folder.root):
         assert main(["checkpoints", str(folder.root), "--prune"]) == 2
         assert "in use by process" in capsys.readouterr().err
         assert main(["checkpoints", str(folder.root)]) == 0
@@ -472,7 +472,7 @@ def test_a_call_leaves_the_folder_to_others(keeping: Any, root: Path) -> None:
     study = optuna.create_study()
     study.optimize(functools.partial(valued, values=[1.0]), n_trials=1, executor=keeping)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE]
-    with locked(root):
+    with FolderLock(root):
         pass
     last = StudyFolder(root, study.study_name).last_call()
     assert last is not None

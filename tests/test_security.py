@@ -29,7 +29,7 @@ import optuna_fleet
 from optuna_fleet import FleetExecutor
 from optuna_fleet.channel import HELLO, connect, derived
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.messages import AgentConfig
+from optuna_fleet.executor.cluster.config import AgentConfig
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange.config import ExchangeConfig
 from optuna_fleet.pipeline.standalone.admission import Address

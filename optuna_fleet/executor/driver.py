@@ -5,7 +5,6 @@ The only code that blocks. Everything that touches the study happens here, on th
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import deque
@@ -41,6 +40,7 @@ from optuna_fleet.events import (
     WidthLimited,
 )
 from optuna_fleet.exceptions import OutOfMemoryError, StorageLostError, TrainerLostError
+from optuna_fleet.executor.abandoning import end_all
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.desk import Desk
@@ -313,6 +313,8 @@ class Driver:
             decision, run.saved = EpochDecision.CHECKPOINT, time.monotonic()
         elif decision is EpochDecision.YIELD:
             self.tally.moves.leaves(run.launch.number)
+        if decision in (EpochDecision.CHECKPOINT, EpochDecision.YIELD):
+            self._proposals.keep_record()
         self._desk.answer_epoch(run, decision)
 
     def _propose(self, *, again: bool = False) -> None:
@@ -330,8 +332,8 @@ class Driver:
         self._watchdog.launched(launch)
         self.tally.moves.launched(launch.number)
         trial_id = compat.id_of(self._proposals[launch.number])
-        parameters = self._ledger.suggested(launch.number)
-        self._launcher.launch(launch, trial_id=trial_id, parameters=parameters)
+        known = self._ledger.suggested(launch.number)
+        self._launcher.launch(launch, trial_id=trial_id, parameters=known)
 
     def _start_round(self, instruction: StartRound) -> None:
         decision = decision_of(instruction)
@@ -373,7 +375,9 @@ class Driver:
         try:
             state = self._ledger.settle(number, value, error)
             self.tally.trials[state.name.lower()] += 1
-        except Exception as raised:
+        except BaseException as raised:
+            if raised is not error and not isinstance(raised, Exception):
+                raise  # Ctrl-C, and not the objective's own
             self.tally.trials["fail"] += 1
             self._fail(raised)
         self._propose(again=True)
@@ -395,13 +399,7 @@ class Driver:
         try:
             if self._deciding:
                 self._runtime.allocator.close()
-            flown = self._launcher.launched.intersection(self._proposals.unfinished())
-            self._ledger.abandon(sorted(flown), error)
-            for number in self._proposals.unfinished():
-                with contextlib.suppress(StorageLostError):
-                    self._proposals.give_back(number)
-            with contextlib.suppress(Exception):  # the storage may be what has failed
-                for run in self._runs.values():
-                    self._ledger.record(run.launch.number, run.cut_off(end=time.time()))
+            launched, runs = self._launcher.launched, self._runs.values()
+            end_all(self._ledger, self._proposals, launched, runs, error)
         finally:
             self.has_freed_devices = self._runtime.reset(busy)

@@ -25,7 +25,7 @@ from optuna_fleet.arguments import (
     folder,
     is_a,
 )
-from optuna_fleet.checkpoint_folder import StudyFolder, locked
+from optuna_fleet.checkpoint_folder import FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.controller import Controller
@@ -157,6 +157,7 @@ class FleetExecutor:
             raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
         if not callable(func):
             raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
+        lock = None if self._checkpoint_dir is None else FolderLock(self._checkpoint_dir)
         loop = Loop(
             study,
             n_trials=n_trials,
@@ -167,10 +168,11 @@ class FleetExecutor:
             show_progress_bar=show_progress_bar,
             storage_patience_s=self._limits.storage_patience_s,
             folder=self._folder_of(study),
+            lock=lock,
         )
         self._busy, self.summary = True, None
         try:
-            with self._locked(), loop:
+            with lock or contextlib.nullcontext(), loop:
                 if self._cluster == "inline":
                     self._run_inline(loop, func)
                 else:
@@ -216,10 +218,6 @@ class FleetExecutor:
             return None
         return StudyFolder(self._checkpoint_dir, study.study_name)
 
-    def _locked(self) -> contextlib.AbstractContextManager[None]:
-        root = self._checkpoint_dir
-        return contextlib.nullcontext() if root is None else locked(root)
-
     def _run_inline(self, loop: Loop, func: ObjectiveFunc) -> None:
         from optuna_fleet.executor.cluster.inline import run_inline
 
@@ -246,6 +244,7 @@ class FleetExecutor:
                 self._checkpoint_dir,
                 preload=preload or self._pipeline is not None,
                 stuck_s=self._limits.stuck_s,
+                start_s=self._limits.start_s,
             )
             self._finalizer = weakref.finalize(self, self._runtime.close_if_owner)
         return self._runtime

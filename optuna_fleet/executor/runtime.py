@@ -18,10 +18,11 @@ from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.checkpoint_folder import StudyFolder
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.local import AgentProcess
+from optuna_fleet.executor.cluster.config import AgentConfig
+from optuna_fleet.executor.cluster.local import AgentProcess, modules_to_preload
 from optuna_fleet.executor.hub import Hub, Readable
+from optuna_fleet.executor.startup import Startup
 from optuna_fleet.messages import (
-    AgentConfig,
     AgentLost,
     AgentReady,
     KillTrainer,
@@ -32,12 +33,14 @@ from optuna_fleet.messages import (
     StoreReady,
     TrainerExited,
     TrainerReady,
+    TrainerStarted,
 )
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.processes import cause_of_death, fill_standard_streams, state_in_words
 from optuna_fleet.resources import Fleet, cpu_count
+from optuna_fleet.sampler_bridge.compat import fleet_logger
 
 _MAX_STILLBORN = 3
 _REPORT_LIMIT_S = 5.0
@@ -64,6 +67,7 @@ class Runtime:
         *,
         preload: bool,
         stuck_s: float | None = None,
+        start_s: float | None = None,
     ) -> None:
         self.fleet = fleet
         self.allocator = allocator
@@ -88,11 +92,19 @@ class Runtime:
         self.hub = Hub()
         try:
             self._config = self._agent_config(pipeline, preload, stuck_s)
-            self._agent = AgentProcess(self._config)
+            self._start_s = start_s
+            self._start_agent()
         except BaseException:
             self.hub.close()
             self._remove_private_folder()
             raise
+
+    def _start_agent(self) -> None:
+        self._agent = AgentProcess(self._config)
+        self._startup = Startup(self._start_s)
+        self._startup.started(self._agent.pid, "The fleet's agent process")
+        self._unheard = {device.index for device in self.fleet.devices}
+        self._why_killed = ""
 
     def _agent_config(
         self, pipeline: SharedPipeline | None, preload: bool, stuck_s: float | None
@@ -106,7 +118,7 @@ class Runtime:
             secret=self.hub.secret,
             sys_path=tuple(sys.path),
             argv=tuple(sys.argv),
-            preload=_modules_to_preload() if preload else (),
+            preload=modules_to_preload() if preload else (),
             devices=self.fleet.devices,
             threads_per_slot=max(1, cores_left // len(self.fleet)),
             pipeline=setup,
@@ -146,6 +158,7 @@ class Runtime:
             yield from self._replace_agent()
             return
         self._end_stopped_agent()
+        self._end_late()
         for message in self.hub.messages(self._patience_s(timeout_s), self._agent, *others):
             self._note(message)
             yield message
@@ -154,14 +167,41 @@ class Runtime:
         match message:  # what a dead agent said is read after its death, and void
             case AgentReady() if message.pid == self._agent.pid:
                 self._store_asked = False  # who was asked before is dead
+            case TrainerStarted():
+                self._trainer_started(message)
+            case TrainerReady():
+                self._startup.ready(message.pid)
+            case TrainerExited():
+                self._startup.ended(message.pid)
             case StoreReady() if message.agent == self._agent.pid:
                 self.store, self._stores_lost = message, 0
             case StoreLost() if message.agent == self._agent.pid:
                 self._store_lost(message)
 
+    def _trainer_started(self, message: TrainerStarted) -> None:
+        self._unheard.discard(message.device)
+        if not self._unheard:
+            self._startup.ready(self._agent.pid)
+        if message.pid is not None:
+            self._startup.started(message.pid, f"The trainer of device {message.device}")
+
+    def _end_late(self) -> None:
+        """Kill what was started and is not ready, because it is stopped, say."""
+        for pid, problem in self._startup.late():
+            state = state_in_words(pid)
+            problem += f" ({state})" if state else ""
+            fleet_logger.warning(f"{problem}; it is killed, and another one started.")
+            if pid == self._agent.pid:
+                self._why_killed = problem
+                os.kill(pid, signal.SIGKILL)
+            else:
+                self._kill(pid, node=0)
+
     def _patience_s(self, timeout_s: float | None) -> float | None:
         now = time.monotonic()
         waits = [due - now for due in self._killed.values() if due > now]
+        if (patience_s := self._startup.patience_s()) is not None:
+            waits.append(patience_s)
         return min(waits if timeout_s is None else [timeout_s, *waits], default=None)
 
     def _end_stopped_agent(self) -> None:
@@ -180,13 +220,14 @@ class Runtime:
         if self._agents_stillborn >= (_MAX_STILLBORN if exit_code < 0 else 1):
             raise LaunchError(
                 f"The fleet's agent process ended with {cause} before any trainer was ready, "
-                f"{self._agents_stillborn} times in a row; what it printed says why."
+                f"{self._agents_stillborn} times in a row; "
+                + (f"{self._why_killed}." if self._why_killed else "what it printed says why.")
             )
         self.last_report = PipelineReport()
         self.store, self._store_asked, self._has_worked = None, False, False
         self._newcomers.clear()
         lost = dict(self.live)
-        self._agent = AgentProcess(self._config)
+        self._start_agent()
         yield AgentLost(cause=cause)
         for device, pid in lost.items():
             yield TrainerExited(device=device, pid=pid, cause=f"its agent ended with {cause}")
@@ -233,6 +274,7 @@ class Runtime:
                 del self._newcomers[device]
             else:
                 self._dead.add(pid)
+            self._killed.pop(pid, None)
             self._note_stillborn(message)
             return []
         del self.live[device]
@@ -261,9 +303,11 @@ class Runtime:
         """Kill the trainer of a device; its successor announces itself."""
         pid = self.live.get(device)
         if pid is not None:
-            self._killed[pid] = time.monotonic() + _KILL_LIMIT_S
-            node = self.fleet.devices[device].node
-            self.hub.send(self.hub.agents.get(node), KillTrainer(pid=pid))
+            self._kill(pid, node=self.fleet.devices[device].node)
+
+    def _kill(self, pid: int, *, node: int) -> None:
+        self._killed[pid] = time.monotonic() + _KILL_LIMIT_S
+        self.hub.send(self.hub.agents.get(node), KillTrainer(pid=pid))
 
     def process_state(self, device: int) -> str:
         """What keeps the trainer of a device from running, in words; "" if nothing does."""
@@ -351,15 +395,3 @@ def _private_folder() -> Path:
             "variable TMPDIR to a folder that can be written to, or one to FleetExecutor as "
             "`checkpoints`."
         ) from error
-
-
-def _modules_to_preload() -> tuple[str, ...]:
-    """What the agent imports once for its children: torch, and what the script imported of it."""
-    wanted = ("torchvision", "torchvision.transforms.v2", "torchvision.models")
-    return (
-        "torch",
-        "torch._dynamo",  # which the first optimizer of each process imports: a second or more
-        "optuna_fleet.trainer.training",
-        "optuna_fleet.pipeline.preprocessor.main",
-        *(name for name in wanted if name in sys.modules),
-    )

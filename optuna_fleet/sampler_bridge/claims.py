@@ -13,7 +13,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder
+from optuna_fleet.checkpoint_folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 
@@ -28,6 +28,7 @@ class Claims:
         folder: The study's part of a checkpoint folder that this process holds.
         n_trials: As given to the call.
         timeout: As given to the call.
+        lock: What this process holds the folder with.
 
     Attributes:
         orphans: Trials that a dead driver left RUNNING and that this call goes on with.
@@ -43,8 +44,10 @@ class Claims:
         folder: StudyFolder,
         n_trials: int | None,
         timeout: float | None,
+        lock: FolderLock | None = None,
     ) -> None:
         self._study = study
+        self._lock = lock
         self._folder = folder
         self._call = CallRecord(
             study=study.study_name, id=uuid.uuid4().hex, n_trials=n_trials, timeout=timeout
@@ -103,12 +106,26 @@ class Claims:
 
     def ask(self) -> optuna.Trial:
         """`Study.ask` for a trial that is marked from its first moment."""
+        self.keep_record()
         return compat.ask_marked(self._study, self._mark)
 
     def renounce(self, trial: optuna.Trial) -> None:
         """The trial was given back to the study and is nobody's."""
         compat.set_trial_record(self._study, trial, self._key, None)
         self._folder.drop(trial.number)
+
+    def keep_record(self) -> None:
+        """Write the record of the call again if somebody has deleted its folder; without fail."""
+        if self._folder.has_record():
+            return
+        try:
+            if self._lock is None or self._lock.renew():  # else it is another driver's by now
+                self._folder.record_call(self._call)
+        except (OSError, FleetConfigError) as error:
+            compat.fleet_logger.warning(
+                f"The record of this call can't be written again: {error} Should the script die, "
+                "the same call begins anew."
+            )
 
     def end(self) -> None:
         """The call is over; but it will be gone on with if one of its trials is still RUNNING.

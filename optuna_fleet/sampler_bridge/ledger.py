@@ -21,6 +21,7 @@ from optuna_fleet.exceptions import (
     StorageLostError,
     TrialError,
     is_out_of_memory,
+    shown,
 )
 from optuna_fleet.messages import Call
 from optuna_fleet.packing import is_primitive, unpack
@@ -264,12 +265,12 @@ class Ledger:
         verdict = (
             "stay RUNNING: the same call with the same `checkpoints` goes on with them"
             if stay
-            else f"failed: {error!r}"
+            else f"failed: {shown(error)}"
         )
         numbers = [number for number in numbers if self._is_abandoned(number, error, stay)]
         if numbers:
-            shown = ", ".join(map(str, numbers))
-            compat.logger.warning(f"Trials under way ({shown}) {verdict}.")
+            listed = ", ".join(map(str, numbers))
+            compat.logger.warning(f"Trials under way ({listed}) {verdict}.")
 
     def _is_abandoned(self, number: int, error: BaseException, stays: bool) -> bool:
         try:
@@ -329,6 +330,6 @@ class Ledger:
         elif state is TrialState.PRUNED:
             compat.logger.info(f"Trial {trial.number} pruned. {error}")
         elif error is not None:
-            compat.log_failed(trial, repr(error), value, error)
+            compat.log_failed(trial, shown(error), value, error)
         else:
             compat.log_failed(trial, str(problem), value)

@@ -8,7 +8,7 @@ from types import TracebackType
 import optuna
 from optuna.study import StudyDirection
 
-from optuna_fleet.checkpoint_folder import StudyFolder
+from optuna_fleet.checkpoint_folder import FolderLock, StudyFolder
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.claims import Claims
 from optuna_fleet.sampler_bridge.ledger import Callback, Ledger
@@ -32,8 +32,10 @@ class Loop:
         show_progress_bar: bool,
         storage_patience_s: float = 300.0,
         folder: StudyFolder | None = None,
+        lock: FolderLock | None = None,
     ) -> None:
         self.study = study
+        self._lock = lock
         self._folder = folder
         self._claims: Claims | None = None
         self._storage_patience_s = storage_patience_s
@@ -56,7 +58,7 @@ class Loop:
             keep_to_ourselves(self.study)
             self._progress_bar = compat.ProgressBar(self._show_progress_bar, *self._budget)
             if self._folder is not None:
-                self._claims = Claims(self.study, self._folder, *self._budget)
+                self._claims = Claims(self.study, self._folder, *self._budget, lock=self._lock)
             self.proposals = Proposals(self.study, *self._budget, claims=self._claims)
             self.ledger = Ledger(
                 self.study,

@@ -70,6 +70,11 @@ class Proposals:
         """Seconds since the first trial could start; what `timeout` is compared with."""
         return time.monotonic() - self._began if self._began is not None else 0.0
 
+    def keep_record(self) -> None:
+        """A checkpoint is about to be made: the record of the call must be there beside it."""
+        if self._claims is not None:
+            self._claims.keep_record()
+
     def stop(self) -> None:
         """Ask for no further trial."""
         self._stopped = True

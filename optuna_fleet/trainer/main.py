@@ -23,6 +23,7 @@ from optuna_fleet.exceptions import (
     TrialError,
     is_for_want_of_peers,
     is_out_of_memory,
+    shown,
 )
 from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
 from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
@@ -269,5 +270,6 @@ def _sendable(value: Any) -> bytes:
         return pack(plain(value))
     except Exception as error:
         raise TrialError(
-            f"The value {value!r} that the objective returned can't be sent to the driver: {error}"
+            f"The value {shown(value)} that the objective returned can't be sent to the driver: "
+            f"{error}"
         ) from error

@@ -197,6 +197,46 @@ def test_an_exception_the_driver_cannot_import_is_described(fleet: Any) -> None:
     assert "unknown over there" in text
 
 
+def leave(trial: Any, *, kind: type[BaseException]) -> None:
+    raise kind("enough")
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, BaseException])
+def test_trials_under_way_are_finished_whatever_an_objective_raises(
+    fleet: Any, kind: type[BaseException]
+) -> None:
+    assert "enough" in fails(fleet, functools.partial(leave, kind=kind), kind)
+
+
+class SulkingError(RuntimeError):
+    """Says nothing of itself, in no way."""
+
+    def __str__(self) -> str:
+        raise self
+
+    __repr__ = __str__
+
+
+class ShyError(Exception):
+    """Has a text, but no `repr`."""
+
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+def fail_shyly(trial: Any) -> float:
+    if trial.number < 2:
+        raise [SulkingError, ShyError][trial.number]("unheard")
+    return 1.0
+
+
+def test_an_exception_without_a_repr_does_not_end_the_sweep(fleet: Any, log: io.StringIO) -> None:
+    study = optuna.create_study()
+    study.optimize(fail_shyly, n_trials=8, catch=Exception, executor=fleet)
+    assert [trial.state for trial in study.trials] == 2 * [FAIL] + 6 * [COMPLETE]
+    assert "<ShyError, whose repr raises ValueError>" in log.getvalue()
+
+
 def exit_trainer(trial: Any) -> None:
     os._exit(3)
 

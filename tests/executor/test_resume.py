@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,10 +20,10 @@ from optuna.storages import JournalStorage, RDBStorage, RetryHeartbeatStaleTrial
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
-from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError
-from optuna_fleet.checkpoint_folder import CallRecord, StudyFolder
+from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError
+from optuna_fleet.checkpoint_folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.executor.runtime import Runtime
-from optuna_fleet.sampler_bridge.claims import Claims
+from optuna_fleet.sampler_bridge.claims import CLAIM_PREFIX, Claims
 from tests.executor.mortal_sweep import NUM_TRIALS
 from tests.nursery import Nursery
 
@@ -287,6 +290,50 @@ def test_a_trial_given_back_is_nobodys(root: Path) -> None:
     claims.renounce(trial)
     study.ask()
     assert Claims(study, StudyFolder(root, study.study_name), 5, None).orphans == []
+
+
+def delete_the_folder_once(trial: Any, *, root: Path, flag: Path) -> float:
+    trial.state["x"] = trial.suggest_float("x", 0.0, 1.0)
+    for epoch in trial.epochs(3):
+        if epoch == 1 and not flag.exists():
+            flag.touch()
+            shutil.rmtree(root)
+        if epoch == 2:  # the epoch before left a checkpoint
+            (call,) = root.glob("*/call.json")
+            trial.set_user_attr("call", json.loads(call.read_text())["id"])
+    return 0.0
+
+
+def test_a_folder_that_is_deleted_is_made_again_with_the_record_of_its_call(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoints"
+    study = optuna.create_study()
+    objective = functools.partial(delete_the_folder_once, root=root, flag=tmp_path / "deleted")
+    checkpoints = Checkpoints(root, interval_s=0)
+    with FleetExecutor(devices=1, device_type="cpu", checkpoints=checkpoints) as fleet:
+        study.optimize(objective, n_trials=1, executor=fleet)
+    (mark,) = (key for key in study.trials[0].system_attrs if key.startswith(CLAIM_PREFIX))
+    assert mark == CLAIM_PREFIX + study.trials[0].user_attrs["call"]
+
+
+def test_a_deleted_folder_that_another_driver_has_taken_is_left_to_it(tmp_path: Path) -> None:
+    root, study = tmp_path / "checkpoints", optuna.create_study()
+    folder = StudyFolder(root, study.study_name)
+    root.mkdir()
+    with FolderLock(root) as lock:
+        claims = Claims(study, folder, 9, None, lock)
+        first = folder.last_call()
+        shutil.rmtree(root)
+        claims.ask()
+        assert folder.last_call() == first
+        with pytest.raises(FleetConfigError, match="in use"), FolderLock(root):
+            pass
+        shutil.rmtree(root)
+        root.mkdir()
+        with FolderLock(root):
+            claims.ask()
+            assert folder.last_call() is None
 
 
 def test_a_folder_that_can_not_be_used_is_refused(fleet: Any, root: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
+import os
+import select
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
@@ -22,14 +29,18 @@ from optuna_fleet.executor.driver import Driver
 from optuna_fleet.executor.launcher import Launcher
 from optuna_fleet.executor.runs import RunRecord
 from optuna_fleet.executor.runtime import Runtime
+from optuna_fleet.executor.startup import Startup
+from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.messages import (
     AgentLost,
     AgentReady,
+    KillTrainer,
     OpenStore,
     StoreLost,
     StoreReady,
     TrainerExited,
     TrainerReady,
+    TrainerStarted,
 )
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.spec import PipelineSetup
@@ -140,6 +151,94 @@ def test_an_agent_that_ends_by_itself_is_not_tried_again(runtime: Runtime) -> No
         die(runtime, 1)
 
 
+@pytest.fixture
+def clock(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The time at which processes are found late, after 8 s; agents that are killed die."""
+    now = [0.0]
+    monkeypatch.setattr(runtimes, "Startup", lambda limit_s: Startup(8.0, lambda: now[0]))
+
+    def kill(pid: int, number: int) -> None:
+        assert (pid, number) == (agent(runtime).pid, -KILLED)
+        agent(runtime).exit_code = KILLED
+
+    monkeypatch.setattr(os, "kill", kill)
+    runtime._start_agent()
+    yield now
+    monkeypatch.undo()
+
+
+def wait(runtime: Runtime, now: list[float], seconds: float) -> list[Any]:
+    """What the runtime hands on while time passes in steps, as where it waits for messages."""
+    heard = []
+    for _ in range(int(seconds)):
+        now[0] += 1.0
+        heard += hear(runtime)
+    return heard
+
+
+def test_an_agent_that_is_not_ready_in_time_is_replaced_and_then_given_up(
+    runtime: Runtime, clock: list[float], log: io.StringIO
+) -> None:
+    hear(runtime, AgentReady(node=0, pid=agent(runtime).pid))  # and is stopped at its next step
+    for _ in range(2):
+        assert [type(message) for message in wait(runtime, clock, 9)] == [AgentLost]
+    assert "agent process was not ready within 8 s" in log.getvalue()
+    with pytest.raises(LaunchError, match=r"3 times in a row; .*not ready within 8 s"):
+        wait(runtime, clock, 9)
+
+
+def test_a_trainer_that_is_not_ready_in_time_is_killed(
+    runtime: Runtime, clock: list[float], log: io.StringIO
+) -> None:
+    hub: Any = runtime.hub
+    hub.agents[0] = "agent"
+    hear(runtime, TrainerReady(device=0, pid=7, agent=agent(runtime).pid))
+    for device, pid in enumerate((7, 8)):
+        hear(runtime, TrainerStarted(device=device, pid=pid))
+    assert wait(runtime, clock, 9) == []
+    assert hub.sent == [("agent", KillTrainer(pid=8))]
+    assert "The trainer of device 1 was not ready within 8 s" in log.getvalue()
+
+
+def test_what_was_said_while_the_driver_was_away_counts(
+    runtime: Runtime, clock: list[float]
+) -> None:
+    clock[0] += 1000.0
+    assert hear(runtime) == []
+    assert agent(runtime).is_alive()
+
+
+def test_a_stopped_process_ends_with_the_one_that_started_it() -> None:
+    script = (
+        "import os, signal\n"
+        "from optuna_fleet.processes import ModuleProcess\n"
+        "started = ModuleProcess('tests.executor.stops_itself', None, environment={})\n"
+        "os.waitid(os.P_PID, started.pid, os.WSTOPPED | os.WNOWAIT)\n"
+        "print(started.pid, flush=True)\n"
+        "os.read(0, 1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    stopped = os.pidfd_open(int(parent.stdout.readline()))
+    with parent:
+        parent.stdin.close()
+    assert select.select([stopped], [], [])[0] == [stopped]  # it has ended
+    os.close(stopped)
+
+
+def test_a_process_that_can_not_be_started_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse = mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "Resource unavailable"))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(LaunchError, match=r"Resource unavailable.*ulimit -n.*ulimit -u"):
+        ModuleProcess("json.tool", None, environment={})
+
+
 def test_a_process_may_be_closed_again() -> None:
     """As it is where an agent's end is an error: the executor is closed on the way."""
     process = ModuleProcess("json.tool", None, environment={})  # anything that ends by itself
@@ -210,6 +309,7 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     answers: list[EpochDecision] = []
     driver: Any = SimpleNamespace(
         _job=SimpleNamespace(checkpoint_interval_s=0.0),
+        _proposals=SimpleNamespace(keep_record=lambda: None),
         _desk=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
     )
     Driver._answer_epoch(driver, run, EpochDecision.GO)
@@ -254,7 +354,7 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
         settings=Settings(),
         gc_after_trial=False,
         maximize=False,
-        limits=SimpleNamespace(pulse_s=None),
+        limits=Limits(),
     )
     folder = runtimes.StudyFolder(tmp_path, "study")
     keeper = SimpleNamespace(folder=folder, keeps_any=False)

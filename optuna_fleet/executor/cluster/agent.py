@@ -19,9 +19,9 @@ import time
 from dataclasses import replace
 
 from optuna_fleet.channel import connect
+from optuna_fleet.executor.cluster.config import AgentConfig
 from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.messages import (
-    AgentConfig,
     AgentReady,
     KillTrainer,
     OpenStore,
@@ -32,6 +32,7 @@ from optuna_fleet.messages import (
     StoreLost,
     StoreReady,
     TrainerExited,
+    TrainerStarted,
 )
 from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.processes import (
@@ -142,6 +143,7 @@ class Agent:
 
         pid, sock = self._forks.spawn(main)
         self._trainers[pid] = device
+        self._channel.send(TrainerStarted(device=device.index, pid=pid))
         if self._pipeline is not None:
             self._pipeline.add_reader(device.index, sock)
         else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 
-from optuna_fleet.messages import AgentConfig
+from optuna_fleet.executor.cluster.config import AgentConfig
 from optuna_fleet.processes import ModuleProcess
 
 _DEFAULTS = {
@@ -29,3 +30,15 @@ class AgentProcess(ModuleProcess):
     def __init__(self, config: AgentConfig) -> None:
         environment = {**_DEFAULTS, **os.environ, "OMP_NUM_THREADS": str(config.threads_per_slot)}
         super().__init__("optuna_fleet.executor.cluster.agent", config, environment=environment)
+
+
+def modules_to_preload() -> tuple[str, ...]:
+    """What the agent imports once for its children: torch, and what the script imported of it."""
+    wanted = ("torchvision", "torchvision.transforms.v2", "torchvision.models")
+    return (
+        "torch",
+        "torch._dynamo",  # which the first optimizer of each process imports: a second or more
+        "optuna_fleet.trainer.training",
+        "optuna_fleet.pipeline.preprocessor.main",
+        *(name for name in wanted if name in sys.modules),
+    )
