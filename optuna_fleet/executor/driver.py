@@ -43,6 +43,7 @@ from optuna_fleet.exceptions import OutOfMemoryError, StorageLostError, TrainerL
 from optuna_fleet.executor.abandoning import end_all
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
+from optuna_fleet.executor.deadlines import Deadlines
 from optuna_fleet.executor.desk import Desk
 from optuna_fleet.executor.interrupts import Interrupts
 from optuna_fleet.executor.judging import Judge
@@ -105,7 +106,7 @@ class Driver:
         self._runs: dict[int, RunRecord] = {}
         self._where: dict[int, int] = {}
         self._watchdog = Watchdog(job.limits, runtime.process_state)
-        self._deadlines: dict[int, float] = {}
+        self._deadlines = Deadlines()
         self._launcher = Launcher(runtime, job, keeper, adopted=proposals.adopted())
         self._deciding = False
         self.interrupts = Interrupts()
@@ -148,15 +149,13 @@ class Driver:
         if self._deciding and allocator.is_answered():
             self._deciding = False
             self._post(PlanDecided(plan=allocator.result()))
-        for device, deadline in list(self._deadlines.items()):
-            if time.monotonic() >= deadline:
-                del self._deadlines[device]
-                self._runtime.kill(device)
+        for device in self._deadlines.take_expired():
+            self._runtime.kill(device)
         for fault in self._watchdog.check():
             self._stop_faulty(fault)
 
     def _patience_s(self) -> float | None:
-        deadlines = [*self._deadlines.values()]
+        deadlines = self._deadlines.soonest()
         if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
             deadlines.append(deadline)
         waits = [deadline - time.monotonic() for deadline in deadlines]
@@ -183,7 +182,9 @@ class Driver:
                 self.tally.moves.stays(self._runs[message.run_id].launch.number)
                 self._post(message)
             case Trained() if message.run_id in self._runs:
-                self._trained(self._runs[message.run_id].launch)
+                number = self._runs[message.run_id].launch.number
+                if (seconds := self.tally.moves.trains(number)) is not None:
+                    self._post(MoveMeasured(run_id=message.run_id, seconds=seconds))
             case AgentLost():
                 self.pipeline_log.restart()
                 compat.fleet_logger.warning(message.text)
@@ -204,7 +205,7 @@ class Driver:
         is_live = message.pid == self._runtime.live.get(message.device)
         if isinstance(message, TrainerExited) and is_live:
             self._launcher.trainer_died(message.device)
-            self._deadlines.pop(message.device, None)
+            self._deadlines.drop(message.device)
             run = self._runs.get(self._where.get(message.device, -1))
             if run is not None and message.device in run.remaining() and not run.is_killed:
                 self._trainer_died(run, message)
@@ -240,7 +241,7 @@ class Driver:
         run.end_rank(message)
         self._watchdog.rank_ended(message)
         self._desk.leave(run, message.rank)
-        self._deadlines.pop(message.device, None)
+        self._deadlines.drop(message.device)
         self.tally.add_stay(message.device, run.age_s, message.usage, probe=run.launch.probe)
         self._post(
             RankEnded(
@@ -254,10 +255,6 @@ class Driver:
             self._launcher.trainer_died(message.device)
             self._runtime.retire(message.device)
             self._post(DeviceLost(device=message.device))
-
-    def _trained(self, launch: Launch) -> None:
-        if (seconds := self.tally.moves.trains(launch.number)) is not None:
-            self._post(MoveMeasured(run_id=launch.run_id, seconds=seconds))
 
     def _called(self, run: RunRecord, call: Call | Remark) -> None:
         ended = self._desk.take(run, call)
@@ -289,10 +286,8 @@ class Driver:
                 self._answer_epoch(run, instruction.decision)
             case Interrupt():
                 raise AssertionError("trainers yield at the end of an epoch only")
-            case CutOff():
-                grace_s = 0.0 if instruction.lost else _CUT_OFF_GRACE_S
-                deadline = time.monotonic() + grace_s
-                self._deadlines.update(dict.fromkeys(instruction.devices, deadline))
+            case CutOff(devices=devices, lost=lost):
+                self._deadlines.give(devices, 0.0 if lost else _CUT_OFF_GRACE_S)
             case Settle():
                 run = self._finish_run(instruction.run_id, is_done=True)
                 self._tell(instruction.number, *run.outcome())
