@@ -7,6 +7,7 @@ python examples/digits.py --trials 60 --devices 8 --picture timeline.png
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
 import optuna
@@ -19,8 +20,6 @@ from torchvision.transforms import v2
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.visualization import plot_timeline, save_timeline
-
-NUM_EPOCHS = 12
 
 
 class Digits(torch.utils.data.Dataset[tuple[Any, int]]):
@@ -74,13 +73,13 @@ def build_optimizer(trial: optuna.Trial, model: nn.Module) -> torch.optim.Optimi
     )
 
 
-def objective(trial: Any) -> float:
+def objective(trial: Any, num_epochs: int = 12) -> float:
     """Train one model and return its accuracy on the held-out digits."""
     model = build_model(trial)
     optimizer = build_optimizer(trial, model)
     model, optimizer = trial.prepare(model, optimizer)
     accuracy = 0.0
-    for epoch in trial.epochs(NUM_EPOCHS):
+    for epoch in trial.epochs(num_epochs):
         model.train()
         for images, labels in trial.batches("train", batch_size=32):
             loss = F.cross_entropy(model(images), labels)
@@ -103,6 +102,7 @@ def objective(trial: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=24)
+    parser.add_argument("--epochs", type=int, default=12, help="of each trial")
     parser.add_argument("--devices", type=int, help="default: all GPUs, or 4 CPU slots")
     parser.add_argument("--storage", help="Optuna storage URL; default: in memory")
     parser.add_argument("--picture", default="digits.png", help="where to draw the timeline")
@@ -119,7 +119,11 @@ def main() -> None:
         storage=arguments.storage,
     )
     with FleetExecutor(SharedPipeline(train=train, val=val), devices=arguments.devices) as fleet:
-        study.optimize(objective, n_trials=arguments.trials, executor=fleet)
+        study.optimize(
+            functools.partial(objective, num_epochs=arguments.epochs),
+            n_trials=arguments.trials,
+            executor=fleet,
+        )
 
     print(
         f"Best trial: {study.best_trial.number}, accuracy {study.best_value:.4f} with "

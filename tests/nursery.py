@@ -6,6 +6,7 @@ A forked one has another parent and no command line of its own; the rest is as i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import importlib
@@ -72,15 +73,21 @@ class Nursery:
         with _started_by({ModuleProcess: module_process, IsolatedAllocator: solver}):
             yield
 
-    def run(self, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """As ``python -m MODULE ARGUMENTS``, whose agents and solvers come from here too."""
-        files = tempfile.TemporaryFile
+    def run(
+        self, script: str | Path, *arguments: str, folder: Path = _ROOT
+    ) -> subprocess.CompletedProcess[str]:
+        """As ``python SCRIPT ARGUMENTS``, whose agents and solvers come from here too.
+
+        Args:
+            script: A file, or the name of a module.
+            folder: Where it is run.
+        """
+        files, argv = tempfile.TemporaryFile, [str(script), *arguments]
         with files() as out, files() as err, open(os.devnull) as nowhere:
             fds = (nowhere.fileno(), out.fileno(), err.fileno())
-            forked = self._fork(module, fds, os.environ, argv=[module, *arguments])
-            code = forked.wait(240)
+            code = self._fork(str(script), fds, os.environ, argv=argv, folder=folder).wait(240)
             said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
-        return subprocess.CompletedProcess([module, *arguments], code, *said)
+        return subprocess.CompletedProcess(argv, code, *said)
 
     def close(self) -> None:
         """End it; what it forked ends by itself."""
@@ -114,13 +121,14 @@ class Nursery:
         environment: Mapping[str, str],
         *,
         argv: list[str] | None = None,
+        folder: Path | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Forked:
         order = Order(
             module=module,
             argv=argv,
             environment=dict(environment),
-            folder=os.getcwd(),
+            folder=str(folder or os.getcwd()),
             sys_path=sys.path,
             parent=os.getpid(),
             numbers=(0, 1, 2, *pass_fds),
@@ -167,6 +175,7 @@ class Order:
     """What is to be forked.
 
     Attributes:
+        module: Its name; of a script perhaps that of its file.
         argv: Of a script, which is run as ``__main__``; of other modules ``main()`` is called.
         parent: Who would be its parent, were it not forked.
         numbers: Those that the descriptors sent along are to have there.
@@ -307,6 +316,9 @@ def _become(order: Order, fds: list[int], status: socket.socket, way: socket.soc
         _take(order, fds)
         _run(order, way)
         code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        print(end.code or "", file=sys.stderr)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -333,7 +345,11 @@ def _run(order: Order, way: socket.socket) -> None:
     if order.argv is not None:
         sys.argv[:] = order.argv
         with Nursery(way).bears_all():
-            runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+            if order.module.endswith(".py"):
+                runpy.run_path(order.module, run_name="__main__")
+            else:
+                runpy.run_module(order.module, run_name="__main__", alter_sys=True)
+            atexit._run_exitfuncs()
         return
     me, getppid = os.getpid(), os.getppid
     os.getppid = lambda: order.parent if os.getpid() == me else getppid()

@@ -121,7 +121,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(folder: Path) -> Iterator[Any]:
+def fleet(folder: Path, afresh: None) -> Iterator[Any]:
     """Two slots; whatever is not protected on purpose is open to all."""
     umask = os.umask(0)
     try:

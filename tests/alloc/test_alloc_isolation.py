@@ -20,6 +20,8 @@ from optuna_fleet.alloc import (
 )
 from optuna_fleet.alloc.isolation import HEADER
 
+pytestmark = pytest.mark.usefixtures("afresh")
+
 GOOD = slide_problem(time_limit_s=20.0)
 BAD = replace(GOOD, candidates=(Candidate(number=99, rates=(30.0,)), *GOOD.candidates))
 

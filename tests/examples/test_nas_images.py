@@ -1,8 +1,6 @@
 """The search over ResNets and DenseNets: its photographs, its split, and two trials of it."""
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -142,21 +140,12 @@ def test_the_large_space_holds_torchvisions_largest(params, num_parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
 
-def test_two_trials_run_to_their_end(tmp_path, photographs):
+def test_two_trials_run_to_their_end(nursery, tmp_path, photographs):
     folder = few_photographs(photographs, tmp_path / "few", 10)
     storage = f"sqlite:///{tmp_path}/nas.db"
-    command = [sys.executable, str(EXAMPLES / "nas_images.py"), str(folder)]
-    command += ["--space", "small", "--trials", "2", "--devices", "2", "--epochs", "1"]
-    command += ["--image-size", "32", "--storage", storage, "--picture", "nas.png"]
-    ended = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    options = ["--space", "small", "--trials", "2", "--devices", "2", "--epochs", "1"]
+    options += ["--image-size", "32", "--storage", storage, "--picture", "nas.png"]
+    ended = nursery.run(EXAMPLES / "nas_images.py", str(folder), *options, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "Best trial:" in ended.stdout
     assert (tmp_path / "nas.png").stat().st_size > 1000

@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import SharedPipeline
 from tests.fleets import Leg, fleet_of
+from tests.nursery import Nursery
 
 PORTS = Path(__file__).parents[2] / "examples" / "ports"
 sys.path.insert(0, str(PORTS))
@@ -47,9 +48,8 @@ def run(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def printed_by(folder: Path, *arguments: Any) -> str:
-    """What a Python process prints, which must end well."""
-    ended = run(folder, *arguments)
+def printed_in(ended: subprocess.CompletedProcess[str]) -> str:
+    """What a process printed, which must have ended well."""
     assert ended.returncode == 0, ended.stderr
     return ended.stdout + ended.stderr
 
@@ -60,15 +60,15 @@ def trials_of(storage: str) -> list[FrozenTrial]:
 
 
 @pytest.fixture(scope="module")
-def flown(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def flown(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Run a port on a fleet, once for all tests, and return the storage with its study."""
 
     @functools.cache
     def fly(port: str) -> str:
         folder = tmp_path_factory.mktemp(port)
         storage = f"sqlite:///{folder}/study.db"
-        options = ["--fleet", "--trials", 3, "--devices", 2, "--storage", storage]
-        printed = printed_by(folder, PORTS / f"{port}.py", *options)
+        options = ["--fleet", "--trials", "3", "--devices", "2", "--storage", storage]
+        printed = printed_in(nursery.run(PORTS / f"{port}.py", *options, folder=folder))
         assert "3 complete" in printed
         assert "Traceback" not in printed
         return storage
@@ -110,10 +110,11 @@ for name, storage in zip(sys.argv[1::2], sys.argv[2::2]):
 
 
 def test_optuna_alone_gets_the_same_values_from_the_same_objectives(
-    flown: Any, tmp_path: Path
+    nursery: Nursery, flown: Any, tmp_path: Path
 ) -> None:
     storages = [part for port in PLAIN for part in (port, flown(port))]
-    printed = printed_by(tmp_path, "-c", AGAIN, *storages)
+    (tmp_path / "again.py").write_text(AGAIN)
+    printed = printed_in(nursery.run(tmp_path / "again.py", *storages))
     assert re.findall(r"^(\w+) is equal$", printed, re.M) == list(PLAIN)
 
 
@@ -171,13 +172,17 @@ port.main()
 """
 
 
-def test_trials_survive_the_death_of_their_process(tmp_path: Path) -> None:
-    assert run(tmp_path, "-c", DEADLY, "--trials", 1).returncode == -signal.SIGKILL
+def test_trials_survive_the_death_of_their_process(nursery: Nursery, tmp_path: Path) -> None:
+    script = tmp_path / "deadly.py"
+    script.write_text(DEADLY)
+    ended = nursery.run(script, "--trials", "1", folder=tmp_path)
+    assert ended.returncode == -signal.SIGKILL
     folder = tmp_path / "checkpoint_study"
     with sqlite3.connect(folder / "study.db") as database:
         database.execute("UPDATE trial_heartbeats SET heartbeat = datetime('now', '-1 hour')")
     database.close()
-    printed_by(tmp_path, "-c", DEADLY, "--fleet", "--trials", 2, "--devices", 2)
+    options = ["--fleet", "--trials", "2", "--devices", "2"]
+    printed_in(nursery.run(script, *options, folder=tmp_path))
     killed, retried, run_again = trials_of(f"sqlite:///{folder}/study.db")
     assert (killed.state, retried.state) == (TrialState.FAIL, TrialState.COMPLETE)
     assert retried.params == killed.params != run_again.params
