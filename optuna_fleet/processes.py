@@ -277,16 +277,24 @@ class Forks:
         self._pidfds: dict[int, int] = {}
 
     def spawn(self, main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
-        """Fork a child running `main` on one end of a socket pair; return its pid and our end."""
+        """Fork a child running `main` on one end of a socket pair; return its pid and our end.
+
+        Raises:
+            OSError: There are too many processes or open files; nothing is left behind.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flush_prints()
         parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            self._become_child(parent, main, theirs)
-        theirs.close()
-        self._pidfds[pid] = pidfd = os.pidfd_open(pid)
+        with contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            with theirs:
+                pid = os.fork()
+                if pid == 0:
+                    ours.close()
+                    self._become_child(parent, main, theirs)
+            undo.callback(_end_child, pid)
+            self._pidfds[pid] = pidfd = os.pidfd_open(pid)
+            undo.pop_all()
         self._selector.register(pidfd, selectors.EVENT_READ, lambda mask: self._reap(pid))
         return pid, ours
 
@@ -321,6 +329,11 @@ class Forks:
             os.kill(pid, signal.SIGKILL)
         for pid in self._pidfds:
             os.waitpid(pid, 0)
+
+
+def _end_child(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def preload(modules: Iterable[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import pickle
 import selectors
@@ -18,6 +20,12 @@ MAX_PACKET = 160 << 10
 _FD = struct.Struct("i")
 _CONTROL_BYTES = socket.CMSG_LEN(_FD.size)
 _CLOSED_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)  # operations of enums take microseconds
+
+
+_SHORT = {errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+"""Errors of sending that may be over when others have read what was sent to them."""
+
+_logger = logging.getLogger(__name__)
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -67,7 +75,8 @@ class Port:
     """The agent's end of one socket: delivers messages, queues those the peer is too slow for.
 
     It registers itself with the selector; the registered ``data`` is the port, to be called
-    with the event mask. A stopped peer costs a queue, not the agent's time.
+    with the event mask. A stopped peer costs a queue, not the agent's time; what goes wrong with
+    its messages costs the connection, not the agent.
 
     Args:
         sock: Our end of a ``socket_pair``; the port owns it from now on.
@@ -90,6 +99,7 @@ class Port:
         self._on_close = on_close
         self._queue: deque[tuple[bytes, int | None]] = deque()
         self._open = True
+        self._is_held_up = False
         sock.setblocking(False)
         selector.register(sock, selectors.EVENT_READ, self)
 
@@ -118,7 +128,19 @@ class Port:
             except EOFError:
                 self._lost()
                 return
-            self._on_message(message, fd)
+            try:
+                self._on_message(message, fd)
+            except (ConnectionError, EOFError):
+                raise  # the agent's own connection to its driver
+            except Exception:
+                name = type(message).__name__
+                _logger.exception("A connection of the pipeline is closed: %s failed.", name)
+                self._lost()
+
+    def resume(self) -> None:
+        """Tries again to send what could not be sent for want of memory or descriptors."""
+        if self._is_held_up:
+            self._flush()
 
     def close(self) -> None:
         """Unregisters and closes the socket; what was queued is dropped."""
@@ -133,6 +155,7 @@ class Port:
         os.close(self._sock.detach())
 
     def _flush(self) -> None:
+        self._is_held_up = False
         while self._open and self._queue:
             packet, fd = self._queue[0]
             try:
@@ -144,9 +167,18 @@ class Port:
                 # reports the death.
                 self._queue.clear()
                 break
+            except OSError as error:
+                if error.errno in _SHORT:
+                    self._is_held_up = True
+                    break
+                _logger.exception("A connection of the pipeline is closed.")
+                self._queue.clear()
+                self._sock.shutdown(socket.SHUT_RDWR)  # its end is read soon
+                break
             self._queue.popleft()
         if self._open:
-            write = selectors.EVENT_WRITE if self._queue else 0
+            # The socket may be ready all the time that something else is short.
+            write = selectors.EVENT_WRITE if self._queue and not self._is_held_up else 0
             self._selector.modify(self._sock, selectors.EVENT_READ | write, self)
 
     def _lost(self) -> None:

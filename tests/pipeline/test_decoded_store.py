@@ -13,6 +13,7 @@ from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack
+from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.server.decoded import DecodedStore
 
 
@@ -156,6 +157,31 @@ def test_store_that_is_too_small_keeps_what_it_can(plain):
     assert 0 < stats.num_loaded <= 42
     assert stats.decoded_bytes <= 20 * 1200
     assert stats.peak_bytes <= 200_000
+
+
+class Unlike(Pictures):
+    """The first samples are small, the others ten times as large."""
+
+    def __getitem__(self, index):
+        side = 12 if index in (0, *self.first) else 40
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=generator)
+        return self.transform(image), index
+
+
+def test_the_budget_holds_where_the_first_samples_are_small():
+    dataset = Unlike(1000, v2.Compose([v2.RandomCrop(10), v2.RandomHorizontalFlip()]))
+    dataset.first = permutation(0, "train", 0, 1000)[:2].tolist()  # these tell the sizes
+    budget = 3_000_000
+    pipeline = SharedPipeline(train=dataset, decoded_bytes=2_500_000)
+    with serving(pipeline, memory_bytes=budget, chunk_bytes=10_000) as agent:
+        client = agent.client()
+        for epoch in range(10):
+            for _ in client.read("train", epoch=epoch, batch_size=8, continues=True):
+                pass
+        stats = agent.stats()
+    assert stats.decoded_bytes > 1_000_000
+    assert stats.peak_bytes <= budget
 
 
 def test_stages_given_by_the_user():

@@ -16,7 +16,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from optuna_fleet.channel import connect
 from optuna_fleet.executor.cluster.config import AgentConfig
@@ -45,6 +47,11 @@ from optuna_fleet.processes import (
 from optuna_fleet.resources import Device
 
 _REPORT_EVERY_S = 2.0
+_RETRY_AFTER_S = 1.0
+_UNSTARTED = (
+    "A process of the fleet can't be started ({error}); this is tried again. See the limits on "
+    "processes and open files: ulimit -u, ulimit -n, pids.max of the control group."
+)
 
 
 class Agent:
@@ -60,6 +67,9 @@ class Agent:
         self._report_due = time.monotonic() + _REPORT_EVERY_S
         self._store_pid: int | None = None
         self._memory_kills = MemoryKills()
+        self._unstarted: list[Callable[[], None]] = []
+        self._retry_s = 0.0
+        self._has_complained = False
 
     def serve(self) -> None:
         """Start everything, then act on events until told to quit or the driver is gone."""
@@ -68,7 +78,7 @@ class Agent:
             self._channel.send(AgentReady(node=self._config.node, pid=os.getpid()))
             self._open_pipeline()
             for device in self._config.devices:
-                self._start_trainer(device)
+                self._start(partial(self._start_trainer, device))
             every_s = min(LOOK_EVERY_S, (self._config.stuck_s or math.inf) / 4)
             run_loop(self._selector, every_s=every_s, tick=self._look_after)
         except (EOFError, ConnectionError):
@@ -85,7 +95,7 @@ class Agent:
                 if message.pid in self._trainers:
                     os.kill(message.pid, signal.SIGKILL)
             case OpenStore():
-                self._start_store()
+                self._start(self._start_store)
             case ReportPipeline():
                 self._channel.send(self._report(is_answer=True))
             case Quit():
@@ -93,8 +103,14 @@ class Agent:
 
     def _look_after(self) -> None:
         self._memory_kills.look()
-        if self._pipeline is not None and self._config.stuck_s is not None:
-            self._pipeline.kill_stuck(self._config.stuck_s)
+        if self._pipeline is not None:
+            self._pipeline.resume()
+            if self._config.stuck_s is not None:
+                self._pipeline.kill_stuck(self._config.stuck_s)
+        if self._unstarted and time.monotonic() >= self._retry_s:
+            unstarted, self._unstarted = self._unstarted, []
+            for start in unstarted:
+                self._start(start)
 
     # -- children ---------------------------------------------------------------------------------
 
@@ -115,12 +131,23 @@ class Agent:
             )
             if self._pipeline is not None:
                 self._pipeline.remove_reader(device.index)
-            self._start_trainer(device)
+            self._start(partial(self._start_trainer, device))
         elif pid == self._store_pid:
             self._store_pid = None
             self._channel.send(StoreLost(cause=cause, agent=os.getpid()))
         elif self._pipeline is not None:
             self._pipeline.child_died(pid)
+
+    def _start(self, start: Callable[[], None]) -> None:
+        """Start a child; again later, where there are too many processes or open files."""
+        try:
+            start()
+        except OSError as error:
+            self._unstarted.append(start)
+            self._retry_s = time.monotonic() + _RETRY_AFTER_S
+            if not self._has_complained:
+                self._has_complained = True
+                self._channel.send(PipelineNotice(text=_UNSTARTED.format(error=error)))
 
     # -- what the children are --------------------------------------------------------------------
 

@@ -84,6 +84,14 @@ class Notices:
             "torch.initial_seed(), or give SharedPipeline(..., split=False) to begin with.",
         )
 
+    def unstarted(self, error: OSError) -> None:
+        """A preprocessor could not be started."""
+        self._once(
+            ("unstarted", ""),
+            f"A preprocessor can't be started ({error}); this is tried again. See the limits on "
+            "processes and open files: ulimit -u, ulimit -n, pids.max of the control group.",
+        )
+
     def disk_failed(self, reason: str) -> None:
         """A chunk could not be spilled."""
         self._notify(

@@ -38,6 +38,16 @@ HEADER_SPARE_BYTES = 1024
 """Room for what a chunk's header holds beyond that of a single sample."""
 
 
+_DIED = (
+    "Preprocessors died over a chunk of data set {name!r}: killed, out of memory, a crash in "
+    "native code, or stuck in it for too long."
+)
+_NO_DESCRIPTOR = (
+    "The process that serves the pipeline has too many open files to be given a chunk of data set "
+    "{name!r}: raise the limit (ulimit -Hn)."
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlets:
     """Whom production tells what has happened.
@@ -103,6 +113,7 @@ class Production:
         self._recurring: set[str] = set()
         self._prepared_bytes: dict[str, int] = {}
         self._mistrusted: set[str] = set()
+        self._shared_bytes = budgets.memory_bytes
         self._to_measure: dict[str, ChunkKey] = {}
         self._measuring: set[str] = set()
         self._deaths: Counter[str] = Counter()
@@ -116,6 +127,7 @@ class Production:
             selector=selector,
             on_message=self._received,
             on_lost=self._lost,
+            on_unstarted=self._notices.unstarted,
             clock=clock,
         )
         self.foreman = Foreman(self.pool, store, budgets, clock)
@@ -157,7 +169,13 @@ class Production:
             and not self._decoded.serves(name)
         ):
             self._decoded.serve(name, self._prepared_bytes[name])
-            left = self._budgets.memory_bytes - self._decoded.wanted_bytes
+            self._share_memory()
+
+    def _share_memory(self) -> None:
+        """Chunks may take what the decoded store does not, as far as its samples are known."""
+        left = self._budgets.memory_bytes - self._decoded.wanted_bytes
+        if left != self._shared_bytes:
+            self._shared_bytes = left
             self._outlets.carry_out(self._store.set_budget("memory", left))
 
     def measure(self, name: str, epoch: int) -> None:
@@ -233,7 +251,9 @@ class Production:
 
     def _lend(self, key: ChunkKey, size: int) -> list[tuple[int, int]]:
         room = self._budgets.memory_bytes - self._decoded.used_bytes - self._store.planned_bytes()
-        return self._decoded.lend(key, key.name, size, max(0, room))
+        lent = self._decoded.lend(key, key.name, size, max(0, room))
+        self._share_memory()  # it may take more than was foreseen, where samples are unlike
+        return lent
 
     def _preprocessor_main(self, sock: socket.socket) -> None:
         self._close_in_child()
@@ -257,6 +277,8 @@ class Production:
         match message:
             case SampleMeasured():
                 self._measured(message)
+            case ChunkProduced() if fd is None:
+                self._lost(message.key, _NO_DESCRIPTOR)
             case ChunkProduced():
                 assert fd is not None
                 self._produced(message, fd)
@@ -352,15 +374,12 @@ class Production:
         self._notices.disk_failed(message.reason)
         self._outlets.carry_out(self._store.disk_failed(message.key))
 
-    def _lost(self, key: ChunkKey | None) -> None:
+    def _lost(self, key: ChunkKey | None, why: str = _DIED) -> None:
         if key is not None and key.name in self._measuring:
             self._lost_measuring(key)
         elif key is not None:
             self._decoded.publish(key, key.name, ())
-            error = ChunkError(
-                summary=f"Preprocessors died over a chunk of data set {key.name!r}: "
-                "killed, out of memory, a crash in native code, or stuck in it for too long."
-            )
+            error = ChunkError(summary=why.format(name=key.name))
             self._outlets.carry_out(self._store.lost(key, error))
         self.work()
 

@@ -160,6 +160,15 @@ class PipelineServer:
         """
         self._production.pool.kill_stuck(limit_s)
 
+    def resume(self) -> None:
+        """Tries again what could not be done for want of processes, memory or descriptors.
+
+        To be called now and then: nothing tells when that is over.
+        """
+        self._production.pool.resume()
+        for reader in self._readers.values():
+            reader.channel.resume()
+
     @property
     def preprocessor_pids(self) -> tuple[int, ...]:
         """Pids of the preprocessors that run."""

@@ -301,6 +301,8 @@ class ChunkStore:
 
     def lost(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
         """The preprocessor died over this chunk: once it is repeated, then it counts as failed."""
+        if key not in self._producing:
+            return []  # it was done, but for the rest of what follows from that
         self._deaths[key] += 1
         if self._deaths[key] >= MAX_DEATHS:
             return self.failed(key, error)

@@ -7,6 +7,7 @@ import selectors
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ Spawn = Callable[[Callable[[socket.socket], None]], tuple[int, socket.socket]]
 """Forks a child that runs the given main on its end of a ``wire.socket_pair()``, then exits.
 Returns the child's pid and our end. The child has closed its copy of our end, and we ours of its
 end: either side learns of the other's death by the end of the stream."""
+
+
+_RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,7 @@ class PreprocessorPool:
         selector: The agent's selector.
         on_message: Called with what a preprocessor sent; owns the descriptor.
         on_lost: Called with the chunk that a dead preprocessor worked on, or None.
+        on_unstarted: Called with the reason why one could not be started; that is tried again.
         clock: Seconds since any time.
 
     Attributes:
@@ -56,6 +61,7 @@ class PreprocessorPool:
         selector: selectors.BaseSelector,
         on_message: Callable[[object, int | None], None],
         on_lost: Callable[[ChunkKey | None], None],
+        on_unstarted: Callable[[OSError], None] = lambda error: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit = limit
@@ -65,9 +71,12 @@ class PreprocessorPool:
         self._selector = selector
         self._on_message = on_message
         self._on_lost = on_lost
+        self._on_unstarted = on_unstarted
         self._clock = clock
         self._workers: list[_Worker] = []
         self._unreaped: set[int] = set()
+        self._waiting: deque[MeasureSample | ProduceChunk] = deque()  # for somebody to do it
+        self._retry_s = 0.0
         self.num_lost = 0
 
     @property
@@ -82,8 +91,8 @@ class PreprocessorPool:
 
     @property
     def num_busy(self) -> int:
-        """Number of preprocessors that work on a chunk."""
-        return sum(worker.key is not None for worker in self._workers)
+        """Number of chunks that preprocessors work on, or would if they could be started."""
+        return len(self._waiting) + sum(worker.key is not None for worker in self._workers)
 
     @property
     def has_fresh(self) -> bool:
@@ -103,9 +112,33 @@ class PreprocessorPool:
 
     def give(self, work: MeasureSample | ProduceChunk) -> None:
         """Hands work to an idle preprocessor, or to a new one; call only if there is room."""
-        worker = next((w for w in self._workers if w.key is None), None) or self._start()
-        worker.key, worker.began = work.key, self._clock()
-        worker.channel.send(work)
+        self._waiting.append(work)
+        self._give_to_idle()
+        if self._waiting:
+            self._start_for_waiting()
+
+    def resume(self) -> None:
+        """Tries again what could not be done for want of processes, memory or descriptors."""
+        if self._waiting and self._clock() >= self._retry_s:
+            self._start_for_waiting()
+        for channel in self.channels:
+            channel.resume()
+
+    def _give_to_idle(self) -> None:
+        for worker in self._workers:
+            if self._waiting and worker.key is None:
+                work = self._waiting.popleft()
+                worker.key, worker.began = work.key, self._clock()
+                worker.channel.send(work)
+
+    def _start_for_waiting(self) -> None:
+        try:
+            while self._waiting:
+                self._start()
+                self._give_to_idle()
+        except OSError as error:
+            self._retry_s = self._clock() + _RETRY_AFTER_S
+            self._on_unstarted(error)
 
     def kill_stuck(self, limit_s: float) -> None:
         """Kills those who have worked on one chunk for so long; others try it again."""
@@ -145,9 +178,13 @@ class PreprocessorPool:
         return worker
 
     def _received(self, worker: _Worker, message: object, fd: int | None) -> None:
-        if getattr(message, "key", None) is not None:
-            worker.key = None  # the chunk is done, one way or the other
-        self._on_message(message, fd)
+        key, worker.key = worker.key, None  # the chunk is done, one way or the other
+        try:
+            self._on_message(message, fd)
+        except Exception:
+            worker.key = worker.key or key  # it is lost with the worker
+            raise
+        self._give_to_idle()
         worker.is_fresh = False
 
     def _lose(self, worker: _Worker) -> None:

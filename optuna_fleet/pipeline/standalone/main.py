@@ -7,6 +7,7 @@ with its owner: when the owner says so, or is no more.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import pickle
@@ -25,6 +26,7 @@ from optuna_fleet.processes import Forks, end_session, preload, run_loop
 
 _MAX_APPLICANTS = 128
 _QUIET_S = 60.0
+_LOOK_EVERY_S = 2.0
 
 
 class _Server:
@@ -36,6 +38,7 @@ class _Server:
         self._owner = os.pidfd_open(config.owner_pid)
         self._applicants: dict[socket.socket, Applicant] = {}  # the oldest first
         self._quiet_until = 0.0
+        self._listens_at_s: float | None = None
         self._numbers = count()
         self._forks = Forks(
             self._selector,
@@ -58,19 +61,28 @@ class _Server:
         self._selector.register(self._owner, selectors.EVENT_READ, _end)
         try:
             # Nothing tells of a preprocessor that is stuck but the time that has passed.
-            run_loop(self._selector, every_s=self._stuck_s / 4, tick=self._end_stuck)
+            every_s = min(_LOOK_EVERY_S, self._stuck_s / 4)
+            run_loop(self._selector, every_s=every_s, tick=self._look_after)
         except EOFError:
             pass
         finally:
             self._forks.kill_all()
 
-    def _end_stuck(self) -> None:
+    def _look_after(self) -> None:
         self._pipeline.kill_stuck(self._stuck_s)
+        self._pipeline.resume()
+        if self._listens_at_s is not None and time.monotonic() >= self._listens_at_s:
+            self._listens_at_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self, mask: int) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # it went away again
+        except OSError as error:
+            # It went away again; or it stays, and so would this event.
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._selector.unregister(self._listener)
+                self._listens_at_s = time.monotonic() + _LOOK_EVERY_S
             return
         try:
             applicant = Applicant(sock, self._secret)

@@ -1,0 +1,102 @@
+"""What runs short on a machine (processes, descriptors, memory) costs time, not the node."""
+
+import subprocess
+import sys
+import textwrap
+
+import optuna
+import pytest
+import torch
+from pipeline_datasets import Counted
+
+from optuna_fleet import FleetError, FleetExecutor, SharedPipeline
+
+_FAILING = """
+import errno, os, socket, sys
+
+here = os.getpid()
+
+def failing(call, times, number, skipped=0):
+    left = [None] * (times + skipped)
+    def may_fail(*args, **more):
+        if os.getpid() == here and len(left) > times:
+            left.pop()
+        elif os.getpid() == here and left:
+            left.pop()
+            raise OSError(number, os.strerror(number))
+        return call(*args, **more)
+    return may_fail
+
+if {fork}:
+    os.fork = failing(os.fork, {fork}, errno.EAGAIN)
+if {pidfd_open}:
+    os.pidfd_open = failing(os.pidfd_open, {pidfd_open}, errno.EMFILE, skipped=1)
+
+plain = socket.send_fds
+with_descriptor = failing(plain, {send}, {errno})
+socket.send_fds = lambda sock, data, fds: (with_descriptor if fds else plain)(sock, data, fds)
+"""
+
+
+@pytest.fixture
+def short(tmp_path, monkeypatch):
+    """Has calls fail a few times in each process that is started afresh."""
+
+    def fail(*, fork=0, pidfd_open=0, send=0, errno="errno.ETOOMANYREFS"):
+        code = _FAILING.format(fork=fork, pidfd_open=pidfd_open, send=send, errno=errno)
+        (tmp_path / "sitecustomize.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return fail
+
+
+def indices(reader, **options):
+    batches = reader.batches("train", batch_size=9, epoch=0, **options)
+    return sorted(int(i) for _, labels in batches for i in labels)
+
+
+ALL = list(range(100))
+
+
+@pytest.mark.parametrize("call", [{"fork": 3}, {"pidfd_open": 3}, {"send": 3}])
+def test_a_pipeline_goes_on_when_there_is_enough_again(short, call):
+    short(**call)
+    with SharedPipeline(train=Counted(100), num_preprocessors=1) as pipeline:
+        assert indices(pipeline) == ALL
+
+
+def test_an_error_of_one_connection_is_its_own(short):
+    short(send=1, errno="errno.EIO")
+    with SharedPipeline(train=Counted(100), num_preprocessors=1) as pipeline:
+        with pipeline.handle().connect() as reader, pytest.raises(FleetError, match="is gone"):
+            indices(reader)
+        assert indices(pipeline) == ALL
+
+
+@pytest.mark.parametrize("call", [{"fork": 4}, {"send": 3}])
+def test_a_fleet_goes_on_when_there_is_enough_again(short, call):
+    short(**call)
+
+    def objective(trial):
+        trial.prepare(torch.nn.Linear(1, 1))
+        return float(sum(len(labels) for _, labels in trial.batches("train", batch_size=9)))
+
+    study = optuna.create_study()
+    with FleetExecutor(SharedPipeline(train=Counted(100)), devices=2, device_type="cpu") as fleet:
+        study.optimize(objective, n_trials=3, executor=fleet)
+    assert [trial.value for trial in study.trials] == [100.0] * 3
+
+
+def test_few_descriptors():
+    code = """
+    import resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+    from optuna_fleet import SharedPipeline
+    with SharedPipeline(train=list(range(2000)), num_preprocessors=2) as pipeline:
+        for epoch in range(3):
+            batches = pipeline.batches("train", batch_size=50, epoch=epoch)
+            assert sorted(int(i) for batch in batches for i in batch) == list(range(2000))
+    """
+    code = textwrap.dedent(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
