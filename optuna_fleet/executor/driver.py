@@ -246,8 +246,8 @@ class Driver:
         )
         if message.is_last:  # before anything else is launched there
             self._launcher.trainer_died(message.device)
-            self._runtime.retire(message.device)
             self._post(DeviceLost(device=message.device))
+        self._runtime.rank_ended(message)
 
     def _trained(self, launch: Launch) -> None:
         if (seconds := self.tally.moves.trains(launch.number)) is not None:
