@@ -291,3 +291,19 @@ class StudyFolder:
             # On a disk that has become read-only it stays, and is found by the next call.
             with contextlib.suppress(OSError):
                 (self.path / name).unlink()
+
+
+def private_folder() -> Path:
+    """A folder of this process's own, for checkpoints that nobody is to find later.
+
+    Raises:
+        FleetConfigError: There is no place for one.
+    """
+    try:
+        return Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
+    except OSError as error:
+        raise FleetConfigError(
+            f"No temporary folder for checkpoints can be made ({error}): set the environment "
+            "variable TMPDIR to a folder that can be written to, or one to FleetExecutor as "
+            "`checkpoints`."
+        ) from error

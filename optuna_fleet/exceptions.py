@@ -77,6 +77,29 @@ def is_for_want_of_peers(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "gloo/transport" in text and gone
 
 
+_DEVICE_ITSELF = (
+    "CUDA driver initialization failed",
+    "Unexpected error from cudaGetDeviceCount",
+    "No CUDA GPUs are available",
+    "no CUDA-capable device is detected",
+    "CUDA-capable device(s) is/are busy or unavailable",
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "hardware stack error",
+    "system not yet initialized",
+    "CUDA error: unknown error",
+)
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether a GPU has failed, whatever it was asked to do.
+
+    Illegal accesses and failed assertions are no such errors: mostly they are the program's.
+    """
+    text = _text(error)
+    return isinstance(error, RuntimeError) and any(words in text for words in _DEVICE_ITSELF)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, of whatever library, tells of a want of memory."""
     if {"MemoryError", "OutOfMemoryError"} & _names(error):  # the second is torch's

@@ -36,6 +36,15 @@ class TrainerReady:
     agent: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerUnfit:
+    """In the place of `TrainerReady`: its device does not work, and its process ends."""
+
+    device: int
+    pid: int
+    problem: str
+
+
 # -- driver to agent ------------------------------------------------------------------------------
 
 
@@ -44,6 +53,13 @@ class KillTrainer:
     """Kill a trainer if it still lives; the agent starts a new one in its place."""
 
     pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveOut:
+    """Have no trainer for this device any more."""
+
+    device: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +125,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReady:
-    """The store accepts connections at this address.
-
-    Attributes:
-        host: Its host.
-        port: Its port.
-        pid: Its process.
-        agent: The process id of the agent that started it.
-    """
+    """The store accepts connections at this address; `pid` keeps it, and `agent` started that."""
 
     host: str
     port: int
@@ -373,7 +382,8 @@ class Usage:
 class Ended:
     """One rank left the objective, at `time_s` of the machine's monotonic clock.
 
-    `value` is packed. `is_last`: its process serves no more runs and ends.
+    `value` is packed. `is_last`: its process serves no more runs and ends. `has_device_failed`: by
+    an error of the device itself, which `error` describes.
     """
 
     run_id: int
@@ -386,3 +396,4 @@ class Ended:
     progress: Progress = field(default_factory=Progress)
     usage: Usage = field(default_factory=Usage)
     is_last: bool = False
+    has_device_failed: bool = False

@@ -253,8 +253,8 @@ class Driver:
         )
         if message.is_last:  # before anything else is launched there
             self._launcher.trainer_died(message.device)
-            self._runtime.retire(message.device)
             self._post(DeviceLost(device=message.device))
+        self._runtime.rank_ended(message)
 
     def _called(self, run: RunRecord, call: Call | Remark) -> None:
         ended = self._desk.take(run, call)

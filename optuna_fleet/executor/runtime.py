@@ -8,24 +8,27 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
-from optuna_fleet.checkpoint_folder import StudyFolder
-from optuna_fleet.events import DeviceJoined, DeviceLost, Event
-from optuna_fleet.exceptions import FleetConfigError, LaunchError
+from optuna_fleet.checkpoint_folder import StudyFolder, private_folder
+from optuna_fleet.events import DeviceJoined, DeviceLost, Ending, Event
+from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import AgentConfig
 from optuna_fleet.executor.cluster.local import AgentProcess, modules_to_preload
+from optuna_fleet.executor.cluster.shares import cores_set_aside, pipeline_setup
+from optuna_fleet.executor.device_faults import DeviceFaults
 from optuna_fleet.executor.hub import Hub, Readable
 from optuna_fleet.executor.startup import Startup
 from optuna_fleet.messages import (
     AgentLost,
     AgentReady,
+    Ended,
     KillTrainer,
+    LeaveOut,
     OpenStore,
     PipelineReport,
     ReportPipeline,
@@ -34,10 +37,9 @@ from optuna_fleet.messages import (
     TrainerExited,
     TrainerReady,
     TrainerStarted,
+    TrainerUnfit,
 )
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
-from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.processes import cause_of_death, fill_standard_streams, state_in_words
 from optuna_fleet.resources import Fleet, cpu_count
 from optuna_fleet.sampler_bridge.compat import fleet_logger
@@ -84,9 +86,11 @@ class Runtime:
         self._newcomers: dict[int, int] = {}
         self._dead: set[int] = set()
         self._retired: set[int] = set()
+        self._unfit: set[int] = set()
+        self.faults = DeviceFaults(len(fleet))
         self._stillborn: dict[int, int] = {}
         fill_standard_streams()
-        self._checkpoint_dir = checkpoint_dir or _private_folder()
+        self._checkpoint_dir = checkpoint_dir or private_folder()
         self._keeps_checkpoints = checkpoint_dir is not None
         self._owner = os.getpid()
         self.hub = Hub()
@@ -109,8 +113,8 @@ class Runtime:
     def _agent_config(
         self, pipeline: SharedPipeline | None, preload: bool, stuck_s: float | None
     ) -> AgentConfig:
-        setup = self._pipeline_setup(pipeline) if pipeline else None
-        cores_left = cpu_count() - self._cores_set_aside(pipeline)
+        setup = pipeline_setup(pipeline, self.fleet) if pipeline else None
+        cores_left = cpu_count() - cores_set_aside(pipeline, self.fleet)
         return AgentConfig(
             node=0,
             host=self.hub.host,
@@ -125,25 +129,6 @@ class Runtime:
             stuck_s=stuck_s,
             private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
         )
-
-    def _pipeline_setup(self, pipeline: SharedPipeline) -> PipelineSetup:
-        cpus, cpu_slots = cpu_count(), self._has_cpu_slots()
-        return pipeline.setup(
-            most_preprocessors(cpus, num_slots=len(self.fleet), cpu_slots=cpu_slots),
-            is_adaptive=True,
-            niceness=NICENESS if cpu_slots else 0,
-            finish_on_device=not cpu_slots,
-        )
-
-    def _cores_set_aside(self, pipeline: SharedPipeline | None) -> int:
-        """For preprocessors; there may be more of them, where that does not slow down trials."""
-        if pipeline is None:
-            return 0
-        default = default_preprocessors(cpu_count(), cpu_slots=self._has_cpu_slots())
-        return pipeline.num_preprocessors or default
-
-    def _has_cpu_slots(self) -> bool:
-        return self.fleet.devices[0].kind == "cpu"
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -169,6 +154,10 @@ class Runtime:
                 self._store_asked = False  # who was asked before is dead
             case TrainerStarted():
                 self._trainer_started(message)
+            case TrainerUnfit():
+                self._startup.ready(message.pid)
+                self._unfit.add(message.pid)
+                self._device_failed(message.device, message.problem)
             case TrainerReady():
                 self._startup.ready(message.pid)
             case TrainerExited():
@@ -253,6 +242,8 @@ class Runtime:
             LaunchError: A device's trainers keep dying before they are ready.
         """
         device, pid = message.device, message.pid
+        if device in self.faults.left_out and device not in self.live:
+            return []
         if isinstance(message, TrainerReady):
             if message.agent != self._agent.pid:
                 return []  # it died with its agent
@@ -266,8 +257,9 @@ class Runtime:
                 return []
             self.live[device] = pid
             return [DeviceJoined(device=device)]
-        if pid in self._retired:
-            self._retired.remove(pid)
+        if pid in self._retired | self._unfit:
+            self._retired.discard(pid)
+            self._unfit.discard(pid)
             return []
         if self.live.get(device) != pid:
             if self._newcomers.get(device) == pid:
@@ -285,6 +277,26 @@ class Runtime:
             self.live[device] = self._newcomers.pop(device)
             events.append(DeviceJoined(device=device))
         return events
+
+    def rank_ended(self, message: Ended) -> None:
+        """Note what the end of a rank says of its trainer and its device.
+
+        Raises:
+            LaunchError: No device is left that works.
+        """
+        if message.is_last:
+            self.retire(message.device)
+        if message.has_device_failed:
+            problem = message.error.description if message.error is not None else ""
+            self._device_failed(message.device, problem)
+        elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
+            self.faults.worked(message.device)
+
+    def _device_failed(self, device: int, problem: str) -> None:
+        if self.faults.failed(device, problem):
+            self._newcomers.pop(device, None)
+            node = self.fleet.devices[device].node
+            self.hub.send(self.hub.agents.get(node), LeaveOut(device=device))
 
     def retire(self, device: int) -> None:
         """The trainer of a device has said that it ends; its successor announces itself."""
@@ -384,14 +396,3 @@ class Runtime:
     def _remove_private_folder(self) -> None:
         if not self._keeps_checkpoints:
             shutil.rmtree(self._checkpoint_dir, ignore_errors=True)
-
-
-def _private_folder() -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
-    except OSError as error:
-        raise FleetConfigError(
-            f"No temporary folder for checkpoints can be made ({error}): set the environment "
-            "variable TMPDIR to a folder that can be written to, or one to FleetExecutor as "
-            "`checkpoints`."
-        ) from error

@@ -22,15 +22,17 @@ from optuna_fleet.exceptions import (
     RetryableError,
     TrialError,
     is_for_want_of_peers,
+    is_of_device,
     is_out_of_memory,
     shown,
 )
-from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, Usage
+from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, TrainerUnfit, Usage
 from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Adoption, Settings
+from optuna_fleet.trainer.health import ailment_of
 from optuna_fleet.trainer.pulse import beating
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
@@ -92,6 +94,7 @@ class Trainer:
 
         waited_s = self._waited_s()
         value, error = b"", None
+        has_device_failed = False
         alone = False  # at its end, while the other ranks go on
         try:
             # First, because importing what it refers to may run code that draws or seeds.
@@ -113,11 +116,10 @@ class Trainer:
         except RetryableError as trouble:
             ending, error, alone = Ending.CUT_OFF, pack_error(trouble), True
         except BaseException as raised:
-            ending, error = Ending.RAISED, pack_error(raised)
-            if run.world_size > 1 and is_for_want_of_peers(raised):
-                ending = Ending.DISCONNECTED
+            ending, error = _ending_of(raised, run), pack_error(raised)
             alone = not isinstance(raised, TrialPruned)
-            self._is_spent = is_out_of_memory(raised)
+            has_device_failed = is_of_device(raised)
+            self._is_spent = has_device_failed or is_out_of_memory(raised)
         session.leave()
         ended_s = time.monotonic()  # not of this process only, and nobody can set it
         usage = Usage()
@@ -133,6 +135,7 @@ class Trainer:
             value=value,
             error=error,
             progress=session.progress,
+            has_device_failed=has_device_failed,
             usage=replace(usage, data_wait_s=self._waited_s() - waited_s),
         )
 
@@ -224,6 +227,9 @@ def trainer_main(
         channel = connect(host, port, secret)
     except ConnectionRefusedError:
         return  # the sweep was over before this process had started
+    if problem := ailment_of(device):
+        channel.send(TrainerUnfit(device=device.index, pid=os.getpid(), problem=problem))
+        return
     channel.send(TrainerReady(device=device.index, pid=os.getpid(), agent=os.getppid()))
     # The end of the channel is the end of the sweep: the agent ends this process too.
     with contextlib.suppress(EOFError, OSError, DriverGoneError):
@@ -252,6 +258,14 @@ def _called(objective: Any, trial: FleetTrial, session: Session) -> Any:
         return objective(trial)
     finally:
         session.check()
+
+
+def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
+    if is_of_device(raised):
+        return Ending.CUT_OFF
+    if run.world_size > 1 and is_for_want_of_peers(raised):
+        return Ending.DISCONNECTED
+    return Ending.RAISED
 
 
 def _finished(value: Any, training: Training | None) -> bytes:

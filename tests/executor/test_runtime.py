@@ -25,6 +25,7 @@ from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
 from optuna_fleet.events import DeviceJoined, EpochDecision, Launch
 from optuna_fleet.executor import runtime as runtimes
 from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.executor.cluster import shares
 from optuna_fleet.executor.driver import Driver
 from optuna_fleet.executor.launcher import Launcher
 from optuna_fleet.executor.runs import RunRecord
@@ -404,13 +405,14 @@ def halve(sample: Any) -> Any:
 
 
 def pipeline_of(runtime: Runtime, **more: Any) -> PipelineSetup:
-    return runtime._pipeline_setup(SharedPipeline(train=[1.0], finish=halve, **more))
+    pipeline = SharedPipeline(train=[1.0], finish=halve, **more)
+    return shares.pipeline_setup(pipeline, runtime.fleet)
 
 
 def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtimes, "cpu_count", lambda: 12)
+    monkeypatch.setattr(shares, "cpu_count", lambda: 12)
     setup = pipeline_of(runtime)
     assert (setup.is_adaptive, setup.niceness, setup.num_preprocessors) == (True, NICENESS, 6)
     assert setup.spec.dataset("train").finish is None
@@ -419,7 +421,7 @@ def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything(
 def test_beside_gpus_preprocessors_have_all_other_cores_and_trainers_finish(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtimes, "cpu_count", lambda: 12)
+    monkeypatch.setattr(shares, "cpu_count", lambda: 12)
     gpus = [Device(index=i, node=0, kind="H100", visible=str(i)) for i in range(2)]
     runtime.fleet = Fleet(devices=tuple(gpus))
     setup = pipeline_of(runtime)

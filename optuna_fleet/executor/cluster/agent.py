@@ -26,6 +26,7 @@ from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.messages import (
     AgentReady,
     KillTrainer,
+    LeaveOut,
     OpenStore,
     PipelineNotice,
     PipelineReport,
@@ -63,6 +64,7 @@ class Agent:
         self._channel = connect(config.host, config.port, config.secret)
         self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._channel.close)
         self._trainers: dict[int, Device] = {}
+        self._left_out: set[int] = set()
         self._pipeline: PipelineServer | None = None
         self._report_due = time.monotonic() + _REPORT_EVERY_S
         self._store_pid: int | None = None
@@ -94,6 +96,11 @@ class Agent:
             case KillTrainer():
                 if message.pid in self._trainers:
                     os.kill(message.pid, signal.SIGKILL)
+            case LeaveOut():
+                self._left_out.add(message.device)
+                for pid, device in self._trainers.items():
+                    if device.index == message.device:
+                        os.kill(pid, signal.SIGKILL)
             case OpenStore():
                 self._start(self._start_store)
             case ReportPipeline():
@@ -131,7 +138,8 @@ class Agent:
             )
             if self._pipeline is not None:
                 self._pipeline.remove_reader(device.index)
-            self._start(partial(self._start_trainer, device))
+            if device.index not in self._left_out:
+                self._start(partial(self._start_trainer, device))
         elif pid == self._store_pid:
             self._store_pid = None
             self._channel.send(StoreLost(cause=cause, agent=os.getpid()))

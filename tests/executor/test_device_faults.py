@@ -1,0 +1,114 @@
+"""Devices that fail by themselves: no trial fails for it, and they are left out at last."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from optuna_fleet import FleetExecutor, LaunchError
+from optuna_fleet.exceptions import is_of_device
+from optuna_fleet.executor.device_faults import DeviceFaults
+from optuna_fleet.messages import TrainerUnfit
+from optuna_fleet.resources import Device
+from optuna_fleet.trainer import main
+from optuna_fleet.trainer.health import ailment_of
+
+
+def device_index() -> int:
+    trainers = (thing for thing in gc.get_objects() if isinstance(thing, main.Trainer))
+    return next(trainers)._device.index
+
+
+def fail_on_device_1(trial: Any) -> float:
+    if device_index() == 1:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    return 1.0
+
+
+def fail_everywhere(trial: Any) -> float:
+    raise RuntimeError("CUDA driver initialization failed, you might not have a CUDA gpu.")
+
+
+@pytest.fixture
+def pair() -> Iterator[FleetExecutor]:
+    with FleetExecutor(devices=2, device_type="cpu", max_trials=2) as executor:
+        yield executor
+
+
+def test_a_bad_device_fails_no_trial_and_is_left_out(
+    pair: FleetExecutor, log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    runtime = pair._started(False)
+    while len(runtime.live) < 2:  # or all might be done by one before the other is ready
+        for message in runtime.messages(None):
+            if isinstance(message, main.TrainerReady):
+                runtime.device_events(message)
+    study.optimize(fail_on_device_1, n_trials=30, executor=pair)
+    assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}
+    assert "device 1 was cut off: RuntimeError: CUDA error" in log.getvalue()
+
+
+def test_a_fleet_without_a_device_that_works_ends_the_call(
+    pair: FleetExecutor, log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    with pytest.raises(LaunchError, match=r"No device is left.*CUDA driver initialization"):
+        study.optimize(fail_everywhere, n_trials=None, catch=Exception, executor=pair)
+    assert "itself has failed, it is left out from now on" in log.getvalue()
+
+
+def test_only_errors_in_a_row_count() -> None:
+    faults = DeviceFaults(2)
+    assert not faults.failed(1, "broken")
+    assert not faults.failed(1, "broken")
+    faults.worked(1)
+    assert not faults.failed(1, "broken")
+    assert not faults.failed(1, "broken")
+    assert faults.failed(1, "broken")
+    assert faults.left_out == {1}
+
+
+@pytest.mark.parametrize(
+    ("text", "is_its_own"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: device-side assert triggered", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("CUDA out of memory. Tried to allocate 2 GiB", False),
+    ],
+)
+def test_errors_of_the_program_are_not_the_devices(text: str, is_its_own: bool) -> None:
+    assert is_of_device(RuntimeError(text)) == is_its_own
+    assert not is_of_device(ValueError(text))
+
+
+def test_a_trainer_whose_device_does_not_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(main, "connect", lambda *_: SimpleNamespace(send=sent.append))
+    monkeypatch.setattr(main, "ailment_of", lambda device: "it is unplugged")
+    device = Device(index=3, node=0, kind="cpu")
+    where: Any = {"host": "", "port": 0, "secret": b"", "data": None}
+    main.trainer_main(device, **where, spec=None, num_threads=1)
+    (message,) = sent
+    assert isinstance(message, TrainerUnfit)
+    assert (message.device, message.problem) == (3, "it is unplugged")
+
+
+def test_a_gpu_that_torch_can_not_use_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def ones(number: int, device: str) -> Any:
+        raise RuntimeError("no CUDA-capable device is detected")
+
+    monkeypatch.setattr(torch, "ones", ones)
+    gpu = Device(index=0, node=0, kind="NVIDIA H200")
+    assert ailment_of(gpu) == "RuntimeError: no CUDA-capable device is detected"
+    assert ailment_of(Device(index=0, node=0, kind="cpu")) == ""
