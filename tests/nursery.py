@@ -28,8 +28,7 @@ from typing import IO, Any, NoReturn
 import pytest
 
 from optuna_fleet.alloc import IsolatedAllocator
-from optuna_fleet.executor.cluster.local import _DEFAULTS
-from optuna_fleet.executor.runtime import _modules_to_preload
+from optuna_fleet.executor.cluster.local import _DEFAULTS, modules_to_preload
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 
 AGENT = "optuna_fleet.executor.cluster.agent"
@@ -231,7 +230,7 @@ class Forked:
 
 def main(orders_fd: int) -> NoReturn:
     """Fork what is ordered until the tests end."""
-    preload((AGENT, SERVER, SOLVER, "mip", *_modules_to_preload()))
+    preload((AGENT, SERVER, SOLVER, "mip", *modules_to_preload()))
     nest = Nest()
     nest.listen(socket.socket(fileno=orders_fd))
     while True:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from optuna_fleet.alloc.adjust import Wishes, place_changes, realise
-from optuna_fleet.alloc.assembly import assemble
+from optuna_fleet.alloc.assembly import assemble, fill_idle
 from optuna_fleet.alloc.counts import Counts, solve_exactly
 from optuna_fleet.alloc.counts_mip import solve_by_mip
 from optuna_fleet.alloc.makespan import makespan_wishes
@@ -68,6 +68,8 @@ class ElasticAllocator:
             wishes, counts = self._worth_most(problem, self.objective)
             status, gap = counts.status, counts.gap
         widths = realise(problem, wishes)
+        if self.objective == "makespan":  # kept for who grows later, they would be idle
+            widths = fill_idle(problem, widths)
         return assemble(
             problem,
             group_widths(problem, widths),

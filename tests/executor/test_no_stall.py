@@ -16,7 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc import Allocator, GreedyAllocator, MipAllocator, validate
+from optuna_fleet.alloc import (
+    Allocator,
+    ElasticAllocator,
+    GreedyAllocator,
+    MipAllocator,
+    validate,
+)
 from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Flotilla, Plan
 from optuna_fleet.events import (
     Allocate,
@@ -396,7 +402,9 @@ def world_of(
     )
 
 
-@pytest.mark.parametrize("allocator", [None, GreedyAllocator(), MipAllocator()], ids=repr)
+@pytest.mark.parametrize(
+    "allocator", [None, GreedyAllocator(), MipAllocator(), ElasticAllocator()], ids=repr
+)
 @pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
 @settings(max_examples=60, deadline=None)
 @given(
