@@ -1,5 +1,6 @@
 """What runs short on a machine (processes, descriptors, memory) costs time, not the node."""
 
+import errno
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import torch
 from pipeline_datasets import Counted
 
 from optuna_fleet import FleetError, FleetExecutor, SharedPipeline
+from optuna_fleet.pipeline.chunks import view
 
 _FAILING = """
 import errno, os, socket, sys
@@ -100,3 +102,13 @@ def test_few_descriptors():
     code = textwrap.dedent(code)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_too_many_mappings_are_not_taken_for_too_many_files(monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with SharedPipeline(train=Counted(100), num_preprocessors=1) as pipeline:
+        monkeypatch.setattr(view, "map_privately", full)
+        with pytest.raises(FleetError, match=r"vm.max_map_count.*x\.clone"):
+            indices(pipeline)
