@@ -325,8 +325,8 @@ def _view(fd: int) -> ChunkView:
         return ChunkView(fd)
     except OSError as error:
         raise FleetError(
-            f"This process can map no more data ({error}). Each batch that is kept keeps a mapping, "
-            "of which a process may have so many (vm.max_map_count): keep copies (`x.clone()`) "
+            f"This process can map no more data ({error}). Each batch that is kept keeps a "
+            "mapping, of which a process may have so many (vm.max_map_count): keep copies (`x.clone()`) "
             "instead."
         ) from error
 
