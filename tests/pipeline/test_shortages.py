@@ -1,9 +1,6 @@
 """What runs short on a machine (processes, descriptors, memory) costs time, not the node."""
 
 import errno
-import subprocess
-import sys
-import textwrap
 
 import optuna
 import pytest
@@ -87,21 +84,6 @@ def test_a_fleet_goes_on_when_there_is_enough_again(short, call):
     with FleetExecutor(SharedPipeline(train=Counted(100)), devices=2, device_type="cpu") as fleet:
         study.optimize(objective, n_trials=3, executor=fleet)
     assert [trial.value for trial in study.trials] == [100.0] * 3
-
-
-def test_few_descriptors():
-    code = """
-    import resource
-    resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
-    from optuna_fleet import SharedPipeline
-    with SharedPipeline(train=list(range(2000)), num_preprocessors=2) as pipeline:
-        for epoch in range(3):
-            batches = pipeline.batches("train", batch_size=50, epoch=epoch)
-            assert sorted(int(i) for batch in batches for i in batch) == list(range(2000))
-    """
-    code = textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_too_many_mappings_are_not_taken_for_too_many_files(monkeypatch):

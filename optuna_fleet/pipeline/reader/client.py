@@ -326,8 +326,8 @@ def _view(fd: int) -> ChunkView:
     except OSError as error:
         raise FleetError(
             f"This process can map no more data ({error}). Each batch that is kept keeps a "
-            "mapping, of which a process may have so many (vm.max_map_count): keep copies (`x.clone()`) "
-            "instead."
+            "mapping, of which a process may have so many (vm.max_map_count): keep copies "
+            "(`x.clone()`) instead."
         ) from error
 
 
