@@ -8,12 +8,17 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import hypothesis
 import optuna
 import pytest
 
 from tests import leftovers
 from tests.fleets import fleet_of
 from tests.nursery import Nursery, processes_start_afresh
+
+# On a busy machine an example may take any time.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 

@@ -162,7 +162,6 @@ def test_garbage_is_dropped(welcomed: Welcomed, garbage: bytes) -> None:
 
 
 @settings(
-    deadline=None,
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
@@ -387,7 +386,7 @@ def test_what_was_said_is_heard() -> None:
     assert heard(b"".join(said_frames())) == SAID
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_of_a_stream_that_was_altered_only_what_came_before_is_heard(data: st.DataObject) -> None:
     """Bits flipped; bytes put in, left out or repeated; the end cut off."""
@@ -404,7 +403,7 @@ def test_of_a_stream_that_was_altered_only_what_came_before_is_heard(data: st.Da
     assert heard(altered) == SAID[: sum(end <= intact for end in ends)]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(order=st.lists(st.integers(0, len(SAID) - 1), max_size=6))
 def test_frames_count_in_their_order_and_once(order: list[int]) -> None:
     proper = list(itertools.takewhile(lambda pair: pair[0] == pair[1], enumerate(order)))

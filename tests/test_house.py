@@ -8,6 +8,7 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import optuna_fleet
@@ -107,3 +108,7 @@ def test_modules_stay_small() -> None:
 def test_the_driver_does_not_import_torch() -> None:
     code = "import sys, optuna_fleet; assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_no_example_of_a_property_has_a_deadline() -> None:
+    assert hypothesis.settings().deadline is None

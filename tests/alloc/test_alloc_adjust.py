@@ -68,7 +68,7 @@ def test_the_slowest_flies_if_nobody_else_is_served():
     assert realised(problem, {}) == {2: 1}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(problem=ruled_problems(), seed=st.randoms(use_true_random=False))
 def test_any_wishes_give_widths_that_can_be_flown(problem, seed):
     wishes = {

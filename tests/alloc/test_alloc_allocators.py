@@ -56,7 +56,7 @@ every_gaining_allocator = pytest.mark.parametrize("allocator", GAINING, ids=repr
 
 
 @every_allocator
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=ruled_problems())
 def test_plans_can_be_flown_and_say_why(allocator, problem):
     plan = allocator.allocate(problem)
@@ -67,7 +67,7 @@ def test_plans_can_be_flown_and_say_why(allocator, problem):
 
 
 @every_allocator
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=ruled_problems())
 def test_the_rules_seen_without_validate(allocator, problem):
     plan = allocator.allocate(problem)
@@ -84,7 +84,7 @@ def test_the_rules_seen_without_validate(allocator, problem):
 
 
 @every_allocator
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=ruled_problems(pinning=False))
 def test_something_flies_whatever_the_preprocessors_can_do(allocator, problem):
     assume(any(c.min_devices <= problem.num_devices for c in problem.candidates))
@@ -92,7 +92,7 @@ def test_something_flies_whatever_the_preprocessors_can_do(allocator, problem):
 
 
 @every_starting_allocator
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems())
 def test_no_device_idles_while_a_trial_could_start_on_it(allocator, problem):
     plan = allocator.allocate(problem)
@@ -102,7 +102,7 @@ def test_no_device_idles_while_a_trial_could_start_on_it(allocator, problem):
 
 
 @every_gaining_allocator
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems())
 def test_no_device_idles_while_a_starting_trial_gains_from_it(allocator, problem):
     plan = allocator.allocate(problem)
@@ -118,7 +118,7 @@ def test_no_device_idles_while_a_starting_trial_gains_from_it(allocator, problem
 
 
 @every_allocator
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problem=ruled_problems(), order=st.randoms())
 def test_plans_do_not_depend_on_the_order_of_candidates(allocator, problem, order):
     shuffled = list(problem.candidates)

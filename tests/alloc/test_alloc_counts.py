@@ -78,7 +78,7 @@ def problems(draw, max_trials, max_width, max_devices, num_kinds=1):
     return CountProblem(values=tuple(values), capacities=capacities)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(problem=problems(max_trials=4, max_width=6, max_devices=8))
 def test_dp_and_mip_find_what_brute_force_finds(problem):
     best = brute_force(problem)
@@ -86,7 +86,7 @@ def test_dp_and_mip_find_what_brute_force_finds(problem):
     check(problem, solve_by_mip(problem, 20.0), best)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(problem=problems(max_trials=3, max_width=4, max_devices=5, num_kinds=2))
 def test_dp_and_mip_find_what_brute_force_finds_with_two_kinds(problem):
     best = brute_force(problem)
@@ -94,7 +94,7 @@ def test_dp_and_mip_find_what_brute_force_finds_with_two_kinds(problem):
     check(problem, solve_by_mip(problem, 20.0), best)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(problem=problems(max_trials=10, max_width=12, max_devices=50))
 def test_fixing_loses_nothing(problem):
     check(problem, solve_exactly(problem), textbook_dp(problem))
@@ -212,7 +212,7 @@ def test_many_equal_trials_on_a_line_are_filled_up():
     assert solve_exactly(problem).objective == 10_007.0
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problem=problems(max_trials=8, max_width=8, max_devices=30))
 def test_equal_problems_have_equal_answers(problem):
     again = CountProblem(

@@ -89,7 +89,7 @@ def test_scaling_efficiency_does_not_favour_the_fast():
     assert counts(EFFICIENCY.allocate(problem)) == {1: 1, 2: 2}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems(pinning=False, max_candidates=3, max_devices=5))
 def test_no_widths_have_a_better_throughput(problem):
     options = [(0, *range(c.min_devices, c.widest + 1)) for c in problem.candidates]
@@ -134,7 +134,7 @@ def concave(candidate):
     [MAKESPAN, THROUGHPUT, EFFICIENCY, EqualSplitAllocator(), EqualSplitAllocator(published=True)],
     ids=repr,
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problem=problems(pinning=False))
 def test_a_decision_that_is_repeated_moves_nobody(allocator, problem):
     if allocator is MAKESPAN:  # it follows the concave hull: steep late gains may mislead it
@@ -147,7 +147,7 @@ def test_a_decision_that_is_repeated_moves_nobody(allocator, problem):
 
 
 @pytest.mark.parametrize("allocator", [MAKESPAN, THROUGHPUT])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems(pinning=False))
 def test_no_device_idles_while_a_trial_could_start_on_it(allocator, problem):
     widths = counts(allocator.allocate(problem))
@@ -236,7 +236,7 @@ def test_one_of_two_that_need_the_whole_fleet_flies():
     assert counts(MAKESPAN.allocate(problem_of(*wide))) == {1: 4}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=problems())
 def test_no_trial_gets_a_width_at_which_a_narrower_one_is_as_fast(problem):
     assume(problem.candidates)

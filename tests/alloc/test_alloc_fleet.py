@@ -52,7 +52,7 @@ def create_flotilla(rates, num_devices, delta):
     return flotilla
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(st.integers(21, 176), st.floats(0.7, 1.0)), min_size=1, max_size=12),
     st.integers(1, 24),

@@ -56,7 +56,7 @@ def test_a_trial_at_its_peak_leaves_the_rest_to_the_others():
     assert widths == pytest.approx([1.0, 0.75, 2.25])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(instances())
 def test_no_split_of_the_devices_is_faster(instance):
     rates, work = instance
@@ -72,7 +72,7 @@ def test_no_split_of_the_devices_is_faster(instance):
     assert seconds <= best * (1 + 1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(instances(trials=2, devices=6), st.floats(1, 10))
 def test_more_devices_or_less_work_are_never_slower(instance, factor):
     rates, work = instance
@@ -82,7 +82,7 @@ def test_more_devices_or_less_work_are_never_slower(instance, factor):
     assert more == pytest.approx(times[2] * factor)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(1, 100), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_nobody_gets_more_than_its_peak(rates):
     rates = [tuple(r) for r in rates]

@@ -71,7 +71,7 @@ def mixed_problems(draw, **limits):
 
 
 @every_allocator
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=mixed_problems())
 def test_plans_of_mixed_fleets_can_be_flown_and_say_why(allocator, problem):
     plan = allocator.allocate(problem)
@@ -87,7 +87,7 @@ def test_plans_of_mixed_fleets_can_be_flown_and_say_why(allocator, problem):
 
 
 @every_allocator
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problem=mixed_problems(pinning=False))
 def test_something_flies_in_a_mixed_fleet(allocator, problem):
     fits = any(
@@ -97,7 +97,7 @@ def test_something_flies_in_a_mixed_fleet(allocator, problem):
 
 
 @every_allocator
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problem=mixed_problems(), order=st.randoms())
 def test_plans_of_mixed_fleets_do_not_depend_on_the_order_of_candidates(allocator, problem, order):
     shuffled = list(problem.candidates)
@@ -107,7 +107,7 @@ def test_plans_of_mixed_fleets_do_not_depend_on_the_order_of_candidates(allocato
 
 
 @every_allocator
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(problem=ruled_problems())
 def test_with_one_type_the_plan_is_that_of_the_inner_allocator(allocator, problem):
     plan = allocator.inner.allocate(problem)
@@ -116,7 +116,7 @@ def test_with_one_type_the_plan_is_that_of_the_inner_allocator(allocator, proble
     assert allocator.allocate(same) == plan
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=mixed_problems())
 def test_a_cautious_plan_changes_no_trials_type(problem):
     plan = ByKind(inner=GreedyAllocator(), cautious=True).allocate(problem)
@@ -208,7 +208,7 @@ def small_mixed_problems(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=small_mixed_problems(), forward_looking_s=st.sampled_from([10.0, 100.0]))
 def test_types_are_those_of_the_widths_worth_most(problem, forward_looking_s):
     options = [(k, n) for k in "ab" for n in range(5)]
@@ -231,7 +231,7 @@ def test_types_are_those_of_the_widths_worth_most(problem, forward_looking_s):
     assert reached == pytest.approx(best)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=small_mixed_problems(), allocator=st.sampled_from(ALLOCATORS[:1] + ALLOCATORS[4:5]))
 def test_nobody_loses_by_changing_its_type_unless_the_inner_allocator_insists(problem, allocator):
     first = allocator._decided(problem, {})
@@ -437,7 +437,7 @@ def test_rates_of_a_type_that_are_no_rates_are_refused(rates):
 # -- the lower bound ---------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.floats(10, 400), st.floats(0.8, 1), st.floats(1e3, 1e6)), min_size=1),
     st.integers(1, 4),

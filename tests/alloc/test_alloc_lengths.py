@@ -32,7 +32,7 @@ def test_trials_that_go_on_make_all_trials_look_longer():
     assert few < many
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(ended=epochs, under_way=epochs)
 def test_any_history_gives_finite_lengths_beyond_what_is_done(ended, under_way):
     expected = expected_lengths(ended, under_way)

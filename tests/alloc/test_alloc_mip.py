@@ -20,7 +20,7 @@ from optuna_fleet.alloc.windows import reference_rates
 
 
 @pytest.mark.parametrize("allocator", [MipAllocator(), MipAllocator(max_flotillas=1)], ids=repr)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems(max_candidates=4, max_devices=8, pinning=False))
 def test_mip_finds_the_optimum_and_greedy_never_beats_it(allocator, problem):
     # A trial worth less than its flotilla's cost flies on idle devices all the same.
@@ -35,7 +35,7 @@ def test_mip_finds_the_optimum_and_greedy_never_beats_it(allocator, problem):
 
 
 @pytest.mark.parametrize("allocator", [MipAllocator(), MipAllocator(phases=True)], ids=repr)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problem=ruled_problems(max_candidates=4, max_devices=6))
 def test_mip_finds_the_optimum_under_phases_and_capacity(allocator, problem):
     # A trial worth less than its flotilla's cost flies on idle devices all the same.

@@ -86,7 +86,7 @@ def test_impossible_counts_are_refused(counts):
         place(counts, FOURS, {})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_placement_is_complete_disjoint_and_deterministic(data):
     nodes = data.draw(nodes_strategy(12))

@@ -52,7 +52,7 @@ def test_a_new_measurement_replaces_the_old_one_and_leaves_the_profile_alone():
     assert first.rates(2) == (100, 150)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(st.integers(1, 64), st.floats(1e-300, 1e300), min_size=1, max_size=5),
     st.integers(1, 300),

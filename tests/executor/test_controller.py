@@ -510,7 +510,7 @@ def test_known_profiles_spare_the_measurement() -> None:
     assert [type(i) for i in instructions] == [Allocate]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 6),

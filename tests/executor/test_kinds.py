@@ -134,7 +134,7 @@ def test_with_one_type_a_problem_knows_no_types() -> None:
     assert all(c.rates_by_kind == {} for c in problem.candidates)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**32),
     st.lists(st.sampled_from(["v100", "a100"]), min_size=1, max_size=6),

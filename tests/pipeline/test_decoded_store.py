@@ -251,7 +251,7 @@ def test_what_comes_back_takes_no_room_from_what_is_to_come(num_samples):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=60, database=None)
 def test_extents_never_overlap_and_samples_come_back(data):
     store = DecodedStore({"a": 5, "b": 9}, 3000)
     samples = {}  # (name, index) -> bytes

@@ -190,7 +190,7 @@ NESTS = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(NESTS, min_size=1, max_size=3))
 def test_collate_fn_gets_any_sample_bit_for_bit(samples):
     chunk = view(samples, collated_by_user=True)
@@ -198,7 +198,7 @@ def test_collate_fn_gets_any_sample_bit_for_bit(samples):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.one_of(LEAVES), st.integers(1, 3))
 def test_default_collate_of_any_leaf(leaf, count):
     if isinstance(leaf, np.ndarray):

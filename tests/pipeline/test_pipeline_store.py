@@ -386,7 +386,5 @@ class AnySequence(RuleBasedStateMachine):
         assert not self.producing
 
 
-AnySequence.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, database=None
-)
+AnySequence.TestCase.settings = settings(max_examples=150, stateful_step_count=40, database=None)
 TestAnySequence = pytest.mark.filterwarnings("default")(AnySequence.TestCase)

@@ -1,8 +1,6 @@
 """What runs short on a machine (processes, descriptors, memory) costs time, not the node."""
 
-import subprocess
-import sys
-import textwrap
+import errno
 
 import optuna
 import pytest
@@ -10,6 +8,7 @@ import torch
 from pipeline_datasets import Counted
 
 from optuna_fleet import FleetError, FleetExecutor, SharedPipeline
+from optuna_fleet.pipeline.chunks import view
 
 _FAILING = """
 import errno, os, socket, sys
@@ -87,16 +86,11 @@ def test_a_fleet_goes_on_when_there_is_enough_again(short, call):
     assert [trial.value for trial in study.trials] == [100.0] * 3
 
 
-def test_few_descriptors():
-    code = """
-    import resource
-    resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
-    from optuna_fleet import SharedPipeline
-    with SharedPipeline(train=list(range(2000)), num_preprocessors=2) as pipeline:
-        for epoch in range(3):
-            batches = pipeline.batches("train", batch_size=50, epoch=epoch)
-            assert sorted(int(i) for batch in batches for i in batch) == list(range(2000))
-    """
-    code = textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_too_many_mappings_are_not_taken_for_too_many_files(monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with SharedPipeline(train=Counted(100), num_preprocessors=1) as pipeline:
+        monkeypatch.setattr(view, "map_privately", full)
+        with pytest.raises(FleetError, match=r"vm.max_map_count.*x\.clone"):
+            indices(pipeline)

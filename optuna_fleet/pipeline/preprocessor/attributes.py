@@ -7,7 +7,7 @@ a sample can't tell later.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,23 +21,6 @@ _MOST_ITEMS = 256
 
 _MOST_CONTAINERS = 256
 """Of so many the attributes are compared: that takes some microseconds."""
-
-_HOOKS = (
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_load_state_dict_post_hooks",
-    "_load_state_dict_pre_hooks",
-    "_non_persistent_buffers_set",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-)
-"""Of every module; looking into a dozen empty dicts would take most of the time."""
-
 
 Attribute = tuple[int, Any]
 """One of those compared: number of the dict and its key, or number of the list and None."""
@@ -117,7 +100,9 @@ class Attributes:
         if isinstance(value, (dict, list)):
             return self._items(value)
         if torch is not None and isinstance(value, torch.nn.Module):
-            return self._items(vars(value), but=_HOOKS)
+            self._items(vars(value))
+            # It has a dozen empty dicts for hooks.
+            return [item for key, item in vars(value).items() if _is_full(item) or key[0] != "_"]
         if torch is not None and isinstance(value, torch.Tensor):
             self._tensors.append((value, value._version))
             return ()
@@ -127,13 +112,11 @@ class Attributes:
             return ()
         return _bound(value)
 
-    def _items(self, value: Any, but: Collection[str] = ()) -> Iterable[Any]:
+    def _items(self, value: Any) -> Iterable[Any]:
         if len(value) > _MOST_ITEMS:
             return ()
         self._containers.append((value, value.copy()))
-        if isinstance(value, list):
-            return list(value)
-        return [item for key, item in value.items() if key not in but]
+        return list(value if isinstance(value, list) else value.values())
 
 
 def _bound(value: Any) -> Iterable[Any]:
@@ -169,6 +152,10 @@ def _same_item(live: Any, copy: Any, key: Any) -> bool:
     missing = object()
     found, before = live.get(key, missing), copy.get(key, missing)
     return found is before or bool(found == before)
+
+
+def _is_full(value: Any) -> bool:
+    return not isinstance(value, dict) or bool(value)
 
 
 def _slots(value: Any) -> Iterable[Any]:

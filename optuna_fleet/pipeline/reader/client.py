@@ -270,10 +270,10 @@ class PipelineClient:
             case ChunkReady():
                 if fd is None:
                     raise FleetError(
-                        "This trainer has too many open files to be given more data. Batches that "
-                        "are kept keep theirs open: keep copies (`x.clone()`) instead."
+                        "This process has too many open files to be given more data: close some, "
+                        "or raise the limit (ulimit -n)."
                     )
-                inbox.chunks[message.chunk] = ChunkView(fd)
+                inbox.chunks[message.chunk] = _view(fd)
                 if message.brief:
                     self._give_back(message.pass_id, [message.chunk])
             case GiveBack():
@@ -318,6 +318,17 @@ def planned(
     )
     plan.check()
     return plan
+
+
+def _view(fd: int) -> ChunkView:
+    try:
+        return ChunkView(fd)
+    except OSError as error:
+        raise FleetError(
+            f"This process can map no more data ({error}). Each batch that is kept keeps a "
+            "mapping, of which a process may have so many (vm.max_map_count): keep copies "
+            "(`x.clone()`) instead."
+        ) from error
 
 
 def _agent_gone() -> FleetError:
