@@ -22,7 +22,7 @@ NUM_GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device"),
-    pytest.mark.usefixtures("gpus"),
+    pytest.mark.usefixtures("gpus", "afresh"),
 ]
 needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
 

@@ -60,17 +60,14 @@ every_gaining_allocator = pytest.mark.parametrize("allocator", GAINING, ids=repr
 @given(problem=ruled_problems())
 def test_plans_can_be_flown_and_say_why(allocator, problem):
     plan = allocator.allocate(problem)
+    assert_rules_seen_without_validate(problem, plan)
     validate(problem, plan)
     assert plan.allocator == allocator.name
     assert plan.reason
     assert plan.status
 
 
-@every_allocator
-@settings(max_examples=40)
-@given(problem=ruled_problems())
-def test_the_rules_seen_without_validate(allocator, problem):
-    plan = allocator.allocate(problem)
+def assert_rules_seen_without_validate(problem, plan):
     everything = [a for f in plan.flotillas for a in f.assignments]
     used = [d for a in everything for d in a.devices]
     assert len(set(used)) == len(used) <= problem.num_devices
