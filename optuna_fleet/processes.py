@@ -270,16 +270,31 @@ class Forks:
         self._pidfds: dict[int, int] = {}
 
     def spawn(self, main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
-        """Fork a child running `main` on one end of a socket pair; return its pid and our end."""
+        """Fork a child running `main` on one end of a socket pair; return its pid and our end.
+
+        Raises:
+            OSError: There may be no more processes, or open files; nothing is left of it.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         flush_prints()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             ours.close()
             self._become_child(parent, main, theirs)
         theirs.close()
-        self._pidfds[pid] = pidfd = os.pidfd_open(pid)
+        try:
+            self._pidfds[pid] = pidfd = os.pidfd_open(pid)
+        except OSError:
+            ours.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         self._selector.register(pidfd, selectors.EVENT_READ, lambda mask: self._reap(pid))
         return pid, ours
 
@@ -337,18 +352,18 @@ def end_session() -> NoReturn:
 def run_loop(
     selector: selectors.BaseSelector,
     *,
-    every_s: float | None = None,
+    every_s: Callable[[], float | None] = lambda: None,
     tick: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Handle the selector's events until one of their handlers raises.
 
     Args:
         selector: Waited on; what is registered has a callable as ``data``.
-        every_s: At least this often, in seconds, `tick` is called; None for never.
+        every_s: Returns after how many seconds at most `tick` is called next; None for never.
         tick: Looks after what no event tells of.
     """
     while True:
-        for key, mask in selector.select(every_s):
+        for key, mask in selector.select(every_s()):
             if key.fd in selector.get_map():  # not closed by an earlier one
                 key.data(mask)
         tick()

@@ -73,6 +73,15 @@ class Notices:
             "which it is a part, would avoid that.",
         )
 
+    def short_of_workers(self, problem: str) -> None:
+        """A preprocessor could not be started."""
+        self._once(
+            ("workers", ""),
+            f"A preprocessor can't be started ({problem}), and is tried again every few seconds: "
+            "allow more open files and processes (`ulimit -n`, `ulimit -u`), or give "
+            "SharedPipeline a lower `num_preprocessors`.",
+        )
+
     def disk_failed(self, reason: str) -> None:
         """A chunk could not be spilled."""
         self._notify(

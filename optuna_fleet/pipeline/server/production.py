@@ -169,8 +169,11 @@ class Production:
         """Gives preprocessors work while there is any that fits."""
         while self._to_measure and self.pool.has_room():
             name, key = self._to_measure.popitem()
+            if not self.pool.give(MeasureSample(key=key)):
+                self._to_measure[name] = key
+                self._notices.short_of_workers(self.pool.problem)
+                return
             self._measuring.add(name)
-            self.pool.give(MeasureSample(key=key))
         while self._unfetched and self.pool.has_room():
             self._make(self._unfetched.popleft())
         while self.pool.has_room() or self.exchange.has_room():
@@ -193,7 +196,7 @@ class Production:
         key = produce.key
         size = self._chunk_sizes[key.name]
         split = self._decoded.serves(key.name)
-        self.pool.give(
+        was_given = self.pool.give(
             ProduceChunk(
                 key=key,
                 chunk_size=size,
@@ -203,6 +206,10 @@ class Production:
                 extents=tuple(self._lend(key, size)) if split else (),
             )
         )
+        if not was_given:  # it keeps for later
+            self._decoded.publish(key, key.name, ())
+            self._unfetched.append(produce)
+            self._notices.short_of_workers(self.pool.problem)
 
     def close(self) -> None:
         """Ends the preprocessors and frees the decoded store."""
@@ -252,7 +259,6 @@ class Production:
             case SampleMeasured():
                 self._measured(message)
             case ChunkProduced():
-                assert fd is not None
                 self._produced(message, fd)
             case ChunkOutgrew():
                 self._decoded.publish(message.key, message.key.name, ())
@@ -300,8 +306,12 @@ class Production:
             self._use_decoded(name)
         self._outlets.measured(name)
 
-    def _produced(self, message: ChunkProduced, fd: int) -> None:
+    def _produced(self, message: ChunkProduced, fd: int | None) -> None:
         key, counts = message.key, self._counts
+        if fd is None:
+            self._decoded.publish(key, key.name, ())
+            self._outlets.carry_out(self._store.lost(key, _no_descriptor(key)))
+            return
         counts.preprocessed += message.num_samples
         counts.busy_s += message.busy_s
         self.foreman.count(key.name, message.num_samples, message.busy_s)
@@ -363,3 +373,10 @@ class Production:
         # Nobody will tell the size now. Guess, so that readers get to hear of the failure.
         guess = limits.guess_sample_bytes(self._budgets.chunk_bytes)
         self._measured(SampleMeasured(key=key, sample_bytes=guess, header_bytes=0))
+
+
+def _no_descriptor(key: ChunkKey) -> ChunkError:
+    return ChunkError(
+        summary=f"A chunk of data set {key.name!r} could not be taken: the fleet's agent has too "
+        "many files open. Allow more (`ulimit -n`), or give SharedPipeline less `memory_bytes`."
+    )

@@ -160,6 +160,11 @@ class PipelineServer:
         """
         self._production.pool.kill_stuck(limit_s)
 
+    def retry(self) -> None:
+        """Tries again to start preprocessors that could not be; to be called now and then."""
+        if self._production.pool.problem:
+            self._production.work()
+
     @property
     def preprocessor_pids(self) -> tuple[int, ...]:
         """Pids of the preprocessors that run."""

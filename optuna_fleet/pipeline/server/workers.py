@@ -20,6 +20,10 @@ Returns the child's pid and our end. The child has closed its copy of our end, a
 end: either side learns of the other's death by the end of the stream."""
 
 
+_PAUSE_S = 5.0
+"""How long after one could not be started the next is tried."""
+
+
 @dataclass(slots=True, eq=False)
 class _Worker:
     pid: int
@@ -45,6 +49,7 @@ class PreprocessorPool:
         target: How many are wanted now, at most ``limit``. There is one in any case while there
             is work.
         num_lost: How many died.
+        problem: Why one could not be started, or "".
     """
 
     def __init__(
@@ -68,6 +73,8 @@ class PreprocessorPool:
         self._clock = clock
         self._workers: list[_Worker] = []
         self._unreaped: set[int] = set()
+        self._paused_until = 0.0
+        self.problem = ""
         self.num_lost = 0
 
     @property
@@ -92,7 +99,10 @@ class PreprocessorPool:
 
     def has_room(self) -> bool:
         """Returns whether one more chunk could be worked on."""
-        return self.num_busy < max(1, min(self.target, self._limit))
+        if self.num_busy >= max(1, min(self.target, self._limit)):
+            return False
+        is_paused = self._clock() < self._paused_until
+        return not is_paused or self.num_busy < len(self._workers)
 
     def end_surplus(self) -> None:
         """Ends idle preprocessors beyond the target, the latest first."""
@@ -101,11 +111,23 @@ class PreprocessorPool:
                 self._workers.remove(worker)
                 worker.channel.close()  # it exits when it notices
 
-    def give(self, work: MeasureSample | ProduceChunk) -> None:
-        """Hands work to an idle preprocessor, or to a new one; call only if there is room."""
-        worker = next((w for w in self._workers if w.key is None), None) or self._start()
+    def give(self, work: MeasureSample | ProduceChunk) -> bool:
+        """Hands work to an idle preprocessor, or to a new one; call only if there is room.
+
+        Returns:
+            Whether there was one; if none can be started, there is no room for a while.
+        """
+        worker = next((w for w in self._workers if w.key is None), None)
+        try:
+            worker = worker or self._start()
+        except OSError as error:  # too many processes, or open files
+            self._paused_until = self._clock() + _PAUSE_S
+            self.problem = str(error)
+            return False
+        self.problem = ""
         worker.key, worker.began = work.key, self._clock()
         worker.channel.send(work)
+        return True
 
     def kill_stuck(self, limit_s: float) -> None:
         """Kills those who have worked on one chunk for so long; others try it again."""

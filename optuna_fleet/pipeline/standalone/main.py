@@ -58,13 +58,14 @@ class _Server:
         self._selector.register(self._owner, selectors.EVENT_READ, _end)
         try:
             # Nothing tells of a preprocessor that is stuck but the time that has passed.
-            run_loop(self._selector, every_s=self._stuck_s / 4, tick=self._end_stuck)
+            run_loop(self._selector, every_s=lambda: self._stuck_s / 4, tick=self._end_stuck)
         except EOFError:
             pass
         finally:
             self._forks.kill_all()
 
     def _end_stuck(self) -> None:
+        self._pipeline.retry()
         self._pipeline.kill_stuck(self._stuck_s)
 
     def _accept(self, mask: int) -> None:
