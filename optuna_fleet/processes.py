@@ -357,18 +357,18 @@ def end_session() -> NoReturn:
 def run_loop(
     selector: selectors.BaseSelector,
     *,
-    every_s: float | None = None,
+    every_s: Callable[[], float | None] = lambda: None,
     tick: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Handle the selector's events until one of their handlers raises.
 
     Args:
         selector: Waited on; what is registered has a callable as ``data``.
-        every_s: At least this often, in seconds, `tick` is called; None for never.
+        every_s: Returns after how many seconds at most `tick` is called next; None for never.
         tick: Looks after what no event tells of.
     """
     while True:
-        for key, mask in selector.select(every_s):
+        for key, mask in selector.select(every_s()):
             if key.fd in selector.get_map():  # not closed by an earlier one
                 key.data(mask)
         tick()

@@ -86,7 +86,6 @@ class Runtime:
         self._newcomers: dict[int, int] = {}
         self._dead: set[int] = set()
         self._retired: set[int] = set()
-        self._unfit: set[int] = set()
         self.faults = DeviceFaults(len(fleet))
         self._stillborn: dict[int, int] = {}
         fill_standard_streams()
@@ -156,7 +155,7 @@ class Runtime:
                 self._trainer_started(message)
             case TrainerUnfit():
                 self._startup.ready(message.pid)
-                self._unfit.add(message.pid)
+                self._retired.add(message.pid)
                 self._device_failed(message.device, message.problem)
             case TrainerReady():
                 self._startup.ready(message.pid)
@@ -171,8 +170,12 @@ class Runtime:
         self._unheard.discard(message.device)
         if not self._unheard:
             self._startup.ready(self._agent.pid)
+        name = f"The trainer of device {message.device}"
         if message.pid is not None:
-            self._startup.started(message.pid, f"The trainer of device {message.device}")
+            self._startup.started(message.pid, name)
+        else:
+            problem = f"{message.problem}: are `ulimit -n` and `ulimit -u` too low?"
+            fleet_logger.warning(f"{name} can't be started, and is tried again later. {problem}")
 
     def _end_late(self) -> None:
         """Kill what was started and is not ready, because it is stopped, say."""
@@ -257,9 +260,8 @@ class Runtime:
                 return []
             self.live[device] = pid
             return [DeviceJoined(device=device)]
-        if pid in self._retired | self._unfit:
-            self._retired.discard(pid)
-            self._unfit.discard(pid)
+        if pid in self._retired:
+            self._retired.remove(pid)
             return []
         if self.live.get(device) != pid:
             if self._newcomers.get(device) == pid:

@@ -19,6 +19,7 @@ from optuna_fleet.channel import Channel, connect
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import (
     FleetError,
+    LaunchError,
     RetryableError,
     TrialError,
     is_for_want_of_peers,
@@ -79,8 +80,18 @@ class Trainer:
 
     def _run(self, run: RunTrial) -> Ended:
         session = self._session = Session(self._channel, run)
-        with beating(session, run.pulse_s):
-            return self._run_in(session)
+        try:
+            with beating(session, run.pulse_s):
+                return self._run_in(session)
+        except LaunchError as error:
+            return Ended(
+                run_id=run.run_id,
+                rank=run.rank,
+                device=self._device.index,
+                time_s=time.monotonic(),
+                ending=Ending.CUT_OFF,
+                error=pack_error(error),
+            )
 
     def _run_in(self, session: Session) -> Ended:
         run = session.run

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.messages import Phase, Pulse
 from optuna_fleet.trainer.loops import NOT_THE_USERS
 from optuna_fleet.trainer.session import DriverGoneError, Session
@@ -22,11 +23,21 @@ _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 @contextmanager
 def beating(session: Session, interval_s: float | None) -> Iterator[None]:
-    """Send a `Pulse` for the run every so many seconds; called in the thread that runs it."""
+    """Send a `Pulse` for the run every so many seconds; called in the thread that runs it.
+
+    Raises:
+        LaunchError: There can be no thread for it.
+    """
     if interval_s is None:
         yield
         return
-    heart = _Heart(session, interval_s)
+    try:
+        heart = _Heart(session, interval_s)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"A trainer can't start a thread ({error}): allow more processes (`ulimit -u`, the "
+            "limits of the container), or use fewer `devices`."
+        ) from error
     try:
         yield
     finally:

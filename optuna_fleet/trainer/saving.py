@@ -40,10 +40,15 @@ class Saver:
         """Copy what `make` returns and begin to write it; `is_busy` must be false."""
         self._has_failed = False
         if (copy := self._copied(make)) is not None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._write, args=(copy, self._best), name="optuna-fleet-checkpoint"
             )
-            self._thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # too many threads, or processes
+                self._write(copy, self._best)
+            else:
+                self._thread = thread
 
     def finish(self) -> bool:
         """Wait until the last checkpoint is written; return whether it was."""

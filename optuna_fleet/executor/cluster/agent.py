@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from optuna_fleet.channel import connect
+from optuna_fleet.executor.cluster.backoff import Backoff
 from optuna_fleet.executor.cluster.config import AgentConfig
 from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.messages import (
@@ -65,6 +65,7 @@ class Agent:
         self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._channel.close)
         self._trainers: dict[int, Device] = {}
         self._left_out: set[int] = set()
+        self._backoff = Backoff()
         self._pipeline: PipelineServer | None = None
         self._report_due = time.monotonic() + _REPORT_EVERY_S
         self._store_pid: int | None = None
@@ -80,9 +81,8 @@ class Agent:
             self._channel.send(AgentReady(node=self._config.node, pid=os.getpid()))
             self._open_pipeline()
             for device in self._config.devices:
-                self._start(partial(self._start_trainer, device))
-            every_s = min(LOOK_EVERY_S, (self._config.stuck_s or math.inf) / 4)
-            run_loop(self._selector, every_s=every_s, tick=self._look_after)
+                self._start_trainer(device)
+            run_loop(self._selector, every_s=self._patience_s, tick=self._look_after)
         except (EOFError, ConnectionError):
             pass
         finally:
@@ -108,8 +108,14 @@ class Agent:
             case Quit():
                 raise EOFError
 
+    def _patience_s(self) -> float:
+        waits = [LOOK_EVERY_S, (self._config.stuck_s or math.inf) / 4]
+        return min([*waits, *self._backoff.waits_s()])
+
     def _look_after(self) -> None:
         self._memory_kills.look()
+        for index in set(self._backoff.due()) - self._left_out:
+            self._start_trainer(next(d for d in self._config.devices if d.index == index))
         if self._pipeline is not None:
             self._pipeline.resume()
             if self._config.stuck_s is not None:
@@ -138,8 +144,10 @@ class Agent:
             )
             if self._pipeline is not None:
                 self._pipeline.remove_reader(device.index)
-            if device.index not in self._left_out:
-                self._start(partial(self._start_trainer, device))
+            if device.index in self._left_out:
+                return
+            if exit_code == 0 or self._backoff.may_start_again(device.index):
+                self._start_trainer(device)
         elif pid == self._store_pid:
             self._store_pid = None
             self._channel.send(StoreLost(cause=cause, agent=os.getpid()))
@@ -176,8 +184,15 @@ class Agent:
                 num_threads=config.threads_per_slot,
             )
 
-        pid, sock = self._forks.spawn(main)
+        try:
+            pid, sock = self._forks.spawn(main)
+        except OSError as error:  # too many processes, or open files
+            self._backoff.failed(device.index)
+            problem = TrainerStarted(device=device.index, pid=None, problem=str(error))
+            self._channel.send(problem)
+            return
         self._trainers[pid] = device
+        self._backoff.started(device.index)
         self._channel.send(TrainerStarted(device=device.index, pid=pid))
         if self._pipeline is not None:
             self._pipeline.add_reader(device.index, sock)

@@ -62,7 +62,7 @@ class _Server:
         try:
             # Nothing tells of a preprocessor that is stuck but the time that has passed.
             every_s = min(_LOOK_EVERY_S, self._stuck_s / 4)
-            run_loop(self._selector, every_s=every_s, tick=self._look_after)
+            run_loop(self._selector, every_s=lambda: every_s, tick=self._look_after)
         except EOFError:
             pass
         finally:

@@ -1,0 +1,135 @@
+"""Few processes, threads and open files: tried again later, or a clear error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from optuna_fleet import LaunchError
+from optuna_fleet.events import Ending
+from optuna_fleet.executor.cluster.backoff import Backoff
+from optuna_fleet.messages import Quit, RunTrial
+from optuna_fleet.processes import Forks
+from optuna_fleet.resources import Device
+from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.main import Trainer
+from optuna_fleet.trainer.saving import Saver
+from optuna_fleet.trainer.session import Session
+
+
+class Clock:
+    """Turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_process_that_keeps_ending_is_started_again_later_each_time() -> None:
+    clock = Clock()
+    backoff = Backoff(clock)
+    pauses = []
+    for _ in range(12):
+        backoff.started(3)
+        clock.now += 1.0
+        if backoff.may_start_again(3):
+            pauses.append(0.0)
+            continue
+        (wait_s,) = backoff.waits_s()
+        assert backoff.due() == []
+        clock.now += wait_s
+        pauses.append(wait_s)
+        assert backoff.due() == [3]
+        assert backoff.due() == []
+    assert pauses == [0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0, 30.0]
+    backoff.started(3)
+    clock.now += 10.0
+    assert backoff.may_start_again(3)
+
+
+def test_one_that_can_not_be_started_is_tried_again_later() -> None:
+    clock = Clock()
+    backoff = Backoff(clock)
+    backoff.failed(0)
+    backoff.failed(1)
+    backoff.failed(1)
+    assert backoff.waits_s() == [1.0, 2.0]
+    clock.now = 1.5
+    assert backoff.due() == [0]
+
+
+@pytest.mark.parametrize("name", ["fork", "pidfd_open"])
+def test_what_can_not_be_forked_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    selector = selectors.DefaultSelector()
+    forks = Forks(selector, on_exit=lambda pid, code: None, in_child=lambda: None)
+    before = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, mock.Mock(side_effect=OSError(errno.EAGAIN, "no more")))
+        with pytest.raises(OSError, match="no more"):
+            forks.spawn(lambda sock: signal.pause())
+    assert set(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    selector.close()
+
+
+# -- threads -------------------------------------------------------------------------------------
+
+
+def run_of(folder: Path, **more: Any) -> RunTrial:
+    return RunTrial(
+        run_id=0,
+        number=0,
+        trial_id=0,
+        rank=0,
+        world_size=1,
+        seed=0,
+        objective_id=0,
+        objective=None,
+        measure=False,
+        group="",
+        store=None,
+        checkpoint=None,
+        checkpoint_to=str(folder / "trial-0.pt"),
+        gc_after_trial=False,
+        maximize=False,
+        **more,
+    )
+
+
+@pytest.fixture
+def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=error))
+
+
+def test_a_checkpoint_is_written_though_there_can_be_no_thread(
+    tmp_path: Path, no_threads: None
+) -> None:
+    saver = Saver(Session(None, run_of(tmp_path)))
+    content = checkpoint.Checkpoint(loop=1, epoch=1, objects=[], state={}, rng=[], history={})
+    saver.save(lambda: content)
+    assert saver.finish()
+    assert (tmp_path / "trial-0.pt").exists()
+
+
+def test_a_trainer_without_a_thread_for_its_pulse_gives_its_trial_back(
+    tmp_path: Path, no_threads: None
+) -> None:
+    channel: Any = mock.Mock()
+    channel.receive.side_effect = [run_of(tmp_path, pulse_s=1.0), Quit()]
+    Trainer(Device(index=0, node=0, kind="cpu"), channel, None, 1).serve()
+    (sent,) = channel.send.call_args_list
+    assert sent.args[0].ending is Ending.CUT_OFF
+    assert LaunchError.__name__ in sent.args[0].error.description
+    assert "can't start new thread" in sent.args[0].error.description
