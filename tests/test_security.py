@@ -47,7 +47,8 @@ LOOPBACK = "0100007F"
 def processes_of(pid: int) -> list[int]:
     """A process and all that descend from it."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        threads = Path(f"/proc/{pid}/task").glob("*/children")
+        children = [child for thread in threads for child in thread.read_text().split()]
     except OSError:  # it has just ended
         return []
     return [pid, *(one for child in children for one in processes_of(int(child)))]

@@ -112,7 +112,8 @@ def flipped(sample: Any) -> Any:
 def tree(pid: int) -> Iterator[int]:
     """A process and all below it."""
     yield pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    for child in [child for thread in threads for child in thread.read_text().split()]:
         yield from tree(int(child))
 
 

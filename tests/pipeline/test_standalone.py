@@ -93,7 +93,8 @@ def running() -> Iterator[SharedPipeline]:
 def held() -> tuple[int, set[str], set[str]]:
     """Descriptors, children and shared memory of this process."""
     gc.collect()  # tracebacks keep batches
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    threads = Path("/proc/self/task").glob("*/children")
+    children = " ".join(thread.read_text() for thread in threads)
     return (
         len(os.listdir("/proc/self/fd")),
         set(children.split()),
