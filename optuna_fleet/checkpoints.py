@@ -17,7 +17,7 @@ from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.arguments import path as argument_path
 from optuna_fleet.checkpoint_folder import FolderLock, StudyFolder, files_in, study_folders
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.sampler_bridge.claims import folders_of
+from optuna_fleet.sampler_bridge.ownership import folders_of
 from optuna_fleet.trainer.checkpoint_file import CheckpointError, Owner, inspect
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ class EpochDecision(Enum):
 
 
 class Ending(Enum):
-    """How one rank of a run ended: by itself, cut off from its peers, or with its process.
+    """How one rank of a run ended: by itself, aborted, or with its process.
 
     `DISCONNECTED` if a collective failed for want of its peers: if nobody else tells why they
     left, they were lost.
@@ -34,7 +34,7 @@ class Ending(Enum):
     RAISED = "raised"
     DISCONNECTED = "disconnected"
     YIELDED = "yielded"
-    CUT_OFF = "cut off"
+    ABORTED = "aborted"
     LOST = "lost"
 
 
@@ -147,7 +147,7 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLost:
-    """The trainer of a device died; what ran there is cut off.
+    """The trainer of a device died; what ran there is lost.
 
     `by_order` when the driver killed it because another rank of its run had failed.
     """
@@ -157,7 +157,7 @@ class DeviceLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunCondemned:
+class RunFailed:
     """A run broke a limit of its trial: it has to end at once, and the trial with it."""
 
     run_id: int
@@ -189,7 +189,7 @@ Event: TypeAlias = (
     | EpochEnded
     | RankEnded
     | DeviceLost
-    | RunCondemned
+    | RunFailed
     | DeviceJoined
     | PlanDecided
 )
@@ -238,7 +238,7 @@ class Interrupt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutOff:
+class Abort:
     """A rank of the run failed or is `lost`: the others must end, if need be by force."""
 
     run_id: int
@@ -247,7 +247,7 @@ class CutOff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settle:
+class FinishTrial:
     """All ranks of the run have ended and the trial with it: tell the study."""
 
     number: int
@@ -272,7 +272,7 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GiveBack:
+class ReturnToQueue:
     """The trial was never launched: return it to the study as WAITING."""
 
     number: int
@@ -293,10 +293,10 @@ Instruction: TypeAlias = (
     | Allocate
     | AnswerEpoch
     | Interrupt
-    | CutOff
-    | Settle
+    | Abort
+    | FinishTrial
     | Requeue
     | GiveUp
-    | GiveBack
+    | ReturnToQueue
     | StartRound
 )

@@ -25,7 +25,7 @@ class LaunchError(RetryableError):
 
 
 class TrainerLostError(RetryableError):
-    """A trainer process died or was cut off while it ran a trial."""
+    """A trainer process died, or lost its peers, while it ran a trial."""
 
 
 class TrialError(FleetError):

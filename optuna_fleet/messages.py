@@ -210,7 +210,7 @@ class RunTrial:
         maximize: Whether larger values are better; None where there are several objectives.
         final_to: Path to write the checkpoint to that it leaves when it is done; None for none.
         best_to: Path for what its best report so far would leave, until then; None for none.
-        pulse_s: Seconds between two `Pulse` messages; None for none.
+        heartbeat_s: Seconds between two `Heartbeat` messages; None for none.
         collective_s: Seconds after which a collective, or the rendezvous before, gives up.
         num_devices: Most devices that the trial could have in this fleet.
     """
@@ -233,7 +233,7 @@ class RunTrial:
     settings: Settings = field(default_factory=Settings)
     final_to: str | None = None
     best_to: str | None = None
-    pulse_s: float | None = None
+    heartbeat_s: float | None = None
     collective_s: float = 600.0
     num_devices: int = 1
     study_name: str = ""
@@ -274,7 +274,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reached:
+class FirstBatchRequested:
     """The run reached its first request for data."""
 
     run_id: int
@@ -349,7 +349,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
+class Heartbeat:
     """A sign of life of one rank.
 
     Attributes:

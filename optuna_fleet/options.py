@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from optuna_fleet.arguments import check_number, path, suggests_options
 
-NUM_PULSES = 4
+NUM_HEARTBEATS = 4
 """Signs of life that a rank gives within the time after which it counts as hung."""
 
 _SHORTEST_COLLECTIVE_S = 600.0  # a peer may import, and download, before it takes part
 _LONGEST_COLLECTIVE_S = 10 * 86400.0
-_LONGEST_PULSE_S = 2.0
+_LONGEST_HEARTBEAT_S = 2.0
 _SHORTEST_START_S = 60.0  # it imports torch
-_SHORTEST_PULSE_S = 0.02
+_SHORTEST_HEARTBEAT_S = 0.02
 
 
 @suggests_options
@@ -104,8 +104,10 @@ class Limits:
         return min(least_s, _LONGEST_COLLECTIVE_S)
 
     @property
-    def pulse_s(self) -> float | None:
+    def heartbeat_s(self) -> float | None:
         """Seconds between two signs of life; None if nobody looks at them."""
         if self.hang_s is not None:
-            return min(max(self.hang_s / NUM_PULSES, _SHORTEST_PULSE_S), _LONGEST_PULSE_S)
-        return _LONGEST_PULSE_S if self.trial_memory_bytes is not None else None
+            return min(
+                max(self.hang_s / NUM_HEARTBEATS, _SHORTEST_HEARTBEAT_S), _LONGEST_HEARTBEAT_S
+            )
+        return _LONGEST_HEARTBEAT_S if self.trial_memory_bytes is not None else None

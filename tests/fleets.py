@@ -13,22 +13,22 @@ from torch import nn
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import (
+    Abort,
     AnswerEpoch,
-    CutOff,
     DeviceJoined,
     DeviceLost,
     Ending,
     EpochDecision,
     EpochEnded,
     Event,
+    FinishTrial,
     Instruction,
     Launch,
     ProposalsExhausted,
     Propose,
     RankEnded,
     Requeue,
-    RunCondemned,
-    Settle,
+    RunFailed,
     TrialProposed,
 )
 
@@ -164,9 +164,9 @@ class ScriptedController:
                 done = self._epochs[number] == leg.until_epoch
                 decision = EpochDecision.YIELD if done else EpochDecision.GO
                 return [AnswerEpoch(run_id=event.run_id, decision=decision)]
-            case RunCondemned():
+            case RunFailed():
                 devices = self._flying[event.run_id][1].devices
-                return [CutOff(run_id=event.run_id, devices=devices, lost=True)]
+                return [Abort(run_id=event.run_id, devices=devices, lost=True)]
             case RankEnded():
                 return self._rank_ended(event) + self._launches()
             case DeviceLost():
@@ -188,7 +188,7 @@ class ScriptedController:
         if Ending.YIELDED in endings.values():
             return [Requeue(number=number, run_id=event.run_id)]
         self._live.discard(number)
-        return [Settle(number=number, run_id=event.run_id)]
+        return [FinishTrial(number=number, run_id=event.run_id)]
 
     def _device_lost(self, device: int) -> list[Instruction]:
         self._idle.discard(device)

@@ -1,4 +1,4 @@
-"""The control channel against strangers, and the hub against trainers that die at a bad moment."""
+"""The control channel against strangers, and against trainers that die at a bad moment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from optuna_fleet.events import DeviceJoined
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.executor import listener as listeners
 from optuna_fleet.executor import runtime as runtimes
-from optuna_fleet.executor.hub import Hub
+from optuna_fleet.executor.connections import Connections
 from optuna_fleet.executor.listener import Listener
 from optuna_fleet.messages import AgentReady, TrainerExited, TrainerReady
 from optuna_fleet.resources import Device, Fleet
@@ -456,14 +456,14 @@ def test_a_message_that_is_too_large_says_what_to_do(monkeypatch: pytest.MonkeyP
         assert there.fileno() >= 0
 
 
-# -- the hub -------------------------------------------------------------------------------------
+# -- the connections ------------------------------------------------------------------------------
 
 
 class Peers:
-    """A hub with an agent and a trainer that are played by the test."""
+    """A connections with an agent and a trainer that are played by the test."""
 
     def __init__(self) -> None:
-        self.hub = Hub()
+        self.connections = Connections()
         self.agent = self.connect()
         self.agent.send(AgentReady(node=0, pid=1))
         self.trainer = self.connect()
@@ -471,12 +471,12 @@ class Peers:
         self.collect(2)
 
     def connect(self) -> Channel:
-        return connect(self.hub.host, self.hub.port, self.hub.secret)
+        return connect(self.connections.host, self.connections.port, self.connections.secret)
 
     def collect(self, number: int) -> list[Any]:
         got: list[Any] = []
         while len(got) < number:
-            got += self.hub.messages(PATIENCE_S)
+            got += self.connections.messages(PATIENCE_S)
         return got
 
 
@@ -484,7 +484,7 @@ class Peers:
 def peers() -> Iterator[Peers]:
     made = Peers()
     yield made
-    made.hub.close()
+    made.connections.close()
     made.agent.close()
     made.trainer.close()
 
@@ -506,19 +506,21 @@ def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
     peers.trainer.close()
     (death,) = peers.collect(1)
     assert isinstance(death, TrainerExited)
-    assert not peers.hub.trainers
+    assert not peers.connections.trainers
     peers.agent.send("the agent is still heard")
     assert peers.collect(1) == ["the agent is still heard"]
 
 
 def test_a_hub_that_is_closed_closes_those_who_have_not_said_who_they_are() -> None:
     files = set(os.listdir("/proc/self/fd"))
-    hub = Hub()
-    admitted, waiting = (connect(hub.host, hub.port, hub.secret) for _ in range(2))
-    with stranger((hub.host, hub.port)) as sock:
+    connections = Connections()
+    admitted, waiting = (
+        connect(connections.host, connections.port, connections.secret) for _ in range(2)
+    )
+    with stranger((connections.host, connections.port)) as sock:
         sock.recv(HELLO_BYTES, socket.MSG_WAITALL)
-        list(hub.messages(PATIENCE_S))  # it hears of the first, perhaps of both
-        hub.close()
+        list(connections.messages(PATIENCE_S))  # it hears of the first, perhaps of both
+        connections.close()
         for channel in (admitted, waiting):
             with pytest.raises((EOFError, OSError)):
                 channel.receive()
@@ -532,7 +534,7 @@ def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:
         frame = peers.trainer._frame("of the trainer")
         for part in (frame[:5], frame[5:30]):
             raw.sendall(part)
-            assert list(peers.hub.messages(PATIENCE_S)) == []
+            assert list(peers.connections.messages(PATIENCE_S)) == []
         peers.agent.send("of the agent")
         assert peers.collect(1) == ["of the agent"]
         raw.sendall(frame[30:])
@@ -542,10 +544,10 @@ def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:
 def test_a_peer_that_does_not_read_does_not_hold_up_the_hub(peers: Peers) -> None:
     """As a trainer that is stopped before it is sent an objective of some size."""
     large = os.urandom(30 << 20)
-    peers.hub.send(peers.hub.trainers[7], large)
-    peers.hub.send(peers.hub.trainers[7], "and this")
+    peers.connections.send(peers.connections.trainers[7], large)
+    peers.connections.send(peers.connections.trainers[7], "and this")
     peers.agent.send("of the agent")
-    while (got := list(peers.hub.messages(PATIENCE_S))) == []:
+    while (got := list(peers.connections.messages(PATIENCE_S))) == []:
         pass
     assert got == ["of the agent"]
     read: queue.Queue[Any] = queue.Queue()
@@ -568,8 +570,8 @@ def test_a_message_that_was_tampered_with_cuts_its_sender_off(
 ) -> None:
     with socket.socket(fileno=os.dup(peers.trainer.fileno())) as raw:
         raw.sendall(b"x" * 100)
-    while peers.hub.trainers:
-        assert list(peers.hub.messages(PATIENCE_S)) == []
+    while peers.connections.trainers:
+        assert list(peers.connections.messages(PATIENCE_S)) == []
     (record,) = said
     assert "tampered" in record.getMessage()
     with pytest.raises((EOFError, OSError)):
@@ -578,19 +580,19 @@ def test_a_message_that_was_tampered_with_cuts_its_sender_off(
 
 def test_a_stranger_is_logged_by_who_waits_for_messages(said: list[logging.LogRecord]) -> None:
     """Not on the listener's thread: handlers are the user's code."""
-    hub = Hub()
+    connections = Connections()
     for _ in range(5):
-        with stranger((hub.host, hub.port)) as sock:
+        with stranger((connections.host, connections.port)) as sock:
             sock.sendall(b"let me in")
             assert hangs_up(sock)
     assert not said
     while not said:
-        assert list(hub.messages(PATIENCE_S)) == []
-    hub.close()
+        assert list(connections.messages(PATIENCE_S)) == []
+    connections.close()
     (record,) = said
     assert record.threadName == threading.current_thread().name
     assert record.name == "optuna.fleet"
-    assert hub.secret.hex() not in record.getMessage()
+    assert connections.secret.hex() not in record.getMessage()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_be
 from optuna_fleet.checkpoint_folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.cli import main
 from optuna_fleet.events import MoveRefused
-from optuna_fleet.sampler_bridge.keeper import Keeper
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint_file import Owner
 from tests.fleets import Leg, fleet_of, small_model, train
@@ -133,45 +133,45 @@ def leave(folder: StudyFolder, study: optuna.Study, values: list[float]) -> None
 def test_the_pareto_front_keeps_its_weights(root: Path) -> None:
     study = optuna.create_study(directions=["minimize", "maximize"])
     folder = StudyFolder(root, study.study_name)
-    keeper = Keeper(study, folder, 2)
-    assert keeper.is_among_best([1.0, 1.0])
+    retention = CheckpointRetention(study, folder, 2)
+    assert retention.is_among_best([1.0, 1.0])
     for number, values in enumerate([[1, 1], [2, 5], [3, 2], [9, 4]]):
         leave(folder, study, values)
-        keeper.settled(number)
+        retention.settled(number)
     assert folder.finals() == {0, 1}
 
 
 def test_of_equals_the_one_that_optuna_calls_the_best_is_kept(root: Path) -> None:
     study = optuna.create_study()
     folder = StudyFolder(root, study.study_name)
-    keeper = Keeper(study, folder, 1)
+    retention = CheckpointRetention(study, folder, 1)
     for number in range(3):
-        assert keeper.is_among_best(1.0)
+        assert retention.is_among_best(1.0)
         leave(folder, study, [1.0])
-        keeper.settled(number)
+        retention.settled(number)
         assert folder.finals() == {study.best_trial.number}
-    assert not keeper.is_among_best(1.5)
-    assert not keeper.is_among_best("many")
+    assert not retention.is_among_best(1.5)
+    assert not retention.is_among_best("many")
     folder.final(7).touch()  # of a trial that will be told in a moment
     study.add_trial(optuna.create_trial(value=0.5))
     study.enqueue_trial({})
     for _ in range(4):
         study.ask()
-    keeper.settled(3)
+    retention.settled(3)
     assert folder.finals() == {study.trials[0].number, 7}
 
 
 def test_the_worst_of_the_best_make_room(root: Path, log: io.StringIO) -> None:
     study = optuna.create_study()
     folder = StudyFolder(root, study.study_name)
-    keeper = Keeper(study, folder, 3, max_bytes=1000)
+    retention = CheckpointRetention(study, folder, 3, max_bytes=1000)
 
     def leave_bytes(value: float, size: int) -> set[int]:
         leave(folder, study, [value])
         number = study.trials[-1].number
         folder.final(number).write_bytes(bytes(size))
         folder.checkpoint(99).write_bytes(bytes(5000))  # of one under way: does not count
-        keeper.settled(number)
+        retention.settled(number)
         assert folder.can_resume(99)
         return folder.finals()
 

@@ -149,8 +149,8 @@ def said() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def hub_of(fleet: Any) -> Any:
-    return fleet._runtime.hub
+def connections_of(fleet: Any) -> Any:
+    return fleet._runtime.connections
 
 
 # -- strangers -----------------------------------------------------------------------------------
@@ -172,12 +172,14 @@ def bother(port: int, words: bytes, *, is_dropped: bool) -> None:
         assert not is_dropped or hangs_up(sock)
 
 
-def words_that_opened(hub: Any) -> bytes:
+def words_that_opened(connections: Any) -> bytes:
     """What a client said to be let in, which somebody overheard."""
-    with socket.create_connection((hub.host, hub.port), timeout=PATIENCE_S) as sock:
+    with socket.create_connection(
+        (connections.host, connections.port), timeout=PATIENCE_S
+    ) as sock:
         hello = sock.recv(len(HELLO) + 32, socket.MSG_WAITALL)
         client = os.urandom(32)
-        words = HELLO + client + derived(hub.secret, b"client", client, hello[-32:])
+        words = HELLO + client + derived(connections.secret, b"client", client, hello[-32:])
         sock.sendall(words)
         assert len(sock.recv(32, socket.MSG_WAITALL)) == 32
     return words
@@ -187,19 +189,21 @@ def test_strangers_change_nothing(
     fleet: Any, undisturbed: list[Any], said: list[str], tmp_path: Path
 ) -> None:
     """Garbage of any size, replays, wrong secrets, half-open connections in their hundreds."""
-    hub, rng, reports = hub_of(fleet), random.Random(0), []
+    connections, rng, reports = connections_of(fleet), random.Random(0), []
     bomb = pickle.dumps(Bomb(tmp_path / "boom"))
     half_open: list[socket.socket] = []
 
     def attack(trial: optuna.trial.FrozenTrial) -> None:
         reports.append(trial.number)
-        replay = words_that_opened(hub)
+        replay = words_that_opened(connections)
         garbage = [rng.randbytes(2 ** rng.randrange(18)) for _ in range(20)]
         for words in (b"", replay, replay[:-1], replay + bomb, bomb, HELLO + bomb, *garbage):
-            bother(hub.port, words, is_dropped=True)
+            bother(connections.port, words, is_dropped=True)
         with pytest.raises(ProtocolError):
-            connect(hub.host, hub.port, b"x" * 32)
-        half_open.extend(socket.create_connection((hub.host, hub.port)) for _ in range(150))
+            connect(connections.host, connections.port, b"x" * 32)
+        half_open.extend(
+            socket.create_connection((connections.host, connections.port)) for _ in range(150)
+        )
 
     threads, files = threading.active_count(), open_files(fleet)
     assert results(fleet, attack) == undisturbed
@@ -222,12 +226,12 @@ def open_files(fleet: Any) -> int:
 
 def test_noise_on_the_ports_of_torch_changes_nothing(fleet: Any, undisturbed: list[Any]) -> None:
     """On those of the store and of a flotilla that flies; what they can't resist: see the docs."""
-    hub, rng, ports = hub_of(fleet), random.Random(1), set()
+    connections, rng, ports = connections_of(fleet), random.Random(1), set()
 
     def attack(trial: optuna.trial.FrozenTrial) -> None:
         if trial.number > 0:
             return
-        for _, port in sorted(listening(fleet_processes()) - {(LOOPBACK, hub.port)}):
+        for _, port in sorted(listening(fleet_processes()) - {(LOOPBACK, connections.port)}):
             ports.add(port)
             for size in (0, 1, 7, 8, 9, 100, 2**16):
                 bother(port, rng.randbytes(size), is_dropped=False)
@@ -248,7 +252,7 @@ def test_what_is_put_into_a_connection_costs_a_restart_and_no_result(
         if not done:
             done.extend(runtime.live.values())
             for pid in done:
-                os.write(runtime.hub.trainers[pid].fileno(), frame)
+                os.write(runtime.connections.trainers[pid].fileno(), frame)
 
     study = optuna.create_study(pruner=Attack(attack))
     study.optimize(functools.partial(train, epochs=2), n_trials=2, executor=fleet)
@@ -272,7 +276,7 @@ def test_what_can_be_seen_and_reached(fleet: Any, undisturbed: list[Any], folder
         if trial.number == 0 and len(trial.intermediate_values) == 2:
             seen.extend(fleet_processes())
             check_ports(fleet, seen)
-            check_secret(hub_of(fleet).secret, seen)
+            check_secret(connections_of(fleet).secret, seen)
             check_modes(folder / "new" / "checkpoints")
             assert checkpoints
             if os.geteuid() == 0:

@@ -23,7 +23,7 @@ def end_all(
     ledger.abandon(sorted(launched.intersection(proposals.unfinished())), error)
     for number in proposals.unfinished():
         with contextlib.suppress(StorageLostError):
-            proposals.give_back(number)
+            proposals.return_to_queue(number)
     with contextlib.suppress(Exception):  # the storage may be what has failed
         for run in runs:
-            ledger.record(run.launch.number, run.cut_off(end=time.time()))
+            ledger.record(run.launch.number, run.aborted(end=time.time()))

@@ -18,8 +18,8 @@ from typing_extensions import assert_never
 
 from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.events import (
+    Abort,
     AnswerEpoch,
-    CutOff,
     DataRequested,
     DeviceJoined,
     DeviceLost,
@@ -27,7 +27,7 @@ from optuna_fleet.events import (
     EpochDecision,
     EpochEnded,
     Event,
-    GiveBack,
+    FinishTrial,
     GiveUp,
     Instruction,
     Launch,
@@ -40,13 +40,13 @@ from optuna_fleet.events import (
     RankEnded,
     RateMeasured,
     Requeue,
-    RunCondemned,
-    Settle,
+    ReturnToQueue,
+    RunFailed,
     TrialProposed,
     WidthLimited,
 )
 from optuna_fleet.executor.planner import Planner
-from optuna_fleet.executor.posing import Poser
+from optuna_fleet.executor.problem_builder import ProblemBuilder
 from optuna_fleet.executor.profiles import Profiles
 from optuna_fleet.executor.roster import Roster
 from optuna_fleet.executor.trials import Policy, Run, Stage, Status, Trial
@@ -68,7 +68,9 @@ class Controller:
         self.policy = policy
         self._profiles = Profiles({} if profiles is None else profiles, fleet)
         self._roster = Roster(count() if run_ids is None else run_ids)
-        self._planner = Planner(policy, Poser(fleet, policy, self._profiles), self._roster)
+        self._planner = Planner(
+            policy, ProblemBuilder(fleet, policy, self._profiles), self._roster
+        )
         self._joins = count()
         self._exhausted = False
         self._proposing = False
@@ -101,8 +103,8 @@ class Controller:
                 return self._rank_ended(event)
             case DeviceLost():
                 return self._device_lost(event)
-            case RunCondemned():
-                return self._condemn(event.run_id)
+            case RunFailed():
+                return self._fail_run(event.run_id)
             case DeviceJoined():
                 self._roster.idle.add(event.device)
                 self._planner.joined[event.device] = next(self._joins)
@@ -171,7 +173,7 @@ class Controller:
             del self._roster.pending[run.number]
             self._planner.call_off()
         was_known, run.too_wide = run.too_wide, len(run.devices) > event.max_devices
-        return self._cut_off(run, at_once=False) if run.too_wide and not was_known else []
+        return self._abort(run, at_once=False) if run.too_wide and not was_known else []
 
     def _move_refused(self, event: MoveRefused) -> None:
         run = self._roster.runs.get(event.run_id)
@@ -212,21 +214,21 @@ class Controller:
             self._planner.has_news = True
         if self._roster.end_rank(run, event.device, ending, is_leaving=event.is_leaving):
             return self._run_ended(run)
-        if ending not in (Ending.RETURNED, Ending.YIELDED) and not run.cut:
-            return self._cut_off(run, at_once=run.lost)
+        if ending not in (Ending.RETURNED, Ending.YIELDED) and not run.aborted:
+            return self._abort(run, at_once=run.lost)
         return []
 
-    def _cut_off(self, run: Run, *, at_once: bool) -> list[Instruction]:
-        run.cut = True
+    def _abort(self, run: Run, *, at_once: bool) -> list[Instruction]:
+        run.aborted = True
         remaining = tuple(d for d in run.devices if d not in run.endings)
-        return [CutOff(run_id=run.run_id, devices=remaining, lost=at_once)]
+        return [Abort(run_id=run.run_id, devices=remaining, lost=at_once)]
 
-    def _condemn(self, run_id: int) -> list[Instruction]:
+    def _fail_run(self, run_id: int) -> list[Instruction]:
         run = self._roster.runs.get(run_id)
         if run is None:
             return []
-        run.condemned = True
-        return self._cut_off(run, at_once=True)
+        run.failed = True
+        return self._abort(run, at_once=True)
 
     def _device_lost(self, event: DeviceLost) -> list[Instruction]:
         roster, device = self._roster, event.device
@@ -236,7 +238,7 @@ class Controller:
         instructions: list[Instruction] = []
         if (run := roster.run_on(device)) is not None:
             # By order, but meant for the run before this one: lost all the same.
-            run.lost = run.lost or not (event.by_order and run.cut)
+            run.lost = run.lost or not (event.by_order and run.aborted)
             ended = RankEnded(run_id=run.run_id, device=device, ending=Ending.LOST)
             instructions = self._rank_ended(ended)
         if roster.is_promised([device]):
@@ -246,21 +248,21 @@ class Controller:
     def _run_ended(self, run: Run) -> list[Instruction]:
         endings = set(run.endings.values())
         run.lost = run.lost or Ending.DISCONNECTED in endings <= {Ending.DISCONNECTED, Ending.LOST}
-        trial = self._roster.land(run)
+        trial = self._roster.end_run(run)
         has_yielded = endings == {Ending.YIELDED}
         names = {"number": run.number, "run_id": run.run_id}
-        if run.too_wide and not run.condemned:
+        if run.too_wide and not run.failed:
             return [Requeue(**names)]
-        if run.lost and not run.condemned:
+        if run.lost and not run.failed:
             trial.restarts += 1
             if trial.restarts > self.policy.max_restarts:
                 self._roster.remove(run.number)
                 return [GiveUp(**names, restarts=trial.restarts)]
-        elif run.condemned or not has_yielded:
+        elif run.failed or not has_yielded:
             self._roster.remove(run.number)
             ended_within = trial.epochs_done + 1
             self._planner.finished_epochs.append(ended_within)
-            return [Settle(**names)]
+            return [FinishTrial(**names)]
         return [Requeue(**names)]
 
     # -- decisions --------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ class Controller:
         most = self.policy.max_trials
         if most is not None and len(self._roster.trials) >= most:
             return False
-        if self._roster.landed() < self.policy.lookahead:
+        if self._roster.num_without_run() < self.policy.lookahead:
             return True
         return not self._roster.waiting() and self._roster.has_free()
 
@@ -302,7 +304,7 @@ class Controller:
         ]
         for number in unlaunched:
             self._roster.remove(number)
-        return [GiveBack(number=number) for number in unlaunched]
+        return [ReturnToQueue(number=number) for number in unlaunched]
 
     def _start_singly(self, trials: list[Trial]) -> list[Instruction]:
         """Launch as many as there are free devices, each on one."""
@@ -314,7 +316,7 @@ class Controller:
     def _launch(self, trial: Trial, devices: tuple[int, ...]) -> Instruction:
         model = trial.model
         measured = model is not None and self._profiles.is_measured(model.structure, devices)
-        run = self._roster.take_off(trial, devices, measured=measured)
+        run = self._roster.start_run(trial, devices, measured=measured)
         return Launch(
             run_id=run.run_id,
             number=trial.number,

@@ -13,15 +13,15 @@ from typing import Any
 from typing_extensions import assert_never
 
 from optuna_fleet.events import (
+    Abort,
     Allocate,
     AnswerEpoch,
-    CutOff,
     DataRequested,
     DeviceJoined,
     DeviceLost,
     EpochDecision,
     Event,
-    GiveBack,
+    FinishTrial,
     GiveUp,
     Instruction,
     Interrupt,
@@ -34,19 +34,19 @@ from optuna_fleet.events import (
     RankEnded,
     RateMeasured,
     Requeue,
-    RunCondemned,
-    Settle,
+    ReturnToQueue,
+    RunFailed,
     StartRound,
     WidthLimited,
 )
 from optuna_fleet.exceptions import OutOfMemoryError, StorageLostError, TrainerLostError
 from optuna_fleet.executor.abandoning import end_all
+from optuna_fleet.executor.call_handler import CallHandler
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.deadlines import Deadlines
-from optuna_fleet.executor.desk import Desk
+from optuna_fleet.executor.epoch_evaluator import EpochEvaluator
 from optuna_fleet.executor.interrupts import Interrupts
-from optuna_fleet.executor.judging import Judge
 from optuna_fleet.executor.launcher import Launcher
 from optuna_fleet.executor.pipeline_log import PipelineLog
 from optuna_fleet.executor.runs import Job, RunRecord, decision_of, model_of
@@ -58,21 +58,21 @@ from optuna_fleet.messages import (
     Call,
     CheckpointFailed,
     Ended,
+    FirstBatchRequested,
+    Heartbeat,
     PipelineNotice,
     PipelineReport,
-    Pulse,
-    Reached,
     Remark,
     Trained,
     TrainerExited,
     TrainerReady,
 )
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 
-_CUT_OFF_GRACE_S = 10.0
+_ABORT_GRACE_S = 10.0
 
 
 class Driver:
@@ -90,7 +90,7 @@ class Driver:
         ledger: Ledger,
         proposals: Proposals,
         job: Job,
-        keeper: Keeper,
+        retention: CheckpointRetention,
     ) -> None:
         self.tally = Tally()
         self._runtime = runtime
@@ -98,16 +98,16 @@ class Driver:
         self._ledger = ledger
         self._proposals = proposals
         self._job = job
-        self._judge = Judge(job, ledger)
-        self._keeper = keeper
-        self._desk = Desk(runtime, ledger, keeper)
+        self._evaluator = EpochEvaluator(job, ledger)
+        self._retention = retention
+        self._calls = CallHandler(runtime, ledger, retention)
         self.pipeline_log = PipelineLog(ledger.record_span, runtime.last_report, time.time())
         self._events: deque[Event] = deque()
         self._runs: dict[int, RunRecord] = {}
         self._where: dict[int, int] = {}
         self._watchdog = Watchdog(job.limits, runtime.process_state)
         self._deadlines = Deadlines()
-        self._launcher = Launcher(runtime, job, keeper, adopted=proposals.adopted())
+        self._launcher = Launcher(runtime, job, retention, adopted=proposals.adopted())
         self._deciding = False
         self.interrupts = Interrupts()
         self.failure: BaseException | None = None
@@ -133,18 +133,19 @@ class Driver:
             self._abandon(error)
             raise
         finally:
-            self._desk.end()
+            self._calls.end()
 
     # -- waiting ----------------------------------------------------------------------------------
 
     def _wait(self) -> None:
         self.interrupts.check()
         allocator = self._runtime.allocator
-        others = [allocator] if self._deciding else []
-        for message in self._runtime.messages(self._patience_s(), *others, *self._desk.thinking()):
+        answers = (allocator,) if self._deciding else ()
+        others = (*answers, *self._calls.sampling())
+        for message in self._runtime.messages(self._patience_s(), *others):
             self._receive(message)
             self._work()
-        if self._desk.go_on():
+        if self._calls.go_on():
             self._propose(again=True)
         if self._deciding and allocator.is_answered():
             self._deciding = False
@@ -171,7 +172,7 @@ class Driver:
                 self._trainer_changed(message)
             case Call() | Remark() if message.run_id in self._runs:
                 self._called(self._runs[message.run_id], message)
-            case Reached() if message.run_id in self._runs:
+            case FirstBatchRequested() if message.run_id in self._runs:
                 self._runtime.open_store()
                 self._post(DataRequested(run_id=message.run_id, model=model_of(message)))
                 self._proposals.note_defined(self._runs[message.run_id].launch.number)
@@ -185,14 +186,13 @@ class Driver:
                 number = self._runs[message.run_id].launch.number
                 if (seconds := self.tally.moves.trains(number)) is not None:
                     self._post(MoveMeasured(run_id=message.run_id, seconds=seconds))
-            case AgentLost():
-                self.pipeline_log.restart()
+            case AgentLost() | PipelineNotice():
                 compat.fleet_logger.warning(message.text)
-            case PipelineNotice():
-                compat.fleet_logger.warning(message.text)
+                if isinstance(message, AgentLost):
+                    self.pipeline_log.restart()
             case PipelineReport():
                 self.pipeline_log.note(message, time.time())
-            case Pulse():
+            case Heartbeat():
                 self._watchdog.hear(message)
             case CheckpointFailed() if message.run_id in self._runs:
                 self._launcher.checkpoint_failed(self._runs[message.run_id].launch, message)
@@ -215,15 +215,15 @@ class Driver:
     def _trainer_died(self, run: RunRecord, message: TrainerExited) -> None:
         text = f"the trainer of device {message.device} died: {message.cause}"
         if message.out_of_memory:
-            number = run.launch.number
-            self._condemn(run, OutOfMemoryError(f"Trial {number} ran out of memory: {text}."))
+            words = f"Trial {run.launch.number} ran out of memory: {text}."
+            self._fail_run(run, OutOfMemoryError(words))
         else:
             run.causes.append(text)
 
     def _stop_faulty(self, fault: Hung | Broken) -> None:
         run = self._runs[fault.run_id]
         if isinstance(fault, Broken):
-            self._condemn(run, fault.error)
+            self._fail_run(run, fault.error)
             return
         run.is_killed = True
         run.causes.append(str(fault))
@@ -232,15 +232,15 @@ class Driver:
         for device in run.remaining():
             self._runtime.kill(device)
 
-    def _condemn(self, run: RunRecord, error: BaseException) -> None:
+    def _fail_run(self, run: RunRecord, error: BaseException) -> None:
         """End a run at once, and its trial with this error."""
         run.verdict, run.is_killed = error, True
-        self._post(RunCondemned(run_id=run.launch.run_id))
+        self._post(RunFailed(run_id=run.launch.run_id))
 
     def _rank_ended(self, run: RunRecord, message: Ended) -> None:
         run.end_rank(message)
         self._watchdog.rank_ended(message)
-        self._desk.leave(run, message.rank)
+        self._calls.leave(run, message.rank)
         self._deadlines.drop(message.device)
         self.tally.add_stay(message.device, run.age_s, message.usage, probe=run.launch.probe)
         self._post(
@@ -257,9 +257,9 @@ class Driver:
         self._runtime.rank_ended(message)
 
     def _called(self, run: RunRecord, call: Call | Remark) -> None:
-        ended = self._desk.take(run, call)
+        ended = self._calls.take(run, call)
         if ended is not None:
-            self._post(self._judge.epoch_ended(call.run_id, run.launch.number, ended + 1))
+            self._post(self._evaluator.epoch_ended(call.run_id, run.launch.number, ended + 1))
         self._propose(again=True)
 
     # -- instructions -----------------------------------------------------------------------------
@@ -286,17 +286,17 @@ class Driver:
                 self._answer_epoch(run, instruction.decision)
             case Interrupt():
                 raise AssertionError("trainers yield at the end of an epoch only")
-            case CutOff(devices=devices, lost=lost):
-                self._deadlines.give(devices, 0.0 if lost else _CUT_OFF_GRACE_S)
-            case Settle():
+            case Abort(devices=devices, lost=lost):
+                self._deadlines.give(devices, 0.0 if lost else _ABORT_GRACE_S)
+            case FinishTrial():
                 run = self._finish_run(instruction.run_id, is_done=True)
                 self._tell(instruction.number, *run.outcome())
             case Requeue():
                 self._requeue(instruction)
             case GiveUp():
                 self._give_up(instruction)
-            case GiveBack():
-                self._proposals.give_back(instruction.number)
+            case ReturnToQueue():
+                self._proposals.return_to_queue(instruction.number)
                 self.tally.trials["given back"] += 1
             case StartRound():
                 self._start_round(instruction)
@@ -310,7 +310,7 @@ class Driver:
             self.tally.moves.leaves(run.launch.number)
         if decision in (EpochDecision.CHECKPOINT, EpochDecision.YIELD):
             self._proposals.keep_record()
-        self._desk.answer_epoch(run, decision)
+        self._calls.answer_epoch(run, decision)
 
     def _propose(self, *, again: bool = False) -> None:
         try:
@@ -376,7 +376,7 @@ class Driver:
             self.tally.trials["fail"] += 1
             self._fail(raised)
         self._propose(again=True)
-        self._keeper.settled(number)
+        self._retention.settled(number)
 
     def _fail(self, error: BaseException) -> None:
         """Start nothing more; the first failure is raised once the trials that fly are done."""

@@ -39,8 +39,8 @@ from optuna_fleet.packing import ObjectivePickler, pack_objective
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.keeper import Keeper
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.settings import settings_here
 from optuna_fleet.unpicklable import explained, variable
 
@@ -197,8 +197,8 @@ class FleetExecutor:
         )
         folder = runtime.folder_of(loop.study.study_name)
         num_kept = 0 if self._checkpoint_dir is None else self._checkpoints.keep
-        keeper = Keeper(loop.study, folder, num_kept, self._checkpoints.max_bytes)
-        driver = Driver(runtime, controller, loop.ledger, loop.proposals, job, keeper)
+        retention = CheckpointRetention(loop.study, folder, num_kept, self._checkpoints.max_bytes)
+        driver = Driver(runtime, controller, loop.ledger, loop.proposals, job, retention)
         try:
             with driver.interrupts:
                 driver.run()

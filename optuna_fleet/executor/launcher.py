@@ -11,7 +11,7 @@ from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.messages import CheckpointFailed, RunTrial
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.keeper import Keeper
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.settings import Settings
 
 
@@ -24,11 +24,11 @@ class Launcher:
     """
 
     def __init__(
-        self, runtime: Runtime, job: Job, keeper: Keeper, *, adopted: Iterable[int]
+        self, runtime: Runtime, job: Job, retention: CheckpointRetention, *, adopted: Iterable[int]
     ) -> None:
         self._runtime = runtime
         self._job = job
-        self._keeper = keeper
+        self._retention = retention
         self._waiting: list[tuple[int, RunTrial]] = []
         self._knows_objective: set[int] = set()
         self.launched: set[int] = set(adopted)
@@ -37,7 +37,7 @@ class Launcher:
     def launch(self, launch: Launch, *, trial_id: int, parameters: Mapping[str, Any]) -> None:
         """Start a run of a trial, with what was suggested to it before, on its devices."""
         if launch.number not in self.launched:
-            self._keeper.folder.drop(launch.number)  # of another study of that name
+            self._retention.folder.drop(launch.number)  # of another study of that name
             self.launched.add(launch.number)
         for rank, device in enumerate(launch.devices):
             order = self._order(launch, rank, trial_id, parameters)
@@ -50,7 +50,7 @@ class Launcher:
         job, device = self._job, launch.devices[rank]
         is_new = device not in self._knows_objective
         self._knows_objective.add(device)
-        folder, keeps_any = self._keeper.folder, self._keeper.keeps_any
+        folder, keeps_any = self._retention.folder, self._retention.keeps_any
         path = str(folder.checkpoint(launch.number))
         return RunTrial(
             run_id=launch.run_id,
@@ -73,7 +73,7 @@ class Launcher:
             best_to=str(folder.best(launch.number)) if keeps_any else None,
             gc_after_trial=job.gc_after_trial,
             maximize=job.maximize,
-            pulse_s=job.limits.pulse_s,
+            heartbeat_s=job.limits.heartbeat_s,
             collective_s=job.limits.collective_s,
             num_devices=self._runtime.fleet.widest,
         )

@@ -133,9 +133,9 @@ class Listener:
         elif applicant.answer[: len(HELLO)] != HELLO[: len(applicant.answer)]:
             self._refuse(applicant, "does not speak this protocol")
         elif len(applicant.answer) == _ANSWER_BYTES:
-            self._judge(applicant)
+            self._epoch_evaluator(applicant)
 
-    def _judge(self, applicant: _Applicant) -> None:
+    def _epoch_evaluator(self, applicant: _Applicant) -> None:
         server, answer = applicant.nonce, applicant.answer[len(HELLO) :]
         client, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         if not hmac.compare_digest(proof, derived(self._secret, b"client", client, server)):

@@ -17,7 +17,7 @@ from optuna_fleet.events import (
     Interrupt,
     StartRound,
 )
-from optuna_fleet.executor.posing import Poser
+from optuna_fleet.executor.problem_builder import ProblemBuilder
 from optuna_fleet.executor.roster import Roster
 from optuna_fleet.executor.rounds import Rounds
 from optuna_fleet.executor.trials import Policy, Run, Stage, Trial
@@ -33,13 +33,13 @@ class Planner:
         finished_epochs: Epochs of each trial that ended by itself.
     """
 
-    def __init__(self, policy: Policy, poser: Poser, roster: Roster) -> None:
+    def __init__(self, policy: Policy, problems: ProblemBuilder, roster: Roster) -> None:
         self.is_deciding = False
         self.has_news = False
         self.joined: dict[int, int] = {}
         self.finished_epochs: list[int] = []
         self._policy = policy
-        self._poser = poser
+        self._problems = problems
         self._roster = roster
         self._rounds = Rounds(policy)
         self._problem: AllocationProblem | None = None
@@ -52,7 +52,7 @@ class Planner:
 
     def may_rest(self, trial: Trial) -> bool:
         """Whether a trial at the end of an epoch waits for a plan, which could move it."""
-        return self._policy.paradigm == "elastic" and self._poser.may_leave(trial)
+        return self._policy.paradigm == "elastic" and self._problems.may_leave(trial)
 
     def void(self) -> None:
         """The last plan was made of wrong figures: make another at once."""
@@ -77,10 +77,10 @@ class Planner:
 
     def _should_decide(self, candidates: list[Trial]) -> bool:
         roster = self._roster
-        if not candidates or not self._poser.usable(roster, candidates):
+        if not candidates or not self._problems.usable(roster, candidates):
             return False
         if self._policy.paradigm == "elastic":
-            return any(self._poser.is_movable(trial) for trial in candidates)
+            return any(self._problems.is_movable(trial) for trial in candidates)
         if self.round > 0 and roster.has_free() and roster.waiting():
             return True
         return self._is_void or (
@@ -88,16 +88,16 @@ class Planner:
         )
 
     def _candidates(self) -> list[Trial]:
-        return self._poser.candidates(self._roster, is_first=self.round == 0)
+        return self._problems.candidates(self._roster, is_first=self.round == 0)
 
     def _unsettled(self) -> set[int]:
         trials, runs = self._roster.trials, self._roster.runs.values()
-        return {r.run_id for r in runs if not self._poser.is_settled(trials[r.number], r)}
+        return {r.run_id for r in runs if not self._problems.is_settled(trials[r.number], r)}
 
     def _decide(self, candidates: list[Trial]) -> list[Instruction]:
         self.is_deciding, self.has_news, self._is_void = True, False, False
         self._rounds.decide()
-        self._problem = self._poser.pose(
+        self._problem = self._problems.build(
             candidates, self._roster, self.joined, tuple(self.finished_epochs)
         )
         return [Allocate(problem=self._problem)]
@@ -112,7 +112,7 @@ class Planner:
             assignment = assignments.get(trial.number)
             if trial.run is None:
                 trial.waited_rounds += assignment is None
-                trial.home = ()
+                trial.previous_devices = ()
             elif assignment is None or set(assignment.devices) != set(trial.run.devices):
                 instructions += self._leave(trial.run)
             else:

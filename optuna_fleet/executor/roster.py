@@ -36,7 +36,7 @@ class Roster:
         """Trials that wait, but for those that have a pending placement, eldest first."""
         return [t for t in self.with_status(Status.WAITING) if t.number not in self.pending]
 
-    def landed(self) -> int:
+    def num_without_run(self) -> int:
         """Number of trials without a run."""
         return len(self.trials) - len(self.runs)
 
@@ -86,7 +86,7 @@ class Roster:
                 run.become(Stage.TRAINING)
         self.pending = {n: a for n, a in self.pending.items() if self.can_serve(a)}
 
-    def take_off(self, trial: Trial, devices: tuple[int, ...], *, measured: bool) -> Run:
+    def start_run(self, trial: Trial, devices: tuple[int, ...], *, measured: bool) -> Run:
         """Starts a run of a trial on idle devices."""
         self.idle.difference_update(devices)
         run = Run(
@@ -94,27 +94,29 @@ class Roster:
         )
         trial.run = self.runs[run.run_id] = run
         trial.status = Status.PROBING if trial.status is Status.PROPOSED else Status.FLYING
-        trial.waited_rounds, trial.home = 0, ()
+        trial.waited_rounds, trial.previous_devices = 0, ()
         self._run_on.update(dict.fromkeys(devices, run))
         return run
 
     def end_rank(self, run: Run, device: int, ending: Ending, *, is_leaving: bool) -> bool:
         """Ends a run on one device; says whether it was the last."""
         run.endings[device] = ending
-        run.lost = run.lost or ending is Ending.CUT_OFF
+        run.lost = run.lost or ending is Ending.ABORTED
         del self._run_on[device]
         if ending is not Ending.LOST and not is_leaving:
             self.idle.add(device)
         return len(run.endings) == len(run.devices)
 
-    def land(self, run: Run) -> Trial:
+    def end_run(self, run: Run) -> Trial:
         """Forgets a run that has ended on all its devices; the trial waits, or is proposed."""
         del self.runs[run.run_id]
         trial = self.trials[run.number]
         trial.run = None
         trial.status = Status.WAITING if trial.model else Status.PROPOSED
         if run.lost:
-            trial.home = tuple(d for d in run.devices if run.endings[d] is not Ending.LOST)
+            trial.previous_devices = tuple(
+                d for d in run.devices if run.endings[d] is not Ending.LOST
+            )
         return trial
 
     def lose(self, device: int) -> None:

@@ -12,7 +12,7 @@ from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.ranks import parted
-from optuna_fleet.messages import Call, Ended, Reached
+from optuna_fleet.messages import Call, Ended, FirstBatchRequested
 from optuna_fleet.options import Limits
 from optuna_fleet.packing import unpack, unpack_error
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
@@ -96,8 +96,8 @@ class RunRecord:
     def end_rank(self, ended: Ended) -> None:
         """Note how a rank left the objective."""
         self.ended.append(ended)
-        if ended.ending is Ending.CUT_OFF and ended.error is not None:
-            self.causes.append(f"device {ended.device} was cut off: {ended.error.description}")
+        if ended.ending is Ending.ABORTED and ended.error is not None:
+            self.causes.append(f"device {ended.device} was aborted: {ended.error.description}")
 
     def remaining(self) -> list[int]:
         """The devices whose ranks have not left the objective."""
@@ -133,9 +133,9 @@ class RunRecord:
             data_wait_s=sum(usage.data_wait_s for usage in usages),
         )
 
-    def cut_off(self, end: float) -> Flight:
+    def aborted(self, end: float) -> Flight:
         """The record of this run, if it ends here because the whole call does."""
-        return replace(self.flight(end), ending=Ending.CUT_OFF.value)
+        return replace(self.flight(end), ending=Ending.ABORTED.value)
 
     def _unpacked(self, ended: Ended) -> BaseException:
         """The exception, with where it was raised and its traceback there as its cause."""
@@ -161,7 +161,7 @@ def decision_of(instruction: StartRound) -> Decision:
     )
 
 
-def model_of(message: Reached) -> Model:
+def model_of(message: FirstBatchRequested) -> Model:
     """What a run has shown of its trial's model."""
     most = min(message.batch_size, message.max_devices or message.batch_size)
     return Model(

@@ -7,7 +7,6 @@ import itertools
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,9 @@ from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.checkpoint_folder import StudyFolder, private_folder
 from optuna_fleet.events import DeviceJoined, DeviceLost, Ending, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.config import AgentConfig
-from optuna_fleet.executor.cluster.local import AgentProcess, modules_to_preload
-from optuna_fleet.executor.cluster.shares import cores_set_aside, pipeline_setup
+from optuna_fleet.executor.cluster.local import AgentProcess, agent_config
+from optuna_fleet.executor.connections import Connections, Readable
 from optuna_fleet.executor.device_faults import DeviceFaults
-from optuna_fleet.executor.hub import Hub, Readable
 from optuna_fleet.executor.startup import Startup
 from optuna_fleet.messages import (
     AgentLost,
@@ -41,7 +38,7 @@ from optuna_fleet.messages import (
 )
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.processes import cause_of_death, fill_standard_streams, state_in_words
-from optuna_fleet.resources import Fleet, cpu_count
+from optuna_fleet.resources import Fleet
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 
 _MAX_STILLBORN = 3
@@ -80,25 +77,32 @@ class Runtime:
         self._killed: dict[int, float] = {}  # by when they should be gone
         self._store_asked = False
         self._stores_lost = 0  # in a row, without one that was ready
-        self._agents_stillborn = 0
+        self._failed_agents = 0
         self._has_worked = False
         self.last_report = PipelineReport()
         self._newcomers: dict[int, int] = {}
         self._dead: set[int] = set()
         self._retired: set[int] = set()
         self.faults = DeviceFaults(len(fleet))
-        self._stillborn: dict[int, int] = {}
+        self._failed_starts: dict[int, int] = {}
         fill_standard_streams()
         self._checkpoint_dir = checkpoint_dir or private_folder()
         self._keeps_checkpoints = checkpoint_dir is not None
         self._owner = os.getpid()
-        self.hub = Hub()
+        self.connections = Connections()
         try:
-            self._config = self._agent_config(pipeline, preload, stuck_s)
+            self._config = agent_config(
+                fleet,
+                pipeline,
+                address=(self.connections.host, self.connections.port, self.connections.secret),
+                preload=preload,
+                private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
+                stuck_s=stuck_s,
+            )
             self._start_s = start_s
             self._start_agent()
         except BaseException:
-            self.hub.close()
+            self.connections.close()
             self._remove_private_folder()
             raise
 
@@ -109,30 +113,10 @@ class Runtime:
         self._unheard = {device.index for device in self.fleet.devices}
         self._why_killed = ""
 
-    def _agent_config(
-        self, pipeline: SharedPipeline | None, preload: bool, stuck_s: float | None
-    ) -> AgentConfig:
-        setup = pipeline_setup(pipeline, self.fleet) if pipeline else None
-        cores_left = cpu_count() - cores_set_aside(pipeline, self.fleet)
-        return AgentConfig(
-            node=0,
-            host=self.hub.host,
-            port=self.hub.port,
-            secret=self.hub.secret,
-            sys_path=tuple(sys.path),
-            argv=tuple(sys.argv),
-            preload=modules_to_preload() if preload else (),
-            devices=self.fleet.devices,
-            threads_per_slot=max(1, cores_left // len(self.fleet)),
-            pipeline=setup,
-            stuck_s=stuck_s,
-            private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
-        )
-
     # -- messages ---------------------------------------------------------------------------------
 
     def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
-        """Wait for messages as `Hub.messages` does; what is about processes is noted on the way.
+        """Wait for messages as `Connections` does; what is about processes is noted on the way.
 
         Raises:
             LaunchError: The agent ended before any trainer was ready: by itself, or killed several
@@ -143,7 +127,8 @@ class Runtime:
             return
         self._end_stopped_agent()
         self._end_late()
-        for message in self.hub.messages(self._patience_s(timeout_s), self._agent, *others):
+        timeout_s = self._patience_s(timeout_s)
+        for message in self.connections.messages(timeout_s, self._agent, *others):
             self._note(message)
             yield message
 
@@ -174,8 +159,8 @@ class Runtime:
         if message.pid is not None:
             self._startup.started(message.pid, name)
         else:
-            problem = f"{message.problem}: are `ulimit -n` and `ulimit -u` too low?"
-            fleet_logger.warning(f"{name} can't be started, and is tried again later. {problem}")
+            text = "can't be started, and is tried again later: are `ulimit -n` and `-u` too low?"
+            fleet_logger.warning(f"{name} {text} {message.problem}")
 
     def _end_late(self) -> None:
         """Kill what was started and is not ready, because it is stopped, say."""
@@ -207,12 +192,12 @@ class Runtime:
         exit_code = self._agent.exit_code or 0
         cause = cause_of_death(exit_code)
         self._agent.close()
-        self._agents_stillborn = 0 if self._has_worked else self._agents_stillborn + 1
+        self._failed_agents = 0 if self._has_worked else self._failed_agents + 1
         # One that was killed is tried again; one that ended by itself would do so again.
-        if self._agents_stillborn >= (_MAX_STILLBORN if exit_code < 0 else 1):
+        if self._failed_agents >= (_MAX_STILLBORN if exit_code < 0 else 1):
             raise LaunchError(
                 f"The fleet's agent process ended with {cause} before any trainer was ready, "
-                f"{self._agents_stillborn} times in a row; "
+                f"{self._failed_agents} times in a row; "
                 + (f"{self._why_killed}." if self._why_killed else "what it printed says why.")
             )
         self.last_report = PipelineReport()
@@ -226,7 +211,7 @@ class Runtime:
 
     def send(self, device: int, message: Any) -> None:
         """Send to the trainer that the controller knows; the end of a dead one is told anyway."""
-        self.hub.send(self.hub.trainers.get(self.live.get(device, 0)), message)
+        self.connections.send(self.connections.trainers.get(self.live.get(device, 0)), message)
 
     def _store_lost(self, message: StoreLost) -> None:
         self._stores_lost += 1
@@ -254,7 +239,7 @@ class Runtime:
             if pid in self._dead:  # its hello was overtaken by the news of its death
                 self._dead.remove(pid)
                 return []
-            self._stillborn[device] = 0
+            self._failed_starts[device] = 0
             if device in self.live:
                 self._newcomers[device] = pid
                 return []
@@ -269,7 +254,7 @@ class Runtime:
             else:
                 self._dead.add(pid)
             self._killed.pop(pid, None)
-            self._note_stillborn(message)
+            self._note_failed_starts(message)
             return []
         del self.live[device]
         by_order = pid in self._killed
@@ -298,15 +283,17 @@ class Runtime:
         if self.faults.failed(device, problem):
             self._newcomers.pop(device, None)
             node = self.fleet.devices[device].node
-            self.hub.send(self.hub.agents.get(node), LeaveOut(device=device))
+            self.connections.send(self.connections.agents.get(node), LeaveOut(device=device))
 
     def retire(self, device: int) -> None:
         """The trainer of a device has said that it ends; its successor announces itself."""
         if (pid := self.live.pop(device, None)) is not None:
             self._retired.add(pid)
 
-    def _note_stillborn(self, message: TrainerExited) -> None:
-        number = self._stillborn[message.device] = self._stillborn.get(message.device, 0) + 1
+    def _note_failed_starts(self, message: TrainerExited) -> None:
+        number = self._failed_starts[message.device] = (
+            self._failed_starts.get(message.device, 0) + 1
+        )
         if number >= _MAX_STILLBORN:
             raise LaunchError(
                 f"The trainer of device {message.device} ended {number} times in a row before it "
@@ -321,7 +308,7 @@ class Runtime:
 
     def _kill(self, pid: int, *, node: int) -> None:
         self._killed[pid] = time.monotonic() + _KILL_LIMIT_S
-        self.hub.send(self.hub.agents.get(node), KillTrainer(pid=pid))
+        self.connections.send(self.connections.agents.get(node), KillTrainer(pid=pid))
 
     def process_state(self, device: int) -> str:
         """What keeps the trainer of a device from running, in words; "" if nothing does."""
@@ -331,7 +318,7 @@ class Runtime:
         """Have the store started where the ranks of a trial find each other, once."""
         if not self._store_asked:
             self._store_asked = True
-            self.hub.send(self.hub.agents.get(0), OpenStore())
+            self.connections.send(self.connections.agents.get(0), OpenStore())
 
     def replace_store(self) -> str:
         """Have another store started, since nobody finds anybody at this one; say so."""
@@ -342,7 +329,7 @@ class Runtime:
 
     def group_name(self, run_id: int) -> str:
         """Name of a run's process group, which other users of this machine can't guess."""
-        return hmac.digest(self.hub.secret, f"group {run_id}".encode(), "sha256").hex()
+        return hmac.digest(self.connections.secret, f"group {run_id}".encode(), "sha256").hex()
 
     def folder_of(self, study_name: str) -> StudyFolder:
         """Where the checkpoints of a study's trials are."""
@@ -364,7 +351,7 @@ class Runtime:
 
     def pipeline_report(self) -> PipelineReport | None:
         """Ask the pipeline what it has done by now."""
-        self.hub.send(self.hub.agents.get(0), ReportPipeline())
+        self.connections.send(self.connections.agents.get(0), ReportPipeline())
         deadline = time.monotonic() + _REPORT_LIMIT_S
         while (left_s := deadline - time.monotonic()) > 0:
             for message in self.messages(left_s):
@@ -387,8 +374,8 @@ class Runtime:
     def close(self) -> None:
         """End every process and remove what is ours."""
         self.allocator.close()
-        knows_end = bool(self.hub.agents)
-        self.hub.close()
+        knows_end = bool(self.connections.agents)
+        self.connections.close()
         if knows_end:
             self._agent.close()
         else:

@@ -93,9 +93,9 @@ _NEXT = {
 class Run:
     """A run that has not ended on all its devices.
 
-    It is `fixed` once it has refused to yield, `cut` once its ranks were told to end, `too_wide`
-    once it has found that its trial must not have so many devices, `lost` if a rank's process
-    died, `condemned` if its trial ends with it whatever becomes of its ranks.
+    It is `fixed` once it has refused to yield, `aborted` once its ranks were told to end,
+    `too_wide` once it has found that its trial must not have so many devices, `lost` if a rank's
+    process died, `failed` if its trial ends with it whatever becomes of its ranks.
     """
 
     run_id: int
@@ -104,10 +104,10 @@ class Run:
     measured: bool
     stage: Stage = Stage.TRAINING
     fixed: bool = False
-    cut: bool = False
+    aborted: bool = False
     too_wide: bool = False
     lost: bool = False
-    condemned: bool = False
+    failed: bool = False
     endings: dict[int, Ending] = field(default_factory=dict)
 
     def become(self, stage: Stage) -> None:
@@ -123,16 +123,16 @@ class Run:
     @property
     def is_ending(self) -> bool:
         """Whether its devices fall free without a further decision."""
-        return self.is_moving or self.cut or self.lost or bool(self.endings)
+        return self.is_moving or self.aborted or self.lost or bool(self.endings)
 
 
 @dataclass(slots=True, kw_only=True)
 class Trial:
     """A trial that is not done.
 
-    `rescale_s` is what its last move was measured to cost, `home` what is left of the devices a
-    failed run had; `max_devices` bounds it besides its model, where it has shown that it must not
-    have more.
+    `rescale_s` is what its last move was measured to cost, `previous_devices` what is left of the
+    devices that a lost run had; `max_devices` bounds it besides its model, where it has shown that
+    it must not have more.
     """
 
     number: int
@@ -145,7 +145,7 @@ class Trial:
     rescale_s: float = 0.0
     run: Run | None = None
     max_devices: int | None = None
-    home: tuple[int, ...] = ()
+    previous_devices: tuple[int, ...] = ()
 
     @property
     def fits_one_device(self) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from optuna_fleet.events import Launch
 from optuna_fleet.exceptions import OutOfMemoryError, TrialError, TrialTimeoutError
 from optuna_fleet.executor.ranks import out_of_step, way_out
-from optuna_fleet.messages import Ended, Phase, Pulse
-from optuna_fleet.options import NUM_PULSES, Limits
+from optuna_fleet.messages import Ended, Heartbeat, Phase
+from optuna_fleet.options import NUM_HEARTBEATS, Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class _Watched:
     launched: float
     progressed: float
     heard: dict[int, float]
-    pulses: dict[int, Pulse] = field(default_factory=dict)
+    heartbeats: dict[int, Heartbeat] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     ended: dict[int, Ended] = field(default_factory=dict)
 
@@ -104,27 +104,27 @@ class Watchdog:
             run.heard.pop(ended.rank, None)
             run.ended[ended.rank] = ended
 
-    def hear(self, pulse: Pulse) -> None:
+    def hear(self, heartbeat: Heartbeat) -> None:
         """A rank gives a sign of life."""
-        run = self._runs.get(pulse.run_id)
-        if run is None or pulse.rank not in run.heard:
+        run = self._runs.get(heartbeat.run_id)
+        if run is None or heartbeat.rank not in run.heard:
             return
         now = self._clock()
-        run.heard[pulse.rank] = now
-        run.pulses[pulse.rank] = pulse
-        progress = pulse.progress
+        run.heard[heartbeat.rank] = now
+        run.heartbeats[heartbeat.rank] = heartbeat
+        progress = heartbeat.progress
         count = progress.num_batches + progress.num_calls
         # Before the first batch, imports and downloads take what they take.
-        prepares = not progress.num_batches and pulse.phase is Phase.OBJECTIVE
-        waits_for_us = pulse.is_waiting and pulse.rank == 0
-        if count != run.counts.get(pulse.rank) or prepares or waits_for_us:
+        prepares = not progress.num_batches and heartbeat.phase is Phase.OBJECTIVE
+        waits_for_us = heartbeat.is_waiting and heartbeat.rank == 0
+        if count != run.counts.get(heartbeat.rank) or prepares or waits_for_us:
             run.progressed = now
-        run.counts[pulse.rank] = count
+        run.counts[heartbeat.rank] = count
 
     def patience_s(self) -> float | None:
         """Seconds until the next `check`; None if there is nothing to check."""
         limits = self._limits
-        waits = [limits.hang_s / NUM_PULSES] if limits.hang_s is not None else []
+        waits = [limits.hang_s / NUM_HEARTBEATS] if limits.hang_s is not None else []
         if limits.trial_s is not None:
             waits += [limits.trial_s - self._flown(run) for run in self._runs.values()]
         return max(0.0, min(waits)) if waits and self._runs else None
@@ -155,8 +155,9 @@ class Watchdog:
             return Broken(run_id=launch.run_id, error=error)
         if limits.trial_memory_bytes is not None and (rank := self._too_large(run)) is not None:
             error = OutOfMemoryError(
-                f"Trial {launch.number}, rank {rank}, took {run.pulses[rank].memory_bytes} bytes "
-                f"of memory, more than trial_memory_bytes={limits.trial_memory_bytes}."
+                f"Trial {launch.number}, rank {rank}, took "
+                f"{run.heartbeats[rank].memory_bytes} bytes of memory, more than "
+                f"trial_memory_bytes={limits.trial_memory_bytes}."
             )
             return Broken(run_id=launch.run_id, error=error)
         if (parted := _parted(run)) is not None:
@@ -167,7 +168,7 @@ class Watchdog:
                 run_id=launch.run_id,
                 after_s=limits.hang_s,
                 where=where,
-                is_rendezvous=all(_is_joining(run.pulses.get(rank)) for rank in run.heard),
+                is_rendezvous=all(_is_joining(run.heartbeats.get(rank)) for rank in run.heard),
             )
         return None
 
@@ -175,8 +176,8 @@ class Watchdog:
         limit = self._limits.trial_memory_bytes
         over = [
             rank
-            for rank, pulse in run.pulses.items()
-            if limit is not None and pulse.memory_bytes > limit
+            for rank, heartbeat in run.heartbeats.items()
+            if limit is not None and heartbeat.memory_bytes > limit
         ]
         return over[0] if over else None
 
@@ -186,13 +187,13 @@ class Watchdog:
         return bool(run.heard) and now - run.progressed >= limit_s
 
     def _stand(self, run: _Watched, rank: int, now: float) -> str:
-        pulse = run.pulses.get(rank)
+        heartbeat = run.heartbeats.get(rank)
         outside = self._describe(run.launch.devices[rank])
         silent_s = now - run.heard[rank]
-        parts = [f"rank {rank}: {pulse.where if pulse else 'gave no sign of life'}"]
-        if pulse is not None:
-            parts.append(f"after {pulse.progress.num_batches} batches")
-        if pulse is not None and silent_s > 2 * (self._limits.pulse_s or 0):
+        parts = [f"rank {rank}: {heartbeat.where if heartbeat else 'gave no sign of life'}"]
+        if heartbeat is not None:
+            parts.append(f"after {heartbeat.progress.num_batches} batches")
+        if heartbeat is not None and silent_s > 2 * (self._limits.heartbeat_s or 0):
             parts.append(f"no sign of life for {silent_s:.3g} s")
         return ", ".join([*parts, *([outside] if outside else [])])
 
@@ -200,14 +201,16 @@ class Watchdog:
         return self._flown_s.get(run.launch.number, 0.0) + self._clock() - run.launched
 
 
-def _is_joining(pulse: Pulse | None) -> bool:
-    return pulse is None or pulse.phase is Phase.JOINING
+def _is_joining(heartbeat: Heartbeat | None) -> bool:
+    return heartbeat is None or heartbeat.phase is Phase.JOINING
 
 
 def _parted(run: _Watched) -> TrialError | None:
     """Ranks at work that can't come together again, with each other or with one that has left."""
     if not run.heard:
         return None
-    progress = {rank: run.pulses[rank].progress for rank in run.heard if rank in run.pulses}
+    progress = {
+        rank: run.heartbeats[rank].progress for rank in run.heard if rank in run.heartbeats
+    }
     left = {rank: how for rank, ended in run.ended.items() if (how := way_out(ended)) is not None}
     return out_of_step(progress | {rank: run.ended[rank].progress for rank in left}, left)

@@ -19,16 +19,16 @@ from optuna_fleet.alloc.problem import AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.alloc.timing import timed
 from optuna_fleet.events import (
+    Abort,
     Allocate,
     AnswerEpoch,
-    CutOff,
     DeviceJoined,
     DeviceLost,
     Ending,
     EpochDecision,
     EpochEnded,
     Event,
-    GiveBack,
+    FinishTrial,
     GiveUp,
     Instruction,
     Interrupt,
@@ -41,7 +41,7 @@ from optuna_fleet.events import (
     RankEnded,
     RateMeasured,
     Requeue,
-    Settle,
+    ReturnToQueue,
     StartRound,
     TrialProposed,
 )
@@ -230,13 +230,13 @@ class Simulation:
                 if flight.progress.ended_s is None:
                     flight.advance(self._now)
                     self._events.append(self._ranks_ended(flight, Ending.YIELDED))
-            case CutOff():
-                self._cut_off(instruction)
-            case Settle() | Requeue() | GiveUp():
+            case Abort():
+                self._abort(instruction)
+            case FinishTrial() | Requeue() | GiveUp():
                 self._end_flight(instruction.run_id)
             case StartRound():
                 self._group(instruction)
-            case GiveBack():
+            case ReturnToQueue():
                 raise AssertionError("simulated trials need no probe")
             case _:
                 assert_never(instruction)
@@ -286,11 +286,11 @@ class Simulation:
         key = (flight.run_id, flight.version)
         self._set_timer(max(self._now, flight.epoch_end_s()), "epoch", key)
 
-    def _cut_off(self, instruction: CutOff) -> None:
+    def _abort(self, instruction: Abort) -> None:
         flight = self._flights[instruction.run_id]
         if not flight.waits:
             flight.advance(self._now)
-        ended = self._ranks_ended(flight, Ending.CUT_OFF)
+        ended = self._ranks_ended(flight, Ending.ABORTED)
         self._events.append(tuple(e for e in ended if e.device in instruction.devices))
 
     def _end_flight(self, run_id: int) -> None:

@@ -121,7 +121,7 @@ def forget_cached_trials(study: optuna.Study) -> None:
     study._thread_local.cached_all_trials = None
 
 
-def give_back(study: optuna.Study, trial: optuna.Trial) -> None:
+def return_to_queue(study: optuna.Study, trial: optuna.Trial) -> None:
     """Return an asked trial to the study: WAITING, with its parameters; the next `ask` gets it."""
     study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
     forget_cached_trials(study)

@@ -10,11 +10,11 @@ from optuna.study import StudyDirection
 
 from optuna_fleet.checkpoint_folder import FolderLock, StudyFolder
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.claims import Claims
 from optuna_fleet.sampler_bridge.ledger import Callback, Ledger
-from optuna_fleet.sampler_bridge.patience import be_patient, end_patience
+from optuna_fleet.sampler_bridge.ownership import TrialOwnership
 from optuna_fleet.sampler_bridge.privacy import keep_to_ourselves
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.retrying_storage import retry_storage, stop_retrying
 
 
 class Loop:
@@ -37,7 +37,7 @@ class Loop:
         self.study = study
         self._lock = lock
         self._folder = folder
-        self._claims: Claims | None = None
+        self._ownership: TrialOwnership | None = None
         self._storage_patience_s = storage_patience_s
         self.gc_after_trial = gc_after_trial
         self._budget = (n_trials, timeout)
@@ -53,13 +53,15 @@ class Loop:
 
     def __enter__(self) -> Loop:
         compat.enter_loop(self.study)
-        be_patient(self.study, self._storage_patience_s)
+        retry_storage(self.study, self._storage_patience_s)
         try:
             keep_to_ourselves(self.study)
             self._progress_bar = compat.ProgressBar(self._show_progress_bar, *self._budget)
             if self._folder is not None:
-                self._claims = Claims(self.study, self._folder, *self._budget, lock=self._lock)
-            self.proposals = Proposals(self.study, *self._budget, claims=self._claims)
+                self._ownership = TrialOwnership(
+                    self.study, self._folder, *self._budget, lock=self._lock
+                )
+            self.proposals = Proposals(self.study, *self._budget, claims=self._ownership)
             self.ledger = Ledger(
                 self.study,
                 self.proposals,
@@ -83,8 +85,8 @@ class Loop:
         for number in self.proposals.unfinished():  # which the call never came to
             self.proposals.release(number)
         try:
-            if self._claims is not None:
-                self._claims.end()
+            if self._ownership is not None:
+                self._ownership.end()
         except Exception as error:
             compat.fleet_logger.warning(
                 "That the call has ended could not be recorded; the same call will go on with "
@@ -94,5 +96,5 @@ class Loop:
             self._leave()
 
     def _leave(self) -> None:
-        end_patience(self.study)
+        stop_retrying(self.study)
         compat.leave_loop(self.study)

@@ -10,7 +10,7 @@ import optuna
 from optuna_fleet.events import Event, ProposalDelayed, ProposalsExhausted, TrialProposed
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.batching import is_limited, reason_to_wait
-from optuna_fleet.sampler_bridge.claims import Claims
+from optuna_fleet.sampler_bridge.ownership import TrialOwnership
 
 
 class Proposals:
@@ -28,14 +28,14 @@ class Proposals:
         study: optuna.Study,
         n_trials: int | None,
         timeout: float | None,
-        claims: Claims | None = None,
+        claims: TrialOwnership | None = None,
     ) -> None:
         self._study = study
         self._n_trials = n_trials
         self._timeout = timeout
         self._began: float | None = None
         self._stopped = False
-        self._claims = claims
+        self._ownership = claims
         self._asked = 0
         self._trials: dict[int, optuna.Trial] = {}
         self._heartbeats: dict[int, compat.Heartbeat] = {}
@@ -46,20 +46,20 @@ class Proposals:
         if claims is not None:
             self._adopt(claims)
 
-    def _adopt(self, claims: Claims) -> None:
+    def _adopt(self, claims: TrialOwnership) -> None:
         self._asked = claims.num_launched
-        for trial in claims.orphans:
+        for trial in claims.interrupted_trials:
             self._enter(trial)
-        for trial in reversed(claims.orphans):
+        for trial in reversed(claims.interrupted_trials):
             if self._n_trials is not None and self._asked > self._n_trials:
-                self.give_back(trial.number)
+                self.return_to_queue(trial.number)
             else:
                 self._adopted.appendleft(trial.number)
 
     @property
     def are_claimed(self) -> bool:
         """Whether the same call can go on with these trials if this one does not end them."""
-        return self._claims is not None
+        return self._ownership is not None
 
     def adopted(self) -> list[int]:
         """Numbers of the trials that a dead driver left and that have not been asked for yet."""
@@ -72,8 +72,8 @@ class Proposals:
 
     def keep_record(self) -> None:
         """A checkpoint is about to be made: the record of the call must be there beside it."""
-        if self._claims is not None:
-            self._claims.keep_record()
+        if self._ownership is not None:
+            self._ownership.keep_record()
 
     def stop(self) -> None:
         """Ask for no further trial."""
@@ -136,7 +136,7 @@ class Proposals:
         if self._is_spent():
             return None
         compat.fail_stale_trials(self._study)
-        trial = self._study.ask() if self._claims is None else self._claims.ask()
+        trial = self._study.ask() if self._ownership is None else self._ownership.ask()
         self._asked += 1
         self._enter(trial)
         return trial.number
@@ -160,11 +160,11 @@ class Proposals:
         del self._trials[number]
         self._defined.discard(number)
 
-    def give_back(self, number: int) -> None:
+    def return_to_queue(self, number: int) -> None:
         """Return a trial that was never launched to the study; it does not count."""
         trial = self._trials[number]
         self.release(number)
-        compat.give_back(self._study, trial)
-        if self._claims is not None:
-            self._claims.renounce(trial)
+        compat.return_to_queue(self._study, trial)
+        if self._ownership is not None:
+            self._ownership.renounce(trial)
         self._asked -= 1

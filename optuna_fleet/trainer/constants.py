@@ -21,7 +21,7 @@ from optuna_fleet.trainer.tracked import conversions
 FACTORIES = {"arange", "zeros", "ones", "full", "eye"}
 """Functions that make a tensor of numbers, the number of samples perhaps among them."""
 
-Reading = Callable[[Any, int], Any]
+Take = Callable[[Any, int], Any]
 """What a constant is taken for in a world: one of the methods of `Constants`."""
 
 

@@ -34,7 +34,7 @@ from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Adoption, Settings
 from optuna_fleet.trainer.health import ailment_of
-from optuna_fleet.trainer.pulse import beating
+from optuna_fleet.trainer.heartbeat import sending_heartbeats
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
 from optuna_fleet.trainer.trial import FleetTrial, Remote
@@ -61,7 +61,7 @@ class Trainer:
         self._is_spent = False
 
     def serve(self) -> None:
-        """Run trials until told to quit or cut off."""
+        """Run trials until told to quit, or the driver is gone."""
         while True:
             message = self._channel.receive()
             match message:
@@ -81,7 +81,7 @@ class Trainer:
     def _run(self, run: RunTrial) -> Ended:
         session = self._session = Session(self._channel, run)
         try:
-            with beating(session, run.pulse_s):
+            with sending_heartbeats(session, run.heartbeat_s):
                 return self._run_in(session)
         except LaunchError as error:
             return Ended(
@@ -89,7 +89,7 @@ class Trainer:
                 rank=run.rank,
                 device=self._device.index,
                 time_s=time.monotonic(),
-                ending=Ending.CUT_OFF,
+                ending=Ending.ABORTED,
                 error=pack_error(error),
             )
 
@@ -125,7 +125,7 @@ class Trainer:
         except DriverGoneError:
             raise
         except RetryableError as trouble:
-            ending, error, alone = Ending.CUT_OFF, pack_error(trouble), True
+            ending, error, alone = Ending.ABORTED, pack_error(trouble), True
         except BaseException as raised:
             ending, error = _ending_of(raised, run), pack_error(raised)
             alone = not isinstance(raised, TrialPruned)
@@ -273,7 +273,7 @@ def _called(objective: Any, trial: FleetTrial, session: Session) -> Any:
 
 def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
     if is_of_device(raised):
-        return Ending.CUT_OFF
+        return Ending.ABORTED
     if run.world_size > 1 and is_for_want_of_peers(raised):
         return Ending.DISCONNECTED
     return Ending.RAISED

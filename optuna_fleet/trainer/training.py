@@ -20,14 +20,11 @@ from optuna_fleet.packing import plain
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import calls, checkpoint, reduction
-from optuna_fleet.trainer.alike import come_apart
 from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.compiled import load_state, state_of
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
 from optuna_fleet.trainer.left_behind import LeftBehind
 from optuna_fleet.trainer.parallel import make_data_parallel
-from optuna_fleet.trainer.reading import Place, Reading
-from optuna_fleet.trainer.reading import Shards as Shards
 from optuna_fleet.trainer.remainder import (
     Gradients,
     add_groups,
@@ -35,8 +32,11 @@ from optuna_fleet.trainer.remainder import (
     restore_into,
     restore_remainder,
 )
+from optuna_fleet.trainer.replica_check import find_divergence
 from optuna_fleet.trainer.saving import Saver, owner_of
 from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.shard_loader import EpochPosition, ShardLoader
+from optuna_fleet.trainer.shard_loader import Shards as Shards
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.unprepared import Unprepared
@@ -81,17 +81,17 @@ class Training:
         self.is_stuck = False
         self._objects: list[Any] = []
         self._modules: list[torch.nn.Module] = []
-        self._place = Place()
+        self._position = EpochPosition()
         self._num_loops = 0
         self._shares = BatchShares()
         self._shares.on_too_wide = self._go_on_with_fewer
         self._split_check = self._new_split_check()
-        self._reading = Reading(
+        self._loader = ShardLoader(
             session,
             pipeline,
             self.device,
             self._modules,
-            self._place,
+            self._position,
             self._shares,
             self._split_check,
         )
@@ -166,8 +166,8 @@ class Training:
         if not self.is_stuck:
             leave_group()
         return Usage(
-            probing_s=self._reading.reached_after_s or 0.0,
-            profiling_s=self._reading.stopwatch.total_s,
+            probing_s=self._loader.reached_after_s or 0.0,
+            profiling_s=self._loader.stopwatch.total_s,
         )
 
     @property
@@ -185,7 +185,7 @@ class Training:
         if not objects:
             raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_PREPARED}.")
         if min_devices is not None or max_devices is not None:
-            self._reading.bounds = Bounds.checked(min_devices, max_devices, self._run.num_devices)
+            self._loader.bounds = Bounds.checked(min_devices, max_devices, self._run.num_devices)
         for thing in objects:  # before any optimizer's state is made to follow them
             if isinstance(thing, torch.nn.Module):
                 thing.to(self.device)
@@ -253,18 +253,18 @@ class Training:
             if self._num_loops == self._checkpoint.loop:
                 first = self._checkpoint.epoch
                 self._restore_all(self._checkpoint)
-        self._place.is_inside, self._place.num_epochs = True, num_epochs
+        self._position.is_inside, self._position.num_epochs = True, num_epochs
         for epoch in range(first, num_epochs):
-            self._place.epoch = self._session.epoch = epoch
+            self._position.epoch = self._session.epoch = epoch
             self._left_behind.begin_epoch(sys._getframe(1))
             yield epoch
-            self._reading.end_epoch()
+            self._loader.end_epoch()
             if epoch + 1 == num_epochs:
                 break
             self._left_behind.end_epoch(sys._getframe(1))
             if not self._goes_on_after(epoch):
                 break
-        self._place.is_inside = False
+        self._position.is_inside = False
 
     def _restore_all(self, saved: checkpoint.Checkpoint) -> None:
         """Once more: what came after `prepare` began anew (weights, a scheduler's first rate)."""
@@ -282,15 +282,15 @@ class Training:
             self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
         decision = self._session.call("fleet", "end_epoch", epoch)
-        self._check_alike()
-        if decision is EpochDecision.YIELD and self._has_landed(epoch + 1):
+        self._check_replicas()
+        if decision is EpochDecision.YIELD and self._has_left(epoch + 1):
             self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:
             self._save(epoch + 1)
         return decision is not EpochDecision.STOP
 
-    def _check_alike(self) -> None:
-        if self._is_apart or not (apart := come_apart(self._objects)):
+    def _check_replicas(self) -> None:
+        if self._is_apart or not (apart := find_divergence(self._objects)):
             return
         self._is_apart = True
         shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
@@ -302,7 +302,7 @@ class Training:
             "trial.mean(loss) for it; prepare layers when the model is complete.",
         )
 
-    def _has_landed(self, next_epoch: int) -> bool:
+    def _has_left(self, next_epoch: int) -> bool:
         """Write the checkpoint to leave with; a trial that can't keeps its devices."""
         self._saver.finish()
         self._save(next_epoch)
@@ -333,7 +333,7 @@ class Training:
     # -- what is left in the end ------------------------------------------------------------------
 
     def _as_it_is(self) -> checkpoint.Checkpoint:
-        return self._checkpoint_at(self._place.epoch + 1, [])
+        return self._checkpoint_at(self._position.epoch + 1, [])
 
     def _keep_best(self) -> None:
         if self._objects:
@@ -372,7 +372,7 @@ class Training:
 
     def batches(self, name: str, batch_size: int | None, *, drop_last: bool) -> Shards:
         """See `FleetTrial.batches`."""
-        return self._reading.batches(name, batch_size, drop_last=drop_last)
+        return self._loader.batches(name, batch_size, drop_last=drop_last)
 
     # -- reductions -------------------------------------------------------------------------------
 

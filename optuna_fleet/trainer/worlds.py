@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from optuna_fleet.trainer.constants import FACTORIES, Constants, Reading
+from optuna_fleet.trainer.constants import FACTORIES, Constants, Take
 from optuna_fleet.trainer.cuts import (
     MOST_NUMBERS,
     CannotFollowError,
@@ -233,26 +233,24 @@ class Worlds(FunctionMode):
     def _in_worlds(self, func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
         """What a function gives in each: constants as they are or, if that fails, of its size."""
         errors = []
-        readings = (self.constants.as_it_is, self.constants.as_guessed, self.constants.as_rows)
-        for reading in readings:
+        takes = (self.constants.as_it_is, self.constants.as_guessed, self.constants.as_rows)
+        for take in takes:
             try:
-                results = self._applied(func, name, args, kwargs, reading)
+                results = self._applied(func, name, args, kwargs, take)
             except Exception as error:
                 errors.append(error)
             else:
-                self.constants.are_guessed |= reading == self.constants.as_guessed
+                self.constants.are_guessed |= take == self.constants.as_guessed
                 return results
         if self._most_samples is not None or (name == "__getitem__" and not _has_mask(args)):
             raise errors[0]  # in a loop over the samples, say
-        self._apply(func, name, args, kwargs, 0, readings[0])  # if it fails too, that is ours
+        self._apply(func, name, args, kwargs, 0, takes[0])  # if it fails too, that is ours
         raise CannotSplitError(str(errors[0])) from errors[0]
 
-    def _applied(
-        self, func: Any, name: str, args: Any, kwargs: Any, reading: Reading
-    ) -> list[Any]:
+    def _applied(self, func: Any, name: str, args: Any, kwargs: Any, take: Take) -> list[Any]:
         # Parts first: if one fails, nothing of the whole has been changed in place.
         first, second, whole = (
-            self._apply(func, name, args, kwargs, world, reading) for world in (1, 2, 0)
+            self._apply(func, name, args, kwargs, world, take) for world in (1, 2, 0)
         )
         return [whole, first, second]
 
@@ -280,9 +278,7 @@ class Worlds(FunctionMode):
             return tracked(leaf, everywhere)
         return leaf
 
-    def _apply(
-        self, func: Any, name: str, args: Any, kwargs: Any, world: int, reading: Reading
-    ) -> Any:
+    def _apply(self, func: Any, name: str, args: Any, kwargs: Any, world: int, take: Take) -> Any:
         takes_escaped = name.strip("_") in _TAKE_ESCAPED
 
         def there(value: Any) -> Any:
@@ -293,13 +289,13 @@ class Worlds(FunctionMode):
                 return self.dtype
             if takes_escaped and type(value) in (int, float):
                 value = self.constants.escaped_in(value, world)
-            if name in FACTORIES and reading == self.constants.as_guessed:
+            if name in FACTORIES and take == self.constants.as_guessed:
                 value = self.constants.scaled(value, world)
-            return reading(value, world)
+            return take(value, world)
 
         if name in _PRECISIONS:
             return there(args[0])
-        is_leaf = self.constants.is_list if reading == self.constants.as_rows else None
+        is_leaf = self.constants.is_list if take == self.constants.as_rows else None
         there_args, there_kwargs = pytree.tree_map(there, (args, kwargs), is_leaf=is_leaf)
         return func(*there_args, **there_kwargs)
 

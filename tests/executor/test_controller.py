@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from optuna_fleet.alloc import Allocator, GreedyAllocator, RateProfile, validate
 from optuna_fleet.alloc.problem import Assignment, Flotilla, Plan
 from optuna_fleet.events import (
+    Abort,
     Allocate,
     AnswerEpoch,
-    CutOff,
     DataRequested,
     DeviceJoined,
     DeviceLost,
@@ -23,7 +23,7 @@ from optuna_fleet.events import (
     EpochDecision,
     EpochEnded,
     Event,
-    GiveBack,
+    FinishTrial,
     GiveUp,
     Interrupt,
     Launch,
@@ -37,7 +37,7 @@ from optuna_fleet.events import (
     RankEnded,
     RateMeasured,
     Requeue,
-    Settle,
+    ReturnToQueue,
     StartRound,
     TrialProposed,
     WidthLimited,
@@ -129,7 +129,7 @@ class World:
                     self.yielding.add(instruction.run_id)
             case Interrupt():
                 self.yielding.add(instruction.run_id)
-            case Settle() | GiveUp() | GiveBack():
+            case FinishTrial() | GiveUp() | ReturnToQueue():
                 assert instruction.number not in self.done, "a trial ends twice"
                 self.done.append(instruction.number)
         return []
@@ -218,7 +218,7 @@ def test_every_device_gets_a_probe_at_once() -> None:
 def test_a_plain_objective_is_settled_and_its_device_probes_the_next() -> None:
     world = World(num_devices=1, trials=2)
     instructions = world.end(0)
-    assert [type(i) for i in instructions] == [Settle, Propose, Launch]
+    assert [type(i) for i in instructions] == [FinishTrial, Propose, Launch]
     world.end(1)
     assert world.controller.finished
     assert world.done == [0, 1]
@@ -400,7 +400,7 @@ def test_a_lost_trainer_requeues_its_trial_and_cuts_off_its_peers() -> None:
     world.end(0, Ending.YIELDED)
     (run_id,) = world.runs
     world.busy.pop(0)
-    assert world.tell(DeviceLost(device=0)) == [CutOff(run_id=run_id, devices=(1,), lost=True)]
+    assert world.tell(DeviceLost(device=0)) == [Abort(run_id=run_id, devices=(1,), lost=True)]
     world.busy.clear()
     instructions = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
     assert Requeue(number=0, run_id=run_id) in instructions
@@ -425,8 +425,8 @@ def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_ki
     world.end(0, Ending.YIELDED)
     (run_id,) = world.runs
     (cut,) = world.tell(RankEnded(run_id=run_id, device=1, ending=Ending.RAISED))
-    assert cut == CutOff(run_id=run_id, devices=(0,), lost=False)
-    assert Settle(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
+    assert cut == Abort(run_id=run_id, devices=(0,), lost=False)
+    assert FinishTrial(number=0, run_id=run_id) in world.tell(DeviceLost(device=0, by_order=True))
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_a_collective_that_failed_for_want_of_its_peers_is_a_lost_device(
         else RankEnded(run_id=run_id, device=0, ending=other)
     )
     instructions = world.tell(last)
-    end = Requeue if is_lost else Settle
+    end = Requeue if is_lost else FinishTrial
     assert end(number=0, run_id=run_id) in instructions
 
 
@@ -465,14 +465,14 @@ def test_nothing_is_launched_where_a_trainer_is_leaving() -> None:
     world.runs.clear()
     world.busy.clear()
     ended = RankEnded(run_id=run_id, device=0, ending=Ending.RAISED, is_leaving=True)
-    assert world.tell(ended) == [Settle(number=0, run_id=run_id)]
+    assert world.tell(ended) == [FinishTrial(number=0, run_id=run_id)]
     assert world.tell(DeviceLost(device=0)) == []
     assert [type(i) for i in world.tell(DeviceJoined(device=0))] == [Propose, Launch]
 
 
 def test_a_rank_that_could_not_reach_its_peers_is_tried_again_on_the_same_device() -> None:
     world = World(num_devices=1, trials=1)
-    instructions = world.end(0, Ending.CUT_OFF)
+    instructions = world.end(0, Ending.ABORTED)
     assert [type(i) for i in instructions] == [Requeue, Launch]
 
 

@@ -53,7 +53,7 @@ def test_a_bad_device_fails_no_trial_and_is_left_out(
                 runtime.device_events(message)
     study.optimize(fail_on_device_1, n_trials=30, executor=pair)
     assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}
-    assert "device 1 was cut off: RuntimeError: CUDA error" in log.getvalue()
+    assert "device 1 was aborted: RuntimeError: CUDA error" in log.getvalue()
 
 
 def test_a_fleet_without_a_device_that_works_ends_the_call(

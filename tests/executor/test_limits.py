@@ -31,9 +31,9 @@ from optuna_fleet.executor import driver
 from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.watchdog import Broken, Hung, Watchdog
-from optuna_fleet.messages import Ended, Phase, Progress, Pulse, StoreReady
+from optuna_fleet.messages import Ended, Heartbeat, Phase, Progress, StoreReady
 from optuna_fleet.sampler_bridge.ledger import flights_of
-from optuna_fleet.trainer.pulse import phase_of
+from optuna_fleet.trainer.heartbeat import phase_of
 from tests.fleets import Noise, fleet_of, small_model
 
 COMPLETE, FAIL = TrialState.COMPLETE, TrialState.FAIL
@@ -63,10 +63,10 @@ class World:
             run_id=run_id, number=number, devices=(3, 5), probe=False, measure=False, round=1
         )
 
-    def pulse(self, rank: int, batches: int, *, calls: int = 0, **more: Any) -> None:
+    def heartbeat(self, rank: int, batches: int, *, calls: int = 0, **more: Any) -> None:
         told = {"is_waiting": False, "where": "in objective", "memory_bytes": 10} | more
         self.watchdog.hear(
-            Pulse(
+            Heartbeat(
                 run_id=0,
                 rank=rank,
                 progress=Progress(num_batches=batches, num_calls=calls),
@@ -87,13 +87,13 @@ class World:
 def test_a_rank_without_a_sign_of_life_hangs() -> None:
     world = World(hang_s=8.0)
     for step in range(3):
-        world.pulse(0, step)
-        world.pulse(1, step)
+        world.heartbeat(0, step)
+        world.heartbeat(1, step)
         assert world.after(2.0) == []
     for step in range(3, 6):
-        world.pulse(0, step)
+        world.heartbeat(0, step)
         assert world.after(1.9) == []
-    world.pulse(0, 7)
+    world.heartbeat(0, 7)
     (hung,) = world.after(8.0)
     assert isinstance(hung, Hung)
     assert hung.run_id == 0
@@ -104,17 +104,17 @@ def test_a_rank_without_a_sign_of_life_hangs() -> None:
 
 def test_ranks_that_make_no_progress_hang() -> None:
     world = World(hang_s=8.0)
-    world.pulse(0, 5)
-    world.pulse(1, 5)
+    world.heartbeat(0, 5)
+    world.heartbeat(1, 5)
     for _ in range(3):
         assert world.after(2.0) == []
-        world.pulse(0, 5)
-        world.pulse(1, 5)
-    world.pulse(1, 5, calls=1)  # a call is progress
+        world.heartbeat(0, 5)
+        world.heartbeat(1, 5)
+    world.heartbeat(1, 5, calls=1)  # a call is progress
     for _ in range(3):
         assert world.after(2.0) == []
-        world.pulse(0, 5)
-        world.pulse(1, 5, calls=1)
+        world.heartbeat(0, 5)
+        world.heartbeat(1, 5, calls=1)
     assert [type(fault) for fault in world.after(2.0)] == [Hung]
 
 
@@ -133,7 +133,7 @@ def test_ranks_that_wait_for_each_other_hang_before_their_first_batch_too(
     found = []
     for _ in range(10):
         for rank, phase in enumerate(phases):
-            world.pulse(rank, 0, phase=phase)
+            world.heartbeat(rank, 0, phase=phase)
         found += world.after(1.9)
     (hung,) = found
     assert isinstance(hung, Hung)
@@ -143,8 +143,8 @@ def test_ranks_that_wait_for_each_other_hang_before_their_first_batch_too(
 def test_a_rank_that_waits_for_one_that_computes_does_not_hang() -> None:
     world = World(hang_s=8.0)
     for _ in range(20):
-        world.pulse(0, 0, phase=Phase.JOINING)
-        world.pulse(1, 0)
+        world.heartbeat(0, 0, phase=Phase.JOINING)
+        world.heartbeat(1, 0)
         assert world.after(1.9) == []
 
 
@@ -182,17 +182,17 @@ def test_collectives_have_no_limit_before_that_of_their_run(
 
 
 @pytest.mark.parametrize(
-    "pulse",
+    "heartbeat",
     [
         pytest.param({"batches": 0}, id="no batch was asked for yet: imports, downloads"),
         pytest.param({"batches": 5, "is_waiting": True}, id="the driver owes an answer"),
     ],
 )
-def test_what_is_no_hang(pulse: dict[str, Any]) -> None:
+def test_what_is_no_hang(heartbeat: dict[str, Any]) -> None:
     world = World(hang_s=8.0)
     for _ in range(20):
-        world.pulse(0, **pulse)
-        world.pulse(1, 0)
+        world.heartbeat(0, **heartbeat)
+        world.heartbeat(1, 0)
         assert world.after(1.9) == []
 
 
@@ -200,16 +200,16 @@ def test_a_rank_that_waits_for_the_first_ones_call_hangs_with_it() -> None:
     world = World(hang_s=8.0)
     found = []
     for _ in range(10):
-        world.pulse(0, 5)
-        world.pulse(1, 5, is_waiting=True)
+        world.heartbeat(0, 5)
+        world.heartbeat(1, 5, is_waiting=True)
         found += world.after(1.9)
     assert [type(fault) for fault in found] == [Hung]
 
 
 def test_the_drivers_own_absence_is_no_hang() -> None:
     world = World(hang_s=8.0)
-    world.pulse(0, 1)
-    world.pulse(1, 1)
+    world.heartbeat(0, 1)
+    world.heartbeat(1, 1)
     world.now += 1000.0  # a sampler thought for long; signs of life wait in the sockets
     assert world.watchdog.check() == []
     assert [type(fault) for fault in world.after(8.0)] == [Hung]
@@ -217,9 +217,9 @@ def test_the_drivers_own_absence_is_no_hang() -> None:
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     world = World(hang_s=8.0)
-    world.watchdog.rank_ended(Ended(run_id=0, rank=1, device=5, time_s=0.0, ending=Ending.CUT_OFF))
+    world.watchdog.rank_ended(Ended(run_id=0, rank=1, device=5, time_s=0.0, ending=Ending.ABORTED))
     for step in range(20):
-        world.pulse(0, step)
+        world.heartbeat(0, step)
         assert world.after(1.9) == []
 
 
@@ -238,9 +238,9 @@ def test_time_on_devices_is_summed_over_the_runs_of_a_trial() -> None:
 
 def test_a_process_that_grows_too_large_breaks_the_limit() -> None:
     world = World(trial_memory_bytes=1000)
-    world.pulse(1, 0, memory_bytes=1000)
+    world.heartbeat(1, 0, memory_bytes=1000)
     assert world.watchdog.check() == []
-    world.pulse(1, 0, memory_bytes=1001)
+    world.heartbeat(1, 0, memory_bytes=1001)
     (broken,) = world.watchdog.check()
     assert isinstance(broken, Broken)
     assert isinstance(broken.error, OutOfMemoryError)
@@ -345,7 +345,7 @@ def wait_for_a_silent_peer(trial: Any, *, folder: Path) -> float:
 def test_a_trial_whose_collective_fails_for_want_of_a_peer_has_lost_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:
-    monkeypatch.setattr(driver, "_CUT_OFF_GRACE_S", 0.0)
+    monkeypatch.setattr(driver, "_ABORT_GRACE_S", 0.0)
     study = optuna.create_study()
     with fleet_of(devices=2) as executor:
         objective = functools.partial(wait_for_a_silent_peer, folder=tmp_path)

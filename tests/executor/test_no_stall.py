@@ -25,9 +25,9 @@ from optuna_fleet.alloc import (
 )
 from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Flotilla, Plan
 from optuna_fleet.events import (
+    Abort,
     Allocate,
     AnswerEpoch,
-    CutOff,
     DataRequested,
     DeviceJoined,
     DeviceLost,
@@ -35,7 +35,7 @@ from optuna_fleet.events import (
     EpochDecision,
     EpochEnded,
     Event,
-    GiveBack,
+    FinishTrial,
     GiveUp,
     Interrupt,
     Launch,
@@ -48,8 +48,8 @@ from optuna_fleet.events import (
     RankEnded,
     RateMeasured,
     Requeue,
-    RunCondemned,
-    Settle,
+    ReturnToQueue,
+    RunFailed,
     TrialProposed,
     WidthLimited,
 )
@@ -174,14 +174,14 @@ class World:
                 assert not (run.yields and run.has_refused), "a trial is asked again"
             case Interrupt():
                 self.runs[instruction.run_id].yields = True
-            case CutOff():
+            case Abort():
                 run = self.runs[instruction.run_id]
                 assert sorted(instruction.devices) == sorted(run.left)
                 run.is_cut, run.is_killed = True, run.is_killed or instruction.lost
-            case Settle() | GiveUp():
+            case FinishTrial() | GiveUp():
                 self.land(instruction.run_id)
                 self.done.append(instruction.number)
-            case GiveBack():
+            case ReturnToQueue():
                 self.done.append(instruction.number)
             case Requeue():
                 self.land(instruction.run_id)
@@ -334,7 +334,7 @@ class World:
     def end_rank(self, run_id: int, ending: Ending | None = None) -> None:
         run = self.runs[run_id]
         device = run.left.pop(self.rng.randrange(len(run.left)))
-        ending = ending or run.ending or Ending.CUT_OFF
+        ending = ending or run.ending or Ending.ABORTED
         run.rests = False
         leaves = self.rng.random() < 0.1
         self.devices -= {device} if leaves else set()
@@ -345,7 +345,7 @@ class World:
         self.lose(self.rng.choice(self.runs[run_id].left), by_order=True)
 
     def condemn(self, run_id: int) -> None:
-        self.tell(RunCondemned(run_id=run_id))
+        self.tell(RunFailed(run_id=run_id))
 
     def lose(self, device: int, *, by_order: bool = False) -> None:
         self.devices.discard(device)

@@ -490,12 +490,12 @@ def test_a_proposal_given_back_waits_with_its_parameters(
         assert number == 0
         x = loop.proposals[number].suggest_float("x", 0, 1)
         assert loop.proposals.ask() is None  # the budget is spent
-        loop.proposals.give_back(number)
+        loop.proposals.return_to_queue(number)
         assert states(study) == [WAITING]
         assert loop.proposals.unfinished() == []
         assert loop.proposals.ask() == number  # it does not count
         assert loop.proposals[number].suggest_float("x", 0, 1) == x
-        loop.proposals.give_back(number)
+        loop.proposals.return_to_queue(number)
     study.optimize(quadratic_in_unit, n_trials=1)
     assert study.trials[0].params == {"x": x}
 

@@ -90,7 +90,7 @@ def test_control_c_fails_the_trials_in_flight(fleet: Any) -> None:
     assert told == []
     flown = [flight for flights in flights_of(study).values() for flight in flights]
     assert sorted(flight["devices"] for flight in flown) == [[0], [1], [2], [3]]
-    assert {flight["ending"] for flight in flown} == {"cut off"}
+    assert {flight["ending"] for flight in flown} == {"aborted"}
     study.optimize(unit, n_trials=2, executor=fleet)
     assert states(study)[4:] == 2 * [COMPLETE]
 
@@ -208,7 +208,7 @@ def test_a_trial_in_the_queue_has_a_heartbeat_from_the_moment_of_asking(
         number = loop.proposals.ask()
         assert number is not None
         until(lambda: record.call_count >= 2)
-        loop.proposals.give_back(number)
+        loop.proposals.return_to_queue(number)
         recorded = record.call_count
     assert {call.args[0] for call in record.call_args_list} == {study.trials[0]._trial_id}
     assert record.call_count == recorded
@@ -289,7 +289,9 @@ def test_a_study_can_be_pickled_before_after_and_in_a_callback(fleet: Any) -> No
 def test_sessions_of_the_storage_are_closed(
     fleet: Any, beating: RDBStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optuna_fleet.executor.desk._SLOW_S", float("inf"))  # no second session
+    monkeypatch.setattr(
+        "optuna_fleet.executor.call_handler._SLOW_S", float("inf")
+    )  # no second session
     study = optuna.create_study(storage=beating)
     storage = study._storage
     with mock.patch.object(storage, "remove_session", wraps=storage.remove_session) as remove:
@@ -303,7 +305,7 @@ def test_sessions_of_the_storage_are_closed(
 def test_a_slow_sampler_on_a_database_that_only_its_thread_sees(
     fleet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optuna_fleet.executor.desk._SLOW_S", 0.0)
+    monkeypatch.setattr("optuna_fleet.executor.call_handler._SLOW_S", 0.0)
     study = optuna.create_study(storage="sqlite:///:memory:")
     study.optimize(unit, n_trials=6, executor=fleet)
     assert states(study) == 6 * [COMPLETE]

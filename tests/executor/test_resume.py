@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError
 from optuna_fleet.checkpoint_folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.executor.runtime import Runtime
-from optuna_fleet.sampler_bridge.claims import CLAIM_PREFIX, Claims
+from optuna_fleet.sampler_bridge.ownership import CLAIM_PREFIX, TrialOwnership
 from tests.executor.mortal_sweep import NUM_TRIALS
 from tests.nursery import Nursery
 
@@ -111,7 +111,7 @@ def fleet(root: Path) -> Iterator[FleetExecutor]:
 
 def dead_call(study: optuna.Study, root: Path, n_trials: int | None, launched: int) -> list[float]:
     """What a driver leaves that dies with its first trial done and the others under way."""
-    claims = Claims(study, StudyFolder(root, study.study_name), n_trials, None)
+    claims = TrialOwnership(study, StudyFolder(root, study.study_name), n_trials, None)
     trials = [claims.ask() for _ in range(launched)]
     values = [trial.suggest_float("x", 0.0, 1.0) for trial in trials]
     for trial in trials:
@@ -127,7 +127,7 @@ def states(study: optuna.Study) -> list[TrialState]:
 def test_only_the_dead_drivers_trials_are_taken_over(fleet: Any, root: Path) -> None:
     study = optuna.create_study()
     study.ask()  # of a worker of plain Optuna
-    other = Claims(study, StudyFolder(root / "other", study.study_name), 5, None)
+    other = TrialOwnership(study, StudyFolder(root / "other", study.study_name), 5, None)
     other.ask()  # of a driver with a folder of its own
     values = dead_call(study, root, 4, launched=3)
     study.optimize(objective, n_trials=4, executor=fleet)
@@ -217,7 +217,7 @@ def test_a_seeded_sampler_does_not_propose_twice(fleet: Any, root: Path) -> None
 def test_a_queued_trial_keeps_its_parameters(fleet: Any, root: Path) -> None:
     study = optuna.create_study()
     study.enqueue_trial({"x": 0.25})
-    claims = Claims(study, StudyFolder(root, study.study_name), 1, None)
+    claims = TrialOwnership(study, StudyFolder(root, study.study_name), 1, None)
     claims.ask()
     assert states(study) == [RUNNING]
     study.optimize(objective, n_trials=1, executor=fleet)
@@ -262,7 +262,9 @@ def test_a_stale_heartbeat_does_not_make_a_second_trial(
     with storage.engine.begin() as connection:
         connection.exec_driver_sql("UPDATE trial_heartbeats SET heartbeat = '2001-01-01 00:00:00'")
     assert len(storage._get_stale_trial_ids(study._study_id)) == 1
-    Claims(study, StudyFolder(root, study.study_name), 3, None)  # of a driver that dies at once
+    TrialOwnership(
+        study, StudyFolder(root, study.study_name), 3, None
+    )  # of a driver that dies at once
     assert storage._get_stale_trial_ids(study._study_id) == []
     study.optimize(objective, n_trials=3, executor=fleet)
     assert states(study) == [COMPLETE] * 3
@@ -278,18 +280,21 @@ def test_optunas_retry_of_a_claimed_trial_is_nobodys(root: Path) -> None:
     retry(study, study.trials[1])
     study.tell(1, state=FAIL)
     study.ask()  # a worker of plain Optuna takes the copy, mark and all
-    claims = Claims(study, StudyFolder(root, study.study_name), 5, None)
-    assert (claims.orphans, claims.num_launched) == ([], 2)
+    claims = TrialOwnership(study, StudyFolder(root, study.study_name), 5, None)
+    assert (claims.interrupted_trials, claims.num_launched) == ([], 2)
 
 
 def test_a_trial_given_back_is_nobodys(root: Path) -> None:
     study = optuna.create_study()
-    claims = Claims(study, StudyFolder(root, study.study_name), 5, None)
+    claims = TrialOwnership(study, StudyFolder(root, study.study_name), 5, None)
     trial = claims.ask()
     study._storage.set_trial_state_values(trial._trial_id, WAITING)
     claims.renounce(trial)
     study.ask()
-    assert Claims(study, StudyFolder(root, study.study_name), 5, None).orphans == []
+    assert (
+        TrialOwnership(study, StudyFolder(root, study.study_name), 5, None).interrupted_trials
+        == []
+    )
 
 
 def delete_the_folder_once(trial: Any, *, root: Path, flag: Path) -> float:
@@ -322,7 +327,7 @@ def test_a_deleted_folder_that_another_driver_has_taken_is_left_to_it(tmp_path: 
     folder = StudyFolder(root, study.study_name)
     root.mkdir()
     with FolderLock(root) as lock:
-        claims = Claims(study, folder, 9, None, lock)
+        claims = TrialOwnership(study, folder, 9, None, lock)
         first = folder.last_call()
         shutil.rmtree(root)
         claims.ask()

@@ -96,7 +96,7 @@ class FakeHub:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runtime]:
     monkeypatch.setattr(runtimes, "AgentProcess", FakeAgent)
-    monkeypatch.setattr(runtimes, "Hub", FakeHub)
+    monkeypatch.setattr(runtimes, "Connections", FakeHub)
     devices = tuple(Device(index=index, node=0, kind="cpu") for index in range(2))
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
     made = Runtime(Fleet(devices=devices), None, allocator, tmp_path, preload=False)
@@ -106,8 +106,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runtime
 
 def hear(runtime: Runtime, *news: Any) -> list[Any]:
     """What the runtime hands on."""
-    hub: Any = runtime.hub
-    hub.news = list(news)
+    connections: Any = runtime.connections
+    connections.news = list(news)
     return list(runtime.messages(0.0))
 
 
@@ -191,13 +191,13 @@ def test_an_agent_that_is_not_ready_in_time_is_replaced_and_then_given_up(
 def test_a_trainer_that_is_not_ready_in_time_is_killed(
     runtime: Runtime, clock: list[float], log: io.StringIO
 ) -> None:
-    hub: Any = runtime.hub
-    hub.agents[0] = "agent"
+    connections: Any = runtime.connections
+    connections.agents[0] = "agent"
     hear(runtime, TrainerReady(device=0, pid=7, agent=agent(runtime).pid))
     for device, pid in enumerate((7, 8)):
         hear(runtime, TrainerStarted(device=device, pid=pid))
     assert wait(runtime, clock, 9) == []
-    assert hub.sent == [("agent", KillTrainer(pid=8))]
+    assert connections.sent == [("agent", KillTrainer(pid=8))]
     assert "The trainer of device 1 was not ready within 8 s" in log.getvalue()
 
 
@@ -291,14 +291,14 @@ def test_only_stores_that_never_were_ready_are_an_error(runtime: Runtime) -> Non
 
 def test_a_new_agent_is_asked_for_a_store_though_the_dead_one_was(runtime: Runtime) -> None:
     trainer_ready(runtime)
-    hub: Any = runtime.hub
-    hub.agents[0] = "dead"
+    connections: Any = runtime.connections
+    connections.agents[0] = "dead"
     die(runtime, KILLED)
     runtime.open_store()  # the end of its channel was not heard of yet
-    hub.agents[0] = "new"
+    connections.agents[0] = "new"
     hear(runtime, AgentReady(node=0, pid=agent(runtime).pid))
     runtime.open_store()
-    assert hub.sent == [("dead", OpenStore()), ("new", OpenStore())]
+    assert connections.sent == [("dead", OpenStore()), ("new", OpenStore())]
 
 
 # -- clocks --------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     driver: Any = SimpleNamespace(
         _job=SimpleNamespace(checkpoint_interval_s=0.0),
         _proposals=SimpleNamespace(keep_record=lambda: None),
-        _desk=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
+        _call_handler=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
     )
     Driver._answer_epoch(driver, run, EpochDecision.GO)
     assert answers == [EpochDecision.CHECKPOINT]
@@ -358,8 +358,8 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
         limits=Limits(),
     )
     folder = runtimes.StudyFolder(tmp_path, "study")
-    keeper = SimpleNamespace(folder=folder, keeps_any=False)
-    launcher = Launcher(runtime, job, keeper, adopted=())  # type: ignore[arg-type]
+    retention = SimpleNamespace(folder=folder, keeps_any=False)
+    launcher = Launcher(runtime, job, retention, adopted=())  # type: ignore[arg-type]
     launcher.launch(launch(1, 0, 1), trial_id=1, parameters={})
     launcher.launch(launch(2, 2, 3), trial_id=2, parameters={})
     launcher.trainer_died(1)
@@ -375,7 +375,7 @@ def test_an_agent_that_is_still_starting_is_not_waited_for(
     monkeypatch.setattr(FakeAgent, "kill", lambda agent: ends.append("killed"))
     monkeypatch.setattr(FakeAgent, "close", lambda agent: ends.append("waited for"))
     runtime.close()
-    runtime.hub.agents[0] = runtime.hub  # type: ignore[assignment]
+    runtime.connections.agents[0] = runtime.connections  # type: ignore[assignment]
     runtime.close()
     assert ends == ["killed", "waited for"]
 

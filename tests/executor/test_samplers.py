@@ -30,7 +30,7 @@ from optuna.samplers import (
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor
-from optuna_fleet.executor import desk
+from optuna_fleet.executor import call_handler
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.batching import reason_to_wait
 from tests.executor.test_optuna_semantics import until
@@ -211,7 +211,7 @@ def on_a_grid(trial: Any, folder: Path) -> float:
 def test_a_grid_to_the_last_cell(fleet: Any, tmp_path: Path) -> None:
     space = {"x": [0, 1, 2, 3], "y": ["a", "b", "c"]}
     study = study_of(GridSampler(space, seed=1))
-    compat.give_back(study, study.ask())
+    compat.return_to_queue(study, study.ask())
     objective = functools.partial(on_a_grid, folder=tmp_path)
     fleet.optimize(study, objective, catch=ZeroDivisionError)
     assert len(points(study)) == len(study.trials) == 12
@@ -247,7 +247,7 @@ def on_a_tree(trial: Any, folder: Path) -> float:
 @pytest.mark.parametrize("seed", range(3))
 def test_brute_force_to_the_last_combination(fleet: Any, tmp_path: Path, seed: int) -> None:
     study = study_of(BruteForceSampler(seed=seed))
-    compat.give_back(study, study.ask())
+    compat.return_to_queue(study, study.ask())
     objective = functools.partial(on_a_tree, folder=tmp_path)
     fleet.optimize(study, objective, catch=ZeroDivisionError)
     assert len(points(study)) == len(study.trials) == 8
@@ -361,7 +361,7 @@ def test_the_user_is_told_once_why_devices_wait(fleet: Any, log: Any) -> None:
 @pytest.fixture
 def every_sampler_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second suggestion on."""
-    monkeypatch.setattr(desk, "_SLOW_S", -1.0)
+    monkeypatch.setattr(call_handler, "_SLOW_S", -1.0)
 
 
 class Thoughtful(RandomSampler):

@@ -127,9 +127,9 @@ def test_a_trainer_without_a_thread_for_its_pulse_gives_its_trial_back(
     tmp_path: Path, no_threads: None
 ) -> None:
     channel: Any = mock.Mock()
-    channel.receive.side_effect = [run_of(tmp_path, pulse_s=1.0), Quit()]
+    channel.receive.side_effect = [run_of(tmp_path, heartbeat_s=1.0), Quit()]
     Trainer(Device(index=0, node=0, kind="cpu"), channel, None, 1).serve()
     (sent,) = channel.send.call_args_list
-    assert sent.args[0].ending is Ending.CUT_OFF
+    assert sent.args[0].ending is Ending.ABORTED
     assert LaunchError.__name__ in sent.args[0].error.description
     assert "can't start new thread" in sent.args[0].error.description

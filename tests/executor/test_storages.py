@@ -21,8 +21,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
 from optuna_fleet import FleetConfigError, Limits, StorageLostError
-from optuna_fleet.sampler_bridge import patience
-from optuna_fleet.sampler_bridge.patience import PatientStorage, is_gone
+from optuna_fleet.sampler_bridge import retrying_storage
+from optuna_fleet.sampler_bridge.retrying_storage import RetryingStorage, is_gone
 from tests.executor.storage_servers import Postgres, Proxy
 
 pytestmark = [
@@ -156,7 +156,7 @@ def test_the_same_records_in_every_storage(
     study = new_study(storages.new(kind))
     fleet.optimize(study, objective, catch=ZeroDivisionError)
     assert records(study) == expected
-    assert type(study._storage) is not PatientStorage
+    assert type(study._storage) is not RetryingStorage
 
 
 # -- two drivers ---------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_ctrl_c_in_a_transaction_does_not_keep_others_out(tmp_path: Path) -> Non
     at_once = {"connect_args": {"timeout": 0}}
     storage = optuna.storages.RDBStorage(path, engine_kwargs=at_once)
     study = optuna.create_study(storage=storage)
-    patient: Any = PatientStorage(Interrupted(storage), 60)  # type: ignore[arg-type]
+    patient: Any = RetryingStorage(Interrupted(storage), 60)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         patient.set_study_user_attr(study._study_id, "a", 1)
     another = optuna.storages.RDBStorage(path, engine_kwargs=at_once)
@@ -389,8 +389,8 @@ class Unheard:
 def test_nothing_is_lost_or_done_twice(
     kind: str, storages: Storages, fleet: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "_FIRST_PAUSE_S", 1e-4)
-    monkeypatch.setattr(patience, "_LONGEST_PAUSE_S", 1e-4)
+    monkeypatch.setattr(retrying_storage, "_FIRST_PAUSE_S", 1e-4)
+    monkeypatch.setattr(retrying_storage, "_LONGEST_PAUSE_S", 1e-4)
     study = new_study(storages.new(kind))
     queue = {"x": 3, "kind": "a"}, {"x": 0, "kind": "b"}
     plain = new_study(None)
@@ -408,7 +408,7 @@ def test_nothing_is_lost_or_done_twice(
 
 def test_a_call_that_always_fails_has_an_end_though_others_succeed(storages: Storages) -> None:
     storage = optuna.create_study(storage=storages.new("sqlite"))._storage
-    patient: Any = PatientStorage(Unheard(storage, seed=0, rate=0.0), 0.3)  # type: ignore[arg-type]
+    patient: Any = RetryingStorage(Unheard(storage, seed=0, rate=0.0), 0.3)  # type: ignore[arg-type]
     study_id = storage.get_all_studies()[0]._study_id
 
     def fail(*args: Any) -> None:
@@ -441,7 +441,7 @@ def test_a_trial_is_returned_once(storages: Storages) -> None:
     draws = iter([1.0, 0.0, 1.0])  # the second call fails, after it has gone through
     unheard = TakenByAnother(storage, seed=0)
     unheard._random = Once()
-    PatientStorage(unheard, 60).set_trial_state_values(trial_id, TrialState.WAITING)  # type: ignore[arg-type]
+    RetryingStorage(unheard, 60).set_trial_state_values(trial_id, TrialState.WAITING)  # type: ignore[arg-type]
     assert unheard.failures == 1
     assert storage.get_trial(trial_id).state is TrialState.RUNNING
 
@@ -454,7 +454,7 @@ def test_a_trial_whose_heartbeat_was_not_recorded_is_not_stale_to_its_own_driver
     )
     study = optuna.create_study(storage=storage)
     mine, other = (storage.create_new_trial(study._study_id) for _ in range(2))
-    patient: Any = PatientStorage(study._storage, 60)
+    patient: Any = RetryingStorage(study._storage, 60)
     patient.record_heartbeat(mine)
     storage.record_heartbeat(other)
     with sqlite3.connect(tmp_path / "study.db") as connection:

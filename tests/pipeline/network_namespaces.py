@@ -29,13 +29,13 @@ class Switch:
         if shutil.which("ip") is None:
             raise NotPermittedError("there is no `ip` command")
         _unshare(_NEW_NET if os.geteuid() == 0 else _NEW_USER | _NEW_NET)
-        self._hub = _namespace()
+        self._connections = _namespace()
         _run("ip link add br0 type bridge")
         _run("ip link set br0 up")
         self._nodes = []
         gate, self._gate = os.pipe()  # it opens when this process ends
-        self._keeper = os.fork()  # `ip` names a namespace by a process in it
-        if self._keeper == 0:
+        self._retention = os.fork()  # `ip` names a namespace by a process in it
+        if self._retention == 0:
             os.close(self._gate)
             os.read(gate, 1)
             os._exit(0)
@@ -54,23 +54,23 @@ class Switch:
 
     def unplug(self, node: int) -> None:
         """From now on nothing arrives there or comes from there, and nobody is told."""
-        _enter(self._hub)
+        _enter(self._connections)
         _run(f"ip link set h{node} down")
 
     def close(self) -> None:
-        for fd in (self._gate, self._hub, *self._nodes):
+        for fd in (self._gate, self._connections, *self._nodes):
             os.close(fd)
-        os.waitpid(self._keeper, 0)
+        os.waitpid(self._retention, 0)
 
     def _plug_in(self, node: int, mbit_per_s: float | None) -> None:
         _unshare(_NEW_NET)
         self._nodes.append(_namespace())
         _run("ip link set lo up")
-        _run(f"ip link add v type veth peer name h{node} netns {self._keeper}")
+        _run(f"ip link add v type veth peer name h{node} netns {self._retention}")
         _run(f"ip addr add {self.address(node)}/24 dev v")
         _run("ip link set v up")
         _limit("v", mbit_per_s)
-        _enter(self._hub)
+        _enter(self._connections)
         _run(f"ip link set h{node} master br0")
         _run(f"ip link set h{node} up")
         _limit(f"h{node}", mbit_per_s)

@@ -13,7 +13,7 @@ from pipeline_harness import serving
 
 from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange import bargain
+from optuna_fleet.pipeline.exchange import negotiation
 from optuna_fleet.pipeline.exchange.cost import Choice
 from optuna_fleet.pipeline.exchange.link import Link
 from optuna_fleet.pipeline.exchange.scheme import Plan
@@ -92,7 +92,7 @@ def test_nodes_do_not_wait_in_a_circle_while_the_plan_changes(monkeypatch):
         plan = Plan(scheme="multi-broadcast", num_nodes=4, num_preprocessor_nodes=1, version=1)
         return Choice(plan=plan, peak_samples_per_s=1.0, reason="for the test")
 
-    monkeypatch.setattr(bargain, "choose", broadcast)
+    monkeypatch.setattr(negotiation, "choose", broadcast)
     pipeline = SharedPipeline(train=Counted(N), seed=3)
     with nodes(pipeline, 4, scheme="auto", fetch_timeout_s=1000) as agents:
         read = read_everywhere(agents, range(8), (16, 50))

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from optuna_fleet.exceptions import FleetConfigError, ProtocolError
 from optuna_fleet.pipeline.exchange import ExchangeConfig
-from optuna_fleet.pipeline.exchange.bargain import Report, summary
 from optuna_fleet.pipeline.exchange.cost import Measured, choose, peak, plans
-from optuna_fleet.pipeline.exchange.crossing import Crossing
+from optuna_fleet.pipeline.exchange.deadlock_guard import DeadlockGuard
 from optuna_fleet.pipeline.exchange.frames import FRAME_BYTES, Frame, Kind, Sealer, Status
+from optuna_fleet.pipeline.exchange.negotiation import Report, summary
 from optuna_fleet.pipeline.exchange.scheme import Plan, makers, source, sources, traffic
 
 some_plans = st.integers(1, 9).flatmap(lambda n: st.sampled_from(plans(n)))
@@ -47,7 +47,7 @@ def test_one_node_makes_a_chunk_for_all_that_are_left(plan, chunk, data):
 
 @pytest.mark.parametrize("fetch_first", [True, False])
 def test_a_chunk_is_not_fetched_by_one_plan_and_given_by_another(fetch_first):
-    crossing = Crossing()
+    crossing = DeadlockGuard()
     assert (crossing.fetch if fetch_first else crossing.give)("chunk", 0)
     second, end = (crossing.give, crossing.fetched) if fetch_first else (crossing.fetch, None)
     assert not second("chunk", 1)

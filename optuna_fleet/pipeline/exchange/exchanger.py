@@ -15,9 +15,8 @@ from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.chunks.memory_files import sealed_file
 from optuna_fleet.pipeline.chunks.spill import to_disk
 from optuna_fleet.pipeline.exchange.bandwidth import Bandwidth
-from optuna_fleet.pipeline.exchange.bargain import Bargain, echo
 from optuna_fleet.pipeline.exchange.config import ExchangeConfig
-from optuna_fleet.pipeline.exchange.crossing import Crossing
+from optuna_fleet.pipeline.exchange.deadlock_guard import DeadlockGuard
 from optuna_fleet.pipeline.exchange.frames import Frame, Kind, Sealer, Status
 from optuna_fleet.pipeline.exchange.joining import first_line, meet, told, within
 from optuna_fleet.pipeline.exchange.link import (
@@ -40,6 +39,7 @@ from optuna_fleet.pipeline.exchange.messages import (
     RateMeasured,
     SizeTold,
 )
+from optuna_fleet.pipeline.exchange.negotiation import PlanNegotiation, echo
 from optuna_fleet.pipeline.exchange.peer import Job, Peer
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 
@@ -80,8 +80,8 @@ class _Exchanger:
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._jobs: dict[Job, None] = {}  # in the order of their deadlines
-        self._crossing = Crossing()
-        self._bargain = Bargain(config, self._bandwidth, self._send)
+        self._deadlock_guard = DeadlockGuard()
+        self._negotiation = PlanNegotiation(config, self._bandwidth, self._send)
 
     def run(self) -> None:
         for action in (self._reader.run, self._join):
@@ -105,7 +105,7 @@ class _Exchanger:
             self._told = {node: not peer.overdue for node, peer in sorted(self._peers.items())}
             up = tuple(node for node, can_be_asked in self._told.items() if can_be_asked)
             self._send(ExchangeReady(up=up, problem=problem))
-        self._bargain.begin(self._peers)
+        self._negotiation.begin(self._peers)
 
     def _meet(self) -> str:
         """Returns what kept nodes away."""
@@ -139,11 +139,11 @@ class _Exchanger:
         peer = self._peers.get((self._config.node + 1) % self._config.num_nodes)
         if peer is None:
             return ""
-        peer.overdue.add(self._bargain)
+        peer.overdue.add(self._negotiation)
 
         def probe() -> None:
-            self._bargain.probe(peer)
-            peer.overdue.discard(self._bargain)
+            self._negotiation.probe(peer)
+            peer.overdue.discard(self._negotiation)
             self._tell(peer.node, "it answered")
 
         try:
@@ -162,13 +162,13 @@ class _Exchanger:
         reason = first_line(error)
         logger.info("The link to node %d broke: %s", peer.node, reason)
         self._fail_all(peer.node, reason)
-        self._bargain.lost()
+        self._negotiation.lost()
 
     # Orders of the agent
 
     def _ordered(self, order: object) -> None:
         if isinstance(order, RateMeasured):
-            self._bargain.measured(order)
+            self._negotiation.measured(order)
             return
         assert isinstance(order, FetchChunk | AskSize)
         job = Job(order, time.monotonic() + self._config.fetch_timeout_s)
@@ -234,7 +234,7 @@ class _Exchanger:
         key = order.key
         place = (self._names.index(key.name), key.epoch, key.chunk, order.chunk_size)
         request = Frame(kind=Kind.CHUNK, numbers=(*place, order.max_bytes, order.version))
-        if not self._crossing.fetch(key, order.version):
+        if not self._deadlock_guard.fetch(key, order.version):
             return ChunkNotFetched(key=key, reason="others wait for it here"), None
         try:
             answer, fd = peer.link.call(lane, request, sealed_file)
@@ -243,7 +243,7 @@ class _Exchanger:
             logger.warning("%s; it is preprocessed here.", reason)
             return ChunkNotFetched(key=key, reason=reason), None
         finally:
-            self._crossing.fetched(key)
+            self._deadlock_guard.fetched(key)
         if answer.status is Status.OUTGREW:
             return ChunkTooLarge(key=key, nbytes=answer.numbers[NUM_ECHOED]), None
         if fd is None:
@@ -275,20 +275,20 @@ class _Exchanger:
                 name = self._names[request.numbers[0]]
                 return Answer(numbers=(self._reader.chunk_size(name),))
             case Kind.PLAN:
-                return self._bargain.answer(request)
+                return self._negotiation.answer(request)
             case Kind.PROBE:
                 return echo(request)
 
     def _give(self, request: Frame) -> Answer:
         name, epoch, chunk, size, max_bytes, version = request.numbers[:6]
         key = ChunkKey(self._names[name], epoch, chunk)
-        if not self._crossing.give(key, version):
+        if not self._deadlock_guard.give(key, version):
             return Answer(status=Status.REFUSED)
         memory, release_memory = self._reader.borrow(key, size)
 
         def release() -> None:
             release_memory()
-            self._crossing.given(key, version)
+            self._deadlock_guard.given(key, version)
 
         if memory is None:
             return Answer(status=Status.REFUSED, done=release)

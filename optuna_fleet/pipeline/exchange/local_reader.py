@@ -17,9 +17,9 @@ from optuna_fleet.pipeline.messages import (
     ChunkFailed,
     ChunkReady,
     ClosePass,
-    GiveBack,
     OpenPass,
     PassOpened,
+    ReturnToQueue,
 )
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 
@@ -51,7 +51,7 @@ class LocalReader:
                 message, fd = wire.receive(self._sock)
             except EOFError:
                 return
-            if isinstance(message, GiveBack):
+            if isinstance(message, ReturnToQueue):
                 self._close(message.pass_id)
                 continue
             assert isinstance(message, PassOpened | ChunkReady | ChunkFailed)

@@ -22,16 +22,16 @@ from optuna_fleet.pipeline.messages import (
     ChunkReady,
     ClosePass,
     FindHead,
-    GiveBack,
     HeadFound,
     OpenPass,
     PassOpened,
     ReturnChunks,
+    ReturnToQueue,
 )
 from optuna_fleet.pipeline.reader.batches import Batches, ReadPlan
 from optuna_fleet.pipeline.spec import PipelineSpec
 
-_FromAgent = PassOpened | HeadFound | ChunkReady | GiveBack | ChunkFailed
+_FromAgent = PassOpened | HeadFound | ChunkReady | ReturnToQueue | ChunkFailed
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 
@@ -276,7 +276,7 @@ class PipelineClient:
                 inbox.chunks[message.chunk] = _view(fd)
                 if message.brief:
                     self._give_back(message.pass_id, [message.chunk])
-            case GiveBack():
+            case ReturnToQueue():
                 self._give_back(message.pass_id, list(inbox.chunks))
             case ChunkFailed():
                 inbox.errors[message.chunk] = message.error

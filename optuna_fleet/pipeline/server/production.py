@@ -24,10 +24,10 @@ from optuna_fleet.pipeline.messages import (
     ProduceChunk,
     SampleMeasured,
 )
+from optuna_fleet.pipeline.server.autoscaler import Autoscaler
 from optuna_fleet.pipeline.server.decoded import DecodedStore
 from optuna_fleet.pipeline.server.instructions import Instruction, Produce
 from optuna_fleet.pipeline.server.notices import Notices
-from optuna_fleet.pipeline.server.staffing import Foreman
 from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
 from optuna_fleet.pipeline.server.workers import PreprocessorPool, Spawn
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size, count_chunks
@@ -130,7 +130,7 @@ class Production:
             on_unstarted=self._notices.unstarted,
             clock=clock,
         )
-        self.foreman = Foreman(self.pool, store, budgets, clock)
+        self.autoscaler = Autoscaler(self.pool, store, budgets, clock)
         self._unsized: dict[str, SampleMeasured] = {}
         self._unfetched: deque[Produce] = deque()
         self.exchange = Exchange(
@@ -186,7 +186,7 @@ class Production:
     def work(self) -> None:
         """Gives preprocessors work, of whom there may be more or fewer from now on."""
         self._give_work()
-        if self.foreman.review(num_measuring=len(self._measuring)):
+        if self.autoscaler.review(num_measuring=len(self._measuring)):
             self._give_work()
 
     def _give_work(self) -> None:
@@ -332,7 +332,7 @@ class Production:
         key, counts = message.key, self._counts
         counts.preprocessed += message.num_samples
         counts.busy_s += message.busy_s
-        self.foreman.count(key.name, message.num_samples, message.busy_s)
+        self.autoscaler.count(key.name, message.num_samples, message.busy_s)
         counts.num_loaded += message.num_loaded
         self._notices.count(key.name, message.num_samples, message.busy_s)
         num_chunks = count_chunks(self._lengths[key.name], self._chunk_sizes[key.name])

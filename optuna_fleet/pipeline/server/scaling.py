@@ -78,7 +78,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staffing:
+class ScalingDecision:
     """How many preprocessors there are to be, and why."""
 
     number: int
@@ -121,11 +121,11 @@ class Scaling:
             return True
         return window.elapsed_s >= IDLE_WINDOW_S and self._load(window) < LIGHT
 
-    def work_came(self) -> Staffing | None:
+    def work_came(self) -> ScalingDecision | None:
         """Tells that there is work; the answer is None if there is somebody for it."""
         return None if self.number else self._grow(1, "there is work again")
 
-    def judge(self, window: Window) -> Staffing:
+    def judge(self, window: Window) -> ScalingDecision:
         """Decides after a complete window, all of it with the present number."""
         load, starved = self._load(window), window.starved_s / window.elapsed_s
         before, self._doubled_from = self._doubled_from, None
@@ -134,13 +134,13 @@ class Scaling:
         if starved > STARVED and load >= SATURATED:
             return self._starved(window, before)
         if starved > STARVED or load > LIGHT:
-            return self._staffing(f"busy for {load:.0%} of the time")
+            return self._decision(f"busy for {load:.0%} of the time")
         return self._light(window, load)
 
     def _load(self, window: Window) -> float:
         return window.busy_s / (max(1, self.number) * window.elapsed_s)
 
-    def _starved(self, window: Window, before: int | None) -> Staffing:
+    def _starved(self, window: Window, before: int | None) -> ScalingDecision:
         now = _Throughput(window.work_s / window.elapsed_s, window.num_readers)
         known = self._measured.setdefault(self.number, now)
         if _differs(known.rate, now.rate) or _differs(known.num_readers, now.num_readers):
@@ -156,44 +156,44 @@ class Scaling:
         self._doubled_from = doubled_from
         return grown
 
-    def _hungry(self, window: Window) -> Staffing:
+    def _hungry(self, window: Window) -> ScalingDecision:
         """No more are allowed, or more were no help; but the load may not be what it was."""
         self._hungry_s += window.elapsed_s
         if self._hungry_s >= self._retry_s and self._limit > 1:
             self._forget()
             self._retry_s *= 2
             self.number = max(1, self.number // 2)
-            return self._staffing("trying whether fewer do as well")
-        return self._staffing("readers wait for data, but more are not allowed or no help")
+            return self._decision("trying whether fewer do as well")
+        return self._decision("readers wait for data, but more are not allowed or no help")
 
     def _forget(self) -> None:
         self._measured.clear()
         self._ceiling = self._limit
         self._hungry_s = 0.0
 
-    def _settle(self) -> Staffing:
+    def _settle(self) -> ScalingDecision:
         """The last doubling did not pay: the fewest that do as well as any."""
         best = max(known.rate for known in self._measured.values())
         self.number = min(n for n, known in self._measured.items() if known.rate >= CLOSE * best)
         self._ceiling = self.number
-        return self._staffing("readers wait for data, but more make no more of it")
+        return self._decision("readers wait for data, but more make no more of it")
 
-    def _light(self, window: Window, load: float) -> Staffing:
+    def _light(self, window: Window, load: float) -> ScalingDecision:
         self._light_s += window.elapsed_s
         enough = math.ceil(self.number * load / AIM)
         if enough < self.number and self._light_s >= self._patience_s:
             self.number, self._light_s, self._has_shrunk = enough, 0.0, True
-        return self._staffing(f"busy for only {load:.0%} of the time")
+        return self._decision(f"busy for only {load:.0%} of the time")
 
-    def _grow(self, number: int, reason: str) -> Staffing:
+    def _grow(self, number: int, reason: str) -> ScalingDecision:
         if self._has_shrunk:
             self._patience_s = min(2 * self._patience_s, MAX_PATIENCE_S)
             self._has_shrunk = False
         self.number = number
-        return self._staffing(reason)
+        return self._decision(reason)
 
-    def _staffing(self, reason: str) -> Staffing:
-        return Staffing(number=self.number, reason=reason)
+    def _decision(self, reason: str) -> ScalingDecision:
+        return ScalingDecision(number=self.number, reason=reason)
 
 
 def _differs(one: float, other: float) -> bool:

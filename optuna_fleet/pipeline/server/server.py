@@ -18,11 +18,11 @@ from optuna_fleet.pipeline.messages import (
     ChunkReady,
     ClosePass,
     FindHead,
-    GiveBack,
     HeadFound,
     OpenPass,
     PassOpened,
     ReturnChunks,
+    ReturnToQueue,
 )
 from optuna_fleet.pipeline.preprocessor.payload import PayloadFile
 from optuna_fleet.pipeline.server.instructions import (
@@ -191,7 +191,7 @@ class PipelineServer:
             decoded_bytes=self._production.decoded_bytes,
             spilled_bytes=self._store.resident_bytes("disk"),
             num_lost=self._production.pool.num_lost,
-            use=self._production.foreman.use(),
+            use=self._production.autoscaler.use(),
         )
 
     def _resident_bytes(self) -> int:
@@ -325,6 +325,6 @@ class PipelineServer:
                 ready = ChunkReady(pass_id=number, chunk=key.chunk, brief=brief)
                 send(ready, self._files[key])
             case Recall():
-                send(GiveBack(pass_id=number))
+                send(ReturnToQueue(pass_id=number))
             case Refuse(key=key, error=error):
                 send(ChunkFailed(pass_id=number, chunk=key.chunk, error=error))

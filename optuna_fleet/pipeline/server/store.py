@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from optuna_fleet.pipeline.messages import ChunkError
+from optuna_fleet.pipeline.server.eviction import EvictionPolicy
 from optuna_fleet.pipeline.server.instructions import (
     Drop,
     Grant,
@@ -25,7 +26,6 @@ from optuna_fleet.pipeline.server.instructions import (
 )
 from optuna_fleet.pipeline.server.meter import Queue
 from optuna_fleet.pipeline.server.passes import Pass
-from optuna_fleet.pipeline.server.residency import Residency
 from optuna_fleet.pipeline.spec import ChunkKey, Place
 
 MAX_DEATHS = 3
@@ -70,7 +70,7 @@ class ChunkStore:
         self._budgets: dict[Place, int] = {"memory": memory_bytes, "disk": disk_bytes}
         self._max_chunks = max_chunks
         self._window = window
-        self._residency = Residency(fixed, rolling=rolling)
+        self._eviction = EvictionPolicy(fixed, rolling=rolling)
         self._sizes: dict[str, _Size] = {}
         self._passes: dict[Hashable, Pass] = {}
         self._heads: Counter[str] = Counter()  # chunks before the farthest place of any pass
@@ -82,15 +82,15 @@ class ChunkStore:
     @property
     def num_resident(self) -> int:
         """Number of resident chunks."""
-        return len(self._residency)
+        return len(self._eviction)
 
     def resident_bytes(self, place: Place = "memory") -> int:
         """Returns the bytes of all resident chunks."""
-        return self._residency.total_bytes(place)
+        return self._eviction.total_bytes(place)
 
     def lent_bytes(self, place: Place = "memory") -> int:
         """Returns the bytes of the chunks that passes hold."""
-        return self._residency.total_bytes(place) - self._residency.idle_bytes(place)
+        return self._eviction.total_bytes(place) - self._eviction.idle_bytes(place)
 
     def planned_bytes(self) -> int:
         """Returns the bytes of all chunks in memory, those in production included."""
@@ -100,7 +100,7 @@ class ChunkStore:
         """Changes a budget from now on."""
         self._budgets[place] = nbytes
         drops: list[Instruction] = []
-        while self._over(place, 0) and (key := self._residency.drop_worst(spare=0)):
+        while self._over(place, 0) and (key := self._eviction.drop_worst(spare=0)):
             drops.append(Drop(key=key))
         return drops
 
@@ -120,13 +120,13 @@ class ChunkStore:
         assert name in self._sizes, name
         assert pass_id not in self._passes, pass_id
         self._passes[pass_id] = Pass(name=name, epoch=epoch, cursor=cursor, continues=continues)
-        self._residency.set_cursor(pass_id, name, epoch, cursor)
+        self._eviction.set_cursor(pass_id, name, epoch, cursor)
 
     def move(self, pass_id: Hashable, cursor: int) -> None:
         """Notes the first chunk that the pass still needs."""
         record = self._passes[pass_id]
         record.cursor = cursor
-        self._residency.set_cursor(pass_id, record.name, record.epoch, cursor)
+        self._eviction.set_cursor(pass_id, record.name, record.epoch, cursor)
         self._reached(record, cursor)
 
     def request(self, pass_id: Hashable, chunk: int, *, urgent: bool) -> list[Instruction]:
@@ -135,7 +135,7 @@ class ChunkStore:
         if chunk in record.held:
             return []
         key = record.key(chunk)
-        if key in self._residency:
+        if key in self._eviction:
             return self._lend(pass_id, key, urgent=urgent)
         self._failed.discard(key)
         record.wanted.add(chunk)
@@ -149,7 +149,7 @@ class ChunkStore:
         for chunk in chunks:
             if chunk in record.held:
                 record.held.discard(chunk)
-                self._residency.unpin(record.key(chunk))
+                self._eviction.unpin(record.key(chunk))
         record.recalled &= bool(record.held)
 
     def close_pass(self, pass_id: Hashable, end: int = 0) -> None:
@@ -167,8 +167,8 @@ class ChunkStore:
             if not waiting:
                 del self._waiting[record.key(chunk)]
         for chunk in record.held:
-            self._residency.unpin(record.key(chunk))
-        self._residency.remove_cursor(pass_id, record.name, record.epoch)
+            self._eviction.unpin(record.key(chunk))
+        self._eviction.remove_cursor(pass_id, record.name, record.epoch)
 
     def head(self, name: str) -> tuple[int, int]:
         """Returns the epoch and the chunk up to which passes have come: it never goes back."""
@@ -183,10 +183,10 @@ class ChunkStore:
     def _lend(self, pass_id: Hashable, key: ChunkKey, *, urgent: bool) -> list[Instruction]:
         record = self._passes[pass_id]
         record.wanted.discard(key.chunk)
-        self._residency.pin(key)
-        brief = self._is_short(self._residency.place(key))
+        self._eviction.pin(key)
+        brief = self._is_short(self._eviction.place(key))
         if brief and not urgent:  # it will be asked for again
-            self._residency.unpin(key)
+            self._eviction.unpin(key)
             return []
         record.held.add(key.chunk)
         return [Grant(pass_id=pass_id, key=key, brief=brief)]
@@ -214,7 +214,7 @@ class ChunkStore:
             end = min(record.cursor + self._window, self._sizes[record.name].num_chunks)
             ahead = range(record.cursor + 1, end)
             num_ahead += len(ahead)
-            num_ready += sum(record.key(chunk) in self._residency for chunk in ahead)
+            num_ready += sum(record.key(chunk) in self._eviction for chunk in ahead)
         has_work = next(self._candidates(), None) is not None
         return Queue(num_ready=num_ready, num_ahead=num_ahead, has_work=has_work)
 
@@ -265,7 +265,7 @@ class ChunkStore:
         order = self._producing.pop(key)
         assert nbytes <= order.max_bytes, (nbytes, order)
         self._deaths.pop(key, None)
-        self._residency.add(key, nbytes, order.place)
+        self._eviction.add(key, nbytes, order.place)
         size = self._sizes[key.name]
         if size.is_estimate and key.chunk + 1 < size.num_chunks:
             size.chunk_bytes, size.is_estimate = nbytes, False
@@ -322,7 +322,7 @@ class ChunkStore:
         places = dict.fromkeys(  # readers of a like pace are at the same place
             (record.name, record.epoch, record.cursor)
             for record in self._passes.values()
-            if self._residency.num_chunks(record.name, record.epoch)
+            if self._eviction.num_chunks(record.name, record.epoch)
             < self._sizes[record.name].num_chunks
         )
         for distance in range(self._window if places else 0):
@@ -340,7 +340,7 @@ class ChunkStore:
                 yield from filter(self._is_absent, keys)
 
     def _is_absent(self, key: ChunkKey) -> bool:
-        known = (self._residency, self._producing, self._failed)
+        known = (self._eviction, self._producing, self._failed)
         return not any(key in records for records in known)
 
     def _over(self, place: Place, extra_bytes: int, extra_chunks: int = 0) -> bool:
@@ -366,7 +366,7 @@ class ChunkStore:
             return [], None  # known beforehand: not even without all idle chunks
         drops: list[Instruction] = []
         while (place := self._fitting(nbytes)) is None:
-            key = self._residency.drop_worst(spare=0 if urgent else self._window)
+            key = self._eviction.drop_worst(spare=0 if urgent else self._window)
             if key is None:
                 break
             drops.append(Drop(key=key))
@@ -376,7 +376,7 @@ class ChunkStore:
         places: tuple[Place, ...] = ("memory", "disk")
         return any(
             not self._over(
-                place, nbytes - self._residency.idle_bytes(place), 1 - self._residency.num_idle
+                place, nbytes - self._eviction.idle_bytes(place), 1 - self._eviction.num_idle
             )
             for place in places
         )

@@ -18,7 +18,7 @@ _TOLERANCE = 1e-9  # unlike devices add up in an order of their own
 
 
 @torch.no_grad()
-def come_apart(objects: Sequence[Any]) -> list[str]:
+def find_divergence(objects: Sequence[Any]) -> list[str]:
     """Returns what differs between the ranks; called on all of them alike, one collective.
 
     Args:

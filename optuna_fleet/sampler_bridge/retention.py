@@ -15,7 +15,7 @@ from optuna_fleet.checkpoint_folder import StudyFolder
 from optuna_fleet.sampler_bridge import compat
 
 
-class Keeper:
+class CheckpointRetention:
     """Keeps the final checkpoints of the best `num_kept` trials of a study that have left one.
 
     With several objectives these are the latest of the Pareto front. Of those the worst go until

@@ -14,7 +14,7 @@ Predictor = Callable[[Any], float | None]
 """From a running trial (an `optuna.trial.FrozenTrial`) to the epochs it will take in all."""
 
 
-class Judge:
+class EpochEvaluator:
     """Asks the user's convergence criterion and predictor about the trials of one call."""
 
     def __init__(self, job: Job, ledger: Ledger) -> None:

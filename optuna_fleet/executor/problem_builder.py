@@ -15,7 +15,7 @@ Rates = tuple[float, ...]
 """(r(1), r(2), ...) in samples/s."""
 
 
-class Poser:
+class ProblemBuilder:
     """Poses problems about one fleet under one policy."""
 
     def __init__(self, fleet: Fleet, policy: Policy, profiles: Profiles) -> None:
@@ -59,7 +59,7 @@ class Poser:
         """Whether a plan may move it to other devices, sooner or later."""
         if trial.run is None or trial.model is None or not trial.model.resumable:
             return False
-        if trial.run.cut or trial.run.lost or trial.run.fixed or trial.run.is_moving:
+        if trial.run.aborted or trial.run.lost or trial.run.fixed or trial.run.is_moving:
             return False
         if trial.run.endings and trial.run.stage is not Stage.AT_REST:
             return False  # it is about to end, and others may fly already where its ranks were
@@ -71,7 +71,7 @@ class Poser:
         own = (d for run in runs for d in run.devices if roster.run_on(d) is run)
         return {*roster.free(), *own}
 
-    def pose(
+    def build(
         self,
         candidates: list[Trial],
         roster: Roster,
@@ -96,7 +96,7 @@ class Poser:
     def _candidate(self, trial: Trial, usable: set[int]) -> Candidate:
         model = trial.model
         assert model is not None
-        home = tuple(d for d in trial.home if d in usable)
+        home = tuple(d for d in trial.previous_devices if d in usable)
         devices = trial.run.devices if trial.run else home
         rates, rates_by_kind = self._rates(model, devices, trial.most_devices)
         return Candidate(

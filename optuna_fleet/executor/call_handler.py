@@ -13,22 +13,22 @@ from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.messages import Call, Remark, Reply
 from optuna_fleet.packing import pack, pack_error, unpack
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.keeper import Keeper
+from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
-from optuna_fleet.sampler_bridge.thinker import Thinker
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 
 _SLOW_S = 0.1
 
 
-class Desk:
+class CallHandler:
     """Carries out rank 0's calls, and gives the other ranks the same answers."""
 
-    def __init__(self, runtime: Runtime, ledger: Ledger, keeper: Keeper) -> None:
+    def __init__(self, runtime: Runtime, ledger: Ledger, retention: CheckpointRetention) -> None:
         self._runtime = runtime
         self._ledger = ledger
-        self._keeper = keeper
+        self._retention = retention
         self._remarks = Remarks()
-        self._thinker: Thinker | None = None
+        self._sampler: BackgroundSampler | None = None
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
     def take(self, run: RunRecord, call: Call | Remark) -> int | None:
@@ -67,22 +67,22 @@ class Desk:
 
         So the sampler serves one trial at a time; all other calls go on meanwhile.
         """
-        while self._waiting and not self.thinking():
+        while self._waiting and not self.sampling():
             run, call = self._waiting[0]
             trial = self._ledger.unsampled(run.launch.number, call)
-            if trial is not None and self._thinker is not None:
-                self._thinker.start(trial)
+            if trial is not None and self._sampler is not None:
+                self._sampler.start(trial)
                 return
             self._waiting.popleft()
             began = time.monotonic()
             self._answer(run, call, self._carried_out(run, call))
             is_slow = trial is not None and time.monotonic() - began > _SLOW_S
             if is_slow and not compat.is_bound_to_thread(self._ledger.study):
-                self._thinker = Thinker(self._ledger.study)
+                self._sampler = BackgroundSampler(self._ledger.study)
 
-    def thinking(self) -> tuple[Thinker, ...]:
+    def sampling(self) -> tuple[BackgroundSampler, ...]:
         """The sampler's thread if it is at work: what to wait for, and then to `go_on`."""
-        return (self._thinker,) if self._thinker is not None and self._thinker.is_busy else ()
+        return (self._sampler,) if self._sampler is not None and self._sampler.is_busy else ()
 
     def go_on(self) -> bool:
         """Answer the trial that the sampler has thought for, if so, and then those in line.
@@ -90,9 +90,9 @@ class Desk:
         Raises:
             StorageLostError: That was what the sampler met with.
         """
-        if self._thinker is None or not self._thinker.is_done:
+        if self._sampler is None or not self._sampler.is_done:
             return False
-        error = self._thinker.take()
+        error = self._sampler.take()
         run, call = self._waiting.popleft()
         if isinstance(error, StorageLostError):
             raise error
@@ -106,8 +106,8 @@ class Desk:
 
     def end(self) -> None:
         """The call is over."""
-        if self._thinker is not None:
-            self._thinker.close()
+        if self._sampler is not None:
+            self._sampler.close()
 
     # -- other calls ------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Desk:
                 value = None
             elif (call.target, call.name) == ("fleet", "is_among_best"):
                 (returned,), _ = unpack(call.arguments)
-                value = self._keeper.is_among_best(returned)
+                value = self._retention.is_among_best(returned)
             else:
                 value = self._ledger.carry_out(number, call)
             return Reply(run_id=call.run_id, index=call.index, value=pack(value))

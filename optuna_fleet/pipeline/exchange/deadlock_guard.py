@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable
 
 
-class Crossing:
+class DeadlockGuard:
     """What is fetched and given at the moment, by versions of the plan; for many threads."""
 
     def __init__(self) -> None:

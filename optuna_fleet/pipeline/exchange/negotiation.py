@@ -34,7 +34,7 @@ class Report:
     latency_s: float
 
 
-class Bargain:
+class PlanNegotiation:
     """One node's part in it; does nothing but keep the plan if the scheme is forced.
 
     Args:

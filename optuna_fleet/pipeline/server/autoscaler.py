@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from optuna_fleet.pipeline.limits import Budgets
 from optuna_fleet.pipeline.server.meter import Levels, Meter, Queue
-from optuna_fleet.pipeline.server.scaling import Scaling, Staffing, Window
+from optuna_fleet.pipeline.server.scaling import Scaling, ScalingDecision, Window
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.server.workers import PreprocessorPool
 from optuna_fleet.pipeline.stats import PipelineUse
@@ -31,7 +31,7 @@ class _Marks:
     work_s: float
 
 
-class Foreman:
+class Autoscaler:
     """Watches queues and preprocessors, at each event of the pipeline; there is no timer.
 
     Args:
@@ -110,7 +110,7 @@ class Foreman:
         return self._queue
 
     def _rescale(self, scaling: Scaling) -> None:
-        staffing: Staffing | None = None
+        staffing: ScalingDecision | None = None
         if self._pool.pids:
             staffing = scaling.work_came()
         if staffing is None and not self._pool.has_fresh:

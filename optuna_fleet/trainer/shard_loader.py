@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from optuna_fleet.events import RateMeasured
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import Reached, Trained
+from optuna_fleet.messages import FirstBatchRequested, Trained
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.bounds import Bounds
@@ -27,7 +27,7 @@ from optuna_fleet.trainer.stopwatch import Stopwatch
 
 
 @dataclass(slots=True)
-class Place:
+class EpochPosition:
     """Where the objective is in its epochs.
 
     Attributes:
@@ -41,7 +41,7 @@ class Place:
     is_inside: bool = False
 
 
-class Reading:
+class ShardLoader:
     """What `FleetTrial.batches` does.
 
     Args:
@@ -49,7 +49,7 @@ class Reading:
         pipeline: Where samples come from.
         device: Where the trial computes.
         modules: What was prepared so far; grows while the objective runs.
-        place: Kept up to date by whoever counts epochs.
+        position: Kept up to date by whoever counts epochs.
         shares: Told which part of each batch this rank holds.
         split_check: Told of training batches, if it is given.
 
@@ -63,7 +63,7 @@ class Reading:
         pipeline: PipelineClient | InlineClient | None,
         device: torch.device,
         modules: list[torch.nn.Module],
-        place: Place,
+        position: EpochPosition,
         shares: BatchShares,
         split_check: SplitCheck | None,
     ) -> None:
@@ -77,7 +77,7 @@ class Reading:
         self._pipeline = pipeline
         self._device = device
         self._modules = modules
-        self._place = place
+        self._position = position
         self._split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
@@ -110,7 +110,7 @@ class Reading:
 
     def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
         """Number of global batches in an epoch."""
-        return len(self._pass(name, batch_size, drop_last, self._place.epoch, 0))
+        return len(self._pass(name, batch_size, drop_last, self._position.epoch, 0))
 
     def read(self, name: str, batch_size: int, drop_last: bool) -> Iterator[Any]:
         """Yield this rank's shards, on the trial's device."""
@@ -180,7 +180,7 @@ class Reading:
         """The epoch to read, and the sample in it to begin with, the same on all ranks."""
         assert self._pipeline is not None
         if not self._pipeline.rolls(name):
-            return self._place.epoch, 0
+            return self._position.epoch, 0
         assert isinstance(self._pipeline, PipelineClient)
         head = self._pipeline.head(name) if self._run.rank == 0 else (0, 0)
         epoch, origin = of_first_rank(head)
@@ -197,11 +197,11 @@ class Reading:
             world_size=self._run.world_size,
             drop_last=drop_last,
             dummy=True,
-            continues=self._place.epoch + 1 < self._place.num_epochs,
+            continues=self._position.epoch + 1 < self._position.num_epochs,
         )
 
     def _check_order(self, name: str, has_epochs: bool) -> None:
-        if not has_epochs or self._place.is_inside:
+        if not has_epochs or self._position.is_inside:
             return
         self._read_outside[name] += 1
         if self._read_outside[name] == 2:
@@ -228,17 +228,17 @@ class Reading:
         self._samples_per_epoch = samples = self._pipeline.sample_count(name)
         if self._run.rank == 0:
             self._session.send(
-                Reached(
+                FirstBatchRequested(
                     run_id=self._run.run_id,
                     structure=self._structure(name, batch_size),
-                    resumable=self._place.is_inside,
+                    resumable=self._position.is_inside,
                     batch_size=batch_size,
                     samples_per_epoch=samples,
                     min_devices=self.bounds.min_devices,
                     max_devices=self.bounds.max_devices,
                 )
             )
-        if self._place.is_inside and self.bounds.min_devices > self._run.world_size:
+        if self._position.is_inside and self.bounds.min_devices > self._run.world_size:
             self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
         if batch_size > samples:
             self._session.tell(
@@ -289,13 +289,13 @@ def _is_trained(module: torch.nn.Module) -> bool:
 class Shards:
     """One epoch's batches of a data set, this rank's share of each."""
 
-    def __init__(self, reading: Reading, name: str, batch_size: int, drop_last: bool) -> None:
-        self._reading = reading
+    def __init__(self, reading: ShardLoader, name: str, batch_size: int, drop_last: bool) -> None:
+        self._loader = reading
         self._arguments = (name, batch_size, drop_last)
 
     def __len__(self) -> int:
         """Number of steps in the epoch, the same on every rank."""
-        return self._reading.num_steps(*self._arguments)
+        return self._loader.num_steps(*self._arguments)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._reading.read(*self._arguments)
+        return self._loader.read(*self._arguments)

@@ -55,7 +55,7 @@ class _Epoch:
                 yield _Victim(0, distance, chunk)
 
 
-class Residency:
+class EvictionPolicy:
     """Accounts for resident chunks and ranks them.
 
     Chunks no open pass will come to go first, latest epoch first (in a rolling order the oldest,

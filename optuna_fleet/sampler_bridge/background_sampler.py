@@ -10,7 +10,7 @@ import optuna
 from optuna_fleet.sampler_bridge import compat
 
 
-class Thinker:
+class BackgroundSampler:
     """Samples for one trial at a time; to Optuna it is one of the threads of ``n_jobs=2``.
 
     Attributes:

@@ -20,7 +20,7 @@ from optuna_fleet.sampler_bridge import compat
 CLAIM_PREFIX = "optuna_fleet:claim:"
 
 
-class Claims:
+class TrialOwnership:
     """The trials of one call, which may have begun in a process that is dead.
 
     Args:
@@ -31,8 +31,8 @@ class Claims:
         lock: What this process holds the folder with.
 
     Attributes:
-        orphans: Trials that a dead driver left RUNNING and that this call goes on with.
-        num_launched: How many trials the call has launched so far, the orphans included.
+        interrupted_trials: Trials that a dead driver left RUNNING and that this call goes on with.
+        num_launched: How many trials the call has launched so far, these included.
 
     Raises:
         FleetConfigError: The folder can't be written to.
@@ -52,7 +52,7 @@ class Claims:
         self._call = CallRecord(
             study=study.study_name, id=uuid.uuid4().hex, n_trials=n_trials, timeout=timeout
         )
-        self.orphans: list[optuna.Trial] = []
+        self.interrupted_trials: list[optuna.Trial] = []
         self.num_launched = 0
         last = folder.last_call()
         try:
@@ -67,7 +67,7 @@ class Claims:
             ) from error
         complete = compat.trials_of(study, TrialState.COMPLETE)
         folder.drop_all_but(
-            unfinished={trial.number for trial in self.orphans},
+            unfinished={trial.number for trial in self.interrupted_trials},
             finals={trial.number for trial in complete},
         )
 
@@ -86,7 +86,7 @@ class Claims:
         for trial in trials:
             if trial.state is TrialState.WAITING:  # given back: anybody's
                 compat.set_record(self._study, trial, self._key, None)
-        self.orphans = [compat.trial_of(self._study, trial) for trial in running]
+        self.interrupted_trials = [compat.trial_of(self._study, trial) for trial in running]
         if trials:
             # A sampler with a seed would otherwise propose again what it proposed at first.
             self._study.sampler.reseed_rng()

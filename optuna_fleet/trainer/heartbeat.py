@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.messages import Phase, Pulse
+from optuna_fleet.messages import Heartbeat, Phase
 from optuna_fleet.trainer.loops import NOT_THE_USERS
 from optuna_fleet.trainer.session import DriverGoneError, Session
 
@@ -22,8 +22,8 @@ _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
 @contextmanager
-def beating(session: Session, interval_s: float | None) -> Iterator[None]:
-    """Send a `Pulse` for the run every so many seconds; called in the thread that runs it.
+def sending_heartbeats(session: Session, interval_s: float | None) -> Iterator[None]:
+    """Send a `Heartbeat` for the run every so many seconds; called in the thread that runs it.
 
     Raises:
         LaunchError: There can be no thread for it.
@@ -50,7 +50,9 @@ class _Heart:
         self._interval_s = interval_s
         self._main = threading.get_ident()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="optuna-fleet-pulse", daemon=True)
+        self._thread = threading.Thread(
+            target=self._beat, name="optuna-fleet-heartbeat", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -62,7 +64,7 @@ class _Heart:
         while not self._over.wait(self._interval_s):
             session = self._session
             where, phase = _where(self._main)
-            pulse = Pulse(
+            heartbeat = Heartbeat(
                 run_id=session.run.run_id,
                 rank=session.run.rank,
                 progress=session.progress,
@@ -72,7 +74,7 @@ class _Heart:
                 phase=phase,
             )
             try:
-                session.send_aside(pulse)
+                session.send_aside(heartbeat)
             except DriverGoneError:
                 return
 

@@ -63,7 +63,7 @@ def is_gone(error: BaseException | None) -> bool:
     return isinstance(error, optuna.exceptions.StorageInternalError) and is_gone(error.__cause__)
 
 
-class PatientStorage:
+class RetryingStorage:
     """Stands in for a study's storage and waits while that is gone.
 
     Each method is one transaction, called again until it goes through. It may have gone through
@@ -238,17 +238,17 @@ class PatientStorage:
             compat.fleet_logger.warning(f"The study's storage is back after {gone_s:.1f} s.")
 
 
-def be_patient(study: optuna.Study, patience_s: float) -> None:
+def retry_storage(study: optuna.Study, patience_s: float) -> None:
     """Make the study wait for its storage; one in memory is never gone."""
     storage: Any = compat.storage_of(study)
-    if not isinstance(storage, optuna.storages.InMemoryStorage | PatientStorage):
-        compat.set_storage(study, PatientStorage(storage, patience_s))
+    if not isinstance(storage, optuna.storages.InMemoryStorage | RetryingStorage):
+        compat.set_storage(study, RetryingStorage(storage, patience_s))
 
 
-def end_patience(study: optuna.Study) -> None:
+def stop_retrying(study: optuna.Study) -> None:
     """Give the study its own storage back."""
     storage: Any = compat.storage_of(study)
-    if isinstance(storage, PatientStorage):
+    if isinstance(storage, RetryingStorage):
         compat.set_storage(study, storage.itself)
 
 

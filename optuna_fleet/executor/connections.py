@@ -24,7 +24,7 @@ class Readable(Protocol):
         ...
 
 
-class Hub:
+class Connections:
     """Accepts the agents and trainers of one executor and hands over their messages in order.
 
     It never waits for one of them: not for the rest of a message, nor until one takes a message.
