@@ -52,6 +52,14 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def clean_up_after_parent() -> None:
+    """Has the kernel wake this process, instead of killing it, when its parent is gone.
+
+    For one that notices by itself and has something to clean up; it may be stopped then.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def cause_of_death(exit_code: int) -> str:
     """Returns how a process ended, in words; a negative code is a signal."""
     if exit_code >= 0:
@@ -112,7 +120,8 @@ class ModuleProcess:
     """``main()`` of a module of ours in a new process, in a session of its own.
 
     Ctrl-C is thus for the process that started it. It ends by itself when it has no more work,
-    and is killed by the kernel with the process that started it.
+    and is killed by the kernel with the process that started it, unless ``main`` calls
+    `clean_up_after_parent`.
 
     Args:
         module: Name of the module.

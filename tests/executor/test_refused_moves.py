@@ -14,6 +14,7 @@ import torch
 from optuna_fleet import FleetExecutor
 from optuna_fleet.alloc.assembly import assemble
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
+from optuna_fleet.policies import POLICIES, Own
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import small_model, small_pipeline, train_epoch
 
@@ -81,9 +82,9 @@ def test_nobody_waits_for_a_trial_that_can_not_be_moved(
         raise AssertionError(f"trial {trial.number} has waited for the other in vain")
 
     study = optuna.create_study()
-    with FleetExecutor(
-        small_pipeline(), devices=3, device_type="cpu", policy=policy, allocator=Restless()
-    ) as fleet:
+    paradigm = POLICIES[policy]().paradigm
+    own = Own(allocator=Restless(), paradigm=paradigm)
+    with FleetExecutor(small_pipeline(), devices=3, device_type="cpu", policy=own) as fleet:
         study.optimize(objective, n_trials=2, executor=fleet)
     assert len(flights_of(study)[0]) == 1
     assert log.getvalue().count("can't change its devices") == 1

@@ -302,7 +302,8 @@ def delete_the_folder_once(trial: Any, *, root: Path, flag: Path) -> float:
     for epoch in trial.epochs(3):
         if epoch == 1 and not flag.exists():
             flag.touch()
-            shutil.rmtree(root)
+            while root.exists():  # it may be written to at this moment
+                shutil.rmtree(root, ignore_errors=True)
         if epoch == 2:  # the epoch before left a checkpoint
             (call,) = root.glob("*/call.json")
             trial.set_user_attr("call", json.loads(call.read_text())["id"])

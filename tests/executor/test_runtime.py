@@ -311,7 +311,7 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     driver: Any = SimpleNamespace(
         _job=SimpleNamespace(checkpoint_interval_s=0.0),
         _proposals=SimpleNamespace(keep_record=lambda: None),
-        _call_handler=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
+        _calls=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
     )
     Driver._answer_epoch(driver, run, EpochDecision.GO)
     assert answers == [EpochDecision.CHECKPOINT]
@@ -323,7 +323,7 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
 class FakeRuntime:
     """Has a store when it is told to; notes who is sent to which device."""
 
-    fleet = ("a device",)
+    fleet = SimpleNamespace(widest=4)
 
     def __init__(self) -> None:
         self.store: StoreReady | None = None

@@ -291,7 +291,7 @@ def test_patience_has_an_end(
     storages: Storages, fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     study = new_study(storages.new("journal"))
-    monkeypatch.setattr(fleet, "_storage_patience_s", 0.3)
+    monkeypatch.setattr(fleet, "_limits", Limits(storage_patience_s=0.3))
     leave = after_trial(2, storages.leave)
     with pytest.raises(StorageLostError, match=r"0.3 s.*storage_patience_s.*FileNotFoundError"):
         fleet.optimize(study, objective, catch=ZeroDivisionError, callbacks=[leave])

@@ -41,6 +41,7 @@ from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.processes import (
     Forks,
     cause_of_death,
+    clean_up_after_parent,
     end_session,
     preload,
     run_loop,
@@ -272,5 +273,6 @@ def main() -> None:
     preload(config.preload)
     agent = Agent(config)
     del config  # large: the agent lets go of it when it can
+    clean_up_after_parent()
     agent.serve()
     end_session()
