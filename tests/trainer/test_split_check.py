@@ -298,11 +298,24 @@ def test_a_large_model_that_makes_its_loss(
     monkeypatch.setattr(worlds, "MOST_NUMBERS", 10)
     model = WithLoss(weight)
     checked = Checked(model)
-    hooked: list[Tensor] = []
+    hooked: list[Any] = []
+    calls_seen: list[Any] = []
     model.network[0].weight.register_hook(hooked.append)
+    model.network.register_forward_hook(lambda *call: calls_seen.append(call))
     found = checked.train(lambda m, x, y: m(x, labels=y)["loss"].backward())
     assert found is (weight is not None)
-    assert len(hooked) == 3  # by the objective's own steps alone
+    assert len(hooked) == len(calls_seen) == 3  # by the objective's own steps alone
+
+
+def test_a_copy_of_a_large_model_takes_no_memory() -> None:
+    model = network()
+    twin = cuts.twin_of(model, shares_weights=True)
+    for own, its in zip(model.parameters(), twin.parameters(), strict=True):
+        assert its.data_ptr() == own.data_ptr()
+        assert its is not own
+    twin(torch.ones(2, 6)).sum().backward()
+    assert all(own.grad is None for own in model.parameters())
+    assert model.training
 
 
 @pytest.mark.usefixtures("too_large")
