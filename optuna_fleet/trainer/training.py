@@ -136,7 +136,9 @@ class Training:
         number, least = self._run.number, self._loader.bounds.min_devices
         devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
         if max_devices < least:
-            raise TrialError(f"{why} It could go on on {devices}, but its `min_devices` is {least}.")
+            raise TrialError(
+                f"{why} It could go on on {devices}, but its `min_devices` is {least}."
+            )
         self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=max_devices))
         remark = Remark(
             run_id=self._run.run_id,

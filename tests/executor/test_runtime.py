@@ -231,13 +231,17 @@ def test_a_stopped_process_ends_with_the_one_that_started_it() -> None:
     os.close(stopped)
 
 
-def test_a_process_that_can_not_be_started_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("place", [(subprocess, "Popen"), (os, "pidfd_open")])
+def test_a_process_that_can_not_be_started_says_what_to_do_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, place: Any
 ) -> None:
     refuse = mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "Resource unavailable"))
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(LaunchError, match=r"Resource unavailable.*ulimit -n.*ulimit -u"):
-        ModuleProcess("json.tool", None, environment={})
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, refuse)
+        with pytest.raises(LaunchError, match=r"Resource unavailable.*ulimit -n.*ulimit -u"):
+            ModuleProcess("json.tool", None, environment={})
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
 def test_a_process_may_be_closed_again() -> None:
@@ -311,7 +315,7 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     driver: Any = SimpleNamespace(
         _job=SimpleNamespace(checkpoint_interval_s=0.0),
         _proposals=SimpleNamespace(keep_record=lambda: None),
-        _call_handler=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
+        _calls=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
     )
     Driver._answer_epoch(driver, run, EpochDecision.GO)
     assert answers == [EpochDecision.CHECKPOINT]

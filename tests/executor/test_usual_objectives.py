@@ -139,9 +139,7 @@ def test_a_trial_that_needs_fewer_devices_than_it_may_have_fails(usual_fleet: An
     """Else it would be begun again and again."""
     study = optuna.create_study()
     with pytest.raises(TrialError, match="on 2 devices at most, but its `min_devices` is 3"):
-        study.optimize(
-            objectives.bounded_and_sums_in_each_step, n_trials=1, executor=usual_fleet
-        )
+        study.optimize(objectives.bounded_and_sums_in_each_step, n_trials=1, executor=usual_fleet)
     assert study.trials[0].state is optuna.trial.TrialState.FAIL
 
 
