@@ -137,6 +137,8 @@ class ModuleProcess:
             self._configure(config)
         except BaseException:
             self.kill()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
             raise
 
     def _started(

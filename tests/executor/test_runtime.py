@@ -327,7 +327,7 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
 class FakeRuntime:
     """Has a store when it is told to; notes who is sent to which device."""
 
-    fleet = ("a device",)
+    widest = 1
 
     def __init__(self) -> None:
         self.store: StoreReady | None = None
