@@ -157,6 +157,13 @@ class DeviceLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLeftOut:
+    """A device is lost and will not come back; it may be said again."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFailed:
     """A run broke a limit of its trial: it has to end at once, and the trial with it."""
 
@@ -189,6 +196,7 @@ Event: TypeAlias = (
     | EpochEnded
     | RankEnded
     | DeviceLost
+    | DeviceLeftOut
     | RunFailed
     | DeviceJoined
     | PlanDecided

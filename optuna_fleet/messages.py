@@ -146,7 +146,7 @@ class StoreLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineNotice:
-    """Something about the preprocessing that the user should know, as a sentence."""
+    """Something about the node that the user should know, as a sentence."""
 
     text: str
 

@@ -138,13 +138,16 @@ class ModuleProcess:
         environment: Mapping[str, str],
         pass_fds: Sequence[int] = (),
     ) -> None:
+        self._pidfd = -1
         self._starter: _Starter | None = None
         self._process = self._started(module, environment, pass_fds)
-        self._pidfd = os.pidfd_open(self._process.pid)
         try:
+            self._pidfd = _pidfd_of(self._process)
             self._configure(config)
         except BaseException:
             self.kill()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
             raise
 
     def _started(
@@ -246,10 +249,7 @@ class _Starter:
             self._thread.start()
             return self._started.result()
         except (OSError, RuntimeError) as error:  # the second: no thread
-            raise LaunchError(
-                f"A process of the fleet can't be started ({error}): allow more open files and "
-                "processes (`ulimit -n`, `ulimit -u`, the limits of the container)."
-            ) from error
+            raise _cannot_start(error) from error
 
     def end(self) -> None:
         """The process is gone."""
@@ -262,6 +262,20 @@ class _Starter:
             self._started.set_exception(error)
         else:
             self._over.wait()
+
+
+def _pidfd_of(process: subprocess.Popen[bytes]) -> int:
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError as error:
+        raise _cannot_start(error) from error
+
+
+def _cannot_start(error: Exception) -> LaunchError:
+    return LaunchError(
+        f"A process of the fleet can't be started ({error}): allow more open files and "
+        "processes (`ulimit -n`, `ulimit -u`, the limits of the container)."
+    )
 
 
 class Forks:

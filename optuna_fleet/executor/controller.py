@@ -22,6 +22,7 @@ from optuna_fleet.events import (
     AnswerEpoch,
     DataRequested,
     DeviceJoined,
+    DeviceLeftOut,
     DeviceLost,
     Ending,
     EpochDecision,
@@ -68,9 +69,8 @@ class Controller:
         self.policy = policy
         self._profiles = Profiles({} if profiles is None else profiles, fleet)
         self._roster = Roster(count() if run_ids is None else run_ids)
-        self._planner = Planner(
-            policy, ProblemBuilder(fleet, policy, self._profiles), self._roster
-        )
+        self._problems = ProblemBuilder(fleet, policy, self._profiles)
+        self._planner = Planner(policy, self._problems, self._roster)
         self._joins = count()
         self._exhausted = False
         self._proposing = False
@@ -103,6 +103,8 @@ class Controller:
                 return self._rank_ended(event)
             case DeviceLost():
                 return self._device_lost(event)
+            case DeviceLeftOut():
+                self._planner.has_news |= self._problems.leave_out(event.device)
             case RunFailed():
                 return self._fail_run(event.run_id)
             case DeviceJoined():

@@ -18,6 +18,7 @@ from optuna_fleet.events import (
     AnswerEpoch,
     DataRequested,
     DeviceJoined,
+    DeviceLeftOut,
     DeviceLost,
     EpochDecision,
     Event,
@@ -140,8 +141,7 @@ class Driver:
     def _wait(self) -> None:
         self.interrupts.check()
         allocator = self._runtime.allocator
-        answers = (allocator,) if self._deciding else ()
-        others = (*answers, *self._calls.sampling())
+        others = (*((allocator,) if self._deciding else ()), *self._calls.sampling())
         for message in self._runtime.messages(self._patience_s(), *others):
             self._receive(message)
             self._work()
@@ -154,6 +154,7 @@ class Driver:
             self._runtime.kill(device)
         for fault in self._watchdog.check():
             self._stop_faulty(fault)
+        self._events.extend(DeviceLeftOut(device=d) for d in self._runtime.faults.left_out)
 
     def _patience_s(self) -> float | None:
         deadlines = self._deadlines.soonest()
@@ -282,8 +283,7 @@ class Driver:
                 self._deciding = True
                 self._runtime.allocator.submit(instruction.problem)
             case AnswerEpoch():
-                run = self._runs[instruction.run_id]
-                self._answer_epoch(run, instruction.decision)
+                self._answer_epoch(self._runs[instruction.run_id], instruction.decision)
             case Interrupt():
                 raise AssertionError("trainers yield at the end of an epoch only")
             case Abort(devices=devices, lost=lost):

@@ -75,7 +75,7 @@ class Launcher:
             maximize=job.maximize,
             heartbeat_s=job.limits.heartbeat_s,
             collective_s=job.limits.collective_s,
-            num_devices=self._runtime.fleet.widest,
+            num_devices=self._runtime.widest,
         )
 
     def send_waiting(self) -> None:

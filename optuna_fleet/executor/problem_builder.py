@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate
 from optuna_fleet.events import Model
@@ -25,6 +25,11 @@ class ProblemBuilder:
         self._places = sorted({(d.node, d.kind) for d in fleet.devices})
         rank = {place: n for n, place in enumerate(self._places)}
         self._place_of = {d.index: rank[d.node, d.kind] for d in fleet.devices}
+        self._kind_of = {d.index: d.kind for d in fleet.devices}  # without those left out
+
+    def leave_out(self, device: int) -> bool:
+        """A device will not come back; return whether that is news."""
+        return self._kind_of.pop(device, None) is not None
 
     def is_settled(self, trial: Trial, run: Run) -> bool:
         """Nothing more will be learnt of the run: its rate is known, or it will never move."""
@@ -104,7 +109,8 @@ class ProblemBuilder:
             rates=rates,
             rates_by_kind=rates_by_kind,
             devices=devices,
-            min_devices=min(model.min_devices, len(rates)),
+            # One that needs more than there are is launched all the same, to fail and say so.
+            min_devices=min(model.min_devices, len(rates), self._most_devices()),
             waited_rounds=trial.waited_rounds,
             epochs_done=trial.epochs_done,
             predicted_epochs=trial.predicted_epochs,
@@ -113,6 +119,9 @@ class ProblemBuilder:
             rescale_up_s=self._cost_s(trial, model.rescale_up_s),
             rescale_down_s=self._cost_s(trial, model.rescale_down_s),
         )
+
+    def _most_devices(self) -> int:
+        return max(Counter(self._kind_of.values()).values(), default=1)
 
     def _rates(
         self, model: Model, devices: tuple[int, ...], most: int

@@ -163,11 +163,13 @@ def decision_of(instruction: StartRound) -> Decision:
 
 def model_of(message: FirstBatchRequested) -> Model:
     """What a run has shown of its trial's model."""
-    most = min(message.batch_size, message.max_devices or message.batch_size)
+    # A rank without a sample computes a stand-in: what the trial asks for comes first.
+    most = max(message.batch_size, message.min_devices)
+    most = min(most, message.max_devices or most)
     return Model(
         structure=message.structure,
         resumable=message.resumable,
-        min_devices=min(message.min_devices, most),
+        min_devices=message.min_devices,
         max_devices=most,
         samples_per_epoch=message.samples_per_epoch,
     )

@@ -310,6 +310,14 @@ class Runtime:
         self._killed[pid] = time.monotonic() + _KILL_LIMIT_S
         self.connections.send(self.connections.agents.get(node), KillTrainer(pid=pid))
 
+    @property
+    def widest(self) -> int:
+        """Most devices that a trial can have, without those that are left out."""
+        devices = self.fleet.devices
+        return Fleet(
+            devices=tuple(d for d in devices if d.index not in self.faults.left_out)
+        ).widest
+
     def process_state(self, device: int) -> str:
         """What keeps the trainer of a device from running, in words; "" if nothing does."""
         return state_in_words(self.live.get(device))

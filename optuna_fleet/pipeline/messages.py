@@ -124,7 +124,7 @@ class ChunkReady(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReturnToQueue:
+class ReleaseChunks:
     """Others can't go on: copy what is needed of the chunks this pass holds and release them."""
 
     pass_id: int

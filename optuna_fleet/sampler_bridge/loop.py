@@ -61,7 +61,7 @@ class Loop:
                 self._ownership = TrialOwnership(
                     self.study, self._folder, *self._budget, lock=self._lock
                 )
-            self.proposals = Proposals(self.study, *self._budget, claims=self._ownership)
+            self.proposals = Proposals(self.study, *self._budget, ownership=self._ownership)
             self.ledger = Ledger(
                 self.study,
                 self.proposals,

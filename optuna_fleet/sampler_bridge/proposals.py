@@ -20,7 +20,7 @@ class Proposals:
         study: The user's study.
         n_trials: Trials to launch, or None for no limit.
         timeout: Seconds after which no further trial is launched, or None.
-        claims: Marks the trials as this call's; gives those that a dead driver of it left.
+        ownership: Marks the trials as this call's; gives those that a dead driver of it left.
     """
 
     def __init__(
@@ -28,14 +28,14 @@ class Proposals:
         study: optuna.Study,
         n_trials: int | None,
         timeout: float | None,
-        claims: TrialOwnership | None = None,
+        ownership: TrialOwnership | None = None,
     ) -> None:
         self._study = study
         self._n_trials = n_trials
         self._timeout = timeout
         self._began: float | None = None
         self._stopped = False
-        self._ownership = claims
+        self._ownership = ownership
         self._asked = 0
         self._trials: dict[int, optuna.Trial] = {}
         self._heartbeats: dict[int, compat.Heartbeat] = {}
@@ -43,14 +43,14 @@ class Proposals:
         self._reasons: set[str] = set()
         self._is_delayed = False
         self._adopted: deque[int] = deque()
-        if claims is not None:
-            self._adopt(claims)
+        if ownership is not None:
+            self._adopt(ownership)
 
-    def _adopt(self, claims: TrialOwnership) -> None:
-        self._asked = claims.num_launched
-        for trial in claims.interrupted_trials:
+    def _adopt(self, ownership: TrialOwnership) -> None:
+        self._asked = ownership.num_launched
+        for trial in ownership.interrupted_trials:
             self._enter(trial)
-        for trial in reversed(claims.interrupted_trials):
+        for trial in reversed(ownership.interrupted_trials):
             if self._n_trials is not None and self._asked > self._n_trials:
                 self.return_to_queue(trial.number)
             else:

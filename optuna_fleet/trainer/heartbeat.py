@@ -32,7 +32,7 @@ def sending_heartbeats(session: Session, interval_s: float | None) -> Iterator[N
         yield
         return
     try:
-        heart = _Heart(session, interval_s)
+        sender = _Sender(session, interval_s)
     except RuntimeError as error:
         raise LaunchError(
             f"A trainer can't start a thread ({error}): allow more processes (`ulimit -u`, the "
@@ -41,17 +41,17 @@ def sending_heartbeats(session: Session, interval_s: float | None) -> Iterator[N
     try:
         yield
     finally:
-        heart.stop()
+        sender.stop()
 
 
-class _Heart:
+class _Sender:
     def __init__(self, session: Session, interval_s: float) -> None:
         self._session = session
         self._interval_s = interval_s
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._thread = threading.Thread(
-            target=self._beat, name="optuna-fleet-heartbeat", daemon=True
+            target=self._send, name="optuna-fleet-heartbeat", daemon=True
         )
         self._thread.start()
 
@@ -60,7 +60,7 @@ class _Heart:
         self._over.set()
         self._thread.join()
 
-    def _beat(self) -> None:
+    def _send(self) -> None:
         while not self._over.wait(self._interval_s):
             session = self._session
             where, phase = _where(self._main)

@@ -289,8 +289,8 @@ def _is_trained(module: torch.nn.Module) -> bool:
 class Shards:
     """One epoch's batches of a data set, this rank's share of each."""
 
-    def __init__(self, reading: ShardLoader, name: str, batch_size: int, drop_last: bool) -> None:
-        self._loader = reading
+    def __init__(self, loader: ShardLoader, name: str, batch_size: int, drop_last: bool) -> None:
+        self._loader = loader
         self._arguments = (name, batch_size, drop_last)
 
     def __len__(self) -> int:

@@ -128,10 +128,18 @@ class Training:
         self._session.tell("fleet", "warn", why)
 
     def _go_on_with_fewer(self, why: str, max_devices: int) -> None:
-        """This step can't be done on so many devices: the run ends, the trial goes on."""
-        self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=max_devices))
-        number = self._run.number
+        """This step can't be done on so many devices: the run ends, the trial goes on.
+
+        Raises:
+            TrialError: The trial must not have so few.
+        """
+        number, least = self._run.number, self._loader.bounds.min_devices
         devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
+        if max_devices < least:
+            raise TrialError(
+                f"{why} It could go on on {devices}, but its `min_devices` is {least}."
+            )
+        self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=max_devices))
         remark = Remark(
             run_id=self._run.run_id,
             keys=(f"trial {number} is too wide",),

@@ -42,7 +42,7 @@ class Bar:
         round: The round that the flight started in.
         flight: Which of the trial's flights this is, from 1.
         num_flights: How many flights of the trial are recorded.
-        ending: How the flight ended: "returned", "raised", "yielded" or "lost".
+        ending: How the flight ended: "returned", "raised", "yielded", "lost" or "aborted".
         probing_s: Seconds before the first request for data, summed over the flight's devices.
         data_wait_s: Seconds waited for data, likewise.
     """

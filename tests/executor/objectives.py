@@ -646,11 +646,20 @@ def sums_in_each_step(trial: Any) -> float:
     return 0.0
 
 
-def bounded(trial: Any, **bounds: int) -> float:
+def bounded(trial: Any, batch_size: int = 10, **bounds: int) -> float:
     model = convnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer = trial.prepare(model, optimizer, **bounds)
     for _ in trial.epochs(20):
-        for images, labels in trial.batches("train", batch_size=10):
+        for images, labels in trial.batches("train", batch_size=batch_size):
             train_on(trial, model, optimizer, images, labels)
+    return 0.0
+
+
+def bounded_and_sums_in_each_step(trial: Any) -> float:
+    model = trial.prepare(convnet(), min_devices=3).eval()
+    for _ in trial.epochs(2):
+        with torch.no_grad():
+            for images, _ in trial.batches("val", batch_size=9):
+                trial.sum(model(images).sum().item())
     return 0.0

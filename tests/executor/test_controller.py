@@ -18,6 +18,7 @@ from optuna_fleet.events import (
     AnswerEpoch,
     DataRequested,
     DeviceJoined,
+    DeviceLeftOut,
     DeviceLost,
     Ending,
     EpochDecision,
@@ -43,7 +44,7 @@ from optuna_fleet.events import (
     WidthLimited,
 )
 from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.trials import Policy, Status
+from optuna_fleet.executor.trials import PARADIGMS, Policy, Status
 from optuna_fleet.resources import Device, Fleet
 
 
@@ -54,9 +55,9 @@ def fleet_of(num_devices: int) -> Fleet:
 
 
 def reached(
-    run_id: int, structure: str, *, resumable: bool = True, max_devices: int = 32
+    run_id: int, structure: str, *, resumable: bool = True, max_devices: int = 32, **more: int
 ) -> DataRequested:
-    model = Model(structure=structure, resumable=resumable, max_devices=max_devices)
+    model = Model(structure=structure, resumable=resumable, max_devices=max_devices, **more)
     return DataRequested(run_id=run_id, model=model)
 
 
@@ -490,6 +491,21 @@ def test_no_trial_gets_more_devices_than_its_batch_has_samples() -> None:
     world.tell(reached(0, "a", max_devices=2))
     (allocate,) = world.tell(RateMeasured(run_id=0, samples_per_s=20.0))
     assert [c.widest for c in allocate.problem.candidates] == [2]
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_who_needs_more_devices_than_are_left_is_launched_to_say_so(paradigm: Any) -> None:
+    """Else it would wait for ever."""
+    world = World(num_devices=2, trials=1, paradigm=paradigm)
+    world.tell(reached(0, "a", min_devices=2), DeviceLost(device=1))
+    world.end(0, Ending.YIELDED)
+    world.decide()
+    assert not world.runs
+    world.tell(DeviceLeftOut(device=1))
+    world.tell(DeviceLeftOut(device=1))  # no news
+    world.decide()
+    (run,) = world.runs.values()
+    assert (run.devices, world.unanswered) == ((0,), [])
 
 
 def test_news_of_ended_runs_are_dropped() -> None:

@@ -12,7 +12,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from optuna_fleet import FleetExecutor, LaunchError
+from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
 from optuna_fleet.exceptions import is_of_device
 from optuna_fleet.executor.device_faults import DeviceFaults
 from optuna_fleet.messages import TrainerUnfit
@@ -34,6 +34,17 @@ def fail_on_device_1(trial: Any) -> float:
 
 def fail_everywhere(trial: Any) -> float:
     raise RuntimeError("CUDA driver initialization failed, you might not have a CUDA gpu.")
+
+
+def needs_both_devices(trial: Any) -> float:
+    import torch
+
+    if device_index() == 1:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    trial.prepare(torch.nn.Linear(1, 1), min_devices=2)
+    for _ in trial.epochs(1):
+        list(trial.batches("train", batch_size=2))
+    return 1.0
 
 
 @pytest.fixture
@@ -63,6 +74,14 @@ def test_a_fleet_without_a_device_that_works_ends_the_call(
     with pytest.raises(LaunchError, match=r"No device is left.*CUDA driver initialization"):
         study.optimize(fail_everywhere, n_trials=None, catch=Exception, executor=pair)
     assert "itself has failed, it is left out from now on" in log.getvalue()
+
+
+def test_a_trial_that_needs_more_devices_than_are_left_fails(log: io.StringIO) -> None:
+    study = optuna.create_study()
+    fleet = FleetExecutor(SharedPipeline(train=[1, 2]), devices=2, device_type="cpu")
+    with fleet, pytest.raises(FleetConfigError, match="is 2, but the fleet has 1"):
+        study.optimize(needs_both_devices, n_trials=1, executor=fleet)
+    assert "Device 1 itself has failed, it is left out" in log.getvalue()
 
 
 def test_only_errors_in_a_row_count() -> None:

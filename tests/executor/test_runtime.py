@@ -231,13 +231,17 @@ def test_a_stopped_process_ends_with_the_one_that_started_it() -> None:
     os.close(stopped)
 
 
-def test_a_process_that_can_not_be_started_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("place", [(subprocess, "Popen"), (os, "pidfd_open")])
+def test_a_process_that_can_not_be_started_says_what_to_do_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, place: Any
 ) -> None:
     refuse = mock.Mock(side_effect=BlockingIOError(errno.EAGAIN, "Resource unavailable"))
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    with pytest.raises(LaunchError, match=r"Resource unavailable.*ulimit -n.*ulimit -u"):
-        ModuleProcess("json.tool", None, environment={})
+    with monkeypatch.context() as patch:
+        patch.setattr(*place, refuse)
+        with pytest.raises(LaunchError, match=r"Resource unavailable.*ulimit -n.*ulimit -u"):
+            ModuleProcess("json.tool", None, environment={})
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
 def test_a_process_may_be_closed_again() -> None:
@@ -323,7 +327,7 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
 class FakeRuntime:
     """Has a store when it is told to; notes who is sent to which device."""
 
-    fleet = SimpleNamespace(widest=4)
+    widest = 1
 
     def __init__(self) -> None:
         self.store: StoreReady | None = None

@@ -6,6 +6,7 @@ import errno
 import os
 import selectors
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 
 from optuna_fleet import LaunchError
 from optuna_fleet.events import Ending
+from optuna_fleet.executor.cluster import agent
 from optuna_fleet.executor.cluster.backoff import Backoff
-from optuna_fleet.messages import Quit, RunTrial
+from optuna_fleet.messages import OpenStore, Quit, RunTrial
 from optuna_fleet.processes import Forks
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import checkpoint
@@ -77,6 +79,31 @@ def children() -> set[str]:
     }
 
 
+def test_a_store_that_can_not_be_started_is_started_later_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    channel = mock.Mock(**{"receive.return_value": OpenStore()})
+    monkeypatch.setattr(agent, "connect", lambda *_: channel)
+    ours, theirs = socket.socketpair()
+    no_more = OSError(errno.EAGAIN, "no more")
+    spawn = mock.Mock(side_effect=[no_more, no_more, (7, ours)])
+    monkeypatch.setattr(Forks, "spawn", lambda self, main: spawn())
+    node = agent.Agent(mock.Mock(stuck_s=None))
+    node._backoff = Backoff(clock := Clock())
+    for _ in range(2):  # the driver insists
+        node._from_driver(selectors.EVENT_READ)
+    node._look_after()
+    assert spawn.call_count == 2
+    for _ in range(2):
+        clock.now += 1.0 + node._patience_s()
+        node._look_after()
+    assert spawn.call_count == 3
+    assert "can't be started, and is tried again" in channel.send.call_args.args[0].text
+    for sock in (ours, theirs):
+        sock.close()
+    node._selector.close()
+
+
 @pytest.mark.parametrize("name", ["fork", "pidfd_open"])
 def test_what_can_not_be_forked_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     selector = selectors.DefaultSelector()
@@ -130,7 +157,7 @@ def test_a_checkpoint_is_written_though_there_can_be_no_thread(
     assert (tmp_path / "trial-0.pt").exists()
 
 
-def test_a_trainer_without_a_thread_for_its_pulse_gives_its_trial_back(
+def test_a_trainer_without_a_thread_for_its_heartbeats_gives_its_trial_back(
     tmp_path: Path, no_threads: None
 ) -> None:
     channel: Any = mock.Mock()

@@ -11,7 +11,7 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet import FleetConfigError
+from optuna_fleet import FleetConfigError, TrialError
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.executor import losses, objectives
 from tests.executor.parts import OBJECTIVES, usual_pipeline
@@ -115,7 +115,12 @@ def test_sums_within_an_evaluation_are_of_all_ranks(usual_fleet: Any, log: Any) 
 
 
 @pytest.mark.parametrize(
-    ("bounds", "first", "last"), [({"max_devices": 2}, 1, 2), ({"min_devices": 3}, 1, 4)]
+    ("bounds", "first", "last"),
+    [
+        ({"max_devices": 2}, 1, 2),
+        ({"min_devices": 3}, 1, 4),
+        ({"min_devices": 3, "batch_size": 1}, 1, 3),  # not on one again and again
+    ],
 )
 def test_a_trial_says_how_many_devices_it_wants(
     usual_fleet: Any, bounds: dict[str, int], first: int, last: int
@@ -128,6 +133,14 @@ def test_a_trial_says_how_many_devices_it_wants(
     assert all(
         bounds.get("min_devices", 1) <= m <= bounds.get("max_devices", 4) for m in flown[1:]
     )
+
+
+def test_a_trial_that_needs_fewer_devices_than_it_may_have_fails(usual_fleet: Any) -> None:
+    """Else it would be begun again and again."""
+    study = optuna.create_study()
+    with pytest.raises(TrialError, match="on 2 devices at most, but its `min_devices` is 3"):
+        study.optimize(objectives.bounded_and_sums_in_each_step, n_trials=1, executor=usual_fleet)
+    assert study.trials[0].state is optuna.trial.TrialState.FAIL
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from optuna_fleet.channel import connect
@@ -49,10 +48,10 @@ from optuna_fleet.processes import (
 from optuna_fleet.resources import Device
 
 _REPORT_EVERY_S = 2.0
-_RETRY_AFTER_S = 1.0
+_STORE = -1  # what `Backoff` knows it by, beside the devices
 _UNSTARTED = (
-    "A process of the fleet can't be started ({error}); this is tried again. See the limits on "
-    "processes and open files: ulimit -u, ulimit -n, pids.max of the control group."
+    "The store where the ranks of a trial find each other can't be started, and is tried again "
+    "later: are `ulimit -n` and `-u` too low? {error}"
 )
 
 
@@ -71,9 +70,6 @@ class Agent:
         self._report_due = time.monotonic() + _REPORT_EVERY_S
         self._store_pid: int | None = None
         self._memory_kills = MemoryKills()
-        self._unstarted: list[Callable[[], None]] = []
-        self._retry_s = 0.0
-        self._has_complained = False
 
     def serve(self) -> None:
         """Start everything, then act on events until told to quit or the driver is gone."""
@@ -103,7 +99,7 @@ class Agent:
                     if device.index == message.device:
                         os.kill(pid, signal.SIGKILL)
             case OpenStore():
-                self._start(self._start_store)
+                self._start_store()
             case ReportPipeline():
                 self._channel.send(self._report(is_answer=True))
             case Quit():
@@ -116,15 +112,14 @@ class Agent:
     def _look_after(self) -> None:
         self._memory_kills.look()
         for index in set(self._backoff.due()) - self._left_out:
-            self._start_trainer(next(d for d in self._config.devices if d.index == index))
+            if index == _STORE:
+                self._start_store()
+            else:
+                self._start_trainer(next(d for d in self._config.devices if d.index == index))
         if self._pipeline is not None:
             self._pipeline.resume()
             if self._config.stuck_s is not None:
                 self._pipeline.kill_stuck(self._config.stuck_s)
-        if self._unstarted and time.monotonic() >= self._retry_s:
-            unstarted, self._unstarted = self._unstarted, []
-            for start in unstarted:
-                self._start(start)
 
     # -- children ---------------------------------------------------------------------------------
 
@@ -154,17 +149,6 @@ class Agent:
             self._channel.send(StoreLost(cause=cause, agent=os.getpid()))
         elif self._pipeline is not None:
             self._pipeline.child_died(pid)
-
-    def _start(self, start: Callable[[], None]) -> None:
-        """Start a child; again later, where there are too many processes or open files."""
-        try:
-            start()
-        except OSError as error:
-            self._unstarted.append(start)
-            self._retry_s = time.monotonic() + _RETRY_AFTER_S
-            if not self._has_complained:
-                self._has_complained = True
-                self._channel.send(PipelineNotice(text=_UNSTARTED.format(error=error)))
 
     # -- what the children are --------------------------------------------------------------------
 
@@ -243,8 +227,14 @@ class Agent:
             self._close_inherited()
             _keep_store(sock)
 
-        pid, sock = self._forks.spawn(main)
+        try:
+            pid, sock = self._forks.spawn(main)
+        except OSError as error:  # too many processes, or open files
+            self._backoff.failed(_STORE)
+            self._channel.send(PipelineNotice(text=_UNSTARTED.format(error=error)))
+            return
         self._store_pid = pid
+        self._backoff.started(_STORE)
 
         def opened(mask: int) -> None:
             self._selector.unregister(sock)

@@ -26,8 +26,9 @@ class Backoff:
         self._due: dict[int, float] = {}
 
     def started(self, key: int) -> None:
-        """A process was started."""
+        """A process was started; it is no longer due."""
         self._born[key] = self._clock()
+        self._due.pop(key, None)
 
     def may_start_again(self, key: int) -> bool:
         """A process has ended: whether to start it again now, or when it is `due`."""

@@ -19,7 +19,7 @@ from optuna_fleet.pipeline.messages import (
     ClosePass,
     OpenPass,
     PassOpened,
-    ReturnToQueue,
+    ReleaseChunks,
 )
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 
@@ -51,7 +51,7 @@ class LocalReader:
                 message, fd = wire.receive(self._sock)
             except EOFError:
                 return
-            if isinstance(message, ReturnToQueue):
+            if isinstance(message, ReleaseChunks):
                 self._close(message.pass_id)
                 continue
             assert isinstance(message, PassOpened | ChunkReady | ChunkFailed)

@@ -25,13 +25,13 @@ from optuna_fleet.pipeline.messages import (
     HeadFound,
     OpenPass,
     PassOpened,
+    ReleaseChunks,
     ReturnChunks,
-    ReturnToQueue,
 )
 from optuna_fleet.pipeline.reader.batches import Batches, ReadPlan
 from optuna_fleet.pipeline.spec import PipelineSpec
 
-_FromAgent = PassOpened | HeadFound | ChunkReady | ReturnToQueue | ChunkFailed
+_FromAgent = PassOpened | HeadFound | ChunkReady | ReleaseChunks | ChunkFailed
 _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 
@@ -276,7 +276,7 @@ class PipelineClient:
                 inbox.chunks[message.chunk] = _view(fd)
                 if message.brief:
                     self._give_back(message.pass_id, [message.chunk])
-            case ReturnToQueue():
+            case ReleaseChunks():
                 self._give_back(message.pass_id, list(inbox.chunks))
             case ChunkFailed():
                 inbox.errors[message.chunk] = message.error

@@ -110,18 +110,18 @@ class Autoscaler:
         return self._queue
 
     def _rescale(self, scaling: Scaling) -> None:
-        staffing: ScalingDecision | None = None
+        decision: ScalingDecision | None = None
         if self._pool.pids:
-            staffing = scaling.work_came()
-        if staffing is None and not self._pool.has_fresh:
+            decision = scaling.work_came()
+        if decision is None and not self._pool.has_fresh:
             window = self._window()
             if not scaling.is_complete(window):
                 return
-            staffing = scaling.judge(window)
+            decision = scaling.judge(window)
         self._marks = self._now()
-        if staffing is not None and staffing.number != self._pool.target:
-            _logger.debug("%d preprocessors: %s", staffing.number, staffing.reason)
-            self._pool.target = staffing.number
+        if decision is not None and decision.number != self._pool.target:
+            _logger.debug("%d preprocessors: %s", decision.number, decision.reason)
+            self._pool.target = decision.number
 
     def _now(self) -> _Marks:
         meter = self._meter

@@ -21,8 +21,8 @@ from optuna_fleet.pipeline.messages import (
     HeadFound,
     OpenPass,
     PassOpened,
+    ReleaseChunks,
     ReturnChunks,
-    ReturnToQueue,
 )
 from optuna_fleet.pipeline.preprocessor.payload import PayloadFile
 from optuna_fleet.pipeline.server.instructions import (
@@ -325,6 +325,6 @@ class PipelineServer:
                 ready = ChunkReady(pass_id=number, chunk=key.chunk, brief=brief)
                 send(ready, self._files[key])
             case Recall():
-                send(ReturnToQueue(pass_id=number))
+                send(ReleaseChunks(pass_id=number))
             case Refuse(key=key, error=error):
                 send(ChunkFailed(pass_id=number, chunk=key.chunk, error=error))
