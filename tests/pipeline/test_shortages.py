@@ -10,6 +10,8 @@ from pipeline_datasets import Counted
 from optuna_fleet import FleetError, FleetExecutor, SharedPipeline
 from optuna_fleet.pipeline.chunks import view
 
+pytestmark = pytest.mark.usefixtures("afresh")
+
 _FAILING = """
 import errno, os, socket, sys
 
