@@ -10,6 +10,15 @@ MARK = "OPTUNA_FLEET_TESTS"
 """Environment variable that all processes started from here inherit."""
 
 
+def children() -> set[str]:
+    """Of all threads, those that have ended and were not waited for included."""
+    return {
+        pid
+        for path in Path("/proc/self/task").glob("*/children")
+        for pid in path.read_text().split()
+    }
+
+
 def shared_memory() -> set[str]:
     """Names of shared-memory segments."""
     return set(os.listdir("/dev/shm"))

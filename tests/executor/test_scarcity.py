@@ -25,6 +25,7 @@ from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.main import Trainer
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
+from tests.leftovers import children
 
 
 class Clock:
@@ -68,15 +69,6 @@ def test_one_that_can_not_be_started_is_tried_again_later() -> None:
     assert backoff.waits_s() == [1.0, 2.0]
     clock.now = 1.5
     assert backoff.due() == [0]
-
-
-def children() -> set[str]:
-    """Of all threads, those that have ended and were not waited for included."""
-    return {
-        pid
-        for path in Path("/proc/self/task").glob("*/children")
-        for pid in path.read_text().split()
-    }
 
 
 def test_a_store_that_can_not_be_started_is_started_later_and_once(
