@@ -63,10 +63,14 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialProposed:
-    """The study gave a trial to run; with its model if that is known without a probe."""
+    """The study gave a trial to run; with its model if that is known without a probe.
+
+    `num_to_come` is how many it may give after this one.
+    """
 
     number: int
     model: Model | None = None
+    num_to_come: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

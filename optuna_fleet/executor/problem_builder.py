@@ -75,8 +75,10 @@ class ProblemBuilder:
         self,
         candidates: list[Trial],
         roster: Roster,
+        *,
         joined: dict[int, int],
         finished_epochs: tuple[int, ...],
+        num_to_come: int,
     ) -> AllocationProblem:
         """The problem of placing the candidates on the devices they may use."""
         usable = self.usable(roster, candidates)
@@ -90,6 +92,7 @@ class ProblemBuilder:
             preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
             phases=self._policy.phases,
             finished_epochs=finished_epochs,
+            num_to_come=num_to_come,
             joined={device: joined[device] for device in usable if device in joined},
         )
 

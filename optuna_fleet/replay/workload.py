@@ -74,12 +74,15 @@ class Rules:
             next ("nodes-only": BFTrainer's published simulator).
         profile_samples: A run on as many devices as its rate is not known for trains so many
             samples until it is measured.
+        decision_s: Seconds from when a plan is asked for until it is there; trials at the end of
+            an epoch wait for it.
     """
 
     coupled: bool = False
     cost: str = "stall"
     seen_at: str = "completions"
     profile_samples: float = PROFILE_BATCHES * _BATCH_SIZE
+    decision_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, allowed in (
