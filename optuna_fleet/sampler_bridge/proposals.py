@@ -98,7 +98,7 @@ class Proposals:
         return [TrialProposed(number=number, num_to_come=self._num_to_come())]
 
     def _num_to_come(self) -> int:
-        """Further trials that may be asked for; until `timeout`, if they come as fast as so far."""
+        """Trials that may still be asked for; until `timeout`, if they come as fast as so far."""
         if self._is_spent():
             return len(self._adopted)
         most: float = _NO_LIMIT if self._n_trials is None else self._n_trials - self._asked
