@@ -96,6 +96,8 @@ def _expected_work(problem: AllocationProblem, candidates: Sequence[Candidate]) 
 
 def _samples_left(candidate: Candidate, expected: FloatArray) -> float:
     epochs = remaining_epochs(expected, candidate.epochs_done, candidate.predicted_epochs)
+    if candidate.max_epochs is not None:
+        epochs = min(epochs, max(candidate.max_epochs - candidate.epochs_done, 1))
     if not candidate.movable:  # it is somewhere within an epoch
         epochs -= _HALF_AN_EPOCH
     return epochs * candidate.samples_per_epoch

@@ -111,6 +111,7 @@ class ProblemBuilder:
             waited_rounds=trial.waited_rounds,
             epochs_done=trial.epochs_done,
             predicted_epochs=trial.predicted_epochs,
+            max_epochs=model.max_epochs,
             samples_per_epoch=model.samples_per_epoch,
             movable=self.is_movable(trial),
             rescale_up_s=self._cost_s(trial, model.rescale_up_s),

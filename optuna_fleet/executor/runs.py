@@ -170,4 +170,5 @@ def model_of(message: FirstBatchRequested) -> Model:
         min_devices=min(message.min_devices, most),
         max_devices=most,
         samples_per_epoch=message.samples_per_epoch,
+        max_epochs=message.max_epochs,
     )

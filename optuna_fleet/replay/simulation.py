@@ -361,6 +361,7 @@ def _model_of(trial: SimulatedTrial) -> Model:
         min_devices=trial.min_devices,
         max_devices=len(trial.rates),
         samples_per_epoch=trial.samples_per_epoch,
+        max_epochs=trial.max_epochs,
         rescale_up_s=trial.rescale_up_s,
         rescale_down_s=trial.rescale_down_s,
     )

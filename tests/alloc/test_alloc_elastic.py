@@ -153,6 +153,16 @@ def test_plans_that_count_on_trials_to_come_are_plans_for_the_others(problem, nu
     validate(problem, MAKESPAN.allocate(problem))
 
 
+def test_no_trial_counts_for_longer_than_it_says_it_can_go_on():
+    pair = [trial(k, devices=(k,), epochs_done=5) for k in (0, 1)]
+    problem = problem_of(*pair, finished_epochs=(20,) * 5)
+    assert counts(MAKESPAN.allocate(problem)) == {0: 2, 1: 2}
+    told = replace(problem, candidates=(pair[0], replace(pair[1], max_epochs=10)))
+    assert counts(MAKESPAN.allocate(told)) == {0: 3, 1: 1}
+    past = replace(problem, candidates=(pair[0], replace(pair[1], max_epochs=3)))
+    assert counts(MAKESPAN.allocate(past)) == {0: 3, 1: 1}
+
+
 def concave(candidate):
     """The same trial, each further device of which helps less than the one before."""
     gains = sorted((abs(b - a) + 1e-3 for a, b in pairwise((0.0, *candidate.rates))), reverse=True)

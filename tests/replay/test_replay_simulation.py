@@ -243,3 +243,15 @@ def test_that_trials_are_to_come_is_planned_with():
         trials, [all_join(8)], ElasticAllocator(), num_devices=8, lookahead=0, rules=rules
     )
     assert outcome.end_s / lower_bound_s(trials, 8) < 1.3  # without it 1.335
+
+
+def test_what_trials_say_of_their_lengths_is_planned_with():
+    seen = []
+
+    class Seeing(ElasticAllocator):
+        def allocate(self, problem):
+            seen.extend(c.max_epochs for c in problem.candidates)
+            return super().allocate(problem)
+
+    simulate([trial(epochs=2, max_epochs=5)], [all_join(2)], Seeing(), num_devices=2)
+    assert set(seen) == {5}
