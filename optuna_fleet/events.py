@@ -48,6 +48,7 @@ class Model:
         min_devices: Fewest devices it fits on.
         max_devices: Most devices it can use: its global batch, or one would have no sample.
         samples_per_epoch: Samples of one epoch.
+        max_epochs: Epochs after which it ends at the latest; None if it does not say.
         rescale_up_s: Seconds of training a move to more devices costs; None for the policy's.
         rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
     """
@@ -57,16 +58,21 @@ class Model:
     min_devices: int = 1
     max_devices: int
     samples_per_epoch: float = 1.0
+    max_epochs: int | None = None
     rescale_up_s: float | None = None
     rescale_down_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialProposed:
-    """The study gave a trial to run; with its model if that is known without a probe."""
+    """The study gave a trial to run; with its model if that is known without a probe.
+
+    `num_to_come` is how many it may give after this one.
+    """
 
     number: int
     model: Model | None = None
+    num_to_come: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

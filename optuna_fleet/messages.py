@@ -282,6 +282,7 @@ class FirstBatchRequested:
     resumable: bool
     batch_size: int
     samples_per_epoch: int
+    max_epochs: int | None = None
     min_devices: int = 1
     max_devices: int | None = None
 

@@ -22,6 +22,7 @@ class Candidate:
         epochs_done: Epochs it has finished; it is in the *phase* of this number.
         samples_per_epoch: Samples of one epoch; of one unit of work if that is not known.
         predicted_epochs: Epochs in all that somebody predicts; None if nobody does.
+        max_epochs: Epochs after which it ends at the latest; None if that is not known.
         movable: Whether its devices can change now; if not, it stays where it flies.
         rescale_up_s: Seconds of training lost when it gets more devices, or its first.
         rescale_down_s: Seconds of training lost when it gets fewer devices.
@@ -42,6 +43,7 @@ class Candidate:
     epochs_done: int = 0
     samples_per_epoch: float = 1.0
     predicted_epochs: float | None = None
+    max_epochs: int | None = None
     movable: bool = True
     rescale_up_s: float = 0.0
     rescale_down_s: float = 0.0

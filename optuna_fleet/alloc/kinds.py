@@ -204,13 +204,15 @@ def _slowness(problem: AllocationProblem, candidate: Candidate, kind: str) -> fl
 
 
 def _part(problem: AllocationProblem, kind: str, numbers: Iterable[int]) -> AllocationProblem:
-    """The problem of these trials on the devices of that type."""
+    """These trials on the devices of that type, with its share of the trials to come."""
     there = zip(problem.kinds, problem.nodes, strict=True)
+    share = problem.num_by_kind[kind] / max(problem.num_devices, 1)
     return replace(
         problem,
         candidates=tuple(_on(problem, problem.by_number[t], kind) for t in sorted(numbers)),
         nodes=tuple(node for k, node in there if k == kind),
         kinds=(),
+        num_to_come=math.ceil(problem.num_to_come * share),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from optuna_fleet.alloc.problem import AllocationProblem, Candidate
 
 _HALF_AN_EPOCH = 0.5
 _ROUNDING = 1e-6
+_MOST_TO_COME = 4
+"""Trials per device; with so many or more to come nobody is to be wide."""
 
 
 def makespan_wishes(problem: AllocationProblem, hedge: float) -> Wishes:
@@ -35,7 +38,8 @@ def makespan_wishes(problem: AllocationProblem, hedge: float) -> Wishes:
         Widths in order of priority: those furthest from waiting first. To grow pays if the trial
         is expected to end sooner for it.
     """
-    candidates = list(problem.by_number.values())
+    known = list(problem.by_number.values())
+    candidates = known + _to_come(problem, known)
     work = _expected_work(problem, candidates)
     speed = np.array([c.rate(c.min_devices) / c.samples_per_epoch for c in candidates])
     rates = [_reachable(c) for c in candidates]
@@ -50,7 +54,31 @@ def makespan_wishes(problem: AllocationProblem, hedge: float) -> Wishes:
         samples = left[candidate.number]
         return candidate.rescale_up_s + samples / candidate.rate(m) < samples / candidate.rate(now)
 
-    return Wishes(widths={candidates[i].number: widths[i] for i in order if widths[i]}, pays=pays)
+    wanted = [i for i in order if widths[i] and i < len(known)]
+    return Wishes(widths={candidates[i].number: widths[i] for i in wanted}, pays=pays)
+
+
+def _to_come(problem: AllocationProblem, known: Sequence[Candidate]) -> list[Candidate]:
+    """The trials that are still to be proposed, as if they waited: like the known ones.
+
+    They get no devices, but nobody is widened with what they will need.
+    """
+    total = min(problem.num_to_come, _MOST_TO_COME * problem.num_devices)
+    by_speed = sorted(known, key=lambda c: (c.rate(c.min_devices) / c.samples_per_epoch, c.number))
+    models = [by_speed[(2 * k + 1) * len(known) // (2 * total)] for k in range(total)]
+    last = known[-1].number
+    return [
+        replace(
+            c,
+            number=last + k,
+            devices=(),
+            waited_rounds=0,
+            epochs_done=0,
+            predicted_epochs=None,
+            movable=True,
+        )
+        for k, c in enumerate(models, 1)
+    ]
 
 
 def _reachable(candidate: Candidate) -> Rates:
@@ -68,6 +96,8 @@ def _expected_work(problem: AllocationProblem, candidates: Sequence[Candidate]) 
 
 def _samples_left(candidate: Candidate, expected: FloatArray) -> float:
     epochs = remaining_epochs(expected, candidate.epochs_done, candidate.predicted_epochs)
+    if candidate.max_epochs is not None:
+        epochs = min(epochs, max(candidate.max_epochs - candidate.epochs_done, 1))
     if not candidate.movable:  # it is somewhere within an epoch
         epochs -= _HALF_AN_EPOCH
     return epochs * candidate.samples_per_epoch

@@ -115,8 +115,10 @@ class Controller:
                 self._trial_proposed(event)
             case ProposalDelayed():
                 self._proposing, self._proposal_delayed = False, True
+                self._expect(0)  # none before another trial ends
             case ProposalsExhausted():
                 self._proposing, self._exhausted = False, True
+                self._expect(0)
             case DataRequested():
                 self._data_requested(event)
             case RateMeasured():
@@ -142,6 +144,14 @@ class Controller:
         if trial.model is not None:
             trial.status, self._planner.has_news = Status.WAITING, True
         self._roster.trials[event.number] = trial
+        self._expect(event.num_to_come)
+
+    def _expect(self, num_to_come: int) -> None:
+        """So many trials are to come, but no more than may be under way where these are few."""
+        most = self.policy.max_trials
+        if most is not None and most < len(self.fleet):
+            num_to_come = min(num_to_come, max(0, most - len(self._roster.trials)))
+        self._planner.num_to_come = num_to_come
 
     def _data_requested(self, event: DataRequested) -> None:
         run = self._roster.runs.get(event.run_id)

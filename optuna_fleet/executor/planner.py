@@ -31,6 +31,7 @@ class Planner:
         has_news: Something has happened that the last plan did not know of.
         joined: Device -> when it joined, as an ordinal.
         finished_epochs: Epochs of each trial that ended by itself.
+        num_to_come: Trials that will still be proposed.
     """
 
     def __init__(self, policy: Policy, problems: ProblemBuilder, roster: Roster) -> None:
@@ -38,6 +39,7 @@ class Planner:
         self.has_news = False
         self.joined: dict[int, int] = {}
         self.finished_epochs: list[int] = []
+        self.num_to_come = 0
         self._policy = policy
         self._problems = problems
         self._roster = roster
@@ -98,7 +100,11 @@ class Planner:
         self.is_deciding, self.has_news, self._is_void = True, False, False
         self._rounds.decide()
         self._problem = self._problems.build(
-            candidates, self._roster, self.joined, tuple(self.finished_epochs)
+            candidates,
+            self._roster,
+            joined=self.joined,
+            finished_epochs=tuple(self.finished_epochs),
+            num_to_come=self.num_to_come,
         )
         return [Allocate(problem=self._problem)]
 

@@ -80,8 +80,10 @@ class ProblemBuilder:
         self,
         candidates: list[Trial],
         roster: Roster,
+        *,
         joined: dict[int, int],
         finished_epochs: tuple[int, ...],
+        num_to_come: int,
     ) -> AllocationProblem:
         """The problem of placing the candidates on the devices they may use."""
         usable = self.usable(roster, candidates)
@@ -95,6 +97,7 @@ class ProblemBuilder:
             preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
             phases=self._policy.phases,
             finished_epochs=finished_epochs,
+            num_to_come=num_to_come,
             joined={device: joined[device] for device in usable if device in joined},
         )
 
@@ -114,6 +117,7 @@ class ProblemBuilder:
             waited_rounds=trial.waited_rounds,
             epochs_done=trial.epochs_done,
             predicted_epochs=trial.predicted_epochs,
+            max_epochs=model.max_epochs,
             samples_per_epoch=model.samples_per_epoch,
             movable=self.is_movable(trial),
             rescale_up_s=self._cost_s(trial, model.rescale_up_s),

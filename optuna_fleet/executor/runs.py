@@ -172,4 +172,5 @@ def model_of(message: FirstBatchRequested) -> Model:
         min_devices=message.min_devices,
         max_devices=most,
         samples_per_epoch=message.samples_per_epoch,
+        max_epochs=message.max_epochs,
     )

@@ -22,6 +22,7 @@ from optuna_fleet.events import (
     Abort,
     Allocate,
     AnswerEpoch,
+    DataRequested,
     DeviceJoined,
     DeviceLost,
     Ending,
@@ -92,6 +93,7 @@ class Simulation:
         self._allocator = ByKind(inner=allocator)
         self._kind_of = {device.index: device.kind for device in fleet.devices}
         self._trials = trials
+        self._probes = policy.lookahead == 0  # as in a real sweep
         self._rules = rules
         self._now = 0.0
         self._next_trial = 0
@@ -104,6 +106,7 @@ class Simulation:
         self._present: dict[int, float] = {}
         self._flotilla_of: dict[int, tuple[int, int]] = {}
         self._totals = Totals()
+        self._plan: Plan  # that was asked for last
 
     def run(self, changes: Iterator[FleetChange], until_s: float | None = None) -> Outcome:
         """Simulate until every trial has ended, or until `until_s`.
@@ -149,6 +152,8 @@ class Simulation:
     def _ring(self, what: str, key: tuple[int, int]) -> None:
         if what == "submitted":
             self._see(self._proposal())
+        elif what == "decided":
+            self._events.append((PlanDecided(plan=self._plan),))
         else:
             flight = self._flights.get(key[0])
             if flight is None:
@@ -196,16 +201,9 @@ class Simulation:
             return (ProposalDelayed(),)
         self._next_trial += 1
         self._progress[number] = Progress(trial=trial)
-        model = Model(
-            structure=trial.name,
-            resumable=True,
-            min_devices=trial.min_devices,
-            max_devices=len(trial.rates),
-            samples_per_epoch=trial.samples_per_epoch,
-            rescale_up_s=trial.rescale_up_s,
-            rescale_down_s=trial.rescale_down_s,
-        )
-        return (TrialProposed(number=number, model=model),)
+        to_come = len(self._trials) - self._next_trial
+        model = None if self._probes else _model_of(trial)
+        return (TrialProposed(number=number, model=model, num_to_come=to_come),)
 
     # -- what to do -------------------------------------------------------------------------------
 
@@ -221,8 +219,11 @@ class Simulation:
             case Launch():
                 self._launch(instruction)
             case Allocate():
-                plan = self._decided(instruction.problem)
-                self._events.append((PlanDecided(plan=plan),))
+                self._plan = self._decided(instruction.problem)
+                if self._rules.decision_s:
+                    self._set_timer(self._now + self._rules.decision_s, "decided", (0, 0))
+                else:
+                    self._events.append((PlanDecided(plan=self._plan),))
             case AnswerEpoch():
                 self._answer_epoch(self._flights[instruction.run_id], instruction.decision)
             case Interrupt():
@@ -272,6 +273,11 @@ class Simulation:
             self._set_timer(measured_s, "measured", (launch.run_id, 0))
         self._go_on(flight)
         self._couple(flight.flotilla)
+        if launch.probe:
+            reached = DataRequested(run_id=launch.run_id, model=_model_of(progress.trial))
+            too_few = width < progress.trial.min_devices
+            ended = self._ranks_ended(flight, Ending.YIELDED) if too_few else ()
+            self._events.append((reached, *ended))
 
     def _answer_epoch(self, flight: SimulatedRun, decision: EpochDecision) -> None:
         if decision is EpochDecision.YIELD:
@@ -345,4 +351,17 @@ def _epoch_ended(flight: SimulatedRun) -> EpochEnded:
         epochs_done=flight.progress.epochs_done,
         converged=False,
         predicted_epochs=flight.progress.trial.predicted_epochs,
+    )
+
+
+def _model_of(trial: SimulatedTrial) -> Model:
+    return Model(
+        structure=trial.name,
+        resumable=True,
+        min_devices=trial.min_devices,
+        max_devices=len(trial.rates),
+        samples_per_epoch=trial.samples_per_epoch,
+        max_epochs=trial.max_epochs,
+        rescale_up_s=trial.rescale_up_s,
+        rescale_down_s=trial.rescale_down_s,
     )

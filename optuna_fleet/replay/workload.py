@@ -24,6 +24,7 @@ class SimulatedTrial:
         epochs: Epochs until it ends; the policy does not know.
         samples_per_epoch: Samples of one epoch.
         predicted_epochs: What somebody predicts for `epochs`; None if nobody does.
+        max_epochs: What it says `epochs` is at most; None if it does not.
         submit_s: When it can be proposed first, in seconds.
         min_devices: Fewest devices it can fly on.
         rescale_up_s: What a move to more devices costs, in seconds of training.
@@ -36,6 +37,7 @@ class SimulatedTrial:
     epochs: int
     samples_per_epoch: float
     predicted_epochs: float | None = None
+    max_epochs: int | None = None
     submit_s: float = 0.0
     min_devices: int = 1
     rescale_up_s: float = 0.0
@@ -74,12 +76,15 @@ class Rules:
             next ("nodes-only": BFTrainer's published simulator).
         profile_samples: A run on as many devices as its rate is not known for trains so many
             samples until it is measured.
+        decision_s: Seconds from when a plan is asked for until it is there; trials at the end of
+            an epoch wait for it.
     """
 
     coupled: bool = False
     cost: str = "stall"
     seen_at: str = "completions"
     profile_samples: float = PROFILE_BATCHES * _BATCH_SIZE
+    decision_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, allowed in (

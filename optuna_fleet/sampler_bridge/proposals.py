@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 
@@ -11,6 +12,8 @@ from optuna_fleet.events import Event, ProposalDelayed, ProposalsExhausted, Tria
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.batching import is_limited, reason_to_wait
 from optuna_fleet.sampler_bridge.ownership import TrialOwnership
+
+_NO_LIMIT = 2**31
 
 
 class Proposals:
@@ -90,7 +93,18 @@ class Proposals:
         if self._is_delayed:
             return [] if again else [ProposalDelayed()]
         number = self.ask()
-        return [ProposalsExhausted() if number is None else TrialProposed(number=number)]
+        if number is None:
+            return [ProposalsExhausted()]
+        return [TrialProposed(number=number, num_to_come=self._num_to_come())]
+
+    def _num_to_come(self) -> int:
+        """Trials that may still be asked for; until `timeout`, if they come as fast as so far."""
+        if self._is_spent():
+            return len(self._adopted)
+        most: float = _NO_LIMIT if self._n_trials is None else self._n_trials - self._asked
+        if self._timeout is not None:
+            most = min(most, self._asked * (self._timeout / max(self.elapsed_s, 1e-3) - 1))
+        return len(self._adopted) + math.ceil(most)
 
     def _must_wait(self) -> bool:
         if not self._trials or self._adopted or self._is_spent():

@@ -234,6 +234,7 @@ class ShardLoader:
                     resumable=self._position.is_inside,
                     batch_size=batch_size,
                     samples_per_epoch=samples,
+                    max_epochs=self._position.num_epochs if self._position.is_inside else None,
                     min_devices=self.bounds.min_devices,
                     max_devices=self.bounds.max_devices,
                 )

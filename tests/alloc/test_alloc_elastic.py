@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from alloc_cases import counts, problems
 from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from optuna_fleet.alloc import (
     AllocationProblem,
@@ -121,6 +122,45 @@ def test_who_can_not_move_keeps_all_it_has(allocator):
     plan = allocator.allocate(problem_of(stuck, trial(2, rates)))
     assert plan.assignments[1].devices == (3, 1, 0)
     assert plan.assignments[2].devices == (2,)
+
+
+def two_long_ones_among_six(**more):
+    lengths = [3.0, 3.0, 1.0, 1.0, 1.0, 1.0]
+    return problem_of(
+        *(trial(k, devices=(k,), samples_per_epoch=100 * x) for k, x in enumerate(lengths)),
+        devices=6,
+        **more,
+    )
+
+
+def test_nobody_gets_the_devices_of_others_while_many_trials_are_to_come():
+    assert max(counts(MAKESPAN.allocate(two_long_ones_among_six())).values()) > 1
+    plan = MAKESPAN.allocate(two_long_ones_among_six(num_to_come=6))
+    assert counts(plan) == dict.fromkeys(range(6), 1)
+
+
+def test_who_is_wide_leaves_devices_to_those_to_come():
+    problem = problem_of(trial(1, devices=(0, 1, 2, 3)))
+    assert counts(MAKESPAN.allocate(problem)) == {1: 4}
+    assert counts(MAKESPAN.allocate(replace(problem, num_to_come=3))) == {1: 1}
+    assert counts(MAKESPAN.allocate(replace(problem, num_to_come=10**9))) == {1: 1}
+
+
+@settings(max_examples=100)
+@given(problem=problems(), num_to_come=st.integers(0, 60))
+def test_plans_that_count_on_trials_to_come_are_plans_for_the_others(problem, num_to_come):
+    problem = replace(problem, num_to_come=num_to_come)
+    validate(problem, MAKESPAN.allocate(problem))
+
+
+def test_no_trial_counts_for_longer_than_it_says_it_can_go_on():
+    pair = [trial(k, devices=(k,), epochs_done=5) for k in (0, 1)]
+    problem = problem_of(*pair, finished_epochs=(20,) * 5)
+    assert counts(MAKESPAN.allocate(problem)) == {0: 2, 1: 2}
+    told = replace(problem, candidates=(pair[0], replace(pair[1], max_epochs=10)))
+    assert counts(MAKESPAN.allocate(told)) == {0: 3, 1: 1}
+    past = replace(problem, candidates=(pair[0], replace(pair[1], max_epochs=3)))
+    assert counts(MAKESPAN.allocate(past)) == {0: 3, 1: 1}
 
 
 def concave(candidate):

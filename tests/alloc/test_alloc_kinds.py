@@ -458,3 +458,25 @@ def test_the_bound_of_unlike_types_shares_trials_out_by_what_suits_them():
     rates = [{"a": (300.0,), "b": (100.0,)}, {"a": (100.0,), "b": (100.0,)}]
     bound_s = fluid_seconds(rates, [900.0, 300.0], {"a": 1, "b": 1})
     assert bound_s == pytest.approx(3.0, rel=1e-4)
+
+
+def test_each_type_counts_on_its_share_of_the_trials_to_come():
+    slow, fast = (10.0, 20.0, 30.0), (20.0, 40.0, 60.0)
+    rates = {"slow": slow, "fast": fast}
+    problem = AllocationProblem(
+        candidates=(
+            Candidate(number=1, rates=slow, devices=(0,), rates_by_kind=rates),
+            Candidate(number=2, rates=fast, devices=(3,), rates_by_kind=rates),
+        ),
+        nodes=((0, 1, 2), (3, 4, 5)),
+        kinds=("slow", "fast"),
+    )
+    seen = []
+
+    class Seeing(ElasticAllocator):
+        def allocate(self, problem):
+            seen.append(problem.num_to_come)
+            return super().allocate(problem)
+
+    ByKind(inner=Seeing()).allocate(replace(problem, num_to_come=5))
+    assert set(seen) == {3}

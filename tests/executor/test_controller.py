@@ -570,3 +570,34 @@ def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
     (allocate,) = controller.handle(epoch_ended(3))
     assert [c.number for c in allocate.problem.candidates] == [1, 2]
     assert set(allocate.problem.devices) == {1, 2}
+
+
+def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **policy: Any) -> Any:
+    """The problem of two trials on two of four devices, told how many trials are to come."""
+    controller = Controller(fleet_of(4), Policy(paradigm="elastic", **policy))
+    for k in range(2):
+        assert controller.handle(DeviceJoined(device=k)) == [Propose()]
+        (launch,) = controller.handle(TrialProposed(number=k, num_to_come=told - k))
+        assert isinstance(launch, Launch)
+        controller.handle(reached(k, f"s{k}"), rate(k))
+    if delayed:
+        controller.handle(DeviceJoined(device=2))
+        controller.handle(ProposalDelayed())
+    (asked,) = controller.handle(epoch_ended(0))
+    assert isinstance(asked, Allocate)
+    return asked.problem
+
+
+def test_a_plan_knows_how_many_trials_are_to_come() -> None:
+    assert problem_at_the_first_epochs_end(told=7).num_to_come == 6
+    assert problem_at_the_first_epochs_end(told=1).num_to_come == 0
+
+
+def test_no_trial_is_to_come_while_the_sampler_waits() -> None:
+    assert problem_at_the_first_epochs_end(told=7, delayed=True).num_to_come == 0
+
+
+def test_trials_to_come_want_no_devices_that_max_trials_keeps_from_them() -> None:
+    assert problem_at_the_first_epochs_end(told=7, max_trials=2).num_to_come == 0
+    assert problem_at_the_first_epochs_end(told=7, max_trials=3).num_to_come == 1
+    assert problem_at_the_first_epochs_end(told=7, max_trials=4).num_to_come == 6

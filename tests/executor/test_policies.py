@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import optuna
 import pytest
 
 from optuna_fleet import FleetExecutor, policies
-from optuna_fleet.alloc import ElasticAllocator
+from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, Plan
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import small_pipeline, train
@@ -78,3 +79,23 @@ def test_elastic_moves_a_trial_in_mid_sweep_and_its_losses_stay() -> None:
         alone.optimize(lambda trial: train(trial, epochs=40), n_trials=1, executor=fleet)
     losses, alike = (s.trials[-1].user_attrs["losses"] for s in (study, alone))
     assert losses == pytest.approx(alike, rel=1e-10)
+
+
+class Telling:
+    """Plans as "elastic" does, and says what it was told of the lengths of the sweep."""
+
+    name = "telling"
+
+    def allocate(self, problem: AllocationProblem) -> Plan:
+        told = ({c.max_epochs for c in problem.candidates}, problem.num_to_come)
+        return replace(ElasticAllocator().allocate(problem), reason=str(told))
+
+
+def test_plans_are_told_how_long_trials_go_on_and_how_many_are_to_come() -> None:
+    study = optuna.create_study()
+    policy = policies.Own(allocator=Telling())
+    with FleetExecutor(small_pipeline(), devices=1, device_type="cpu", policy=policy) as fleet:
+        study.optimize(lambda trial: train(trial, epochs=40), n_trials=2, executor=fleet)
+        assert fleet.summary is not None
+        reasons = [decision.reason for decision in fleet.summary.decisions]
+    assert "({40}, 1)" in reasons

@@ -1,9 +1,18 @@
 """Worked examples of the simulation, by hand."""
 
 import pytest
-from replay_cases import LINEAR, Scripted, all_join, simulate, spans_of, trial
+from replay_cases import (
+    LINEAR,
+    Scripted,
+    all_join,
+    check_all_ended,
+    simulate,
+    spans_of,
+    trial,
+)
 
 from optuna_fleet.alloc import ElasticAllocator
+from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.report import common_report, utilisation
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import FleetChange, Rules, believed_profiles
@@ -195,3 +204,54 @@ def test_unknown_rules_are_refused(broken):
     ((name, value),) = broken.items()
     with pytest.raises(ValueError, match=f"`{name}` is '{value}', but must be one of"):
         Rules(**broken)
+
+
+def test_without_lookahead_trials_are_proposed_as_in_a_real_sweep():
+    trials = [trial(f"t{k}", epochs=2) for k in range(3)]
+    outcome = simulate(trials, [all_join(2)], ElasticAllocator(), num_devices=2, lookahead=0)
+    first = {}
+    for number, devices, start_s, _ in spans_of(outcome):
+        first.setdefault(number, (len(devices), start_s))
+    assert first == {0: (1, 0.0), 1: (1, 0.0), 2: (1, 20.0)}
+    check_all_ended(outcome, trials)
+
+
+def test_a_probe_on_too_few_devices_yields_them():
+    trials = [trial(f"t{k}", min_devices=2) for k in range(2)]
+    outcome = simulate(trials, [all_join(4)], ElasticAllocator(), lookahead=0)
+    check_all_ended(outcome, trials)
+    assert all(len(s.devices) > 1 for s in outcome.totals.spans if s.end_s > s.start_s)
+
+
+def test_a_trial_waits_at_the_end_of_its_epochs_until_a_plan_is_made():
+    one = [trial(epochs=3)]
+    rules = Rules(decision_s=1.0)
+    outcome = simulate(one, [all_join(1)], ElasticAllocator(), num_devices=1, rules=rules)
+    assert outcome.end_s == 30.0 + 3.0  # before its start, and after two epochs
+
+
+def test_that_trials_are_to_come_is_planned_with():
+    def curve(k):
+        one, loss = 5.0 * 10.0 ** -((7 * k % 16) / 16), 0.86 + 0.11 * ((5 * k % 16) / 16)
+        return [one * m * loss ** (m - 1) for m in range(1, 9)]
+
+    trials = [
+        trial(f"t{k}", curve(k), epochs=8 + 3 * k % 5, samples_per_epoch=1) for k in range(16)
+    ]
+    rules = Rules(decision_s=0.1, profile_samples=0.1)
+    outcome = simulate(
+        trials, [all_join(8)], ElasticAllocator(), num_devices=8, lookahead=0, rules=rules
+    )
+    assert outcome.end_s / lower_bound_s(trials, 8) < 1.3  # without it 1.335
+
+
+def test_what_trials_say_of_their_lengths_is_planned_with():
+    seen = []
+
+    class Seeing(ElasticAllocator):
+        def allocate(self, problem):
+            seen.extend(c.max_epochs for c in problem.candidates)
+            return super().allocate(problem)
+
+    simulate([trial(epochs=2, max_epochs=5)], [all_join(2)], Seeing(), num_devices=2)
+    assert set(seen) == {5}
