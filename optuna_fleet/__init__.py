@@ -7,7 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet import policies
-from optuna_fleet.checkpoints import load_best_model
+from optuna_fleet.checkpoints.best_model import load_best_model
+from optuna_fleet.checkpoints.file import CheckpointError
 from optuna_fleet.exceptions import (
     FleetConfigError,
     FleetError,
@@ -25,7 +26,6 @@ from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.keyword import install, uninstall
-from optuna_fleet.trainer.checkpoint_file import CheckpointError
 from optuna_fleet.trainer.trial import FleetTrial
 
 __version__ = "0.1.0"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from optuna_fleet.checkpoint_folder import holder_of
-from optuna_fleet.checkpoints import entries, prune, table
+from optuna_fleet.checkpoints.folder import holder_of
+from optuna_fleet.checkpoints.inventory import entries, prune, table
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.ensemble import load_ensemble

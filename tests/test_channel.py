@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 
 from optuna_fleet import channel as channels
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
-from optuna_fleet.channel import HELLO, Channel, connect
 from optuna_fleet.events import DeviceJoined
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.executor import listener as listeners
 from optuna_fleet.executor import runtime as runtimes
 from optuna_fleet.executor.connections import Connections
 from optuna_fleet.executor.listener import Listener
-from optuna_fleet.messages import AgentReady, TrainerExited, TrainerReady
 from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.wire.channel import HELLO, Channel, connect
+from optuna_fleet.wire.messages import AgentReady, TrainerExited, TrainerReady
 
 SECRET = b"s" * 32
 HELLO_BYTES = len(HELLO) + 32

@@ -19,12 +19,12 @@ import torch
 from optuna.trial import TrialState
 
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
-from optuna_fleet.checkpoint_folder import CallRecord, FolderLock, StudyFolder
+from optuna_fleet.checkpoints.file import Owner
+from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.cli import main
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer import checkpoint
-from optuna_fleet.trainer.checkpoint_file import Owner
 from tests.fleets import Leg, fleet_of, small_model, train
 
 

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo.config
 import torchvision  # noqa: F401  torch.ops.torchvision
 
-from optuna_fleet.packing import pack, unpack
+from optuna_fleet.wire.packing import pack, unpack
 from tests.scripted import script
 
 

@@ -27,13 +27,13 @@ import pytest
 
 import optuna_fleet
 from optuna_fleet import FleetExecutor
-from optuna_fleet.channel import HELLO, connect, derived
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.executor.cluster.config import AgentConfig
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange.config import ExchangeConfig
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.standalone.standalone import ServerConfig
+from optuna_fleet.wire.channel import HELLO, connect, derived
 from tests.fleets import Leg, fleet_of, small_pipeline, train
 
 PATIENCE_S = 20.0

@@ -10,9 +10,9 @@ import torch
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.fleet_executor import _packed
-from optuna_fleet.packing import pack
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.unpicklable import explained, find_culprit, variable
+from optuna_fleet.wire.packing import pack
+from optuna_fleet.wire.unpicklable import explained, find_culprit, variable
 from tests.scripted import script
 
 SCRIPT = """

@@ -29,8 +29,8 @@ from optuna_fleet.alloc.problem import (
 )
 from optuna_fleet.alloc.timing import timed
 from optuna_fleet.alloc.validation import validate
-from optuna_fleet.packing import pack
 from optuna_fleet.processes import outlet
+from optuna_fleet.wire.packing import pack
 
 _logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from optuna_fleet.exceptions import StorageLostError
 from optuna_fleet.executor.remarks import Remarks
 from optuna_fleet.executor.runs import RunRecord
 from optuna_fleet.executor.runtime import Runtime
-from optuna_fleet.messages import Call, Remark, Reply
-from optuna_fleet.packing import pack, pack_error, unpack
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.wire.messages import Call, Remark, Reply
+from optuna_fleet.wire.packing import pack, pack_error, unpack
 
 _SLOW_S = 0.1
 

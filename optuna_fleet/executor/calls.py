@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.executor.ranks import unlike_values
-from optuna_fleet.messages import Call, Reply
-from optuna_fleet.packing import pack_error, unpack
+from optuna_fleet.wire.messages import Call, Reply
+from optuna_fleet.wire.packing import pack_error, unpack
 
 _JOINT = {("trial", "report"): 0, ("trial", "set_constraint"): 1}
 """Calls whose value must be alike on all ranks, and the position of that argument."""

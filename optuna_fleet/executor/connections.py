@@ -10,10 +10,10 @@ import socket
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from optuna_fleet.channel import Channel
 from optuna_fleet.executor.listener import Listener
-from optuna_fleet.messages import AgentReady, TrainerExited, TrainerReady
 from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.wire.channel import Channel
+from optuna_fleet.wire.messages import AgentReady, TrainerExited, TrainerReady
 
 
 class Readable(Protocol):

@@ -54,7 +54,11 @@ from optuna_fleet.executor.runs import Job, RunRecord, decision_of, model_of
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.executor.watchdog import Broken, Hung, Watchdog
-from optuna_fleet.messages import (
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.wire.messages import (
     AgentLost,
     Call,
     CheckpointFailed,
@@ -68,10 +72,6 @@ from optuna_fleet.messages import (
     TrainerExited,
     TrainerReady,
 )
-from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import Ledger
-from optuna_fleet.sampler_bridge.proposals import Proposals
-from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 
 _ABORT_GRACE_S = 10.0
 

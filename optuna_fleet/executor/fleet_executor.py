@@ -25,7 +25,7 @@ from optuna_fleet.arguments import (
     folder,
     is_a,
 )
-from optuna_fleet.checkpoint_folder import FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.controller import Controller
@@ -35,14 +35,14 @@ from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.options import Checkpoints, Limits
-from optuna_fleet.packing import ObjectivePickler, pack_objective
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.settings import settings_here
-from optuna_fleet.unpicklable import explained, variable
+from optuna_fleet.wire.packing import ObjectivePickler, pack_objective
+from optuna_fleet.wire.unpicklable import explained, variable
 
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
 

@@ -9,10 +9,10 @@ from typing import Any
 from optuna_fleet.events import Launch
 from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
-from optuna_fleet.messages import CheckpointFailed, RunTrial
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.settings import Settings
+from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
 
 
 class Launcher:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from optuna_fleet.channel import HANDSHAKE_LIMIT_S, HELLO, NONCE_BYTES, Channel, derived
+from optuna_fleet.wire.channel import HANDSHAKE_LIMIT_S, HELLO, NONCE_BYTES, Channel, derived
 
 _ANSWER_BYTES = len(HELLO) + NONCE_BYTES + 32
 _BACKLOG = 1024

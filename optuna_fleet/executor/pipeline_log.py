@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from optuna_fleet.messages import PipelineReport
 from optuna_fleet.sampler_bridge.ledger import PipelineSpan
+from optuna_fleet.wire.messages import PipelineReport
 
 MIN_SPAN_S = 2.0
 """No span is shorter, except the last."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.messages import Ended, Progress
-from optuna_fleet.packing import unpack
+from optuna_fleet.wire.messages import Ended, Progress
+from optuna_fleet.wire.packing import unpack
 
 _TOLERANCE = 1e-4  # the same evaluation, by each rank for itself, on a GPU
 

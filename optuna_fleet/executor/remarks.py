@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from optuna_fleet.messages import Remark
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.wire.messages import Remark
 
 
 class Remarks:

@@ -12,11 +12,11 @@ from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.ranks import parted
-from optuna_fleet.messages import Call, Ended, FirstBatchRequested
 from optuna_fleet.options import Limits
-from optuna_fleet.packing import unpack, unpack_error
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 from optuna_fleet.settings import Settings
+from optuna_fleet.wire.messages import Call, Ended, FirstBatchRequested
+from optuna_fleet.wire.packing import unpack, unpack_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

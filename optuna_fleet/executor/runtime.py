@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
-from optuna_fleet.checkpoint_folder import StudyFolder, private_folder
+from optuna_fleet.checkpoints.folder import StudyFolder, private_folder
 from optuna_fleet.events import DeviceJoined, DeviceLost, Ending, Event
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.local import AgentProcess, agent_config
 from optuna_fleet.executor.connections import Connections, Readable
 from optuna_fleet.executor.device_faults import DeviceFaults
 from optuna_fleet.executor.startup import Startup
-from optuna_fleet.messages import (
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.processes import cause_of_death, fill_standard_streams, state_in_words
+from optuna_fleet.resources import Fleet
+from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.wire.messages import (
     AgentLost,
     AgentReady,
     Ended,
@@ -36,10 +40,6 @@ from optuna_fleet.messages import (
     TrainerStarted,
     TrainerUnfit,
 )
-from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.processes import cause_of_death, fill_standard_streams, state_in_words
-from optuna_fleet.resources import Fleet
-from optuna_fleet.sampler_bridge.compat import fleet_logger
 
 _MAX_STILLBORN = 3
 _REPORT_LIMIT_S = 5.0

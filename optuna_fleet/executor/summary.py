@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from optuna_fleet.executor.moves import Moves
-from optuna_fleet.messages import PipelineReport, Usage
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.sampler_bridge.ledger import Decision
+from optuna_fleet.wire.messages import PipelineReport, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from optuna_fleet.events import Launch
 from optuna_fleet.exceptions import OutOfMemoryError, TrialError, TrialTimeoutError
 from optuna_fleet.executor.ranks import out_of_step, way_out
-from optuna_fleet.messages import Ended, Heartbeat, Phase
 from optuna_fleet.options import NUM_HEARTBEATS, Limits
+from optuna_fleet.wire.messages import Ended, Heartbeat, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

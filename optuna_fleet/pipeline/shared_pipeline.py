@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.arguments import check_choice, check_number, check_that, is_a, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.packing import pack
 from optuna_fleet.pipeline import limits, options
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.preprocessor import payload
@@ -20,7 +19,8 @@ from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, Stages, decide, may_split
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSetup, PipelineSpec
 from optuna_fleet.settings import settings_here
-from optuna_fleet.unpicklable import explained, variable
+from optuna_fleet.wire.packing import pack
+from optuna_fleet.wire.unpicklable import explained, variable
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline import InlineClient

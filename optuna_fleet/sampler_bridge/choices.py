@@ -10,8 +10,8 @@ import optuna
 from optuna.distributions import CategoricalDistribution
 
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.packing import fingerprint, is_primitive, pack, unpack
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.wire.packing import fingerprint, is_primitive, pack, unpack
 
 # By parameter and position, the object last sent from this process and the bytes it was.
 _sent: dict[tuple[str, int], tuple[Any, bytes]] = {}

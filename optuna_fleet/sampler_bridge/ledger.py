@@ -23,10 +23,10 @@ from optuna_fleet.exceptions import (
     is_out_of_memory,
     shown,
 )
-from optuna_fleet.messages import Call
-from optuna_fleet.packing import is_primitive, unpack
 from optuna_fleet.sampler_bridge import choices, compat
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.wire.messages import Call
+from optuna_fleet.wire.packing import is_primitive, unpack
 
 Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
 

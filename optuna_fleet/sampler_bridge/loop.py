@@ -8,7 +8,7 @@ from types import TracebackType
 import optuna
 from optuna.study import StudyDirection
 
-from optuna_fleet.checkpoint_folder import FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Callback, Ledger
 from optuna_fleet.sampler_bridge.ownership import TrialOwnership

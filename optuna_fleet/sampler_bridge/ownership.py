@@ -13,7 +13,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.checkpoint_folder import CallRecord, FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 

@@ -11,7 +11,7 @@ import optuna
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.checkpoint_folder import StudyFolder
+from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.sampler_bridge import compat
 
 

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from optuna_fleet.checkpoints import file as checkpoint_file
+from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner, previous
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer import checkpoint_file, tracked
-from optuna_fleet.trainer.checkpoint_file import ADVICE, CheckpointError, Owner, previous
+from optuna_fleet.trainer import tracked
 from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
 

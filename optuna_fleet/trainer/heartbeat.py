@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.messages import Heartbeat, Phase
 from optuna_fleet.trainer.loops import NOT_THE_USERS
 from optuna_fleet.trainer.session import DriverGoneError, Session
+from optuna_fleet.wire.messages import Heartbeat, Phase
 
 _JOIN = "join_group"
 _SHARED = ("/optuna_fleet/trainer/groups.py", "/torch/distributed/distributed_c10d.py")

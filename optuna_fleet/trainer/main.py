@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from optuna import TrialPruned
 
-from optuna_fleet.channel import Channel, connect
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import (
     FleetError,
@@ -27,8 +26,6 @@ from optuna_fleet.exceptions import (
     is_out_of_memory,
     shown,
 )
-from optuna_fleet.messages import Ended, Quit, RunTrial, TrainerReady, TrainerUnfit, Usage
-from optuna_fleet.packing import pack, pack_error, plain, unpack_objective
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
@@ -38,6 +35,9 @@ from optuna_fleet.trainer.heartbeat import sending_heartbeats
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
 from optuna_fleet.trainer.trial import FleetTrial, Remote
+from optuna_fleet.wire.channel import Channel, connect
+from optuna_fleet.wire.messages import Ended, Quit, RunTrial, TrainerReady, TrainerUnfit, Usage
+from optuna_fleet.wire.packing import pack, pack_error, plain, unpack_objective
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from optuna_fleet.messages import CheckpointFailed, RunTrial
+from optuna_fleet.checkpoints.file import CheckpointError, Owner
 from optuna_fleet.trainer import checkpoint
-from optuna_fleet.trainer.checkpoint_file import CheckpointError, Owner
 from optuna_fleet.trainer.session import DriverGoneError, Session
+from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
 
 Make = Callable[[], checkpoint.Checkpoint]
 

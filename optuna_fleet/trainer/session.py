@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from optuna_fleet.channel import Channel
-from optuna_fleet.messages import Call, Progress, Remark, Reply, RunTrial
-from optuna_fleet.packing import is_primitive, pack, unpack, unpack_error
 from optuna_fleet.trainer.reports import Reports
+from optuna_fleet.wire.channel import Channel
+from optuna_fleet.wire.messages import Call, Progress, Remark, Reply, RunTrial
+from optuna_fleet.wire.packing import is_primitive, pack, unpack, unpack_error
 
 
 class Yielded(BaseException):

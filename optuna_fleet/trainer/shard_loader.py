@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from optuna_fleet.events import RateMeasured
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import FirstBatchRequested, Trained
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.bounds import Bounds
@@ -24,6 +23,7 @@ from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.shares import BatchShares, Share
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.stopwatch import Stopwatch
+from optuna_fleet.wire.messages import FirstBatchRequested, Trained
 
 
 @dataclass(slots=True)

@@ -15,8 +15,6 @@ import torch
 from optuna_fleet.arguments import check_number
 from optuna_fleet.events import EpochDecision, MoveRefused, WidthLimited
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.messages import Remark, RunTrial, Usage
-from optuna_fleet.packing import plain
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import calls, checkpoint, reduction
@@ -40,6 +38,8 @@ from optuna_fleet.trainer.shard_loader import Shards as Shards
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.unprepared import Unprepared
+from optuna_fleet.wire.messages import Remark, RunTrial, Usage
+from optuna_fleet.wire.packing import plain
 
 _PREPARED = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"

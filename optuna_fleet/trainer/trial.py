@@ -12,11 +12,11 @@ from optuna.distributions import BaseDistribution
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.executor.convergence import Convergence
-from optuna_fleet.packing import is_primitive, plain
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.choices import suggest
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.session import Session
+from optuna_fleet.wire.packing import is_primitive, plain
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
 from optuna_fleet import Checkpoints, FleetExecutor
-from optuna_fleet.checkpoint_folder import StudyFolder
+from optuna_fleet.checkpoints.folder import StudyFolder
 from tests.samplers import ByNumber
 
 NUM_TRIALS = 5

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, load_best_model
-from optuna_fleet.checkpoint_folder import StudyFolder
+from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.exceptions import TrialError
 from tests.fleets import Leg, fleet_of, small_model, small_pipeline
 

@@ -15,10 +15,10 @@ from optuna.trial import TrialState
 from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
 from optuna_fleet.exceptions import is_of_device
 from optuna_fleet.executor.device_faults import DeviceFaults
-from optuna_fleet.messages import TrainerUnfit
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
 from optuna_fleet.trainer.health import ailment_of
+from optuna_fleet.wire.messages import TrainerUnfit
 
 
 def device_index() -> int:

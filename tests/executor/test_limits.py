@@ -31,9 +31,9 @@ from optuna_fleet.executor import driver
 from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.watchdog import Broken, Hung, Watchdog
-from optuna_fleet.messages import Ended, Heartbeat, Phase, Progress, StoreReady
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from optuna_fleet.trainer.heartbeat import phase_of
+from optuna_fleet.wire.messages import Ended, Heartbeat, Phase, Progress, StoreReady
 from tests.fleets import Noise, fleet_of, small_model
 
 COMPLETE, FAIL = TrialState.COMPLETE, TrialState.FAIL

@@ -16,7 +16,7 @@ from optuna.samplers import GridSampler, PartialFixedSampler, RandomSampler
 from torch import nn
 
 from optuna_fleet import FleetExecutor, TrialError
-from optuna_fleet.packing import fingerprint, pack, unpack
+from optuna_fleet.wire.packing import fingerprint, pack, unpack
 from tests.fleets import Leg
 
 

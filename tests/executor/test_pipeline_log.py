@@ -13,13 +13,13 @@ import pytest
 
 from optuna_fleet.executor.pipeline_log import MIN_SPAN_S, PipelineLog
 from optuna_fleet.executor.summary import Tally
-from optuna_fleet.messages import PipelineReport
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import PIPELINE_PREFIX, PipelineSpan
 from optuna_fleet.visualization import plot_timeline
 from optuna_fleet.visualization.lane import Curve
+from optuna_fleet.wire.messages import PipelineReport
 from tests.fleets import Leg, Noise, fleet_of, small_model, train
 
 

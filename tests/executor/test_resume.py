@@ -21,7 +21,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError
-from optuna_fleet.checkpoint_folder import CallRecord, FolderLock, StudyFolder
+from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.sampler_bridge.ownership import CLAIM_PREFIX, TrialOwnership
 from tests.executor.mortal_sweep import NUM_TRIALS

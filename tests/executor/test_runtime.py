@@ -32,7 +32,13 @@ from optuna_fleet.executor.runs import RunRecord
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.startup import Startup
 from optuna_fleet.executor.watchdog import Limits
-from optuna_fleet.messages import (
+from optuna_fleet.pipeline.limits import NICENESS
+from optuna_fleet.pipeline.spec import PipelineSetup
+from optuna_fleet.processes import ModuleProcess
+from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.settings import Settings
+from optuna_fleet.trainer.main import trainer_main
+from optuna_fleet.wire.messages import (
     AgentLost,
     AgentReady,
     KillTrainer,
@@ -43,12 +49,6 @@ from optuna_fleet.messages import (
     TrainerReady,
     TrainerStarted,
 )
-from optuna_fleet.pipeline.limits import NICENESS
-from optuna_fleet.pipeline.spec import PipelineSetup
-from optuna_fleet.processes import ModuleProcess
-from optuna_fleet.resources import Device, Fleet
-from optuna_fleet.settings import Settings
-from optuna_fleet.trainer.main import trainer_main
 from tests.leftovers import children
 
 KILLED = -9

@@ -18,13 +18,13 @@ from optuna_fleet import LaunchError
 from optuna_fleet.events import Ending
 from optuna_fleet.executor.cluster import agent
 from optuna_fleet.executor.cluster.backoff import Backoff
-from optuna_fleet.messages import OpenStore, Quit, RunTrial
 from optuna_fleet.processes import Forks
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.main import Trainer
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
+from optuna_fleet.wire.messages import OpenStore, Quit, RunTrial
 from tests.leftovers import children
 
 

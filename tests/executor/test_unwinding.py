@@ -9,9 +9,9 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet.messages import Quit, RunTrial
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
+from optuna_fleet.wire.messages import Quit, RunTrial
 from tests.fleets import Leg, train
 
 

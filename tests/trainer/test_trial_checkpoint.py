@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from optuna_fleet.checkpoints import file as checkpoint_file
+from optuna_fleet.checkpoints.file import CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer import checkpoint, checkpoint_file
+from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint import Checkpoint
-from optuna_fleet.trainer.checkpoint_file import CheckpointError, Owner
 from optuna_fleet.trainer.randomness import rng_state, seed_everything, set_rng_state
 
 OWNER = Owner(study="sweep", trial=5)

@@ -18,11 +18,21 @@ import sys
 import time
 from dataclasses import replace
 
-from optuna_fleet.channel import connect
 from optuna_fleet.executor.cluster.backoff import Backoff
 from optuna_fleet.executor.cluster.config import AgentConfig
 from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
-from optuna_fleet.messages import (
+from optuna_fleet.pipeline import PipelineServer
+from optuna_fleet.processes import (
+    Forks,
+    cause_of_death,
+    clean_up_after_parent,
+    end_session,
+    preload,
+    run_loop,
+)
+from optuna_fleet.resources import Device
+from optuna_fleet.wire.channel import connect
+from optuna_fleet.wire.messages import (
     AgentReady,
     KillTrainer,
     LeaveOut,
@@ -36,16 +46,6 @@ from optuna_fleet.messages import (
     TrainerExited,
     TrainerStarted,
 )
-from optuna_fleet.pipeline import PipelineServer
-from optuna_fleet.processes import (
-    Forks,
-    cause_of_death,
-    clean_up_after_parent,
-    end_session,
-    preload,
-    run_loop,
-)
-from optuna_fleet.resources import Device
 
 _REPORT_EVERY_S = 2.0
 _STORE = -1  # what `Backoff` knows it by, beside the devices

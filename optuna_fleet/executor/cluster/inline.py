@@ -10,8 +10,6 @@ from typing import Any
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.remarks import Remarks
-from optuna_fleet.messages import Call, Remark, RunTrial
-from optuna_fleet.packing import pack
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
@@ -19,6 +17,8 @@ from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.trial import FleetTrial
+from optuna_fleet.wire.messages import Call, Remark, RunTrial
+from optuna_fleet.wire.packing import pack
 
 
 def run_inline(

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from optuna_fleet import packing
 from optuna_fleet.pipeline.chunks.columns import raw_bytes
+from optuna_fleet.wire import packing
 
 _BufferCallback = Callable[[pickle.PickleBuffer], Any]
 

@@ -9,7 +9,6 @@ import time
 
 import torch
 
-from optuna_fleet.packing import unpack
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.chunks.layout import sample_bytes, write_chunk
 from optuna_fleet.pipeline.chunks.spill import to_disk
@@ -32,6 +31,7 @@ from optuna_fleet.pipeline.preprocessor.sampling import (
 )
 from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
 from optuna_fleet.settings import Adoption, Settings
+from optuna_fleet.wire.packing import unpack
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes; glibc takes no more

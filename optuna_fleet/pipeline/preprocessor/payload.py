@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from optuna_fleet import packing
 from optuna_fleet.pipeline.chunks.memory_files import map_privately, sealed_file_of
 from optuna_fleet.pipeline.preprocessor.generators import Generator, is_generator
 from optuna_fleet.pipeline.preprocessor.mapped_files import MappedFiles
 from optuna_fleet.pipeline.preprocessor.source import Source
+from optuna_fleet.wire import packing
 
 LEAST_BYTES = 256
 """Arrays of fewer bytes stay in the pickle, where they take less with all that is about them."""

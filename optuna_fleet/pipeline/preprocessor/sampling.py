@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from optuna_fleet import packing
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
@@ -22,6 +21,7 @@ from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, rebuilt
 from optuna_fleet.pipeline.preprocessor.transform_split import AnotherWayError
 from optuna_fleet.pipeline.spec import ChunkKey, DatasetSpec, PipelineSpec
+from optuna_fleet.wire import packing
 
 MAX_SUBSTITUTES = 16
 """Where samples that raise are skipped: after this many in a row something else is wrong."""

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from optuna_fleet import packing
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.layout import write_chunk
 from optuna_fleet.pipeline.chunks.structure import flatten, map_leaves, rebuild
 from optuna_fleet.pipeline.chunks.view import ChunkView
+from optuna_fleet.wire import packing
 
 Stored = tuple[str, bytes, Any]
 """One mark per leaf, pickled ``info`` of PIL images by leaf, and the sample of plain leaves."""

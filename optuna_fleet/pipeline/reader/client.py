@@ -12,7 +12,6 @@ from typing import Any
 
 from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetError, PreprocessingError
-from optuna_fleet.packing import unpack
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.chunks.view import ChunkView
 from optuna_fleet.pipeline.messages import (
@@ -30,6 +29,7 @@ from optuna_fleet.pipeline.messages import (
 )
 from optuna_fleet.pipeline.reader.batches import Batches, ReadPlan
 from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.wire.packing import unpack
 
 _FromAgent = PassOpened | HeadFound | ChunkReady | ReleaseChunks | ChunkFailed
 _AT_ONCE = int(socket.MSG_DONTWAIT)

@@ -12,9 +12,9 @@ from enum import Enum
 from typing import Any
 
 from optuna_fleet.events import Ending
-from optuna_fleet.packing import Raised
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.settings import Settings
+from optuna_fleet.wire.packing import Raised
 
 # -- hello ----------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ _MAX_BYTES = 4 << 30
 
 
 class Channel:
-    """One end of an authenticated connection; it carries records of `optuna_fleet.messages`.
+    """One end of an authenticated connection; it carries records of `optuna_fleet.wire.messages`.
 
     A frame is the length of the pickled message and its proof, the message's proof, the message.
 

@@ -15,7 +15,7 @@ from itertools import islice
 from pickle import PickleBuffer
 from typing import Any
 
-from optuna_fleet.packing import Pickler, is_tensor
+from optuna_fleet.wire.packing import Pickler, is_tensor
 
 _MOST_PARTS = 50_000
 _LONGEST_PATH = 1000

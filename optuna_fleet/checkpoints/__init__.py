@@ -1,0 +1,1 @@
+"""Checkpoints: their files and folders, and what a user does with them."""

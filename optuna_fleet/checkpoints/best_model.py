@@ -1,0 +1,112 @@
+"""Loads the weights that the best trial left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import optuna
+
+from optuna_fleet.arguments import check_number, check_that, is_a
+from optuna_fleet.arguments import path as argument_path
+from optuna_fleet.checkpoints.file import Owner
+from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.sampler_bridge.ownership import folders_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_best_model(
+    study: optuna.Study,
+    model: torch.nn.Module | Sequence[torch.nn.Module] | None = None,
+    *,
+    trial: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Load the weights that a study's best trial left behind.
+
+    It must have run with ``FleetExecutor(checkpoints=FOLDER)`` and have used ``trial.prepare``;
+    the best trials, as many as `Checkpoints` keeps, leave their weights. A trial that returns the
+    best of the values it reported leaves those with which it reported it; any other its last ones.
+
+    Args:
+        study: The study.
+        model: The module to load them into, built as in the objective; or several, in the order in
+            which the objective prepared them. None if you want the bare state.
+        trial: Number of another trial than the best; needed where there are several objectives.
+        folder: Where the checkpoints are now, if they were moved since.
+
+    Returns:
+        `model`, on the device where it was; or, without it, a list with the ``state_dict`` of each
+        object that the trial prepared, in that order, on the CPU.
+
+    Raises:
+        FleetConfigError: The trial left no checkpoint, or it has fewer modules than were given.
+        CheckpointError: The checkpoint is damaged, or of another trial.
+        RuntimeError: The weights do not fit the module (raised by torch).
+    """
+    from optuna_fleet.trainer import checkpoint  # imports torch
+    from optuna_fleet.trainer.compiled import load_state
+
+    check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
+    check_number("trial", trial, whole=True, optional=True)
+    _check_modules(model)
+    chosen = study.best_trial if trial is None else _numbered(study, trial)
+    path = _final_of(study, chosen, folder)
+    loaded = checkpoint.load(path, Owner(study=study.study_name, trial=chosen.number))
+    if model is None:
+        return loaded.objects
+    modules = [model] if not isinstance(model, Sequence) else model
+    if len(modules) > len(loaded.modules):
+        raise FleetConfigError(
+            f"`model` has {len(modules)} modules, but trial {chosen.number} has prepared "
+            f"{len(loaded.modules)}: give those that the objective gives to trial.prepare()."
+        )
+    for module, position in zip(modules, loaded.modules, strict=False):
+        load_state(module, loaded.objects[position])
+    return model
+
+
+def _check_modules(model: Any) -> None:
+    import torch
+
+    modules = model if isinstance(model, Sequence) else [model]
+    if model is not None and not all(isinstance(each, torch.nn.Module) for each in modules):
+        raise FleetConfigError(
+            f"`model` is {model!r:.100}, but must be a torch.nn.Module, or several in a list."
+        )
+
+
+def _numbered(study: optuna.Study, number: int) -> optuna.trial.FrozenTrial:
+    trials = study.trials
+    if not 0 <= number < len(trials):
+        raise FleetConfigError(
+            f"`trial` is {number}, but the study has {len(trials)} trials, numbered from 0."
+        )
+    return trials[number]
+
+
+def _final_of(
+    study: optuna.Study,
+    trial: optuna.trial.FrozenTrial,
+    folder: str | os.PathLike[str] | None,
+) -> Path:
+    roots = folders_of(trial) if folder is None else [argument_path("folder", folder)]
+    paths = [StudyFolder(Path(root), study.study_name).final(trial.number) for root in roots]
+    for path in paths:
+        if path.exists():
+            return path
+    if not paths:
+        raise FleetConfigError(
+            f"Trial {trial.number} left no checkpoint, because it ran without a folder for it: "
+            "use FleetExecutor(..., checkpoints=FOLDER), and trial.prepare() in the objective."
+        )
+    raise FleetConfigError(
+        f"Trial {trial.number} has no checkpoint at {paths[-1]}: only the best trials, as many as "
+        "Checkpoints(keep=...) says, keep theirs, if they use trial.prepare(). If the folder was "
+        "moved, say where it is: `folder=`."
+    )

@@ -1,0 +1,133 @@
+"""What checkpoints there are: listed, verified and pruned, for the command line."""
+
+from __future__ import annotations
+
+import re
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from optuna_fleet.checkpoints.file import CheckpointError, Owner, inspect
+from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder, files_in, study_folders
+from optuna_fleet.exceptions import FleetConfigError
+
+_FILE = re.compile(r"trial-(\d+)\.(final\.pt|best\.pt|pt\.previous|pt)")
+_LONGEST_NAME = 40
+_KINDS = {
+    "final.pt": "final",
+    "best.pt": "unfinished, at its best",
+    "pt": "unfinished",
+    "pt.previous": "unfinished, the one before",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A checkpoint in a folder.
+
+    Attributes:
+        path: The file.
+        study: Name of its study.
+        trial: Number of its trial.
+        kind: "final", or "unfinished": by itself, "the one before" it, or the trial "at its best".
+        epoch: How many epochs its trial had done, in its last loop; None if that can't be read.
+        num_bytes: Size of the file.
+        age_s: Seconds since it was written.
+        problem: What is wrong with it, or None.
+    """
+
+    path: Path
+    study: str
+    trial: int
+    kind: str
+    epoch: int | None
+    num_bytes: int
+    age_s: float
+    problem: str | None
+
+
+def entries(root: Path, *, verify: bool) -> list[Entry]:
+    """The checkpoints in a folder; without `verify`, their payload is not read."""
+    return [
+        entry
+        for folder, study in study_folders(root).items()
+        for path in files_in(folder)
+        if (entry := _entry(study, path, verify=verify)) is not None
+    ]
+
+
+def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
+    match = _FILE.fullmatch(path.name)
+    if match is None:
+        return None
+    epoch, problem = None, None
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # none of ours; one that nobody writes to, say
+            return None
+        is_named = StudyFolder(path.parents[1], study).path.name == path.parent.name
+        owner = Owner(study=study, trial=int(match[1])) if is_named else None
+        epoch = inspect(path, owner, verify=verify).epoch
+    except FileNotFoundError:  # its driver has just removed it
+        return None
+    except CheckpointError as error:
+        problem = str(error)
+    return Entry(
+        path=path,
+        study=study,
+        trial=int(match[1]),
+        kind=_KINDS[match[2]],
+        epoch=epoch,
+        num_bytes=status.st_size,
+        age_s=max(0.0, time.time() - status.st_mtime),
+        problem=problem,
+    )
+
+
+def table(found: Sequence[Entry], *, verified: bool) -> list[str]:
+    """The lines of a table of checkpoints, and below it what is wrong with some of them."""
+    rows = [("STUDY", "TRIAL", "EPOCH", "SIZE", "AGE", "KIND", "STATE")]
+    for entry in found:
+        state = "damaged" if entry.problem else "good" if verified else "not verified"
+        epoch = "?" if entry.epoch is None else str(entry.epoch)
+        size = f"{entry.num_bytes / 1e6:.1f} MB"
+        age = f"{entry.age_s / 3600:.1f} h"
+        rows.append((_shown(entry.study), str(entry.trial), epoch, size, age, entry.kind, state))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return [*lines, *(entry.problem for entry in found if entry.problem)]
+
+
+def _shown(name: str) -> str:
+    """A study's name, in one line of bearable length, without what a terminal would obey."""
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name) or "''"
+    return plain if len(plain) <= _LONGEST_NAME else plain[: _LONGEST_NAME - 1] + "…"
+
+
+def prune(root: Path) -> Iterator[Path]:
+    """Remove, and yield, all but the good checkpoints of trials that are done.
+
+    Trials that a dead driver left unfinished then begin anew when the same call goes on.
+
+    Raises:
+        FleetConfigError: A driver is using the folder, or a file can't be removed.
+    """
+    with FolderLock(root):
+        kept = {e.path for e in entries(root, verify=True) if e.kind == "final" and not e.problem}
+        for folder in study_folders(root):
+            for path in files_in(folder):
+                if path not in kept:
+                    _remove(path)
+                    yield path
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError as error:
+        raise FleetConfigError(f"{path} can't be removed: {error.strerror}.") from error
