@@ -22,7 +22,6 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet import channel as channels
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
 from optuna_fleet.events import DeviceJoined
 from optuna_fleet.exceptions import ProtocolError
@@ -31,6 +30,7 @@ from optuna_fleet.executor import runtime as runtimes
 from optuna_fleet.executor.connections import Connections
 from optuna_fleet.executor.listener import Listener
 from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.wire import channel as channels
 from optuna_fleet.wire.channel import HELLO, Channel, connect
 from optuna_fleet.wire.messages import AgentReady, TrainerExited, TrainerReady
 
