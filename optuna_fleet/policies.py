@@ -45,8 +45,8 @@ class Policy:
             "elastic" decides at each event.
         alpha: A global round ends when fewer than this share of its devices is active.
         rate_spread: Fastest over slowest training rate allowed within one flotilla.
-        rescale_s: What moving a trial costs at least, in seconds of its training; "elastic"
-            weighs it, or what the trial's last move was measured to cost if that is more.
+        rescale_s: What moving a trial costs, in seconds of its training, until moves have been
+            measured; then its last one counts, or the median of the other trials' moves.
         time_limit_s: Time limit of one allocation, in seconds; an allocator that hangs is killed
             a little later, and a greedy plan serves.
         phases: Only trials in the same epoch may share a stream of data within a flotilla.

@@ -130,6 +130,7 @@ class Controller:
             case MoveMeasured():
                 if run := self._roster.runs.get(event.run_id):
                     self._roster.trials[run.number].rescale_s = event.seconds
+                    self._problems.moves_s.append(event.seconds)
             case EpochEnded():
                 return self._epoch_ended(event)
             case PlanDecided():

@@ -174,7 +174,7 @@ class Driver:
             case Call() | Remark() if message.run_id in self._runs:
                 self._called(self._runs[message.run_id], message)
             case FirstBatchRequested() if message.run_id in self._runs:
-                self._runtime.open_store()
+                self._runtime.prepare_groups()
                 self._post(DataRequested(run_id=message.run_id, model=model_of(message)))
                 self._proposals.note_defined(self._runs[message.run_id].launch.number)
                 self._propose(again=True)

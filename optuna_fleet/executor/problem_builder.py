@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from statistics import median
 
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate
 from optuna_fleet.events import Model
@@ -16,11 +17,16 @@ Rates = tuple[float, ...]
 
 
 class ProblemBuilder:
-    """Poses problems about one fleet under one policy."""
+    """Poses problems about one fleet under one policy.
+
+    Attributes:
+        moves_s: What each move so far was measured to cost, in seconds.
+    """
 
     def __init__(self, fleet: Fleet, policy: Policy, profiles: Profiles) -> None:
         self._policy = policy
         self._profiles = profiles
+        self.moves_s: list[float] = []
         # The devices of one node and type are a node of the problem.
         self._places = sorted({(d.node, d.kind) for d in fleet.devices})
         rank = {place: n for n, place in enumerate(self._places)}
@@ -140,8 +146,11 @@ class ProblemBuilder:
         return rates[kind], rates
 
     def _cost_s(self, trial: Trial, of_model: float | None) -> float:
-        expected_s = self._policy.rescale_s if of_model is None else of_model
-        return max(expected_s, trial.rescale_s)  # compiled models take their time
+        if of_model is not None:
+            return of_model
+        if trial.rescale_s is not None:  # its own: compiled models take their time
+            return trial.rescale_s
+        return median(self.moves_s) if self.moves_s else self._policy.rescale_s
 
     def _nodes(self, usable: set[int]) -> dict[int, list[int]]:
         """Devices by the rank of their node and type, in ascending order."""

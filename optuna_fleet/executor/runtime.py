@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import itertools
 import os
@@ -321,6 +322,12 @@ class Runtime:
     def process_state(self, device: int) -> str:
         """What keeps the trainer of a device from running, in words; "" if nothing does."""
         return state_in_words(self.live.get(device))
+
+    def prepare_groups(self) -> None:
+        """A trial trains: soon there will be plans, and ranks that have to find each other."""
+        with contextlib.suppress(OSError):  # it is tried again with the first plan
+            self.allocator.start()
+        self.open_store()
 
     def open_store(self) -> None:
         """Have the store started where the ranks of a trial find each other, once."""

@@ -33,7 +33,7 @@ class Policy:
         phases: Only trials in the same epoch may share a stream of data.
         preprocess_samples_per_s: What the preprocessors deliver to all streams; None for any rate.
         rescale_s: Seconds of training that a move costs, where the model does not say and no move
-            of the trial was measured to cost more.
+            was measured.
         moves_within_epochs: Trainers can yield between two batches, not only at the end of an
             epoch.
     """
@@ -142,7 +142,7 @@ class Trial:
     predicted_epochs: float | None = None
     restarts: int = 0
     waited_rounds: int = 0
-    rescale_s: float = 0.0
+    rescale_s: float | None = None
     run: Run | None = None
     max_devices: int | None = None
     previous_devices: tuple[int, ...] = ()

@@ -36,6 +36,9 @@ class EnsembleScenario:
         widest_known: Rates on more devices than this are estimated until a trial first flies on
             so many; None if all are known from the start.
         allocator: Instead of the policy's own.
+        lookahead: Trials that may wait for devices while further ones are proposed, as if their
+            models were known; None for all, 0 to propose and to probe as the executor does.
+        rules: How the world behaves; None for its defaults.
     """
 
     trials: Sequence[SimulatedTrial]
@@ -46,12 +49,15 @@ class EnsembleScenario:
     noise: float = 0.0
     widest_known: int | None = None
     allocator: Allocator | None = None
+    lookahead: int | None = None
+    rules: Rules | None = None
 
     def run(self) -> Outcome:
         """Simulate."""
         named = policy_of(self.policy)
+        lookahead = len(self.trials) if self.lookahead is None else self.lookahead
         allocator = self.allocator or named.new_allocator(self.seed)
-        policy = named.rules(max_restarts=_NO_LIMIT, lookahead=len(self.trials))
+        policy = named.rules(max_restarts=_NO_LIMIT, lookahead=lookahead)
         fleet = self._fleet()
         profiles = believed_profiles(
             self.trials,
@@ -60,7 +66,7 @@ class EnsembleScenario:
             seed=self.seed,
             widest=self.widest_known,
         )
-        rules = Rules(coupled=named.is_coupled)
+        rules = self.rules or Rules(coupled=named.is_coupled)
         simulation = Simulation(fleet, self.trials, policy, allocator, profiles, rules)
         everything = FleetChange(time_s=0.0, joined=tuple(range(len(fleet))))
         return simulation.run(iter([everything]))

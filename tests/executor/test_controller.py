@@ -257,18 +257,20 @@ def test_a_trial_that_the_plan_moves_yields_at_its_next_epoch_and_flies_on_elsew
     assert not instructions[1].probe
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(30.0, 30.0), (1.0, 2.0)])
-def test_what_a_move_was_measured_to_cost_counts_where_it_is_more(
-    seconds: float, expected: float
+@pytest.mark.parametrize(
+    ("moves", "expected"), [({}, 2.0), ({1: 30.0}, 30.0), ({1: 0.5}, 0.5), ({0: 0.5, 2: 9.0}, 4.75)]
+)
+def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
+    moves: dict[int, float], expected: float
 ) -> None:
-    world = World(num_devices=2, trials=2, paradigm="elastic", rescale_s=2.0)
+    world = World(num_devices=3, trials=3, paradigm="elastic", rescale_s=2.0)
     world.settle_all()
-    world.tell(MoveMeasured(run_id=1, seconds=seconds))
+    for run_id, seconds in moves.items():
+        world.tell(MoveMeasured(run_id=run_id, seconds=seconds))
     world.tell(MoveMeasured(run_id=9, seconds=99.0))  # of a run that is over
     (allocate,) = world.tell(epoch_ended(1))
-    first, second = allocate.problem.candidates
-    assert (first.rescale_up_s, first.rescale_down_s) == (2.0, 2.0)
-    assert (second.rescale_up_s, second.rescale_down_s) == (expected, expected)
+    candidate = allocate.problem.by_number[1]
+    assert (candidate.rescale_up_s, candidate.rescale_down_s) == (expected, expected)
 
 
 def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:
