@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-import optuna_fleet
 from optuna_fleet.exceptions import LaunchError
 
 _PR_SET_PDEATHSIG = 1
@@ -139,29 +138,30 @@ class ModuleProcess:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._pidfd = -1
-        self._starter: _Starter | None = None
+        self._is_over = threading.Event()
         self._process = self._started(module, environment, pass_fds)
+        assert self._process.stdin is not None
         try:
             self._pidfd = _pidfd_of(self._process)
-            self._configure(config)
+            # If it has ended at once, whoever waits for it will see how.
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+                stdin.write(pickle.dumps(config))
         except BaseException:
             self.kill()
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._process.stdin.close()
             raise
 
     def _started(
         self, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        root = str(Path(optuna_fleet.__file__).parents[1])
         code = (_DIE_WITH + _IF_ORPHAN + _START).format(
             signal=_PR_SET_PDEATHSIG,
             kill=int(signal.SIGKILL),
             parent=os.getpid(),
-            root=root,
+            root=str(Path(__file__).parents[1]),
             module=module,
         )
-        self._starter = _Starter(
+        return _started_on_lasting_thread(
             lambda: subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
@@ -170,17 +170,9 @@ class ModuleProcess:
                 start_new_session=True,
                 env={**os.environ, **environment},
                 pass_fds=pass_fds,
-            )
+            ),
+            self._is_over,
         )
-        return self._starter.process()
-
-    def _configure(self, config: Any) -> None:
-        assert self._process.stdin is not None
-        try:
-            with self._process.stdin as stdin:
-                stdin.write(pickle.dumps(config))
-        except BrokenPipeError:
-            pass  # it ended at once; whoever waits for it will see how
 
     @property
     def pid(self) -> int:
@@ -223,45 +215,34 @@ class ModuleProcess:
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
-        if self._starter is not None:
-            self._starter.end()
+        self._is_over.set()
 
 
-class _Starter:
-    """Starts a process on a thread that lasts as long as the process may.
+def _started_on_lasting_thread(
+    start: Callable[[], subprocess.Popen[bytes]], is_over: threading.Event
+) -> subprocess.Popen[bytes]:
+    """Start a process on a thread that lasts until it `is_over`.
 
     The kernel takes the end of the thread that started a process for that of its parent.
+
+    Raises:
+        LaunchError: It can't be started.
     """
+    started: Future[subprocess.Popen[bytes]] = Future()
 
-    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
-        self._start = start
-        self._started: Future[subprocess.Popen[bytes]] = Future()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="optuna-fleet-starter", daemon=True)
-
-    def process(self) -> subprocess.Popen[bytes]:
-        """Start it.
-
-        Raises:
-            LaunchError: It can't be started.
-        """
+    def run() -> None:
         try:
-            self._thread.start()
-            return self._started.result()
-        except (OSError, RuntimeError) as error:  # the second: no thread
-            raise _cannot_start(error) from error
-
-    def end(self) -> None:
-        """The process is gone."""
-        self._over.set()
-
-    def _run(self) -> None:
-        try:
-            self._started.set_result(self._start())
+            started.set_result(start())
         except BaseException as error:
-            self._started.set_exception(error)
+            started.set_exception(error)
         else:
-            self._over.wait()
+            is_over.wait()
+
+    try:
+        threading.Thread(target=run, name="optuna-fleet-starter", daemon=True).start()
+        return started.result()
+    except (OSError, RuntimeError) as error:  # the second: no thread
+        raise _cannot_start(error) from error
 
 
 def _pidfd_of(process: subprocess.Popen[bytes]) -> int:
@@ -329,9 +310,8 @@ class Forks:
         try:
             die_with(parent)
             self._in_child()
-            main(sock)
-            code = 0
-        except SystemExit:
+            with contextlib.suppress(SystemExit):
+                main(sock)
             code = 0
         except BaseException:
             traceback.print_exc()
