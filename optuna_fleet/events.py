@@ -40,7 +40,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What decides how a trial can fly.
+    """What decides on which devices a trial can train, and how long.
 
     Attributes:
         structure: Name of its rate profile: trials of equal structure train at equal rates.
@@ -103,7 +103,7 @@ class RateMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthLimited:
-    """A run has found that its trial gives the same results only on so many devices at most."""
+    """A run has found that its trial gives other results on more than `max_devices`."""
 
     run_id: int
     max_devices: int
@@ -118,7 +118,7 @@ class MoveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveMeasured:
-    """A trial trains again on other devices; for so many seconds it was on some and did not."""
+    """A trial trains again on other devices, after `seconds` on devices without training."""
 
     run_id: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Processes of ours: started afresh or forked, and none outlives the one that started it."""
+"""The fleet's processes: new ones or forks, none of which outlives the one that started it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def flush_prints() -> None:
 
 
 class ModuleProcess:
-    """``main()`` of a module of ours in a new process, in a session of its own.
+    """``main()`` of one of this package's modules in a new process, in a session of its own.
 
     Ctrl-C is thus for the process that started it. It ends by itself when it has no more work,
     and is killed by the kernel with the process that started it, unless ``main`` calls

@@ -93,11 +93,11 @@ class Adoption:
         wanted = {**self._own_torch, **settings.torch}
         if wanted.get("default_device") == "cuda" and not self._has_gpu:
             wanted["default_device"] = "cpu"
-        for name, knob in _TORCH.items():
+        for name, setting in _TORCH.items():
             if name in wanted:
                 with contextlib.suppress(Exception):  # this version may not take it
-                    if knob.get(torch) != wanted[name]:
-                        knob.set(torch, wanted[name])
+                    if setting.get(torch) != wanted[name]:
+                        setting.set(torch, wanted[name])
 
     def own_filters(self) -> None:
         """Have this process' own filters of warnings hold: imports may warn, as in the script."""
@@ -112,7 +112,7 @@ class Adoption:
 
 
 @dataclass(frozen=True, slots=True)
-class _Knob:
+class _Setting:
     """One setting of torch: what it is by default, how it is read and set."""
 
     default: Any
@@ -120,21 +120,18 @@ class _Knob:
     set: Callable[[Any, Any], Any]
 
 
-def _attribute(path: str, default: Any) -> _Knob:
+def _attribute(path: str, default: Any) -> _Setting:
     owner, _, name = path.rpartition(".")
-    return _Knob(
-        default,
-        attrgetter(path),
-        lambda torch, value: setattr(attrgetter(owner)(torch), name, value),
-    )
+    owner_of = attrgetter(owner)
+    return _Setting(default, attrgetter(path), lambda t, value: setattr(owner_of(t), name, value))
 
 
 def _set_default_device(torch: Any, kind: str) -> None:
     torch.set_default_device(None if kind == "cpu" else kind)  # None: no detour for each call
 
 
-def _sdp(name: str) -> _Knob:
-    return _Knob(
+def _sdp(name: str) -> _Setting:
+    return _Setting(
         True,
         lambda torch: getattr(torch.backends.cuda, f"{name}_sdp_enabled")(),
         lambda torch, value: getattr(torch.backends.cuda, f"enable_{name}_sdp")(value),
@@ -143,16 +140,16 @@ def _sdp(name: str) -> _Knob:
 
 # In the order in which they are set: one of the coarser settings sets finer ones along. What
 # `cuda.matmul.allow_tf32` says is what `float32_matmul_precision` does.
-_TORCH: dict[str, _Knob] = {
-    "default_dtype": _Knob(
+_TORCH: dict[str, _Setting] = {
+    "default_dtype": _Setting(
         "float32",
         lambda torch: str(torch.get_default_dtype()).removeprefix("torch."),
         lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
     ),
-    "default_device": _Knob(
+    "default_device": _Setting(
         "cpu", lambda torch: torch.get_default_device().type, _set_default_device
     ),
-    "deterministic_algorithms": _Knob(
+    "deterministic_algorithms": _Setting(
         (False, False),
         lambda torch: (
             torch.are_deterministic_algorithms_enabled(),
@@ -160,17 +157,17 @@ _TORCH: dict[str, _Knob] = {
         ),
         lambda torch, value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
-    "detect_anomaly": _Knob(
+    "detect_anomaly": _Setting(
         (False, True),
         lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda torch, value: torch.autograd.set_detect_anomaly(*value),
     ),
-    "printing": _Knob(
+    "printing": _Setting(
         {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None},
         lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
         lambda torch, value: torch.set_printoptions(**value),
     ),
-    "float32_matmul_precision": _Knob(
+    "float32_matmul_precision": _Setting(
         "highest",
         lambda torch: torch.get_float32_matmul_precision(),
         lambda torch, value: torch.set_float32_matmul_precision(value),
@@ -206,18 +203,12 @@ _TORCH: dict[str, _Knob] = {
 def _torch_values(torch: Any) -> dict[str, Any]:
     """All that this version of torch has; what it refuses to tell is left out."""
     values = {}
-    with _quiet():
-        for name, knob in _TORCH.items():
-            with contextlib.suppress(Exception):
-                values[name] = knob.get(torch)
-    return values
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
     with warnings.catch_warnings():  # torch's old names for TF32 are deprecated
         warnings.simplefilter("ignore")
-        yield
+        for name, setting in _TORCH.items():
+            with contextlib.suppress(Exception):
+                values[name] = setting.get(torch)
+    return values
 
 
 # -- the rest -------------------------------------------------------------------------------------
