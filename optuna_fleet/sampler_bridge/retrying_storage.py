@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_fleet.exceptions import StorageLostError
@@ -110,16 +109,13 @@ class RetryingStorage:
         """See `BaseStorage`; one that was created, but not answered, is found by its start."""
         trial = template_trial or create_trial(state=TrialState.RUNNING)
 
-        def create() -> int:
-            return self.itself.create_new_trial(study_id, trial)
-
-        def find_or_create() -> int:
+        def created() -> int | None:
             started = trial.datetime_start
             trials = self.itself.get_all_trials(study_id, False, (trial.state,))
-            found = [t._trial_id for t in trials if started and t.datetime_start == started]
-            return found[0] if found else create()
+            found = (t._trial_id for t in trials if started and t.datetime_start == started)
+            return next(found, None)
 
-        return self._retry(create, find_or_create)
+        return self._retry(lambda: self.itself.create_new_trial(study_id, trial), created)
 
     def set_trial_state_values(
         self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
@@ -127,39 +123,32 @@ class RetryingStorage:
         """See `BaseStorage`; a trial is taken, returned or told once."""
         attempts: list[tuple[datetime, datetime]] = []
 
-        def first() -> bool:
-            return self.itself.set_trial_state_values(trial_id, state, values)
-
-        def tell_again() -> bool:
-            try:
-                return first()
-            except UpdateFinishedTrialError:
-                trial = self.itself.get_trial(trial_id)
-                if (trial.state, trial.values) == (state, None if values is None else [*values]):
-                    return True
-                raise
-
-        def take() -> bool:
+        def attempt() -> bool:
             began = datetime.now()
             try:
-                return first()
+                return self.itself.set_trial_state_values(trial_id, state, values)
             finally:
                 attempts.append((began, datetime.now()))
 
-        def take_again() -> bool:
-            started = self._started(trial_id)
-            return any(started and a <= started <= b for a, b in attempts) or take()
+        def told() -> bool | None:
+            trial = self.itself.get_trial(trial_id)
+            wanted = None if values is None else [*values]
+            return (trial.state, trial.values) == (state, wanted) or None
 
-        def return_again() -> bool:
-            return self._started(trial_id) != before or first()
+        def returned() -> bool | None:
+            return self._started(trial_id) != before or None
+
+        def taken() -> bool | None:
+            started = self._started(trial_id)
+            return any(started and a <= started <= b for a, b in attempts) or None
 
         if state.is_finished():
             self._with_heartbeat.discard(trial_id)
-            return self._retry(first, tell_again)
+            return self._retry(attempt, told)
         if state is TrialState.WAITING:
             before = self._retry(lambda: self._started(trial_id))
-            return self._retry(first, return_again)
-        return self._retry(take, take_again)
+            return self._retry(attempt, returned)
+        return self._retry(attempt, taken)
 
     def _started(self, trial_id: int) -> datetime | None:
         """When the trial was started, if it is running."""
@@ -179,11 +168,15 @@ class RetryingStorage:
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _retry(self, first: Callable[[], T], again: Callable[[], T] | None = None) -> T:
-        call, pause_s, since = first, _FIRST_PAUSE_S, None
+    def _retry(
+        self, call: Callable[[], T], has_happened: Callable[[], T | None] = lambda: None
+    ) -> T:
+        """Return what `call` returns, or what `has_happened` does before a further attempt."""
+        is_repeated, pause_s, since = False, _FIRST_PAUSE_S, None
         while not self._end:
             try:
-                result = call()
+                known = has_happened() if is_repeated else None
+                result = call() if known is None else known
             except Exception as error:
                 if not is_gone(error):
                     raise
@@ -193,7 +186,7 @@ class RetryingStorage:
                 except BaseException as end:  # Ctrl-C: no later call waits again
                     self._end = str(end) or "The study's storage was gone when you left."
                     raise
-                call, pause_s = again or first, min(2 * pause_s, _LONGEST_PAUSE_S)
+                is_repeated, pause_s = True, min(2 * pause_s, _LONGEST_PAUSE_S)
             except BaseException:  # Ctrl-C in the midst of it
                 self._roll_back()
                 raise
