@@ -77,7 +77,7 @@ class TrialProposed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposalDelayed:
-    """There is no trial yet; a `TrialProposed` or `ProposalsExhausted` will come unasked."""
+    """There is no trial yet; `TrialProposed` or `ProposalsExhausted` follows by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class EpochEnded:
 class RankEnded:
     """One rank of a run left the objective; its device is free again.
 
-    Unless its trainer `is_leaving`: then the device's loss is the next event.
+    Unless its trainer `is_leaving`: then `DeviceLost` follows.
     """
 
     run_id: int
@@ -164,7 +164,7 @@ class DeviceLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLeftOut:
-    """A device is lost and will not come back; it may be said again."""
+    """A device is lost and will not come back; the event may be repeated."""
 
     device: int
 
@@ -253,7 +253,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """A rank of the run failed or is `lost`: the others must end, if need be by force."""
+    """A rank of the run failed or is `lost`: the others must end, or are killed."""
 
     run_id: int
     devices: tuple[int, ...]

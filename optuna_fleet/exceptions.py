@@ -101,7 +101,7 @@ def is_of_device(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, of whatever library, tells of a want of memory."""
+    """Whether an exception, of whatever library, means that memory ran out."""
     if {"MemoryError", "OutOfMemoryError"} & _names(error):  # the second is torch's
         return True
     told = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
@@ -113,7 +113,7 @@ def _names(error: BaseException) -> set[str]:
 
 
 def _says(error: BaseException, any_of: Iterable[str]) -> bool:
-    """Whether its text has one of these in it; false if its own way to say it fails."""
+    """Whether its text contains one of these; false if its `__str__` fails."""
     try:
         text = str(error)
     except Exception:
@@ -122,7 +122,7 @@ def _says(error: BaseException, any_of: Iterable[str]) -> bool:
 
 
 def shown(value: object) -> str:
-    """Its `repr`, or words in the place of one that fails."""
+    """Return its `repr`, or a description where that fails."""
     try:
         return repr(value)
     except Exception as trouble:

@@ -42,7 +42,7 @@ _HINTS: dict[int, str] = {
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process as soon as its parent, whose pid is given, is gone.
+    """Have the kernel kill this process as soon as its parent, whose pid is given, is gone.
 
     More exactly, the parent's thread that started it: for children of single-threaded processes.
     """
@@ -52,7 +52,7 @@ def die_with(parent: int) -> None:
 
 
 def clean_up_after_parent() -> None:
-    """Has the kernel wake this process, instead of killing it, when its parent is gone.
+    """Have the kernel wake this process, instead of killing it, when its parent is gone.
 
     For one that notices by itself and has something to clean up; it may be stopped then.
     """
@@ -60,7 +60,7 @@ def clean_up_after_parent() -> None:
 
 
 def cause_of_death(exit_code: int) -> str:
-    """Returns how a process ended, in words; a negative code is a signal."""
+    """Return how a process ended, in words; a negative code is a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -71,7 +71,7 @@ def cause_of_death(exit_code: int) -> str:
 
 
 def state_in_words(pid: int | None) -> str:
-    """Returns what keeps a process of this machine from running, or ""."""
+    """Return what keeps a process of this machine from running, or ""."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -80,7 +80,7 @@ def state_in_words(pid: int | None) -> str:
 
 
 def num_out_of_memory() -> int:
-    """Returns how many processes the kernel has killed for want of memory since it started."""
+    """Return how many processes the kernel has killed for want of memory since it started."""
     try:
         counters = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -109,7 +109,7 @@ def outlet(stream: TextIO | None) -> int | None:
 
 
 def flush_prints() -> None:
-    """Let out what was printed in this process, if there is anywhere to print to."""
+    """Flush this process' standard output and error, if they are open."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -200,7 +200,7 @@ class ModuleProcess:
         self._let_go()
 
     def close(self) -> None:
-        """Wait for it to end, which it was told to; then insist. Again, it does nothing."""
+        """Wait a few seconds for it to end by itself, then kill it; may be called again."""
         try:
             self._process.wait(_GRACE_S)
         except BaseException as reason:
@@ -340,7 +340,7 @@ def _end_child(pid: int) -> None:
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import what children to be forked will need, as far as it is installed."""
+    """Import what children to be forked need, as far as it is installed."""
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -1,7 +1,7 @@
-"""Settings of the script's process that its objectives, in other processes, are to find as well.
+"""Settings of the script's process that hold for its objectives in other processes too.
 
-They are read in the driver when a call of `optimize` begins, and hold in trainers from before an
-objective is called on. torch is never imported here: where it is not loaded it has no settings.
+They are read in the driver when a call of `optimize` begins, and set in trainers before an
+objective is called. torch is never imported here: where it is not loaded it has no settings.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a process was set to; plain data, so that reading it imports nothing.
+    """The settings of a process, as plain data: to unpickle it imports nothing.
 
     Attributes:
         torch: What differs from torch's defaults, by name.
         num_threads: How many threads torch computes with; None if it is not loaded.
         numpy_errors: How NumPy treats floating-point errors.
         numpy_printing: How it prints arrays.
-        filters: The filters of `warnings`, each pickled: one that can't be read spoils no other.
+        filters: The filters of `warnings`, each pickled by itself: some may not be readable.
         log_levels: Levels of loggers by name, where they are set; "root" is the root logger.
         log_disabled: The level that `logging.disable` was given.
     """
@@ -44,7 +44,7 @@ class Settings:
 
 
 def settings_here() -> Settings:
-    """The settings of this process, as far as they can travel; floats and the like of NumPy's."""
+    """The settings of this process; of NumPy's print options those that are plain values."""
     torch: Any = sys.modules.get("torch")
     values = {} if torch is None else _torch_values(torch)
     return Settings(
@@ -59,10 +59,10 @@ def settings_here() -> Settings:
 
 
 class Adoption:
-    """Puts this process under the settings of others, over those that it has of its own.
+    """Applies settings of other processes, over those that this process has of its own.
 
     Args:
-        has_gpu: A default device that is a GPU is this process' own; without one, the CPU.
+        has_gpu: If not, a default device "cuda" becomes the CPU.
     """
 
     def __init__(self, *, has_gpu: bool) -> None:
@@ -72,7 +72,7 @@ class Adoption:
         self._own_torch: dict[str, Any] | None = None
 
     def adopt(self, settings: Settings) -> None:
-        """Have all these settings hold here, those of torch only if it is loaded."""
+        """Apply all these settings, those of torch only if it is loaded."""
         logging.disable(settings.log_disabled)
         levels = {**dict.fromkeys(self._log_levels, logging.NOTSET), **self._own_log_levels}
         self._log_levels = {**levels, **settings.log_levels}
@@ -82,7 +82,7 @@ class Adoption:
         self.adopt_numbers(settings)
 
     def adopt_numbers(self, settings: Settings) -> None:
-        """Have those hold that decide what is computed: an objective may change them again."""
+        """Apply those that decide what is computed: an objective may have changed them."""
         np.seterr(**settings.numpy_errors)
         np.set_printoptions(**settings.numpy_printing)
         torch: Any = sys.modules.get("torch")
@@ -100,7 +100,7 @@ class Adoption:
                         setting.set(torch, wanted[name])
 
     def own_filters(self) -> None:
-        """Have this process' own filters of warnings hold: imports may warn, as in the script."""
+        """Go back to this process' own filters of warnings: imports may warn, as in the script."""
         self._set_filters(self._own_filters)
 
     def _set_filters(self, filters: list[Any]) -> None:
@@ -201,7 +201,7 @@ _TORCH: dict[str, _Setting] = {
 
 
 def _torch_values(torch: Any) -> dict[str, Any]:
-    """All that this version of torch has; what it refuses to tell is left out."""
+    """All settings that this version of torch has."""
     values = {}
     with warnings.catch_warnings():  # torch's old names for TF32 are deprecated
         warnings.simplefilter("ignore")
@@ -235,7 +235,7 @@ def _packed(entry: Any) -> bytes:
 
 
 def _unpacked(packed: bytes) -> list[Any]:
-    """The filter of warnings, if it can be had here; for the sake of one, torch is not loaded."""
+    """The filter of warnings, if it can be unpickled here without importing torch."""
     if b"torch" in packed and "torch" not in sys.modules:
         return []
     try:

@@ -64,7 +64,6 @@ def write(
     owner: Owner,
     epoch: int,
     keep_previous: bool = True,
-    version: int = FORMAT_VERSION,
 ) -> None:
     """Write a checkpoint to `path` (mode 0600), or leave what was there; never half of it.
 
@@ -74,7 +73,6 @@ def write(
         owner: Whose it is.
         epoch: For the header.
         keep_previous: Keep the checkpoint before it beside it.
-        version: For the header.
 
     Raises:
         CheckpointError: The file can't be written.
@@ -82,7 +80,7 @@ def write(
     target = Path(path)
     try:
         with replacing(target, keep_as=previous(target) if keep_previous else None) as file:
-            _write(file, dump, owner, epoch, version)
+            _write(file, dump, owner, epoch)
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {target} can't be written ({error}): check that its folder exists, "
@@ -169,19 +167,17 @@ def inspect(path: str | os.PathLike[str], owner: Owner | None, *, verify: bool) 
     return header
 
 
-def _write(
-    file: IO[bytes], dump: Callable[[IO[bytes]], None], owner: Owner, epoch: int, version: int
-) -> None:
+def _write(file: IO[bytes], dump: Callable[[IO[bytes]], None], owner: Owner, epoch: int) -> None:
     file.write(bytes(_HEADER.size))
     hashing = _Hashing(file)
     try:
         dump(hashing)  # type: ignore[arg-type]  # it only needs to write
-    except RuntimeError as error:  # torch's word for any failed write
+    except RuntimeError as error:  # torch raises it for any failed write
         raise hashing.error or error from None
     hashing.digest.update(_KNOWN.pack(epoch, owner.trial, owner.study_digest))
-    digests = owner.study_digest, hashing.digest.digest()
+    about = FORMAT_VERSION, epoch, hashing.num_bytes, owner.trial, owner.study_digest
     file.seek(0)
-    file.write(_HEADER.pack(_MAGIC, version, epoch, hashing.num_bytes, owner.trial, *digests))
+    file.write(_HEADER.pack(_MAGIC, *about, hashing.digest.digest()))
 
 
 class _Hashing:

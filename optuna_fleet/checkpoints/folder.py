@@ -204,7 +204,7 @@ class StudyFolder:
         return self.path / f"trial-{number}.pt"
 
     def best(self, number: int) -> Path:
-        """Where a trial that is not done has what it leaves should it return its best value."""
+        """Where a trial that is not done keeps its state at its best reported value."""
         return self.path / f"trial-{number}.best.pt"
 
     def final(self, number: int) -> Path:
@@ -280,7 +280,7 @@ class StudyFolder:
 
 
 def private_folder() -> Path:
-    """A folder of this process's own, for checkpoints that nobody is to find later.
+    """Make a temporary folder for checkpoints that end with the executor.
 
     Raises:
         FleetConfigError: There is no place for one.

@@ -69,7 +69,7 @@ def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
     epoch, problem = None, None
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # none of ours; one that nobody writes to, say
+        if not stat.S_ISREG(status.st_mode):  # a pipe, say, which could block
             return None
         is_named = StudyFolder(path.parents[1], study).path.name == path.parent.name
         owner = Owner(study=study, trial=int(match[1])) if is_named else None
@@ -112,7 +112,7 @@ def _row(entry: Entry, *, verified: bool) -> tuple[str, str, str, str, str, str,
 
 
 def _shown(name: str) -> str:
-    """A study's name, in one line of bearable length, without what a terminal would obey."""
+    """A study's name in one short line, without control characters."""
     plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name) or "''"
     return plain if len(plain) <= _LONGEST_NAME else plain[: _LONGEST_NAME - 1] + "…"
 

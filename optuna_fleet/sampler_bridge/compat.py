@@ -281,8 +281,7 @@ def generations(
         return sampler._get_generation_key(), sampler.population_size, (TrialState.COMPLETE,)
     if not isinstance(sampler, optuna.samplers.CmaEsSampler):
         return None
-    pruned = (TrialState.PRUNED,) if sampler._consider_pruned_trials else ()
-    states = (TrialState.COMPLETE, *pruned)
+    states = (TrialState.COMPLETE, *[TrialState.PRUNED] * sampler._consider_pruned_trials)
     size = sampler._popsize or _default_popsize([t for t in trials if t.state in states])
     return (sampler._attr_key_generation, size, states) if size else None
 

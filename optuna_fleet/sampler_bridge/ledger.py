@@ -202,8 +202,8 @@ class Ledger:
         With the study, because what is stored with a trial shows in `Study.trials_dataframe`; a
         few to a record, so that neither their number nor their size grows with the sweep.
         """
-        plain = {**asdict(flight), "devices": list(flight.devices)}  # as it comes out of storages
-        self._flights.append({"trial": number, **plain})
+        devices = list(flight.devices)  # as it comes out of storages
+        self._flights.append({"trial": number, **asdict(flight), "devices": devices})
         key = FLIGHTS_KEY.format(began=self._began, index=self._num_flight_records)
         compat.set_study_record(self.study, key, list(self._flights))
         if len(self._flights) == _FLIGHTS_PER_RECORD:
@@ -317,7 +317,6 @@ class Ledger:
             compat.log_completed(self.study, trial, values)
         elif state is TrialState.PRUNED:
             compat.logger.info(f"Trial {trial.number} pruned. {error}")
-        elif error is not None:
-            compat.log_failed(trial, shown(error), value, error)
         else:
-            compat.log_failed(trial, str(problem), value)
+            message = str(problem) if error is None else shown(error)
+            compat.log_failed(trial, message, value, error)

@@ -18,8 +18,8 @@ from optuna_fleet.sampler_bridge import compat
 class CheckpointRetention:
     """Keeps the final checkpoints of the best `num_kept` trials of a study that have left one.
 
-    With several objectives these are the latest of the Pareto front. Of those the worst go until
-    the others have at most `max_bytes` in all.
+    With several objectives these are the latest of the Pareto front. The worst of them are removed
+    until the others have at most `max_bytes` in all.
     """
 
     def __init__(

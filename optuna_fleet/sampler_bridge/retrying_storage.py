@@ -41,7 +41,7 @@ _PERMANENT = (
 
 
 def is_gone(error: BaseException | None) -> bool:
-    """Whether an error of a storage says "not now" rather than "never".
+    """Whether an error of a storage means that it may work again later.
 
     Those are a database that can't be reached or is locked, a gRPC proxy that can't be reached or
     whose own database fails, and any OSError, such as that of a journal file.
@@ -53,10 +53,10 @@ def is_gone(error: BaseException | None) -> bool:
         return False
     if names & _GONE or isinstance(error, OSError):
         return True
-    if getattr(error, "connection_invalidated", False):  # SQLAlchemy's word for a lost one
+    if getattr(error, "connection_invalidated", False):  # SQLAlchemy lost it
         return True
     if ("grpc", "RpcError") in names:
-        # The proxy hands on its database's trouble as nothing but Optuna's text.
+        # Of an error of the database behind it, the proxy sends nothing but Optuna's text.
         code, details = error.code().name, error.details() or ""  # type: ignore[attr-defined]
         return code == "UNAVAILABLE" or "exception is raised during the commit" in details
     return isinstance(error, optuna.exceptions.StorageInternalError) and is_gone(error.__cause__)

@@ -89,12 +89,12 @@ def first_start(study: optuna.Study) -> float:
 
 
 def devices_of(bars: Sequence[Bar]) -> list[int]:
-    """The devices that flew, in the order of their rows from the top."""
+    """The devices of the bars, in the order of their rows from the top."""
     return sorted({b.device for b in bars})
 
 
 def numbers_of(bars: Sequence[Bar]) -> list[int]:
-    """The numbers of the trials that flew."""
+    """The numbers of the bars' trials."""
     return sorted({b.number for b in bars})
 
 

@@ -18,7 +18,7 @@ DEVICE_LABEL = "device"
 LANE_LABEL = "data"
 
 # Paul Tol's "light" scheme, then darker shades of it: told apart by colour-blind eyes, and dark
-# text is readable on each. Neighbours, which often fly at the same time, differ most.
+# text is readable on each. Neighbours, which often run at the same time, differ most.
 _COLOURS = (
     *("#77AADD", "#EE8866", "#EEDD88", "#44BB99", "#FFAABB", "#99DDFF", "#BBCC33"),
     *("#6390BD", "#CF7252", "#CDBB60", "#379C80", "#DD8A9C", "#7ABFE0", "#9BAA22"),

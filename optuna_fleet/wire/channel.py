@@ -138,7 +138,7 @@ class Channel:
         self._piece, self._filled = bytearray(num_bytes), 0
 
     def _take_in(self, flags: int) -> None:
-        """Read up to the end of a message, and no further: what is left keeps us readable."""
+        """Read up to the end of a message; the rest stays in the socket, which stays readable."""
         if not self._has_head:
             self._fill(flags)
             length = self._piece[: _LENGTH.size]
@@ -247,7 +247,7 @@ def _enter(host: str, port: int, secret: bytes) -> Channel:
 
 
 def derived(secret: bytes, purpose: bytes, client: bytes, server: bytes) -> bytes:
-    """Return what only who knows the secret can derive from the nonces of a connection's ends."""
+    """Return a key or proof derived from the secret and the nonces of a connection's ends."""
     return hmac.digest(secret, purpose + client + server, "sha256")
 
 
@@ -256,6 +256,6 @@ def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         received = sock.recv(num_bytes - len(data))
         if not received:
-            raise ConnectionResetError("The other end hung up during the handshake.")
+            raise ConnectionResetError("The other end closed the connection during the handshake.")
         data += received
     return data

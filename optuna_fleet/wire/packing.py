@@ -107,7 +107,7 @@ def found_by_name(name: str) -> Any:
 
 
 def pack(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
-    """Return `value` as bytes; classes of ``__main__`` travel by value.
+    """Return `value` as bytes; classes of ``__main__`` are sent by value.
 
     Args:
         value: Anything.
@@ -122,7 +122,7 @@ def pack(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | Non
 
 
 def fingerprint(value: Any) -> bytes | None:
-    """Bytes that are equal for an object and its copies in this process; None for want of any."""
+    """Bytes that are equal for an object and its copies in this process; None if it has none."""
     buffer = io.BytesIO()
     try:
         _PrintingPickler(buffer).dump(value)
@@ -151,7 +151,7 @@ class _PrintingPickler(Pickler):
             return _part, ("class", id(obj))
         if id(obj) in self._met:  # "fast" knows no cycles: a function that calls itself
             return _part, ("again", self._met[id(obj)][0])
-        self._met[id(obj)] = len(self._met), obj  # which keeps it, and so its id, in being
+        self._met[id(obj)] = len(self._met), obj  # kept, or another object could get its id
         return _content(obj) if is_tensor(obj) else super().reducer_override(obj)
 
 
@@ -213,7 +213,7 @@ def unpack_objective(data: bytes, resolve: Callable[[str], Any]) -> Any:
 
 
 def _become_main(objective: Any) -> None:
-    """Let pickle, and processes that the objective spawns, find its script's names as usual."""
+    """Have pickle, and processes that the objective spawns, find its script's names."""
     function = objective
     while isinstance(function, functools.partial):
         function = function.func
@@ -280,7 +280,7 @@ def _described(error: BaseException) -> str:
 
 
 def _packed(value: Any) -> bytes | None:
-    """`pack`, if that can be undone."""
+    """Its bytes, if it can be pickled and unpickled."""
     try:
         packed = pack(value)
         unpack(packed)
@@ -318,7 +318,7 @@ def _assembled(
 
 
 def unpack_error(raised: Raised) -> BaseException:
-    """Return the exception, or a description of it where its own type is not to be had."""
+    """Return the exception, or a description of it where its own type can't be unpickled."""
     try:
         error = unpack(raised.packed)
     except Exception:

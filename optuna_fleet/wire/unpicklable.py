@@ -1,4 +1,4 @@
-"""What in an object can't be pickled: looked for once that has failed, to be named to the user."""
+"""Finds the part of an object that can't be pickled, to name it in the error message."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def first_unpicklable(
         part = waiting.popleft()
         if id(part.value) in met or len(part.path) > _LONGEST_PATH:
             continue
-        met[id(part.value)] = part.value  # kept, and so its id
+        met[id(part.value)] = part.value  # kept, or another object could get its id
         try:
             inner = (each for each in _parts(part, pickler) if not _is_plain(each.value))
             waiting.extend(islice(inner, _MOST_PARTS))
