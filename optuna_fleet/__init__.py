@@ -3,10 +3,9 @@
 Importing it gives `optuna.Study.optimize` the keyword ``executor=``.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet import policies
+from optuna_fleet import policies, visualization
 from optuna_fleet.checkpoints.best_model import load_best_model
 from optuna_fleet.checkpoints.file import CheckpointError
 from optuna_fleet.exceptions import (
@@ -57,14 +56,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from optuna_fleet import visualization
     from optuna_fleet.pipeline.images import RandomResizedCrop, read_image
 else:
 
     def __getattr__(name: str) -> Any:
-        """What not every driver needs: torch, plotly."""
-        if name == "visualization":
-            return importlib.import_module("optuna_fleet.visualization")
+        """What imports torch, which not every driver needs."""
         if name in ("RandomResizedCrop", "read_image"):
             from optuna_fleet.pipeline import images
 

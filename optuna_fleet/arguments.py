@@ -28,19 +28,19 @@ def check_number(
     whole: bool = False,
     optional: bool = False,
 ) -> None:
-    """Check one argument.
+    """Check that a value, of Python or NumPy, is a number: not NaN, nor True or False.
 
     Args:
         name: What the user calls it.
-        value: What was given; NumPy's numbers will do, True and False will not.
+        value: What was given.
         least: It must be this or more.
         above: It must be more than this.
         most: It must be this or less.
-        whole: It must be a whole number; otherwise infinity will do, but NaN will not.
-        optional: None will do.
+        whole: It must be a whole number; otherwise infinity is accepted too.
+        optional: None is accepted too.
 
     Raises:
-        FleetConfigError: It won't do; the message says what was given and what is wanted.
+        FleetConfigError: It is not; the message says what was given and what is wanted.
     """
     if optional and value is None:
         return
@@ -64,17 +64,17 @@ def check_number(
 def check_that(
     name: str, value: Any, holds: Callable[[Any], object], wanted: str, *, optional: bool = False
 ) -> None:
-    """Check one argument that is no number.
+    """Check a value that is no number.
 
     Args:
         name: What the user calls it.
         value: What was given.
-        holds: Whether it will do.
+        holds: Whether it is accepted.
         wanted: What is wanted, in words, and an example; follows "must".
-        optional: None will do.
+        optional: None is accepted too.
 
     Raises:
-        FleetConfigError: It won't do.
+        FleetConfigError: It is not accepted.
     """
     if not ((optional and value is None) or holds(value)):
         raise FleetConfigError(f"`{name}` is {value!r}, but must {wanted}.")
@@ -88,21 +88,16 @@ def is_a(*kinds: type) -> Callable[[Any], bool]:
 def check_choice(
     name: str, value: Any, choices: Collection[str], *, optional: bool = False
 ) -> None:
-    """Check one argument that must be one of a few names.
-
-    Args:
-        name: What the user calls it.
-        value: What was given.
-        choices: What will do.
-        optional: None will do.
-
-    Raises:
-        FleetConfigError: It won't do.
-    """
-    if not ((optional and value is None) or (isinstance(value, str) and value in choices)):
-        names = (" or " if len(choices) == 2 else ", ").join(map(repr, choices))
-        which = names if len(choices) == 2 else f"one of {names}"
-        raise FleetConfigError(f"`{name}` is {value!r}, but must be {which}.")
+    """Check that a value is one of a few names; see `check_that`."""
+    names = (" or " if len(choices) == 2 else ", ").join(map(repr, choices))
+    wanted = f"be {names}" if len(choices) == 2 else f"be one of {names}"
+    check_that(
+        name,
+        value,
+        lambda given: isinstance(given, str) and given in choices,
+        wanted,
+        optional=optional,
+    )
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -127,7 +122,7 @@ def asks_what_was_meant(init: Callable[_Given, None]) -> Callable[_Given, None]:
 
 
 def suggests_options(cls: type[_Options]) -> type[_Options]:
-    """Decorate a class of options: likewise."""
+    """Decorate a class of options with `asks_what_was_meant`."""
     init: Any = cls.__init__
     cls.__init__ = asks_what_was_meant(init)  # type: ignore[method-assign]
     return cls

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,7 @@ from optuna_fleet.replay.trace import load_trace
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
         return options.run(options)  # type: ignore[no-any-return]
     except (FleetConfigError, ImportError) as error:
@@ -73,21 +74,17 @@ def _checkpoints(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
-    trials = load_ensemble(options.ensemble, options.devices)
-
-    def run_with(policy: str) -> EnsembleScenario:
-        return EnsembleScenario(
-            trials=trials,
-            num_devices=options.devices,
-            devices_per_node=options.devices_per_node,
-            policy=policy,
-            seed=options.seed,
-            noise=options.noise,
-        )
-
-    run = run_with(options.policy)
+    run = EnsembleScenario(
+        trials=load_ensemble(options.ensemble, options.devices),
+        num_devices=options.devices,
+        devices_per_node=options.devices_per_node,
+        policy=options.policy,
+        seed=options.seed,
+        noise=options.noise,
+    )
     outcome = run.run()
-    return simulation_report(run, outcome, run_with("baseline").run()), outcome
+    baseline = replace(run, policy="baseline").run()
+    return simulation_report(run, outcome, baseline), outcome
 
 
 def _replay(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
@@ -215,27 +212,23 @@ def _at_least(least: int) -> Callable[[str], int]:
     return whole_number
 
 
+def _number(least: float) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if least <= (value := float(text)) < float("inf"):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number >= {least:g}")
+
+    return number
+
+
 def _devices(text: str) -> int | dict[str, int]:
-    whole_number = _at_least(1)
     if "=" not in text:
-        return whole_number(text)
+        return _at_least(1)(text)
     pairs = [part.rpartition("=") for part in text.split(",")]
     if len({kind for kind, _, _ in pairs if kind}) < len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} must name each device type once")
-    return {kind: whole_number(number) for kind, _, number in pairs}
-
-
-def _number(least: float) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} must be a number >= {least:g}")
-        return value
-
-    return number
+    return {kind: _at_least(1)(number) for kind, _, number in pairs}
 
 
 if __name__ == "__main__":

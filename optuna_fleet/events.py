@@ -40,7 +40,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What decides how a trial can fly.
+    """What decides on which devices a trial can train, and how long.
 
     Attributes:
         structure: Name of its rate profile: trials of equal structure train at equal rates.
@@ -77,7 +77,7 @@ class TrialProposed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposalDelayed:
-    """There is no trial yet; a `TrialProposed` or `ProposalsExhausted` will come unasked."""
+    """There is no trial yet; `TrialProposed` or `ProposalsExhausted` follows by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class RateMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WidthLimited:
-    """A run has found that its trial gives the same results only on so many devices at most."""
+    """A run has found that its trial gives other results on more than `max_devices`."""
 
     run_id: int
     max_devices: int
@@ -118,7 +118,7 @@ class MoveRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveMeasured:
-    """A trial trains again on other devices; for so many seconds it was on some and did not."""
+    """A trial trains again on other devices, after `seconds` on devices without training."""
 
     run_id: int
     seconds: float
@@ -142,7 +142,7 @@ class EpochEnded:
 class RankEnded:
     """One rank of a run left the objective; its device is free again.
 
-    Unless its trainer `is_leaving`: then the device's loss is the next event.
+    Unless its trainer `is_leaving`: then `DeviceLost` follows.
     """
 
     run_id: int
@@ -164,7 +164,7 @@ class DeviceLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLeftOut:
-    """A device is lost and will not come back; it may be said again."""
+    """A device is lost and will not come back; the event may be repeated."""
 
     device: int
 
@@ -253,7 +253,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """A rank of the run failed or is `lost`: the others must end, if need be by force."""
+    """A rank of the run failed or is `lost`: the others must end, or are killed."""
 
     run_id: int
     devices: tuple[int, ...]

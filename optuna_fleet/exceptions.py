@@ -7,6 +7,8 @@ the sweep.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class FleetError(Exception):
     """Base class of every error raised by optuna-fleet."""
@@ -49,11 +51,11 @@ class StorageLostError(FleetError):
 
 
 class RemoteObjectiveError(TrialError):
-    """Stands in for an exception of the objective whose own type can't be sent to the driver."""
+    """In the place of an exception of the objective whose own type can't be sent to the driver."""
 
 
 class ProtocolError(FleetError):
-    """A message on the control channel breaks the protocol, or its sender is an impostor."""
+    """A message on the control channel breaks the protocol, or its sender has no secret."""
 
 
 _PEERS_GONE = (
@@ -70,11 +72,10 @@ def is_for_want_of_peers(error: BaseException) -> bool:
 
     Gloo's errors have no type of their own.
     """
-    text = _text(error)
     if {"DistBackendError", "DistNetworkError", "DistStoreError"} & _names(error):
-        return "invalid usage" not in text and "invalid argument" not in text
-    gone = any(words in text for words in _PEERS_GONE)
-    return isinstance(error, RuntimeError) and "gloo/transport" in text and gone
+        return not _says(error, ("invalid usage", "invalid argument"))
+    is_of_gloo = isinstance(error, RuntimeError) and _says(error, ("gloo/transport",))
+    return is_of_gloo and _says(error, _PEERS_GONE)
 
 
 _DEVICE_ITSELF = (
@@ -96,32 +97,32 @@ def is_of_device(error: BaseException) -> bool:
 
     Illegal accesses and failed assertions are no such errors: mostly they are the program's.
     """
-    text = _text(error)
-    return isinstance(error, RuntimeError) and any(words in text for words in _DEVICE_ITSELF)
+    return isinstance(error, RuntimeError) and _says(error, _DEVICE_ITSELF)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, of whatever library, tells of a want of memory."""
+    """Whether an exception, of whatever library, means that memory ran out."""
     if {"MemoryError", "OutOfMemoryError"} & _names(error):  # the second is torch's
         return True
     told = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(words in _text(error) for words in told)
+    return isinstance(error, RuntimeError) and _says(error, told)
 
 
 def _names(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
-def _text(error: BaseException) -> str:
-    """What an exception says, or "" if its own way to say it fails."""
+def _says(error: BaseException, any_of: Iterable[str]) -> bool:
+    """Whether its text contains one of these; false if its `__str__` fails."""
     try:
-        return str(error)
+        text = str(error)
     except Exception:
-        return ""
+        return False
+    return any(words in text for words in any_of)
 
 
 def shown(value: object) -> str:
-    """Its `repr`, or words in the place of one that fails."""
+    """Return its `repr`, or a description where that fails."""
     try:
         return repr(value)
     except Exception as trouble:

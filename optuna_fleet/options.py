@@ -106,8 +106,7 @@ class Limits:
     @property
     def heartbeat_s(self) -> float | None:
         """Seconds between two signs of life; None if nobody looks at them."""
-        if self.hang_s is not None:
-            return min(
-                max(self.hang_s / NUM_HEARTBEATS, _SHORTEST_HEARTBEAT_S), _LONGEST_HEARTBEAT_S
-            )
-        return _LONGEST_HEARTBEAT_S if self.trial_memory_bytes is not None else None
+        if self.hang_s is None:
+            return _LONGEST_HEARTBEAT_S if self.trial_memory_bytes is not None else None
+        wanted_s = max(self.hang_s / NUM_HEARTBEATS, _SHORTEST_HEARTBEAT_S)
+        return min(wanted_s, _LONGEST_HEARTBEAT_S)

@@ -59,6 +59,8 @@ class Policy:
 
     is_coupled: ClassVar[bool] = False
     """As published, trials of a flotilla advance at the pace of the slowest."""
+    allocator_type: ClassVar[type[Allocator]]
+    """Class of the allocator, where that takes no arguments."""
 
     paradigm: Paradigm = "global"
     alpha: float = 0.8
@@ -75,12 +77,12 @@ class Policy:
         check_number("rescale_s", self.rescale_s, least=0)
         check_number("time_limit_s", self.time_limit_s, above=0)
         check_that("phases", self.phases, is_a(bool), "be True or False")
-        capacity = self.preprocess_samples_per_s
-        check_number("preprocess_samples_per_s", capacity, above=0, optional=True)
+        given = self.preprocess_samples_per_s
+        check_number("preprocess_samples_per_s", given, above=0, optional=True)
 
     def new_allocator(self, seed: int) -> Allocator:
         """The allocator that is asked; most need no seed."""
-        raise NotImplementedError
+        return self.allocator_type()
 
     def rules(self, **more: Any) -> Rules:
         """What the controller goes by; ``more`` as in its `Policy`."""
@@ -128,11 +130,8 @@ class FleetG(Policy):
     """FLEET's allocation in rounds, as published (FLEET 4.3.2)."""
 
     is_coupled: ClassVar[bool] = True
+    allocator_type: ClassVar[type[Allocator]] = FleetAllocator
     rate_spread: float = math.inf
-
-    def new_allocator(self, seed: int) -> Allocator:
-        """See `Policy`."""
-        return FleetAllocator()
 
 
 @suggests_options
@@ -148,9 +147,7 @@ class FleetL(FleetG):
 class Greedy(Policy):
     """Rounds, planned by a heuristic."""
 
-    def new_allocator(self, seed: int) -> Allocator:
-        """See `Policy`."""
-        return GreedyAllocator()
+    allocator_type: ClassVar[type[Allocator]] = GreedyAllocator
 
 
 @suggests_options
@@ -158,9 +155,7 @@ class Greedy(Policy):
 class Mip(Policy):
     """Rounds, planned with python-mip."""
 
-    def new_allocator(self, seed: int) -> Allocator:
-        """See `Policy`."""
-        return MipAllocator()
+    allocator_type: ClassVar[type[Allocator]] = MipAllocator
 
 
 @suggests_options
@@ -168,11 +163,8 @@ class Mip(Policy):
 class EqualSplit(Policy):
     """As many devices for everyone, re-decided at each event."""
 
+    allocator_type: ClassVar[type[Allocator]] = EqualSplitAllocator
     paradigm: Paradigm = "elastic"
-
-    def new_allocator(self, seed: int) -> Allocator:
-        """See `Policy`."""
-        return EqualSplitAllocator()
 
 
 @suggests_options
@@ -242,11 +234,12 @@ def policy_of(given: str | Policy) -> Policy:
     """
     if isinstance(given, Policy):
         return given
-    if isinstance(given, str) and given in POLICIES:
-        return POLICIES[given]()
-    names = ", ".join(map(repr, POLICIES))
-    question = did_you_mean(given, POLICIES) if isinstance(given, str) else ""
+    question = ""
+    if isinstance(given, str):
+        if given in POLICIES:
+            return POLICIES[given]()
+        question = did_you_mean(given, POLICIES)
     raise FleetConfigError(
-        f"`policy` is {given!r}, but must be one of {names}, or an object as "
-        f"optuna_fleet.policies.Mip(alpha=0.5){question}."
+        f"`policy` is {given!r}, but must be one of {', '.join(map(repr, POLICIES))}, or an "
+        f"object as optuna_fleet.policies.Mip(alpha=0.5){question}."
     )

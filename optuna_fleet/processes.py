@@ -1,4 +1,4 @@
-"""Processes of ours: started afresh or forked, and none outlives the one that started it."""
+"""The fleet's processes: new ones or forks, none of which outlives the one that started it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-import optuna_fleet
 from optuna_fleet.exceptions import LaunchError
 
 _PR_SET_PDEATHSIG = 1
@@ -43,7 +42,7 @@ _HINTS: dict[int, str] = {
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel kill this process as soon as its parent, whose pid is given, is gone.
+    """Have the kernel kill this process as soon as its parent, whose pid is given, is gone.
 
     More exactly, the parent's thread that started it: for children of single-threaded processes.
     """
@@ -53,7 +52,7 @@ def die_with(parent: int) -> None:
 
 
 def clean_up_after_parent() -> None:
-    """Has the kernel wake this process, instead of killing it, when its parent is gone.
+    """Have the kernel wake this process, instead of killing it, when its parent is gone.
 
     For one that notices by itself and has something to clean up; it may be stopped then.
     """
@@ -61,7 +60,7 @@ def clean_up_after_parent() -> None:
 
 
 def cause_of_death(exit_code: int) -> str:
-    """Returns how a process ended, in words; a negative code is a signal."""
+    """Return how a process ended, in words; a negative code is a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -72,7 +71,7 @@ def cause_of_death(exit_code: int) -> str:
 
 
 def state_in_words(pid: int | None) -> str:
-    """Returns what keeps a process of this machine from running, or ""."""
+    """Return what keeps a process of this machine from running, or ""."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -81,7 +80,7 @@ def state_in_words(pid: int | None) -> str:
 
 
 def num_out_of_memory() -> int:
-    """Returns how many processes the kernel has killed for want of memory since it started."""
+    """Return how many processes the kernel has killed for want of memory since it started."""
     try:
         counters = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -110,14 +109,14 @@ def outlet(stream: TextIO | None) -> int | None:
 
 
 def flush_prints() -> None:
-    """Let out what was printed in this process, if there is anywhere to print to."""
+    """Flush this process' standard output and error, if they are open."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 
 class ModuleProcess:
-    """``main()`` of a module of ours in a new process, in a session of its own.
+    """``main()`` of one of this package's modules in a new process, in a session of its own.
 
     Ctrl-C is thus for the process that started it. It ends by itself when it has no more work,
     and is killed by the kernel with the process that started it, unless ``main`` calls
@@ -139,29 +138,30 @@ class ModuleProcess:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._pidfd = -1
-        self._starter: _Starter | None = None
+        self._is_over = threading.Event()
         self._process = self._started(module, environment, pass_fds)
+        assert self._process.stdin is not None
         try:
             self._pidfd = _pidfd_of(self._process)
-            self._configure(config)
+            # If it has ended at once, whoever waits for it will see how.
+            with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+                stdin.write(pickle.dumps(config))
         except BaseException:
             self.kill()
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._process.stdin.close()
             raise
 
     def _started(
         self, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        root = str(Path(optuna_fleet.__file__).parents[1])
         code = (_DIE_WITH + _IF_ORPHAN + _START).format(
             signal=_PR_SET_PDEATHSIG,
             kill=int(signal.SIGKILL),
             parent=os.getpid(),
-            root=root,
+            root=str(Path(__file__).parents[1]),
             module=module,
         )
-        self._starter = _Starter(
+        return _started_on_lasting_thread(
             lambda: subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
@@ -170,17 +170,9 @@ class ModuleProcess:
                 start_new_session=True,
                 env={**os.environ, **environment},
                 pass_fds=pass_fds,
-            )
+            ),
+            self._is_over,
         )
-        return self._starter.process()
-
-    def _configure(self, config: Any) -> None:
-        assert self._process.stdin is not None
-        try:
-            with self._process.stdin as stdin:
-                stdin.write(pickle.dumps(config))
-        except BrokenPipeError:
-            pass  # it ended at once; whoever waits for it will see how
 
     @property
     def pid(self) -> int:
@@ -208,7 +200,7 @@ class ModuleProcess:
         self._let_go()
 
     def close(self) -> None:
-        """Wait for it to end, which it was told to; then insist. Again, it does nothing."""
+        """Wait a few seconds for it to end by itself, then kill it; may be called again."""
         try:
             self._process.wait(_GRACE_S)
         except BaseException as reason:
@@ -223,45 +215,34 @@ class ModuleProcess:
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
-        if self._starter is not None:
-            self._starter.end()
+        self._is_over.set()
 
 
-class _Starter:
-    """Starts a process on a thread that lasts as long as the process may.
+def _started_on_lasting_thread(
+    start: Callable[[], subprocess.Popen[bytes]], is_over: threading.Event
+) -> subprocess.Popen[bytes]:
+    """Start a process on a thread that lasts until it `is_over`.
 
     The kernel takes the end of the thread that started a process for that of its parent.
+
+    Raises:
+        LaunchError: It can't be started.
     """
+    started: Future[subprocess.Popen[bytes]] = Future()
 
-    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
-        self._start = start
-        self._started: Future[subprocess.Popen[bytes]] = Future()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="optuna-fleet-starter", daemon=True)
-
-    def process(self) -> subprocess.Popen[bytes]:
-        """Start it.
-
-        Raises:
-            LaunchError: It can't be started.
-        """
+    def run() -> None:
         try:
-            self._thread.start()
-            return self._started.result()
-        except (OSError, RuntimeError) as error:  # the second: no thread
-            raise _cannot_start(error) from error
-
-    def end(self) -> None:
-        """The process is gone."""
-        self._over.set()
-
-    def _run(self) -> None:
-        try:
-            self._started.set_result(self._start())
+            started.set_result(start())
         except BaseException as error:
-            self._started.set_exception(error)
+            started.set_exception(error)
         else:
-            self._over.wait()
+            is_over.wait()
+
+    try:
+        threading.Thread(target=run, name="optuna-fleet-starter", daemon=True).start()
+        return started.result()
+    except (OSError, RuntimeError) as error:  # the second: no thread
+        raise _cannot_start(error) from error
 
 
 def _pidfd_of(process: subprocess.Popen[bytes]) -> int:
@@ -329,9 +310,8 @@ class Forks:
         try:
             die_with(parent)
             self._in_child()
-            main(sock)
-            code = 0
-        except SystemExit:
+            with contextlib.suppress(SystemExit):
+                main(sock)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -360,7 +340,7 @@ def _end_child(pid: int) -> None:
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import what children to be forked will need, as far as it is installed."""
+    """Import what children to be forked need, as far as it is installed."""
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

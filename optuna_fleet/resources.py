@@ -57,7 +57,7 @@ class Fleet:
 
 
 def cpu_count() -> int:
-    """Returns how many cores this process may use, by its affinity and its container's quota."""
+    """Return how many cores this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -67,7 +67,7 @@ def cpu_count() -> int:
 
 
 def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Returns how many NVIDIA GPUs a process sees, without a word to CUDA or its driver.
+    """Return how many NVIDIA GPUs a process sees, without initialising CUDA.
 
     Args:
         environment: The process' environment.
@@ -82,5 +82,5 @@ def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> in
 
 
 def _names_gpu(name: str) -> bool:
-    """CUDA ends the list at the first that does not, and "-1" is how to say none."""
+    """CUDA ends the list at the first that does not; "-1" means none."""
     return name.isdigit() or name.startswith(("GPU-", "MIG-"))

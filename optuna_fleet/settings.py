@@ -1,7 +1,7 @@
-"""Settings of the script's process that its objectives, in other processes, are to find as well.
+"""Settings of the script's process that hold for its objectives in other processes too.
 
-They are read in the driver when a call of `optimize` begins, and hold in trainers from before an
-objective is called on. torch is never imported here: where it is not loaded it has no settings.
+They are read in the driver when a call of `optimize` begins, and set in trainers before an
+objective is called. torch is never imported here: where it is not loaded it has no settings.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a process was set to; plain data, so that reading it imports nothing.
+    """The settings of a process, as plain data: to unpickle it imports nothing.
 
     Attributes:
         torch: What differs from torch's defaults, by name.
         num_threads: How many threads torch computes with; None if it is not loaded.
         numpy_errors: How NumPy treats floating-point errors.
         numpy_printing: How it prints arrays.
-        filters: The filters of `warnings`, each pickled: one that can't be read spoils no other.
+        filters: The filters of `warnings`, each pickled by itself: some may not be readable.
         log_levels: Levels of loggers by name, where they are set; "root" is the root logger.
         log_disabled: The level that `logging.disable` was given.
     """
@@ -44,7 +44,7 @@ class Settings:
 
 
 def settings_here() -> Settings:
-    """The settings of this process, as far as they can travel; floats and the like of NumPy's."""
+    """The settings of this process; of NumPy's print options those that are plain values."""
     torch: Any = sys.modules.get("torch")
     values = {} if torch is None else _torch_values(torch)
     return Settings(
@@ -59,10 +59,10 @@ def settings_here() -> Settings:
 
 
 class Adoption:
-    """Puts this process under the settings of others, over those that it has of its own.
+    """Applies settings of other processes, over those that this process has of its own.
 
     Args:
-        has_gpu: A default device that is a GPU is this process' own; without one, the CPU.
+        has_gpu: If not, a default device "cuda" becomes the CPU.
     """
 
     def __init__(self, *, has_gpu: bool) -> None:
@@ -72,7 +72,7 @@ class Adoption:
         self._own_torch: dict[str, Any] | None = None
 
     def adopt(self, settings: Settings) -> None:
-        """Have all these settings hold here, those of torch only if it is loaded."""
+        """Apply all these settings, those of torch only if it is loaded."""
         logging.disable(settings.log_disabled)
         levels = {**dict.fromkeys(self._log_levels, logging.NOTSET), **self._own_log_levels}
         self._log_levels = {**levels, **settings.log_levels}
@@ -82,7 +82,7 @@ class Adoption:
         self.adopt_numbers(settings)
 
     def adopt_numbers(self, settings: Settings) -> None:
-        """Have those hold that decide what is computed: an objective may change them again."""
+        """Apply those that decide what is computed: an objective may have changed them."""
         np.seterr(**settings.numpy_errors)
         np.set_printoptions(**settings.numpy_printing)
         torch: Any = sys.modules.get("torch")
@@ -93,14 +93,14 @@ class Adoption:
         wanted = {**self._own_torch, **settings.torch}
         if wanted.get("default_device") == "cuda" and not self._has_gpu:
             wanted["default_device"] = "cpu"
-        for name, knob in _TORCH.items():
+        for name, setting in _TORCH.items():
             if name in wanted:
                 with contextlib.suppress(Exception):  # this version may not take it
-                    if knob.get(torch) != wanted[name]:
-                        knob.set(torch, wanted[name])
+                    if setting.get(torch) != wanted[name]:
+                        setting.set(torch, wanted[name])
 
     def own_filters(self) -> None:
-        """Have this process' own filters of warnings hold: imports may warn, as in the script."""
+        """Go back to this process' own filters of warnings: imports may warn, as in the script."""
         self._set_filters(self._own_filters)
 
     def _set_filters(self, filters: list[Any]) -> None:
@@ -112,7 +112,7 @@ class Adoption:
 
 
 @dataclass(frozen=True, slots=True)
-class _Knob:
+class _Setting:
     """One setting of torch: what it is by default, how it is read and set."""
 
     default: Any
@@ -120,21 +120,18 @@ class _Knob:
     set: Callable[[Any, Any], Any]
 
 
-def _attribute(path: str, default: Any) -> _Knob:
+def _attribute(path: str, default: Any) -> _Setting:
     owner, _, name = path.rpartition(".")
-    return _Knob(
-        default,
-        attrgetter(path),
-        lambda torch, value: setattr(attrgetter(owner)(torch), name, value),
-    )
+    owner_of = attrgetter(owner)
+    return _Setting(default, attrgetter(path), lambda t, value: setattr(owner_of(t), name, value))
 
 
 def _set_default_device(torch: Any, kind: str) -> None:
     torch.set_default_device(None if kind == "cpu" else kind)  # None: no detour for each call
 
 
-def _sdp(name: str) -> _Knob:
-    return _Knob(
+def _sdp(name: str) -> _Setting:
+    return _Setting(
         True,
         lambda torch: getattr(torch.backends.cuda, f"{name}_sdp_enabled")(),
         lambda torch, value: getattr(torch.backends.cuda, f"enable_{name}_sdp")(value),
@@ -143,16 +140,16 @@ def _sdp(name: str) -> _Knob:
 
 # In the order in which they are set: one of the coarser settings sets finer ones along. What
 # `cuda.matmul.allow_tf32` says is what `float32_matmul_precision` does.
-_TORCH: dict[str, _Knob] = {
-    "default_dtype": _Knob(
+_TORCH: dict[str, _Setting] = {
+    "default_dtype": _Setting(
         "float32",
         lambda torch: str(torch.get_default_dtype()).removeprefix("torch."),
         lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
     ),
-    "default_device": _Knob(
+    "default_device": _Setting(
         "cpu", lambda torch: torch.get_default_device().type, _set_default_device
     ),
-    "deterministic_algorithms": _Knob(
+    "deterministic_algorithms": _Setting(
         (False, False),
         lambda torch: (
             torch.are_deterministic_algorithms_enabled(),
@@ -160,17 +157,17 @@ _TORCH: dict[str, _Knob] = {
         ),
         lambda torch, value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
     ),
-    "detect_anomaly": _Knob(
+    "detect_anomaly": _Setting(
         (False, True),
         lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda torch, value: torch.autograd.set_detect_anomaly(*value),
     ),
-    "printing": _Knob(
+    "printing": _Setting(
         {"precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 80, "sci_mode": None},
         lambda torch: dict(vars(torch._tensor_str.PRINT_OPTS)),
         lambda torch, value: torch.set_printoptions(**value),
     ),
-    "float32_matmul_precision": _Knob(
+    "float32_matmul_precision": _Setting(
         "highest",
         lambda torch: torch.get_float32_matmul_precision(),
         lambda torch, value: torch.set_float32_matmul_precision(value),
@@ -204,20 +201,14 @@ _TORCH: dict[str, _Knob] = {
 
 
 def _torch_values(torch: Any) -> dict[str, Any]:
-    """All that this version of torch has; what it refuses to tell is left out."""
+    """All settings that this version of torch has."""
     values = {}
-    with _quiet():
-        for name, knob in _TORCH.items():
-            with contextlib.suppress(Exception):
-                values[name] = knob.get(torch)
-    return values
-
-
-@contextlib.contextmanager
-def _quiet() -> Any:
     with warnings.catch_warnings():  # torch's old names for TF32 are deprecated
         warnings.simplefilter("ignore")
-        yield
+        for name, setting in _TORCH.items():
+            with contextlib.suppress(Exception):
+                values[name] = setting.get(torch)
+    return values
 
 
 # -- the rest -------------------------------------------------------------------------------------
@@ -244,7 +235,7 @@ def _packed(entry: Any) -> bytes:
 
 
 def _unpacked(packed: bytes) -> list[Any]:
-    """The filter of warnings, if it can be had here; for the sake of one, torch is not loaded."""
+    """The filter of warnings, if it can be unpickled here without importing torch."""
     if b"torch" in packed and "torch" not in sys.modules:
         return []
     try:

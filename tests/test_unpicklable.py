@@ -12,7 +12,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.fleet_executor import _packed
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.wire.packing import pack
-from optuna_fleet.wire.unpicklable import explained, find_culprit, variable
+from optuna_fleet.wire.unpicklable import explained, first_unpicklable, variable
 from tests.scripted import script
 
 SCRIPT = """
@@ -113,10 +113,10 @@ def test_arguments_of_a_partial_are_named(names: dict[str, Any]) -> None:
 def test_there_is_nothing_to_find_in_what_can_be_sent() -> None:
     objective = script("import torch\ndef objective(trial): return torch.ops, [1, {2: (3,)}]")
     part = variable("objective", objective["objective"], "given")
-    assert find_culprit([part]) is None
+    assert first_unpicklable([part]) is None
 
 
-def test_arrays_and_tensors_are_no_culprits(names: dict[str, Any]) -> None:
+def test_arrays_and_tensors_are_can_be_sent(names: dict[str, Any]) -> None:
     things = [np.zeros(9), np.zeros((3, 3))[:, 1], torch.zeros(3), names["lock"]]
     assert "`things[3]` in it is of type" in words_for(things, "things")
 
@@ -125,14 +125,14 @@ def test_an_endless_search_ends() -> None:
     chain: list[Any] = []
     for _ in range(20_000):
         chain = [chain]
-    assert find_culprit([variable("chain", chain, "given")]) is None
+    assert first_unpicklable([variable("chain", chain, "given")]) is None
     many = [[i] for i in range(60_000)]
-    assert find_culprit([variable("many", [*many, threading.Lock()], "given")]) is None
+    assert first_unpicklable([variable("many", [*many, threading.Lock()], "given")]) is None
     while chain:  # or its end would be too deep for Python
         chain = chain.pop()
 
 
-def test_where_the_culprit_hides_the_error_is_told() -> None:
+def test_where_it_is_not_found_the_error_is_told() -> None:
     class Deep(list):  # type: ignore[type-arg]
         def __reduce_ex__(self, protocol: Any) -> Any:
             return list, ((),), None, iter(()), None

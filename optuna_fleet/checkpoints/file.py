@@ -6,8 +6,8 @@ import hashlib
 import os
 import struct
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -45,15 +45,13 @@ class Header:
     """What is known of a checkpoint without reading its payload.
 
     Attributes:
-        epoch: The epoch to go on with: so many of its loop are done.
-        num_bytes: Size of the payload.
+        epoch: The epoch to go on with, counted from 0.
         trial: Number of its trial.
         study_digest: SHA-256 of the name of its study.
         digest: SHA-256 of the payload and of the above.
     """
 
     epoch: int
-    num_bytes: int
     trial: int
     study_digest: bytes
     digest: bytes
@@ -66,7 +64,6 @@ def write(
     owner: Owner,
     epoch: int,
     keep_previous: bool = True,
-    version: int = FORMAT_VERSION,
 ) -> None:
     """Write a checkpoint to `path` (mode 0600), or leave what was there; never half of it.
 
@@ -76,32 +73,52 @@ def write(
         owner: Whose it is.
         epoch: For the header.
         keep_previous: Keep the checkpoint before it beside it.
-        version: For the header.
 
     Raises:
         CheckpointError: The file can't be written.
     """
     target = Path(path)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                _write(file, dump, owner, epoch, version)
-            if keep_previous:
-                with suppress(FileNotFoundError):
-                    os.replace(target, previous(target))
-            os.replace(temporary, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-        _sync_folder(target.parent)
+        with replacing(target, keep_as=previous(target) if keep_previous else None) as file:
+            _write(file, dump, owner, epoch)
     except OSError as error:
         raise CheckpointError(
             f"The checkpoint {target} can't be written ({error}): check that its folder exists, "
             "may be written to and has space."
         ) from error
+
+
+@contextmanager
+def replacing(target: Path, keep_as: Path | None = None) -> Iterator[IO[bytes]]:
+    """Write a file (mode 0600) that replaces `target` once it is whole, and on the disk.
+
+    Args:
+        target: The file; its folder is made.
+        keep_as: Where to keep the file that was there.
+
+    Raises:
+        OSError: It can't be written; `target` is what it was.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if keep_as is not None:
+            with suppress(FileNotFoundError):
+                os.replace(target, keep_as)
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # or the new name would not survive a power cut
+    finally:
+        os.close(folder)
 
 
 def previous(path: str | os.PathLike[str]) -> Path:
@@ -113,8 +130,7 @@ def read(path: str | os.PathLike[str], owner: Owner) -> memoryview:
     """Read the payload of a checkpoint and verify it.
 
     Raises:
-        CheckpointError: If the file is missing, torn, altered, of another format, or somebody
-            else's.
+        CheckpointError: The file is missing, torn, altered, of another format or owner.
     """
     try:
         data = Path(path).read_bytes()
@@ -151,25 +167,17 @@ def inspect(path: str | os.PathLike[str], owner: Owner | None, *, verify: bool) 
     return header
 
 
-def _write(
-    file: IO[bytes], dump: Callable[[IO[bytes]], None], owner: Owner, epoch: int, version: int
-) -> None:
+def _write(file: IO[bytes], dump: Callable[[IO[bytes]], None], owner: Owner, epoch: int) -> None:
     file.write(bytes(_HEADER.size))
     hashing = _Hashing(file)
     try:
         dump(hashing)  # type: ignore[arg-type]  # it only needs to write
-    except RuntimeError as error:  # torch's word for any failed write
+    except RuntimeError as error:  # torch raises it for any failed write
         raise hashing.error or error from None
     hashing.digest.update(_KNOWN.pack(epoch, owner.trial, owner.study_digest))
-    digest = hashing.digest.digest()
+    about = FORMAT_VERSION, epoch, hashing.num_bytes, owner.trial, owner.study_digest
     file.seek(0)
-    file.write(
-        _HEADER.pack(
-            _MAGIC, version, epoch, hashing.num_bytes, owner.trial, owner.study_digest, digest
-        )
-    )
-    file.flush()
-    os.fsync(file.fileno())
+    file.write(_HEADER.pack(_MAGIC, *about, hashing.digest.digest()))
 
 
 class _Hashing:
@@ -192,15 +200,6 @@ class _Hashing:
 
     def flush(self) -> None:
         self._file.flush()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
@@ -235,9 +234,7 @@ def _header(path: str | os.PathLike[str], owner: Owner | None, start: bytes, siz
             f"The checkpoint {path} is of {whose}, not of trial {owner.trial} of study "
             f"{owner.study!r}: {ADVICE}."
         )
-    return Header(
-        epoch=epoch, num_bytes=num_bytes, trial=trial, study_digest=study_digest, digest=digest
-    )
+    return Header(epoch=epoch, trial=trial, study_digest=study_digest, digest=digest)
 
 
 def _compare(path: str | os.PathLike[str], header: Header, payload: hashlib._Hash) -> None:

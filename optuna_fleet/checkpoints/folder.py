@@ -10,22 +10,23 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from optuna_fleet.checkpoints.file import replacing
 from optuna_fleet.exceptions import FleetConfigError
 
 _LOCK = "lock"
 _CALL = "call.json"
-_FINAL = re.compile(r"trial-(\d+)\.final\.pt")
+_FINAL = re.compile(r"trial-(\d+)\.final\.pt\Z")
 # What we write, and what is left when that is cut short; a copy that the user made is not ours.
-_OURS = re.compile(r"trial-(\d+)\.(?:pt|pt\.previous|best\.pt|final\.pt)")
+CHECKPOINT = re.compile(r"trial-(\d+)\.(pt|pt\.previous|best\.pt|final\.pt)")
 _CUT_SHORT = re.compile(r"\.trial-(\d+)\.(?:pt|best\.pt|final\.pt)\.\w+")
 
 
 class FolderLock:
-    """Holds a folder for one driver; should this process die, the kernel lets go of it."""
+    """Holds a folder for one driver; if this process dies, the kernel lets go of it."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -55,8 +56,7 @@ class FolderLock:
             there = os.stat(self._root / _LOCK)
         except OSError:
             self._root.mkdir(parents=True, exist_ok=True)
-            descriptor, lost = _locked_file(self._root), self._descriptor
-            self._descriptor = descriptor
+            lost, self._descriptor = self._descriptor, _locked_file(self._root)
             os.close(lost)
             return True
         held = os.fstat(self._descriptor)
@@ -143,16 +143,15 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def _number_of(name: str) -> int | None:
-    match = _OURS.fullmatch(name) or _CUT_SHORT.fullmatch(name)
+    match = CHECKPOINT.fullmatch(name) or _CUT_SHORT.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def _study_of(folder: Path) -> str:
-    try:
-        call = _read_call(folder / _CALL)
-    except FleetConfigError:
-        call = None
-    return folder.name if call is None else call.study
+    with contextlib.suppress(FleetConfigError):
+        if call := _read_call(folder / _CALL):
+            return call.study
+    return folder.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +204,7 @@ class StudyFolder:
         return self.path / f"trial-{number}.pt"
 
     def best(self, number: int) -> Path:
-        """Where a trial that is not done has what it leaves should it return its best value."""
+        """Where a trial that is not done keeps its state at its best reported value."""
         return self.path / f"trial-{number}.best.pt"
 
     def final(self, number: int) -> Path:
@@ -214,7 +213,7 @@ class StudyFolder:
 
     def finals(self) -> set[int]:
         """Numbers of the trials that have left one."""
-        matches = (_FINAL.fullmatch(name) for name in self._names())
+        matches = (_FINAL.match(name) for name in self._names())
         return {int(match[1]) for match in matches if match}
 
     def final_bytes(self, number: int) -> int:
@@ -231,11 +230,11 @@ class StudyFolder:
 
     def drop_unfinished(self, number: int) -> None:
         """Remove all of a trial but its final checkpoint."""
-        self._remove(name for name in self._names_of(number) if not _FINAL.fullmatch(name))
+        self._remove(n for n in self._names() if _number_of(n) == number and not _FINAL.match(n))
 
     def drop(self, number: int) -> None:
         """Remove all of a trial."""
-        self._remove(self._names_of(number))
+        self._remove(name for name in self._names() if _number_of(name) == number)
 
     def drop_all_but(self, *, unfinished: set[int], finals: set[int]) -> None:
         """Remove all checkpoints but those of these trials, and what writing them left."""
@@ -264,18 +263,8 @@ class StudyFolder:
         Raises:
             OSError: It can't be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, temporary = tempfile.mkstemp(dir=self.path, prefix=f".{_CALL}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(asdict(call), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path / _CALL)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacing(self.path / _CALL) as file:
+            file.write(json.dumps(asdict(call)).encode())
 
     def _names(self) -> list[str]:
         try:
@@ -283,10 +272,7 @@ class StudyFolder:
         except OSError:
             return []
 
-    def _names_of(self, number: int) -> list[str]:
-        return [name for name in self._names() if _number_of(name) == number]
-
-    def _remove(self, names: Iterator[str] | list[str]) -> None:
+    def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             # On a disk that has become read-only it stays, and is found by the next call.
             with contextlib.suppress(OSError):
@@ -294,7 +280,7 @@ class StudyFolder:
 
 
 def private_folder() -> Path:
-    """A folder of this process's own, for checkpoints that nobody is to find later.
+    """Make a temporary folder for checkpoints that end with the executor.
 
     Raises:
         FleetConfigError: There is no place for one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -10,10 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optuna_fleet.checkpoints.file import CheckpointError, Owner, inspect
-from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder, files_in, study_folders
+from optuna_fleet.checkpoints.folder import (
+    CHECKPOINT,
+    FolderLock,
+    StudyFolder,
+    files_in,
+    study_folders,
+)
 from optuna_fleet.exceptions import FleetConfigError
 
-_FILE = re.compile(r"trial-(\d+)\.(final\.pt|best\.pt|pt\.previous|pt)")
 _LONGEST_NAME = 40
 _KINDS = {
     "final.pt": "final",
@@ -32,7 +36,7 @@ class Entry:
         study: Name of its study.
         trial: Number of its trial.
         kind: "final", or "unfinished": by itself, "the one before" it, or the trial "at its best".
-        epoch: How many epochs its trial had done, in its last loop; None if that can't be read.
+        epoch: Epochs that its trial had done, in its last loop; None if that can't be read.
         num_bytes: Size of the file.
         age_s: Seconds since it was written.
         problem: What is wrong with it, or None.
@@ -59,13 +63,13 @@ def entries(root: Path, *, verify: bool) -> list[Entry]:
 
 
 def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
-    match = _FILE.fullmatch(path.name)
+    match = CHECKPOINT.fullmatch(path.name)
     if match is None:
         return None
     epoch, problem = None, None
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # none of ours; one that nobody writes to, say
+        if not stat.S_ISREG(status.st_mode):  # a pipe, say, which could block
             return None
         is_named = StudyFolder(path.parents[1], study).path.name == path.parent.name
         owner = Owner(study=study, trial=int(match[1])) if is_named else None
@@ -89,22 +93,26 @@ def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
 def table(found: Sequence[Entry], *, verified: bool) -> list[str]:
     """The lines of a table of checkpoints, and below it what is wrong with some of them."""
     rows = [("STUDY", "TRIAL", "EPOCH", "SIZE", "AGE", "KIND", "STATE")]
-    for entry in found:
-        state = "damaged" if entry.problem else "good" if verified else "not verified"
-        epoch = "?" if entry.epoch is None else str(entry.epoch)
-        size = f"{entry.num_bytes / 1e6:.1f} MB"
-        age = f"{entry.age_s / 3600:.1f} h"
-        rows.append((_shown(entry.study), str(entry.trial), epoch, size, age, entry.kind, state))
+    rows += [_row(entry, verified=verified) for entry in found]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return [*lines, *(entry.problem for entry in found if entry.problem)]
 
 
+def _row(entry: Entry, *, verified: bool) -> tuple[str, str, str, str, str, str, str]:
+    return (
+        _shown(entry.study),
+        str(entry.trial),
+        "?" if entry.epoch is None else str(entry.epoch),
+        f"{entry.num_bytes / 1e6:.1f} MB",
+        f"{entry.age_s / 3600:.1f} h",
+        entry.kind,
+        "damaged" if entry.problem else "good" if verified else "not verified",
+    )
+
+
 def _shown(name: str) -> str:
-    """A study's name, in one line of bearable length, without what a terminal would obey."""
+    """A study's name in one short line, without control characters."""
     plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in name) or "''"
     return plain if len(plain) <= _LONGEST_NAME else plain[: _LONGEST_NAME - 1] + "…"
 

@@ -10,7 +10,7 @@ from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.replay.progress import Span
 from optuna_fleet.replay.simulation import Outcome
-from optuna_fleet.visualization.bars import Bar, simulated_bar
+from optuna_fleet.visualization.bars import Bar
 from optuna_fleet.visualization.picture import save_bars
 
 
@@ -36,7 +36,7 @@ def _bars(spans: list[Span]) -> Iterator[Bar]:
     for span in spans:
         seen[span.number] += 1
         for device in span.devices:
-            yield simulated_bar(
+            yield Bar(
                 number=span.number,
                 device=device,
                 devices=span.devices,

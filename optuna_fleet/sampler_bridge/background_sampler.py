@@ -1,4 +1,4 @@
-"""A slow sampler thinks on a thread of its own, while the driver serves the trials that fly."""
+"""A slow sampler runs on a thread of its own, while the driver serves the running trials."""
 
 from __future__ import annotations
 
@@ -11,27 +11,23 @@ from optuna_fleet.sampler_bridge import compat
 
 
 class BackgroundSampler:
-    """Samples for one trial at a time; to Optuna it is one of the threads of ``n_jobs=2``.
-
-    Attributes:
-        is_busy: It thinks, or its result has not been taken.
-    """
+    """Samples for one trial at a time; to Optuna it is one of the threads of ``n_jobs=2``."""
 
     def __init__(self, study: optuna.Study) -> None:
         self._study = study
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="optuna-fleet-sampler")
         self._wake = os.eventfd(0)
-        self._thought: Future[None] | None = None
+        self._sampling: Future[None] | None = None
 
     @property
     def is_busy(self) -> bool:
-        """Whether it thinks, or its result has not been taken."""
-        return self._thought is not None
+        """Whether it samples, or its result has not been taken."""
+        return self._sampling is not None
 
     @property
     def is_done(self) -> bool:
         """Whether `take` would return at once."""
-        return self._thought is not None and self._thought.done()
+        return self._sampling is not None and self._sampling.done()
 
     def fileno(self) -> int:
         """File descriptor that is readable when there is a result to take."""
@@ -39,18 +35,18 @@ class BackgroundSampler:
 
     def start(self, trial: optuna.Trial) -> None:
         """Let the study's sampler propose the parameters of `trial`."""
-        self._thought = self._pool.submit(compat.sample, self._study, trial)
-        self._thought.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
+        self._sampling = self._pool.submit(compat.sample, self._study, trial)
+        self._sampling.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
 
     def take(self) -> BaseException | None:
         """Wait until it is done; return what the sampler raised, if anything."""
-        assert self._thought is not None
+        assert self._sampling is not None
         os.eventfd_read(self._wake)
-        thought, self._thought = self._thought, None
-        return thought.exception()
+        sampling, self._sampling = self._sampling, None
+        return sampling.exception()
 
     def close(self) -> None:
-        """End the thread; it does not leave the sampler in the middle of a thought."""
+        """End the thread, once the sampler has answered."""
         self._pool.submit(compat.storage_of(self._study).remove_session)
         self._pool.shutdown()
         os.close(self._wake)

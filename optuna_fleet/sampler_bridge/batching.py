@@ -1,7 +1,7 @@
-"""How much a sampler can bear at a time: whether the next proposal must wait, and why.
+"""Whether the next proposal must wait for trials under way, and why.
 
-Optuna's samplers were made for one trial after the other. TPE, GP and random ones bear any number
-of trials under way; for the others what an early proposal would spoil is named here.
+Optuna's samplers were made for one trial after the other. TPE, GP and random ones can propose any
+number ahead; for the others it is said here what an early proposal would spoil.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from optuna_fleet.sampler_bridge import compat
 def is_limited(sampler: BaseSampler) -> bool:
     """Whether a sampler may have to wait at all."""
     sampler = compat.base_sampler(sampler)
-    limited = isinstance(sampler, QMCSampler | GridSampler | BruteForceSampler)
-    return limited or compat.has_generations(sampler)
+    is_ordered = isinstance(sampler, QMCSampler | GridSampler | BruteForceSampler)
+    return is_ordered or compat.has_generations(sampler)
 
 
 def reason_to_wait(
@@ -97,7 +97,7 @@ def _wait_for_generation(
         current, num_done = current + 1, 0
     members = [t for t in running if t.system_attrs.get(key, current) == current]
     # One with parameters and without a generation was not proposed by this sampler.
-    num_flying = sum(1 for t in members if key in t.system_attrs or not t.params)
-    if num_done + num_flying < size:
+    num_running = sum(key in t.system_attrs or not t.params for t in members)
+    if num_done + num_running < size:
         return None
     return f"a generation of {size} trials is completed before the next one begins"

@@ -47,15 +47,12 @@ def suggest(call: Callable[..., Any], name: str, choices: Any) -> Any:
     own = tuple(choices) if isinstance(choices, Collection) else ()
     if all(map(is_primitive, own)):
         return call("suggest_categorical", name, choices)
-    answer = call("suggest_categorical", name, _packed(name, own))
-    return own[answer.index] if isinstance(answer, Chosen) else answer
-
-
-def _packed(name: str, own: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
+    packed = tuple(
         choice if is_primitive(choice) else _packed_once(name, position, choice)
         for position, choice in enumerate(own)
     )
+    answer = call("suggest_categorical", name, packed)
+    return own[answer.index] if isinstance(answer, Chosen) else answer
 
 
 def _packed_once(name: str, position: int, choice: Any) -> PackedChoice:
@@ -65,29 +62,22 @@ def _packed_once(name: str, position: int, choice: Any) -> PackedChoice:
     """
     known, packed = _sent.get((name, position), (None, b""))
     if known is not choice:
-        packed = _pack(name, choice)
+        try:
+            packed = pack(choice)
+        except Exception as error:
+            raise TrialError(
+                f"A choice of {name!r} is {choice!r}, but can't be pickled, and so not be sent to "
+                f"the study ({type(error).__name__}: {error}): suggest a name instead, and take "
+                "the object from a dict by it."
+            ) from error
         _sent[name, position] = choice, packed
     return PackedChoice(packed=packed)
 
 
-def _pack(name: str, choice: Any) -> bytes:
-    try:
-        return pack(choice)
-    except Exception as error:
-        raise TrialError(
-            f"A choice of {name!r} is {choice!r}, but can't be pickled, and so not be sent to the "
-            f"study ({type(error).__name__}: {error}): suggest a name instead, and take the "
-            "object from a dict by it."
-        ) from error
-
-
 def with_objects(args: tuple[Any, ...]) -> bool:
     """Whether these are arguments that `suggest` made for choices some of which are objects."""
-    return len(args) == 2 and any(isinstance(choice, PackedChoice) for choice in _items(args[1]))
-
-
-def _items(choices: Any) -> Iterable[Any]:
-    return choices if isinstance(choices, tuple) else ()
+    choices = args[1] if len(args) == 2 and isinstance(args[1], tuple) else ()
+    return any(isinstance(choice, PackedChoice) for choice in choices)
 
 
 def choose(

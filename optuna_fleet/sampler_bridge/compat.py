@@ -75,12 +75,8 @@ def set_storage(study: optuna.Study, storage: Any) -> None:
 def journal_file_of(study: optuna.Study) -> str | None:
     """The file of a journal storage."""
     storage: Any = getattr(study._storage, "itself", study._storage)
-    if not isinstance(storage, optuna.storages.JournalStorage):
-        return None
-    if not isinstance(storage._backend, JournalFileBackend):
-        return None
-    path: str = storage._backend._file_path
-    return os.path.abspath(path)
+    backend = getattr(storage, "_backend", None)
+    return os.path.abspath(backend._file_path) if isinstance(backend, JournalFileBackend) else None
 
 
 def names_of(study: optuna.Study) -> dict[int, str]:
@@ -94,7 +90,7 @@ def id_of(trial: optuna.Trial) -> int:
     return trial._trial_id
 
 
-def frozen(study: optuna.Study, trial: optuna.Trial) -> optuna.trial.FrozenTrial:
+def frozen(study: optuna.Study, trial: optuna.Trial) -> FrozenTrial:
     """The trial as the storage has it now."""
     return study._storage.get_trial(trial._trial_id)
 
@@ -117,7 +113,7 @@ def heartbeat(study: optuna.Study, trial: optuna.Trial) -> Heartbeat:
 
 
 def forget_cached_trials(study: optuna.Study) -> None:
-    """Drop the trials cached for one trial's duration: with several in flight it goes stale."""
+    """Drop Optuna's cache of all trials, which lasts as long as one trial: others have changed."""
     study._thread_local.cached_all_trials = None
 
 
@@ -127,12 +123,12 @@ def return_to_queue(study: optuna.Study, trial: optuna.Trial) -> None:
     forget_cached_trials(study)
 
 
-def trials_of(study: optuna.Study, *states: TrialState) -> list[optuna.trial.FrozenTrial]:
+def trials_of(study: optuna.Study, *states: TrialState) -> list[FrozenTrial]:
     """The study's trials in these states, or all; not to be changed."""
     return study._storage.get_all_trials(study._study_id, deepcopy=False, states=states or None)
 
 
-def trial_of(study: optuna.Study, frozen: optuna.trial.FrozenTrial) -> optuna.Trial:
+def trial_of(study: optuna.Study, frozen: FrozenTrial) -> optuna.Trial:
     """A trial of the study that some process has asked for, to go on with it.
 
     What it was given before is suggested to it again. From now on it has a heartbeat, if the
@@ -170,13 +166,9 @@ def _pop_waiting(study: optuna.Study, mark: Callable[[int | None], tuple[str, An
     return None
 
 
-def set_record(study: optuna.Study, trial: optuna.trial.FrozenTrial, key: str, value: Any) -> None:
-    """`set_trial_record` for a trial as the storage has it."""
-    with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-        study._storage.set_trial_system_attr(trial._trial_id, key, value)
-
-
-def set_trial_record(study: optuna.Study, trial: optuna.Trial, key: str, value: Any) -> None:
+def set_trial_record(
+    study: optuna.Study, trial: optuna.Trial | FrozenTrial, key: str, value: Any
+) -> None:
     """Store a record of ours with the trial, unless someone else has told it as finished."""
     with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
         study._storage.set_trial_system_attr(trial._trial_id, key, value)
@@ -215,7 +207,7 @@ def log_failed(
     trial: optuna.Trial, message: str, value: Any, error: BaseException | None = None
 ) -> None:
     """Optuna's two lines on a failed trial."""
-    exc_info = (type(error), error, error.__traceback__) if error is not None else None
+    exc_info = None if error is None else (type(error), error, error.__traceback__)
     _log_failed_trial(trial.number, trial.params, message, exc_info, value)
 
 
@@ -289,8 +281,7 @@ def generations(
         return sampler._get_generation_key(), sampler.population_size, (TrialState.COMPLETE,)
     if not isinstance(sampler, optuna.samplers.CmaEsSampler):
         return None
-    pruned = (TrialState.PRUNED,) if sampler._consider_pruned_trials else ()
-    states = (TrialState.COMPLETE, *pruned)
+    states = (TrialState.COMPLETE, *[TrialState.PRUNED] * sampler._consider_pruned_trials)
     size = sampler._popsize or _default_popsize([t for t in trials if t.state in states])
     return (sampler._attr_key_generation, size, states) if size else None
 
@@ -315,17 +306,18 @@ def grid_cells_left(sampler: optuna.samplers.GridSampler, trials: Sequence[Froze
     return len(taken) < len(sampler._all_grids)
 
 
-def is_for_want_of_cell(
-    error: Exception, sampler: BaseSampler, trial: optuna.trial.FrozenTrial
-) -> bool:
+def is_for_want_of_cell(error: Exception, sampler: BaseSampler, trial: FrozenTrial) -> bool:
     """Whether a grid's `after_trial` failed only because the trial, from the queue, has no cell.
 
     It looks for the cell when a single one is left, which is often so with several trials under
     way. There is nothing that it would have had to do.
     """
-    is_of_grid = isinstance(base_sampler(sampler), optuna.samplers.GridSampler)
-    is_missing = isinstance(error, KeyError) and error.args == ("grid_id",)
-    return is_of_grid and is_missing and "grid_id" not in trial.system_attrs
+    return (
+        isinstance(base_sampler(sampler), optuna.samplers.GridSampler)
+        and isinstance(error, KeyError)
+        and error.args == ("grid_id",)
+        and "grid_id" not in trial.system_attrs
+    )
 
 
 def brute_force_tree(trials: Sequence[FrozenTrial]) -> tuple[bool, dict[int, bool]]:

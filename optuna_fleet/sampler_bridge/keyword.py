@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import optuna
@@ -22,6 +23,7 @@ def install() -> None:
     original = optuna.Study.optimize
     if hasattr(original, _MARK):
         return
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def optimize(
@@ -35,7 +37,16 @@ def install() -> None:
             _is_executor,
             "be a FleetExecutor, as optuna_fleet.FleetExecutor(devices=2), or None",
         )
-        return executor.optimize(self, func, **_arguments(*args, **kwargs))  # type: ignore[no-any-return]
+        bound = signature.bind(self, func, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        del given["self"], given["func"]
+        if (n_jobs := given.pop("n_jobs")) != 1:
+            raise FleetConfigError(
+                f"`n_jobs` is {n_jobs}, but must be 1 together with `executor`: the executor runs "
+                "as many trials at once as it has devices, FleetExecutor(devices=...)."
+            )
+        return executor.optimize(self, func, **given)  # type: ignore[no-any-return]
 
     setattr(optimize, _MARK, original)
     optuna.Study.optimize = optimize  # type: ignore[method-assign]
@@ -50,28 +61,3 @@ def uninstall() -> None:
     original = getattr(optuna.Study.optimize, _MARK, None)
     if original is not None:
         optuna.Study.optimize = original  # type: ignore[method-assign]
-
-
-def _arguments(
-    n_trials: Any = None,
-    timeout: Any = None,
-    n_jobs: int = 1,
-    catch: Any = (),
-    callbacks: Any = None,
-    gc_after_trial: bool = False,
-    show_progress_bar: bool = False,
-) -> dict[str, Any]:
-    """Optuna's arguments after the objective, less `n_jobs`, which must have its default."""
-    if n_jobs != 1:
-        raise FleetConfigError(
-            f"`n_jobs` is {n_jobs}, but must be 1 together with `executor`: the executor runs as "
-            "many trials at once as it has devices, FleetExecutor(devices=...)."
-        )
-    return {
-        "n_trials": n_trials,
-        "timeout": timeout,
-        "catch": catch,
-        "callbacks": callbacks,
-        "gc_after_trial": gc_after_trial,
-        "show_progress_bar": show_progress_bar,
-    }

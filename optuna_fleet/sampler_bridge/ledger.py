@@ -1,4 +1,4 @@
-"""What the study is told: calls made inside objectives, how trials ended, where they flew."""
+"""What the study is told: calls made inside objectives, how trials ended, where they ran."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FLIGHTS_PER_RECORD = 20
 class Flight:
     """One stay of a trial on its devices, as recorded with the study.
 
-    Times are seconds since the epoch; the other durations are summed over the devices.
+    Times are seconds since the epoch; durations are summed over the devices.
     """
 
     devices: tuple[int, ...]
@@ -108,12 +108,10 @@ class PipelineSpan:
 def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
     """The recorded flights of each trial by its number, in order; the fields are `Flight`'s."""
     flights: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    for record in chain.from_iterable(compat.study_records(study, FLIGHTS_PREFIX)):
+    records = chain.from_iterable(compat.study_records(study, FLIGHTS_PREFIX))
+    for record in sorted(records, key=lambda record: record["start"]):
         flights[record["trial"]].append(record)
-    return {
-        number: sorted(records, key=lambda record: record["start"])
-        for number, records in flights.items()
-    }
+    return flights
 
 
 class Ledger:
@@ -148,11 +146,9 @@ class Ledger:
             Exception: Whatever Optuna raises.
         """
         compat.forget_cached_trials(self.study)
-        targets: dict[str, Any] = {
-            "trial": self._proposals[number],
-            "study": self.study,
-            "storage": compat.storage_of(self.study),
-        }
+        trial = self._proposals[number]
+        storage = compat.storage_of(self.study)
+        targets: dict[str, Any] = {"trial": trial, "study": self.study, "storage": storage}
         if call.target not in targets:
             raise ProtocolError(f"There is nothing called {call.target!r} to call.")
         if (call.target, call.name) == ("study", "ask"):
@@ -164,7 +160,7 @@ class Ledger:
         if call.name == "report" and self._is_known(number, args):
             return None
         if call.name == "suggest_categorical" and choices.with_objects(args):
-            return choices.choose(self.study, self._proposals[number], *args)
+            return choices.choose(self.study, trial, *args)
         attribute = getattr(targets[call.target], call.name)
         return attribute if call.is_read else attribute(*args, **kwargs)
 
@@ -185,8 +181,7 @@ class Ledger:
 
     def note_restart(self, number: int) -> None:
         """The trial is run again from an earlier epoch: it will report some steps twice."""
-        values = compat.frozen(self.study, self._proposals[number]).intermediate_values
-        self._replayed[number] = frozenset(values)
+        self._replayed[number] = frozenset(self.frozen(number).intermediate_values)
 
     def frozen(self, number: int) -> FrozenTrial:
         """The trial as the study knows it now."""
@@ -199,17 +194,16 @@ class Ledger:
 
     def reported_values(self, number: int) -> list[float]:
         """The trial's intermediate values, in order of step."""
-        values = self.frozen(number).intermediate_values
-        return [values[step] for step in sorted(values)]
+        return [value for _, value in sorted(self.frozen(number).intermediate_values.items())]
 
     def record(self, number: int, flight: Flight) -> None:
-        """Store where and when the trial flew.
+        """Store where and when the trial ran.
 
         With the study, because what is stored with a trial shows in `Study.trials_dataframe`; a
         few to a record, so that neither their number nor their size grows with the sweep.
         """
-        plain = {**asdict(flight), "devices": list(flight.devices)}  # as it comes out of storages
-        self._flights.append({"trial": number, **plain})
+        devices = list(flight.devices)  # as it comes out of storages
+        self._flights.append({"trial": number, **asdict(flight), "devices": devices})
         key = FLIGHTS_KEY.format(began=self._began, index=self._num_flight_records)
         compat.set_study_record(self.study, key, list(self._flights))
         if len(self._flights) == _FLIGHTS_PER_RECORD:
@@ -222,16 +216,13 @@ class Ledger:
         compat.set_study_record(self.study, key, asdict(decision))
 
     def record_span(self, span: PipelineSpan) -> None:
-        """Store what the pipeline did with the study, likewise."""
+        """Store what the pipeline did with the study; a record each too."""
         key = PIPELINE_KEY.format(began=self._began, index=self._num_spans)
         self._num_spans += 1
         compat.set_study_record(self.study, key, asdict(span))
 
     def settle(
-        self,
-        number: int,
-        value: float | Sequence[float] | None,
-        error: BaseException | None,
+        self, number: int, value: float | Sequence[float] | None, error: BaseException | None
     ) -> TrialState:
         """Tell the study how the trial ended, as `Study.optimize` does, then run the callbacks.
 
@@ -262,20 +253,18 @@ class Ledger:
         One line tells of all: `error` and its traceback are about to be shown anyway.
         """
         stay = isinstance(error, RetryableError) and self._proposals.are_claimed
-        verdict = (
-            "stay RUNNING: the same call with the same `checkpoints` goes on with them"
-            if stay
-            else f"failed: {shown(error)}"
-        )
-        numbers = [number for number in numbers if self._is_abandoned(number, error, stay)]
-        if numbers:
-            listed = ", ".join(map(str, numbers))
-            compat.logger.warning(f"Trials under way ({listed}) {verdict}.")
+        told = [str(number) for number in numbers if self._is_abandoned(number, error, stay)]
+        if told:
+            what = f"failed: {shown(error)}"
+            if stay:
+                what = "stay RUNNING: the same call with the same `checkpoints` goes on with them"
+            compat.logger.warning(f"Trials under way ({', '.join(told)}) {what}.")
 
     def _is_abandoned(self, number: int, error: BaseException, stays: bool) -> bool:
         try:
             if not stays:
                 self._tell(self._proposals[number], None, error, is_logged=False)
+            return True
         except StorageLostError:  # which is what the call ends with
             return False
         except Exception:
@@ -283,7 +272,6 @@ class Ledger:
             return False
         finally:
             self._proposals.release(number)
-        return True
 
     def _tell(
         self,
@@ -295,8 +283,8 @@ class Ledger:
     ) -> TrialState:
         told: TrialState | None = None
         if error is not None:
-            pruned = isinstance(error, optuna.TrialPruned)
-            told, value = (TrialState.PRUNED if pruned else TrialState.FAIL), None
+            is_pruned = isinstance(error, optuna.TrialPruned)
+            told, value = (TrialState.PRUNED if is_pruned else TrialState.FAIL), None
             if isinstance(error, FleetError) or is_out_of_memory(error):
                 reason = f"{type(error).__name__}: {error}"
                 compat.set_trial_record(self.study, trial, REASON_KEY, reason)
@@ -329,7 +317,6 @@ class Ledger:
             compat.log_completed(self.study, trial, values)
         elif state is TrialState.PRUNED:
             compat.logger.info(f"Trial {trial.number} pruned. {error}")
-        elif error is not None:
-            compat.log_failed(trial, shown(error), value, error)
         else:
-            compat.log_failed(trial, str(problem), value)
+            message = str(problem) if error is None else shown(error)
+            compat.log_failed(trial, message, value, error)

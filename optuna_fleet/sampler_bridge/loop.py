@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
+from dataclasses import dataclass, field
 
 import optuna
 from optuna.study import StudyDirection
@@ -17,33 +17,20 @@ from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retrying_storage import retry_storage, stop_retrying
 
 
+@dataclass(kw_only=True, eq=False)
 class Loop:
     """Context of one call; `proposals` and `ledger` are usable in it. Arguments as in Optuna."""
 
-    def __init__(
-        self,
-        study: optuna.Study,
-        *,
-        n_trials: int | None,
-        timeout: float | None,
-        catch: tuple[type[Exception], ...],
-        callbacks: Iterable[Callback] | None,
-        gc_after_trial: bool,
-        show_progress_bar: bool,
-        storage_patience_s: float = 300.0,
-        folder: StudyFolder | None = None,
-        lock: FolderLock | None = None,
-    ) -> None:
-        self.study = study
-        self._lock = lock
-        self._folder = folder
-        self._ownership: TrialOwnership | None = None
-        self._storage_patience_s = storage_patience_s
-        self.gc_after_trial = gc_after_trial
-        self._budget = (n_trials, timeout)
-        self._show_progress_bar = show_progress_bar
-        self._catch = catch
-        self._callbacks = callbacks
+    study: optuna.Study = field(kw_only=False)
+    n_trials: int | None
+    timeout: float | None
+    catch: tuple[type[Exception], ...]
+    callbacks: Iterable[Callback] | None
+    gc_after_trial: bool
+    show_progress_bar: bool
+    storage_patience_s: float = 300.0
+    folder: StudyFolder | None = None
+    lock: FolderLock | None = None
 
     @property
     def maximize(self) -> bool | None:
@@ -53,20 +40,20 @@ class Loop:
 
     def __enter__(self) -> Loop:
         compat.enter_loop(self.study)
-        retry_storage(self.study, self._storage_patience_s)
+        retry_storage(self.study, self.storage_patience_s)
+        budget = self.n_trials, self.timeout
         try:
             keep_to_ourselves(self.study)
-            self._progress_bar = compat.ProgressBar(self._show_progress_bar, *self._budget)
-            if self._folder is not None:
-                self._ownership = TrialOwnership(
-                    self.study, self._folder, *self._budget, lock=self._lock
-                )
-            self.proposals = Proposals(self.study, *self._budget, ownership=self._ownership)
+            self._progress_bar = compat.ProgressBar(self.show_progress_bar, *budget)
+            self._ownership = None
+            if self.folder is not None:
+                self._ownership = TrialOwnership(self.study, self.folder, *budget, self.lock)
+            self.proposals = Proposals(self.study, *budget, self._ownership)
             self.ledger = Ledger(
                 self.study,
                 self.proposals,
-                catch=self._catch,
-                callbacks=self._callbacks,
+                catch=self.catch,
+                callbacks=self.callbacks,
                 gc_after_trial=self.gc_after_trial,
                 progress_bar=self._progress_bar,
             )
@@ -75,14 +62,9 @@ class Loop:
             raise
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress_bar.close()
-        for number in self.proposals.unfinished():  # which the call never came to
+        for number in self.proposals.unfinished():  # those that were never launched
             self.proposals.release(number)
         try:
             if self._ownership is not None:

@@ -1,4 +1,4 @@
-"""Which trials belong to a call, as the study itself knows it, so that a dead driver has heirs.
+"""Which trials belong to a call, as recorded with the study, so that it can be resumed.
 
 A trial gets its mark together with its RUNNING state, so none can be without an owner. The same
 call made again on the same checkpoint folder goes on with the marked trials, and with no others.
@@ -25,10 +25,10 @@ class TrialOwnership:
 
     Args:
         study: The user's study.
-        folder: The study's part of a checkpoint folder that this process holds.
+        folder: The study's part of a checkpoint folder.
         n_trials: As given to the call.
         timeout: As given to the call.
-        lock: What this process holds the folder with.
+        lock: This process' lock on the folder.
 
     Attributes:
         interrupted_trials: Trials that a dead driver left RUNNING and that this call goes on with.
@@ -59,7 +59,7 @@ class TrialOwnership:
             if last is None or last.has_ended:
                 folder.record_call(self._call)
             else:
-                self._succeed(last)
+                self._resume(last)
         except OSError as error:
             raise FleetConfigError(
                 f"The checkpoint folder {folder.path} can't be written to ({error.strerror}): "
@@ -71,7 +71,7 @@ class TrialOwnership:
             finals={trial.number for trial in complete},
         )
 
-    def _succeed(self, dead: CallRecord) -> None:
+    def _resume(self, dead: CallRecord) -> None:
         """Go on for a driver that died: with its whole call, or only with its trials."""
         trials = [t for t in compat.trials_of(self._study) if _is_claimed(t, dead.id)]
         running = [t for t in trials if t.state is TrialState.RUNNING]
@@ -81,11 +81,11 @@ class TrialOwnership:
         else:
             self.num_launched = len(running)
             for trial in running:
-                compat.set_record(self._study, trial, *self._mark(trial.number))
+                compat.set_trial_record(self._study, trial, *self._mark(trial.number))
             self._folder.record_call(self._call)
         for trial in trials:
-            if trial.state is TrialState.WAITING:  # given back: anybody's
-                compat.set_record(self._study, trial, self._key, None)
+            if trial.state is TrialState.WAITING:  # returned to the study
+                compat.set_trial_record(self._study, trial, self._key, None)
         self.interrupted_trials = [compat.trial_of(self._study, trial) for trial in running]
         if trials:
             # A sampler with a seed would otherwise propose again what it proposed at first.
@@ -109,13 +109,13 @@ class TrialOwnership:
         self.keep_record()
         return compat.ask_marked(self._study, self._mark)
 
-    def renounce(self, trial: optuna.Trial) -> None:
-        """The trial was given back to the study and is nobody's."""
+    def give_up(self, trial: optuna.Trial) -> None:
+        """The trial was returned to the study: it belongs to no call."""
         compat.set_trial_record(self._study, trial, self._key, None)
         self._folder.drop(trial.number)
 
     def keep_record(self) -> None:
-        """Write the record of the call again if somebody has deleted its folder; without fail."""
+        """Write the record of the call again if somebody has deleted its folder; never raises."""
         if self._folder.has_record():
             return
         try:
@@ -143,9 +143,8 @@ def _is_claimed(trial: FrozenTrial, call_id: str) -> bool:
     mark = trial.system_attrs.get(CLAIM_PREFIX + call_id)
     if mark is None:
         return False
-    if mark["number"] is None:
-        return "retry_history" not in trial.system_attrs
-    return bool(mark["number"] == trial.number)
+    is_retry = mark["number"] is None and "retry_history" in trial.system_attrs
+    return not is_retry and mark["number"] in (None, trial.number)
 
 
 def folders_of(trial: FrozenTrial) -> list[str]:

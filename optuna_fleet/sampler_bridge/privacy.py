@@ -1,4 +1,4 @@
-"""A journal file that tells of the user's data is for this user, unless they chose otherwise."""
+"""A journal file is made readable by its user only, unless they chose otherwise."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def keep_to_ourselves(study: optuna.Study) -> None:
     path = compat.journal_file_of(study)
     if path is None:
         return
-    with contextlib.suppress(OSError):  # gone for now, say: then it is not for us to say so
+    with contextlib.suppress(OSError):  # it may be gone for now, of which others tell
         status = os.stat(path)
         mode = stat.S_IMODE(status.st_mode)
         if mode & ~_PRIVATE == 0 or mode != 0o666 & ~_umask():
             return
         is_ours = (status.st_uid, status.st_gid) == (os.geteuid(), os.getegid())
-        if not is_ours or not stat.S_ISREG(status.st_mode) or _has_access_list(path):
+        has_access_list = "system.posix_acl_access" in os.listxattr(path)
+        if not is_ours or not stat.S_ISREG(status.st_mode) or has_access_list:
             return
         os.chmod(path, _PRIVATE)
         compat.fleet_logger.info(
@@ -41,14 +42,9 @@ def keep_to_ourselves(study: optuna.Study) -> None:
 
 def _umask() -> int:
     """Where the system tells it; else it can only be had by setting it for a moment."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1], 8) for line in lines if line.startswith("Umask:"))
     umask = os.umask(0o077)
     os.umask(umask)
     return umask
-
-
-def _has_access_list(path: str) -> bool:
-    return hasattr(os, "listxattr") and "system.posix_acl_access" in os.listxattr(path)

@@ -53,11 +53,9 @@ class Proposals:
         self._asked = ownership.num_launched
         for trial in ownership.interrupted_trials:
             self._enter(trial)
-        for trial in reversed(ownership.interrupted_trials):
-            if self._n_trials is not None and self._asked > self._n_trials:
-                self.return_to_queue(trial.number)
-            else:
-                self._adopted.appendleft(trial.number)
+            self._adopted.append(trial.number)
+        while self._adopted and self._n_trials is not None and self._asked > self._n_trials:
+            self.return_to_queue(self._adopted.pop())
 
     @property
     def are_claimed(self) -> bool:
@@ -135,11 +133,12 @@ class Proposals:
             compat.take_back_stop(self._study)
 
     def _is_spent(self) -> bool:
-        if self._stopped or compat.is_stopped(self._study):
-            return True
-        if self._n_trials is not None and self._asked >= self._n_trials:
-            return True
-        return self._timeout is not None and self.elapsed_s >= self._timeout
+        return (
+            self._stopped
+            or compat.is_stopped(self._study)
+            or (self._n_trials is not None and self._asked >= self._n_trials)
+            or (self._timeout is not None and self.elapsed_s >= self._timeout)
+        )
 
     def ask(self) -> int | None:
         """Return the number of a new trial, or None if no further one may start."""
@@ -180,5 +179,5 @@ class Proposals:
         self.release(number)
         compat.return_to_queue(self._study, trial)
         if self._ownership is not None:
-            self._ownership.renounce(trial)
+            self._ownership.give_up(trial)
         self._asked -= 1

@@ -18,8 +18,8 @@ from optuna_fleet.sampler_bridge import compat
 class CheckpointRetention:
     """Keeps the final checkpoints of the best `num_kept` trials of a study that have left one.
 
-    With several objectives these are the latest of the Pareto front. Of those the worst go until
-    the others have at most `max_bytes` in all.
+    With several objectives these are the latest of the Pareto front. The worst of them are removed
+    until the others have at most `max_bytes` in all.
     """
 
     def __init__(
@@ -42,10 +42,8 @@ class CheckpointRetention:
 
     def is_among_best(self, value: Any) -> bool:
         """Whether a trial whose objective has returned `value` should leave a checkpoint."""
-        if not self.keeps_any:
-            return False
-        if len(self._study.directions) > 1:
-            return True
+        if not self.keeps_any or len(self._study.directions) > 1:
+            return self.keeps_any
         try:
             key = self._sign * float(value)
         except (TypeError, ValueError):
@@ -85,9 +83,8 @@ class CheckpointRetention:
 
     def _trials(self, numbers: Iterable[int]) -> list[FrozenTrial]:
         wanted = set(numbers)
-        if not wanted:
-            return []
-        return [trial for trial in compat.trials_of(self._study) if trial.number in wanted]
+        trials = compat.trials_of(self._study) if wanted else []
+        return [trial for trial in trials if trial.number in wanted]
 
     def _ranked(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
         """The completed ones of these, best first; what Optuna calls the best comes first."""

@@ -1,4 +1,4 @@
-"""A storage that may be gone for a while: the sweep waits for it and goes on."""
+"""A storage that may be gone for a while: calls of it are retried until it is back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from optuna_fleet.exceptions import StorageLostError
@@ -30,7 +29,7 @@ _GONE = {
 }
 
 # What databases say in an OperationalError though no waiting helps.
-_FOR_EVER = (
+_PERMANENT = (
     "no such table",
     "no such column",
     "syntax error",
@@ -42,7 +41,7 @@ _FOR_EVER = (
 
 
 def is_gone(error: BaseException | None) -> bool:
-    """Whether an error of a storage says "not now" rather than "never".
+    """Whether an error of a storage means that it may work again later.
 
     Those are a database that can't be reached or is locked, a gRPC proxy that can't be reached or
     whose own database fails, and any OSError, such as that of a journal file.
@@ -50,31 +49,32 @@ def is_gone(error: BaseException | None) -> bool:
     if error is None:
         return False
     names = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
-    if names & _GONE and any(words in str(error) for words in _FOR_EVER):
+    if names & _GONE and any(words in str(error) for words in _PERMANENT):
         return False
     if names & _GONE or isinstance(error, OSError):
         return True
-    if getattr(error, "connection_invalidated", False):  # SQLAlchemy's word for a lost one
+    if getattr(error, "connection_invalidated", False):  # SQLAlchemy lost it
         return True
     if ("grpc", "RpcError") in names:
-        # The proxy hands on its database's trouble as nothing but Optuna's text.
+        # Of an error of the database behind it, the proxy sends nothing but Optuna's text.
         code, details = error.code().name, error.details() or ""  # type: ignore[attr-defined]
         return code == "UNAVAILABLE" or "exception is raised during the commit" in details
     return isinstance(error, optuna.exceptions.StorageInternalError) and is_gone(error.__cause__)
 
 
 class RetryingStorage:
-    """Stands in for a study's storage and waits while that is gone.
+    """A study's storage whose calls wait while it is gone.
 
-    Each method is one transaction, called again until it goes through. It may have gone through
-    unheard before: writing the same attribute, parameter or value again changes nothing; for what
-    would happen twice, the storage is asked first whether it has happened.
+    Each method is one transaction, called again until it succeeds. An attempt that has failed may
+    have been carried out all the same, only its answer was lost. Writing the same attribute,
+    parameter or value again changes nothing; for what would happen twice, the storage is asked
+    first whether it has happened.
 
     Attributes:
         itself: The study's storage.
 
     Args:
-        storage: Likewise.
+        storage: The study's storage.
         patience_s: Seconds to wait for it; then, and from then on, every call fails.
     """
 
@@ -84,7 +84,7 @@ class RetryingStorage:
         self._lock = threading.Lock()  # heartbeats are recorded by threads of their own
         self._gone_since: float | None = None
         self._end = ""
-        self._beating: set[int] = set()
+        self._with_heartbeat: set[int] = set()
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -101,24 +101,21 @@ class RetryingStorage:
 
         @functools.wraps(attribute)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._patiently(lambda: attribute(*args, **kwargs))
+            return self._retry(lambda: attribute(*args, **kwargs))
 
         return call
 
     def create_new_trial(self, study_id: int, template_trial: FrozenTrial | None = None) -> int:
-        """See `BaseStorage`; if it was created unheard, it is found by when it started."""
+        """See `BaseStorage`; one that was created, but not answered, is found by its start."""
         trial = template_trial or create_trial(state=TrialState.RUNNING)
 
-        def create() -> int:
-            return self.itself.create_new_trial(study_id, trial)
-
-        def find_or_create() -> int:
+        def created() -> int | None:
             started = trial.datetime_start
             trials = self.itself.get_all_trials(study_id, False, (trial.state,))
-            found = [t._trial_id for t in trials if started and t.datetime_start == started]
-            return found[0] if found else create()
+            found = (t._trial_id for t in trials if started and t.datetime_start == started)
+            return next(found, None)
 
-        return self._patiently(create, find_or_create)
+        return self._retry(lambda: self.itself.create_new_trial(study_id, trial), created)
 
     def set_trial_state_values(
         self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
@@ -126,39 +123,32 @@ class RetryingStorage:
         """See `BaseStorage`; a trial is taken, returned or told once."""
         attempts: list[tuple[datetime, datetime]] = []
 
-        def first() -> bool:
-            return self.itself.set_trial_state_values(trial_id, state, values)
-
-        def tell_again() -> bool:
-            try:
-                return first()
-            except UpdateFinishedTrialError:
-                trial = self.itself.get_trial(trial_id)
-                if (trial.state, trial.values) == (state, None if values is None else [*values]):
-                    return True
-                raise
-
-        def take() -> bool:
+        def attempt() -> bool:
             began = datetime.now()
             try:
-                return first()
+                return self.itself.set_trial_state_values(trial_id, state, values)
             finally:
                 attempts.append((began, datetime.now()))
 
-        def take_again() -> bool:
-            started = self._started(trial_id)
-            return any(started and a <= started <= b for a, b in attempts) or take()
+        def told() -> bool | None:
+            trial = self.itself.get_trial(trial_id)
+            wanted = None if values is None else [*values]
+            return (trial.state, trial.values) == (state, wanted) or None
 
-        def return_again() -> bool:
-            return self._started(trial_id) != before or first()
+        def returned() -> bool | None:
+            return self._started(trial_id) != before or None
+
+        def taken() -> bool | None:
+            started = self._started(trial_id)
+            return any(started and a <= started <= b for a, b in attempts) or None
 
         if state.is_finished():
-            self._beating.discard(trial_id)
-            return self._patiently(first, tell_again)
+            self._with_heartbeat.discard(trial_id)
+            return self._retry(attempt, told)
         if state is TrialState.WAITING:
-            before = self._patiently(lambda: self._started(trial_id))
-            return self._patiently(first, return_again)
-        return self._patiently(take, take_again)
+            before = self._retry(lambda: self._started(trial_id))
+            return self._retry(attempt, returned)
+        return self._retry(attempt, taken)
 
     def _started(self, trial_id: int) -> datetime | None:
         """When the trial was started, if it is running."""
@@ -167,32 +157,36 @@ class RetryingStorage:
 
     def record_heartbeat(self, trial_id: int) -> None:
         """See `BaseHeartbeat`; if the storage is lost, the driver says so."""
-        self._beating.add(trial_id)
+        self._with_heartbeat.add(trial_id)
         with contextlib.suppress(StorageLostError):
-            self._patiently(lambda: self.itself.record_heartbeat(trial_id))  # type: ignore[attr-defined]
+            self._retry(lambda: self.itself.record_heartbeat(trial_id))  # type: ignore[attr-defined]
 
     def _get_stale_trial_ids(self, study_id: int) -> list[int]:
         """Without those whose heartbeats could not be recorded while the storage was gone."""
-        stale = self._patiently(lambda: self.itself._get_stale_trial_ids(study_id))  # type: ignore[attr-defined]
-        return [trial_id for trial_id in stale if trial_id not in self._beating]
+        stale = self._retry(lambda: self.itself._get_stale_trial_ids(study_id))  # type: ignore[attr-defined]
+        return [trial_id for trial_id in stale if trial_id not in self._with_heartbeat]
 
     # -- waiting ----------------------------------------------------------------------------------
 
-    def _patiently(self, first: Callable[[], T], again: Callable[[], T] | None = None) -> T:
-        call, pause_s, since = first, _FIRST_PAUSE_S, None
+    def _retry(
+        self, call: Callable[[], T], has_happened: Callable[[], T | None] = lambda: None
+    ) -> T:
+        """Return what `call` returns, or what `has_happened` does before a further attempt."""
+        is_repeated, pause_s, since = False, _FIRST_PAUSE_S, None
         while not self._end:
             try:
-                result = call()
+                known = has_happened() if is_repeated else None
+                result = call() if known is None else known
             except Exception as error:
                 if not is_gone(error):
                     raise
                 since = since or time.monotonic()
                 try:
                     self._wait(error, pause_s, since)
-                except BaseException as end:  # Ctrl-C: who wants to leave waits no longer
+                except BaseException as end:  # Ctrl-C: no later call waits again
                     self._end = str(end) or "The study's storage was gone when you left."
                     raise
-                call, pause_s = again or first, min(2 * pause_s, _LONGEST_PAUSE_S)
+                is_repeated, pause_s = True, min(2 * pause_s, _LONGEST_PAUSE_S)
             except BaseException:  # Ctrl-C in the midst of it
                 self._roll_back()
                 raise
@@ -214,8 +208,8 @@ class RetryingStorage:
     def _wait(self, error: Exception, pause_s: float, since: float) -> None:
         now = time.monotonic()
         with self._lock:
-            is_news, self._gone_since = self._gone_since is None, self._gone_since or now
-            # By this call, even where those of other threads go through.
+            is_first, self._gone_since = self._gone_since is None, self._gone_since or now
+            # By this call, even where those of other threads succeed.
             left_s = min(self._gone_since, since) + self._patience_s - now
         if left_s <= 0:
             raise StorageLostError(
@@ -223,7 +217,7 @@ class RetryingStorage:
                 f"`storage_patience_s`: {_in_words(error)}. Trials that were under way are still "
                 "RUNNING there."
             ) from error
-        if is_news:
+        if is_first:
             compat.fleet_logger.warning(
                 f"The study's storage is gone: {_in_words(error)}. Waiting for it, for at most "
                 f"{self._patience_s:g} s."

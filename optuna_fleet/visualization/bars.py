@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -13,8 +13,6 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_fleet.events import Ending
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import flights_of
-
-_Record: TypeAlias = Mapping[str, Any]
 
 
 class Mark(Enum):
@@ -38,19 +36,19 @@ class Bar:
         device: The device of this bar.
         devices: All devices of the flight.
         start_s: Start, in seconds since the first flight of the study.
-        end_s: End, likewise.
+        end_s: End, in the same.
         round: The round that the flight started in.
         flight: Which of the trial's flights this is, from 1.
         num_flights: How many flights of the trial are recorded.
         ending: How the flight ended: "returned", "raised", "yielded", "lost" or "aborted".
         probing_s: Seconds before the first request for data, summed over the flight's devices.
-        data_wait_s: Seconds waited for data, likewise.
+        data_wait_s: Seconds waited for data, summed over them too.
     """
 
     number: int
-    state: TrialState
-    values: tuple[float, ...]
-    params: tuple[tuple[str, Any], ...]
+    state: TrialState = TrialState.COMPLETE
+    values: tuple[float, ...] = ()
+    params: tuple[tuple[str, Any], ...] = ()
     device: int
     devices: tuple[int, ...]
     start_s: float
@@ -59,67 +57,44 @@ class Bar:
     flight: int
     num_flights: int
     ending: str
-    probing_s: float
-    data_wait_s: float
+    probing_s: float = 0.0
+    data_wait_s: float = 0.0
 
     @property
     def mark(self) -> Mark | None:
         """How the end of the bar is marked; the end of a trial outranks the end of a flight."""
-        if self.flight == self.num_flights and self.state is TrialState.PRUNED:
-            return Mark.PRUNED
-        if self.flight == self.num_flights and self.state is TrialState.FAIL:
-            return Mark.FAILED
-        endings = {Ending.YIELDED.value: Mark.MOVED, Ending.LOST.value: Mark.LOST}
-        return endings.get(self.ending)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundStart:
-    """When a round's first flight started, in seconds since the first flight of the study."""
-
-    round: int
-    time_s: float
+        by_state = {TrialState.PRUNED: Mark.PRUNED, TrialState.FAIL: Mark.FAILED}
+        by_ending = {Ending.YIELDED.value: Mark.MOVED, Ending.LOST.value: Mark.LOST}
+        is_last = self.flight == self.num_flights
+        return (by_state.get(self.state) if is_last else None) or by_ending.get(self.ending)
 
 
 def bars_of(study: optuna.Study) -> list[Bar]:
     """All flights of the study's trials, by start, trial and device; warns if there are none."""
-    bars = _bars_since_epoch(study)
+    zero = first_start(study)
+    flights = flights_of(study)
+    bars = [
+        bar
+        for trial in study.get_trials(deepcopy=False)
+        for bar in _bars_of_trial(trial, flights.get(trial.number, ()), zero)
+    ]
     if not bars:
         fleet_logger.warning("Your study does not have any flights: no trial ran on a fleet.")
-        return []
-    zero = min(b.start_s for b in bars)
-    bars = [replace(b, start_s=b.start_s - zero, end_s=b.end_s - zero) for b in bars]
     return sorted(bars, key=lambda b: (b.start_s, b.number, b.device))
 
 
 def first_start(study: optuna.Study) -> float:
     """When the first flight started, in seconds since the epoch; 0 without any."""
-    return min((b.start_s for b in _bars_since_epoch(study)), default=0.0)
-
-
-def _bars_since_epoch(study: optuna.Study) -> list[Bar]:
-    flights = flights_of(study)
-    return [
-        bar
-        for trial in study.get_trials(deepcopy=False)
-        for bar in _bars_of_trial(trial, flights.get(trial.number, ()))
-    ]
-
-
-def simulated_bar(**facts: Any) -> Bar:
-    """A bar of a trial that only a simulation knows; `facts` are the fields that it can tell."""
-    return Bar(
-        state=TrialState.COMPLETE, values=(), params=(), probing_s=0.0, data_wait_s=0.0, **facts
-    )
+    return min((flights[0]["start"] for flights in flights_of(study).values()), default=0.0)
 
 
 def devices_of(bars: Sequence[Bar]) -> list[int]:
-    """The devices that flew, in the order of their rows from the top."""
+    """The devices of the bars, in the order of their rows from the top."""
     return sorted({b.device for b in bars})
 
 
 def numbers_of(bars: Sequence[Bar]) -> list[int]:
-    """The numbers of the trials that flew."""
+    """The numbers of the bars' trials."""
     return sorted({b.number for b in bars})
 
 
@@ -128,45 +103,40 @@ def duration_s(bars: Sequence[Bar]) -> float:
     return max((b.end_s for b in bars), default=0.0) or 1.0
 
 
-def round_starts(bars: Sequence[Bar]) -> list[RoundStart]:
-    """Where the round of newly started flights increases.
+def round_starts(bars: Sequence[Bar]) -> list[float]:
+    """When the round of newly started flights increases, in seconds since the first flight.
 
     Each call of `optimize` counts its rounds anew; it begins after all earlier flights ended.
     """
-    starts: list[RoundStart] = []
+    starts: list[float] = []
     current, last_end_s = bars[0].round if bars else 0, 0.0
     for bar in bars:
         if bar.round > current:
-            starts.append(RoundStart(round=bar.round, time_s=bar.start_s))
+            starts.append(bar.start_s)
         is_new_call = bar.round < current and bar.start_s >= last_end_s
         current = bar.round if is_new_call else max(current, bar.round)
         last_end_s = max(last_end_s, bar.end_s)
     return starts
 
 
-def _bars_of_trial(trial: FrozenTrial, records: Sequence[_Record]) -> Iterator[Bar]:
-    """The trial's bars in seconds since the epoch."""
-    for flight, record in enumerate(records, start=1):
-        yield from _bars_of_flight(trial, record, flight, len(records))
-
-
-def _bars_of_flight(
-    trial: FrozenTrial, record: _Record, flight: int, num_flights: int
+def _bars_of_trial(
+    trial: FrozenTrial, records: Sequence[Mapping[str, Any]], zero: float
 ) -> Iterator[Bar]:
-    for device in record["devices"]:
-        yield Bar(
-            number=trial.number,
-            state=trial.state,
-            values=tuple(trial.values or ()),
-            params=tuple(trial.params.items()),
-            device=device,
-            devices=tuple(record["devices"]),
-            start_s=record["start"],
-            end_s=max(record["start"], record["end"]),  # a clock may be set back
-            round=record["round"],
-            flight=flight,
-            num_flights=num_flights,
-            ending=record["ending"],
-            probing_s=record["probing_s"],
-            data_wait_s=record["data_wait_s"],
-        )
+    for flight, record in enumerate(records, start=1):
+        for device in record["devices"]:
+            yield Bar(
+                number=trial.number,
+                state=trial.state,
+                values=tuple(trial.values or ()),
+                params=tuple(trial.params.items()),
+                device=device,
+                devices=tuple(record["devices"]),
+                start_s=record["start"] - zero,
+                end_s=max(record["start"], record["end"]) - zero,  # a clock may be set back
+                round=record["round"],
+                flight=flight,
+                num_flights=len(records),
+                ending=record["ending"],
+                probing_s=record["probing_s"],
+                data_wait_s=record["data_wait_s"],
+            )

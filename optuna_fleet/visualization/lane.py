@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -12,6 +13,8 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import PIPELINE_PREFIX, PipelineSpan
 from optuna_fleet.visualization import style
 from optuna_fleet.visualization.bars import first_start
+
+_LEAST_PX = 44
 
 
 class Curve(Enum):
@@ -24,22 +27,11 @@ class Curve(Enum):
     @property
     def colour(self) -> str:
         """Its colour."""
-        colours = {
-            Curve.BUSY: style.LANE_BUSY,
-            Curve.STALLED: style.LANE_STALLED,
-            Curve.QUEUE: style.LANE_QUEUE,
-        }
-        return colours[self]
+        return {"BUSY": "#9DB4C0", "STALLED": style.ALERT, "QUEUE": style.INK}[self.name]
 
-    @property
-    def share(self) -> Callable[[PipelineSpan], float]:
-        """What of a span it shows."""
-        shares: dict[Curve, Callable[[PipelineSpan], float]] = {
-            Curve.BUSY: lambda span: span.busy,
-            Curve.STALLED: lambda span: span.stalled,
-            Curve.QUEUE: lambda span: span.queue,
-        }
-        return shares[self]
+    def share(self, span: PipelineSpan) -> float:
+        """What it shows of a span."""
+        return {"BUSY": span.busy, "STALLED": span.stalled, "QUEUE": span.queue}[self.name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +49,7 @@ class Lane:
     @property
     def rows(self) -> int:
         """Rows it takes."""
-        return style.lane_rows(self.num_devices) if self.spans else 0
+        return math.ceil(_LEAST_PX / style.row_px(self.num_devices)) if self.spans else 0
 
     @property
     def bottom(self) -> float:
@@ -81,13 +73,12 @@ class Lane:
 
 def lane_of(study: optuna.Study, num_devices: int) -> Lane:
     """The lane of a study; without spans if none are recorded."""
-    records = compat.study_records(study, PIPELINE_PREFIX)
     zero = first_start(study)
-    spans = [PipelineSpan(**record) for record in records]
-    moved = [
+    spans = [PipelineSpan(**record) for record in compat.study_records(study, PIPELINE_PREFIX)]
+    moved = (
         replace(span, start=max(0.0, span.start - zero), end=max(0.0, span.end - zero))
         for span in spans
-    ]
+    )
     return Lane(spans=tuple(sorted(moved, key=lambda s: s.start)), num_devices=num_devices)
 
 
@@ -98,8 +89,7 @@ def steps(spans: Sequence[PipelineSpan], curve: Curve) -> list[tuple[float, floa
     for span in spans:
         if end is not None and span.start > end + 0.001:
             corners.append(None)
-        share = curve.share(span)
-        corners += [(span.start, share), (span.end, share)]
+        corners += [(time_s, curve.share(span)) for time_s in (span.start, span.end)]
         end = span.end
     return corners
 

@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 _WIDTH_PX, _DPI = 1600, 200
 _LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 112, 30, 104, 92
 _SYMBOLS = {Mark.FAILED: "X", Mark.MOVED: ">", Mark.LOST: "D"}
-_LEGEND: dict[str, Any] = {
-    "fontsize": 7.5,
-    "frameon": False,
-    "borderpad": 0.2,
-    "handlelength": 1.6,
-    "columnspacing": 1.4,
+_HATCH: dict[str, Any] = {"hatch": "////", "edgecolor": (0.13, 0.13, 0.13, 0.45), "linewidth": 0}
+_ROUND_LINE: dict[str, Any] = {
+    "color": style.ROUND_LINE,
+    "linewidth": 0.9,
+    "label": style.NEW_ROUND,
 }
-_ROUND_LINE: dict[str, Any] = {"color": style.ROUND_LINE, "linewidth": 0.9}
 
 
 def save_timeline(study: optuna.Study, path: str | os.PathLike[str]) -> None:
@@ -105,21 +103,34 @@ def _draw(axes: Axes, bars: Sequence[Bar], lane: Lane) -> None:
         [*range(0, len(rows), every), *[lane.centre] * has_lane],
         labels=[*map(str, devices[::every]), *[style.LANE_LABEL] * has_lane],
     )
-    _draw_bars(axes, bars, rows)
+    handles = _draw_bars(axes, bars, rows)
     _draw_numbers(axes, bars, rows)
-    rounds = round_starts(bars)
-    for start in rounds:
-        axes.axvline(start.time_s, zorder=1, **_ROUND_LINE)
     for mark in _SYMBOLS:
-        own = [b for b in bars if b.mark is mark]
-        axes.plot([b.end_s for b in own], [rows[b.device] for b in own], **_mark_style(mark))
+        if own := [b for b in bars if b.mark is mark]:
+            ends, places = [b.end_s for b in own], [rows[b.device] for b in own]
+            handles += axes.plot(ends, places, label=mark.value, **_mark_style(mark))
+    lines = [axes.axvline(time_s, zorder=1, **_ROUND_LINE) for time_s in round_starts(bars)]
+    _add_legend(axes, [*handles, *lines[:1]], loc="lower left", bbox_to_anchor=(0, 1.0))
     if has_lane:
         _draw_lane(axes, lane)
-    _draw_legend(axes, bars, has_rounds=bool(rounds))
+
+
+def _add_legend(owner: Any, handles: Sequence[Any], **where: Any) -> None:
+    owner.legend(
+        handles=handles,
+        ncols=len(handles),
+        fontsize=7.5,
+        frameon=False,
+        borderpad=0.2,
+        handlelength=1.6,
+        columnspacing=1.4,
+        borderaxespad=0.1,
+        **where,
+    )
 
 
 def _draw_lane(axes: Axes, lane: Lane) -> None:
-    for curve in (Curve.BUSY, Curve.STALLED):
+    handles: list[Any] = [
         axes.bar(
             [span.start for span in lane.spans],
             [-lane.height * curve.share(span) for span in lane.spans],
@@ -128,43 +139,31 @@ def _draw_lane(axes: Axes, lane: Lane) -> None:
             align="edge",
             color=curve.colour,
             zorder=2,
+            label=curve.value,
         )
-    nowhere = float("nan")
-    corners = [corner or (nowhere, nowhere) for corner in steps(lane.spans, Curve.QUEUE)]
-    places = [lane.place(share) if share == share else nowhere for _, share in corners]
-    axes.plot([time_s for time_s, _ in corners], places, **_queue_style())
-    _draw_lane_legend(axes)
+        for curve in (Curve.BUSY, Curve.STALLED)
+    ]
+    nowhere = float("nan"), float("nan")
+    corners = [(c[0], lane.place(c[1])) if c else nowhere for c in steps(lane.spans, Curve.QUEUE)]
+    looks: dict[str, Any] = {"color": Curve.QUEUE.colour, "linewidth": 0.9, "zorder": 4}
+    handles += axes.plot(*zip(*corners, strict=True), label=Curve.QUEUE.value, **looks)
+    # To the right of the time's label, which makes room for it.
+    axes.set_xlabel(style.TIME_LABEL, fontsize=8, loc="left")
+    corner = (1 - _RIGHT_PX / _WIDTH_PX, 0)
+    _add_legend(axes.figure, handles, loc="lower right", bbox_to_anchor=corner)
 
 
-def _draw_lane_legend(axes: Axes) -> None:
-    """To the right of the time's label, which makes room for it."""
-    from matplotlib.lines import Line2D
+def _draw_bars(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> list[Any]:
+    """Draw them; return what explains them in the legend."""
     from matplotlib.patches import Patch
 
-    areas = (Curve.BUSY, Curve.STALLED)
-    handles: list[Any] = [Patch(facecolor=curve.colour, label=curve.value) for curve in areas]
-    handles.append(Line2D([], [], label=Curve.QUEUE.value, **_queue_style()))
-    axes.set_xlabel(style.TIME_LABEL, fontsize=8, loc="left")
-    figure = axes.get_figure()
-    assert figure is not None
-    figure.legend(
-        handles=handles,
-        loc="lower right",
-        bbox_to_anchor=(1 - _RIGHT_PX / _WIDTH_PX, 0),
-        ncols=len(handles),
-        **_LEGEND,
-    )
-
-
-def _queue_style() -> dict[str, Any]:
-    return {"color": Curve.QUEUE.colour, "linewidth": 0.9, "zorder": 4}
-
-
-def _draw_bars(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> None:
     colours = [style.colour_of(b.number) for b in bars]
     _barh(axes, bars, rows, color=colours, edgecolor="white", linewidth=0.5, zorder=2)
-    pruned = [b for b in bars if b.mark is Mark.PRUNED]
-    _barh(axes, pruned, rows, color="none", zorder=3, **_hatch_style())
+    handles = [Patch(facecolor=style.GREY, label="flight, with its trial's number")]
+    if pruned := [b for b in bars if b.mark is Mark.PRUNED]:
+        _barh(axes, pruned, rows, color="none", zorder=3, **_HATCH)
+        handles.append(Patch(facecolor=style.GREY, label=Mark.PRUNED.value, **_HATCH))
+    return handles
 
 
 def _barh(axes: Axes, bars: Sequence[Bar], rows: dict[int, int], **looks: Any) -> None:
@@ -175,10 +174,6 @@ def _barh(axes: Axes, bars: Sequence[Bar], rows: dict[int, int], **looks: Any) -
         height=style.BAR_HEIGHT,
         **looks,
     )
-
-
-def _hatch_style() -> dict[str, Any]:
-    return {"hatch": "////", "edgecolor": (0.13, 0.13, 0.13, 0.45), "linewidth": 0}
 
 
 def _draw_numbers(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> None:
@@ -215,26 +210,3 @@ def _mark_style(mark: Mark) -> dict[str, Any]:
         "clip_on": False,
         "zorder": 6,
     }
-
-
-def _draw_legend(axes: Axes, bars: Sequence[Bar], *, has_rounds: bool) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    seen = {b.mark for b in bars}
-    handles: list[Any] = [Patch(facecolor=style.GREY, label="flight, with its trial's number")]
-    if Mark.PRUNED in seen:
-        handles.append(Patch(facecolor=style.GREY, label=Mark.PRUNED.value, **_hatch_style()))
-    for mark in _SYMBOLS:
-        if mark in seen:
-            handles.append(Line2D([], [], label=mark.value, **_mark_style(mark)))
-    if has_rounds:
-        handles.append(Line2D([], [], label=style.NEW_ROUND, **_ROUND_LINE))
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        ncols=len(handles),
-        borderaxespad=0.1,
-        **_LEGEND,
-    )

@@ -16,13 +16,9 @@ NEW_ROUND = "new round"
 TIME_LABEL = "time since the first start (s)"
 DEVICE_LABEL = "device"
 LANE_LABEL = "data"
-LANE_BUSY = "#9DB4C0"
-LANE_STALLED = ALERT
-LANE_QUEUE = INK
-LANE_PX = 44  # at least
 
 # Paul Tol's "light" scheme, then darker shades of it: told apart by colour-blind eyes, and dark
-# text is readable on each. Neighbours, which often fly at the same time, differ most.
+# text is readable on each. Neighbours, which often run at the same time, differ most.
 _COLOURS = (
     *("#77AADD", "#EE8866", "#EEDD88", "#44BB99", "#FFAABB", "#99DDFF", "#BBCC33"),
     *("#6390BD", "#CF7252", "#CDBB60", "#379C80", "#DD8A9C", "#7ABFE0", "#9BAA22"),
@@ -38,20 +34,11 @@ def title_of(bars: Sequence[Bar], study_name: str) -> str:
     """What the picture shows, with the study's name if it was given one."""
     if not bars:
         return NO_FLIGHTS
-    trials, devices = len(numbers_of(bars)), len(devices_of(bars))
-    name = "" if study_name.startswith("no-name-") else f"{study_name}: "
-    return f"{name}{_count(trials, 'trial')} on {_count(devices, 'device')}"
+    counts = {"trial": len(numbers_of(bars)), "device": len(devices_of(bars))}
+    shown = " on ".join(f"{n} {thing}{'s' * (n != 1)}" for thing, n in counts.items())
+    return shown if study_name.startswith("no-name-") else f"{study_name}: {shown}"
 
 
 def row_px(num_devices: int) -> int:
     """Height of a row: less for many devices, so that the picture stays of a usable size."""
     return max(14, min(60, 1600 // max(num_devices, 1)))
-
-
-def lane_rows(num_devices: int) -> int:
-    """How many rows of devices the lane of the pipeline takes."""
-    return -(-LANE_PX // row_px(num_devices))
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

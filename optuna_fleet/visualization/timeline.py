@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -23,11 +23,32 @@ from optuna_fleet.visualization.lane import Curve, Lane, hover_text, lane_of, st
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_NOTE = {"text": style.NO_FLIGHTS, "showarrow": False, "font": {"size": 16}}
-_NO_AXES = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
+_NO_FLIGHTS: dict[str, Any] = {
+    "template": "plotly_white",
+    "annotations": [{"text": style.NO_FLIGHTS, "showarrow": False, "font": {"size": 16}}],
+    "xaxis": {"visible": False},
+    "yaxis": {"visible": False},
+}
 _MOST_LEGEND_ENTRIES = 20
 _FIRST = 1  # legend rank: the marks come before the trials
 _SYMBOLS = {Mark.FAILED: "x", Mark.MOVED: "triangle-right", Mark.LOST: "diamond"}
+_HATCH = {
+    "fgcolor": style.INK,
+    "fgopacity": 0.5,
+    "solidity": 0.12,
+    "size": 9,
+    "fillmode": "overlay",
+}
+_ROUND_LINE = {
+    "type": "line",
+    "layer": "below",
+    "yref": "paper",
+    "y0": 0,
+    "y1": 1,
+    "line": {"color": style.ROUND_LINE, "width": 1.5},
+    "name": style.NEW_ROUND,
+    "legendrank": _FIRST,
+}
 
 
 def plot_timeline(study: optuna.Study) -> go.Figure:
@@ -42,20 +63,19 @@ def plot_timeline(study: optuna.Study) -> go.Figure:
         study: A study whose trials ran on a fleet.
 
     Returns:
-        A figure with one row per device; an empty one, with a note, if nothing has flown.
+        A figure with one row per device; an empty one, with a note, if no trial ran on a fleet.
     """
     import plotly.graph_objects as go
 
     bars = bars_of(study)
     if not bars:
-        return go.Figure(layout={"template": "plotly_white", "annotations": [_NOTE], **_NO_AXES})
+        return go.Figure(layout=_NO_FLIGHTS)
     rows = {device: row for row, device in enumerate(devices_of(bars))}
     lane = lane_of(study, len(rows))
     figure = go.Figure(layout=_layout(bars, study.study_name, lane))
     figure.add_traces([go.Bar(**trace) for trace in _bar_traces(bars, rows)])
-    figure.add_traces([go.Scatter(**trace) for trace in _mark_traces(bars, rows)])
-    figure.add_traces([go.Scatter(**trace) for trace in _lane_traces(lane)])
-    figure.update_layout(shapes=_round_lines(bars))
+    lines = [*_mark_traces(bars, rows), *_lane_traces(lane)]
+    figure.add_traces([go.Scatter(**trace, legendrank=_FIRST) for trace in lines])
     return figure
 
 
@@ -79,19 +99,27 @@ def _layout(bars: Sequence[Bar], study_name: str, lane: Lane) -> dict[str, Any]:
             "showgrid": False,
             "zeroline": False,
         },
+        # The first line explains all of them in the legend.
+        "shapes": [
+            {**_ROUND_LINE, "x0": time_s, "x1": time_s, "showlegend": index == 0}
+            for index, time_s in enumerate(round_starts(bars))
+        ],
     }
 
 
 def _bar_traces(bars: Sequence[Bar], rows: dict[int, int]) -> list[dict[str, Any]]:
     numbers = numbers_of(bars)
-    pruned = [b for b in bars if b.mark is Mark.PRUNED]
     if len(numbers) > _MOST_LEGEND_ENTRIES:  # one trace draws faster than hundreds
         traces = [{**_bar_trace(bars, rows), "showlegend": False}]
     else:
         # The legend shows a trial as its trace's first bar, so the last flight comes first.
         by_trial = {n: [b for b in reversed(bars) if b.number == n] for n in numbers}
         traces = [{**_bar_trace(own, rows), "name": f"trial {n}"} for n, own in by_trial.items()]
-    return traces + [_pruned_entry()] * bool(pruned)
+    if any(b.mark is Mark.PRUNED for b in bars):  # draws nothing, but explains the hatch
+        marker = {"color": style.GREY, "pattern": {"shape": "/", **_HATCH}}
+        entry = {"x": [None], "y": [0], "name": Mark.PRUNED.value, "marker": marker}
+        traces.append({"orientation": "h", "legendrank": _FIRST, **entry})
+    return traces
 
 
 def _bar_trace(bars: Sequence[Bar], rows: dict[int, int]) -> dict[str, Any]:
@@ -111,77 +139,28 @@ def _bar_trace(bars: Sequence[Bar], rows: dict[int, int]) -> dict[str, Any]:
         "marker": {
             "color": [style.colour_of(b.number) for b in bars],
             "line": {"color": "white", "width": 1},
-            "pattern": _hatch(["/" if b.mark is Mark.PRUNED else "" for b in bars]),
+            "pattern": {"shape": ["/" * (b.mark is Mark.PRUNED) for b in bars], **_HATCH},
         },
     }
 
 
-def _pruned_entry() -> dict[str, Any]:
-    """Draws nothing, but explains the hatch in the legend."""
-    marker = {"color": style.GREY, "pattern": _hatch("/")}
-    return {
-        "orientation": "h",
-        "x": [None],
-        "y": [0],
-        "name": Mark.PRUNED.value,
-        "legendrank": _FIRST,
-        "marker": marker,
-    }
-
-
-def _hatch(shape: str | list[str]) -> dict[str, Any]:
-    return {
-        "shape": shape,
-        "fgcolor": style.INK,
-        "fgopacity": 0.5,
-        "solidity": 0.12,
-        "size": 9,
-        "fillmode": "overlay",
-    }
-
-
-def _round_lines(bars: Sequence[Bar]) -> list[dict[str, Any]]:
-    """Lines behind the bars; the first of them explains them in the legend."""
-    line = {"color": style.ROUND_LINE, "width": 1.5}
-    return [
-        {
-            "type": "line",
-            "layer": "below",
-            "yref": "paper",
-            "x0": start.time_s,
-            "x1": start.time_s,
-            "y0": 0,
-            "y1": 1,
-            "line": line,
-            "name": style.NEW_ROUND,
-            "legendrank": _FIRST,
-            "showlegend": index == 0,
-        }
-        for index, start in enumerate(round_starts(bars))
-    ]
-
-
-def _mark_traces(bars: Sequence[Bar], rows: dict[int, int]) -> list[dict[str, Any]]:
-    marked = {mark: [b for b in bars if b.mark is mark] for mark in _SYMBOLS}
-    return [
-        {
-            "mode": "markers",
-            "name": mark.value,
-            "legendrank": _FIRST,
-            "x": [b.end_s for b in own],
-            "y": [rows[b.device] for b in own],
-            "hoverinfo": "skip",
-            "cliponaxis": False,
-            "marker": {
-                "symbol": _SYMBOLS[mark],
-                "size": 11,
-                "color": style.INK if mark is Mark.MOVED else style.ALERT,
-                "line": {"color": "white", "width": 1},
-            },
-        }
-        for mark, own in marked.items()
-        if own
-    ]
+def _mark_traces(bars: Sequence[Bar], rows: dict[int, int]) -> Iterator[dict[str, Any]]:
+    for mark, symbol in _SYMBOLS.items():
+        if own := [b for b in bars if b.mark is mark]:
+            yield {
+                "mode": "markers",
+                "name": mark.value,
+                "x": [b.end_s for b in own],
+                "y": [rows[b.device] for b in own],
+                "hoverinfo": "skip",
+                "cliponaxis": False,
+                "marker": {
+                    "symbol": symbol,
+                    "size": 11,
+                    "color": style.INK if mark is Mark.MOVED else style.ALERT,
+                    "line": {"color": "white", "width": 1},
+                },
+            }
 
 
 def _lane_traces(lane: Lane) -> list[dict[str, Any]]:
@@ -192,16 +171,12 @@ def _lane_traces(lane: Lane) -> list[dict[str, Any]]:
 
 def _lane_area(lane: Lane, curve: Curve) -> dict[str, Any]:
     """One rectangle for each span."""
+    tops = [lane.place(curve.share(span)) for span in lane.spans]
     return {
         "mode": "lines",
         "name": curve.value,
-        "legendrank": _FIRST,
         "x": [x for s in lane.spans for x in (s.start, s.start, s.end, s.end, s.start, None)],
-        "y": [
-            y
-            for top in (lane.place(curve.share(span)) for span in lane.spans)
-            for y in (lane.bottom, top, top, lane.bottom, lane.bottom, None)
-        ],
+        "y": [y for t in tops for y in (lane.bottom, t, t, lane.bottom, lane.bottom, None)],
         "fill": "toself",
         "fillcolor": curve.colour,
         "line": {"width": 0},
@@ -215,7 +190,6 @@ def _lane_line(lane: Lane) -> dict[str, Any]:
     return {
         "mode": "lines",
         "name": Curve.QUEUE.value,
-        "legendrank": _FIRST,
         "x": [corner and corner[0] for corner in corners],
         "y": [corner and lane.place(corner[1]) for corner in corners],
         "customdata": [corner and next(texts) for corner in corners],

@@ -1,9 +1,9 @@
 """The control channel: authenticated, framed messages between driver, agents and trainers.
 
 Both ends prove that they know the sweep's secret (HMAC-SHA256 over fresh nonces of both). From
-then on every frame carries proofs under keys that only the two ends of this one connection have:
-what was altered, repeated, left out or sent back is noticed, and the connection is over. Nothing
-is unpickled, and not even a length is believed, before it is proven.
+then on every frame carries authentication codes under keys that only the two ends of this one
+connection have: if a frame was altered, repeated, left out or sent back, the connection is closed.
+Nothing is unpickled, and no length is used, before its code was checked.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Channel:
     """One end of an authenticated connection; it carries records of `optuna_fleet.wire.messages`.
 
     A frame is the length of the pickled message and its proof, the message's proof, the message.
+    A proof is a message authentication code (keyed BLAKE2b).
 
     Args:
         sock: Connected; the channel owns it from now on.
@@ -137,7 +138,7 @@ class Channel:
         self._piece, self._filled = bytearray(num_bytes), 0
 
     def _take_in(self, flags: int) -> None:
-        """Read up to the end of a message, and no further: what is left keeps us readable."""
+        """Read up to the end of a message; the rest stays in the socket, which stays readable."""
         if not self._has_head:
             self._fill(flags)
             length = self._piece[: _LENGTH.size]
@@ -170,7 +171,7 @@ class Channel:
 
 
 class _Proofs:
-    """Proofs of what goes one way, each for its place in the order of things.
+    """Proofs of what goes one way, each for its place in the sequence.
 
     Args:
         key: Known to the two ends of this connection only, and used for this direction only.
@@ -191,7 +192,7 @@ class _Proofs:
         """Check the next piece.
 
         Raises:
-            ConnectionAbortedError: It is not what the peer sent, now and for ever.
+            ConnectionAbortedError: It is not what the peer sent; nor is anything after it.
         """
         place = self._place
         if not hmac.compare_digest(proof, self.of(piece)):
@@ -215,7 +216,7 @@ def connect(host: str, port: int, secret: bytes) -> Channel:
             return _enter(host, port, secret)
         except ConnectionRefusedError:
             raise
-        except ConnectionError:  # so many strangers that they crowd us out
+        except ConnectionError:  # the listener has too many unproven connections
             if time.monotonic() >= deadline:
                 raise
             time.sleep(_RETRY_S)
@@ -246,7 +247,7 @@ def _enter(host: str, port: int, secret: bytes) -> Channel:
 
 
 def derived(secret: bytes, purpose: bytes, client: bytes, server: bytes) -> bytes:
-    """Return what only who knows the secret can derive from the nonces of a connection's ends."""
+    """Return a key or proof derived from the secret and the nonces of a connection's ends."""
     return hmac.digest(secret, purpose + client + server, "sha256")
 
 
@@ -255,6 +256,6 @@ def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
     while len(data) < num_bytes:
         received = sock.recv(num_bytes - len(data))
         if not received:
-            raise ConnectionResetError("The other end hung up during the handshake.")
+            raise ConnectionResetError("The other end closed the connection during the handshake.")
         data += received
     return data

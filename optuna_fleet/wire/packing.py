@@ -1,7 +1,7 @@
-"""Objects of the user's on their way between processes.
+"""How the user's objects are packed to be sent to another process.
 
-They are packed by themselves within a message, so that one which can't be unpacked over there
-spoils its own call or trial and not the channel.
+They are packed by themselves within a message: one that can't be unpacked by the receiver fails
+its own call or trial, and not the channel.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from optuna_fleet.exceptions import RemoteObjectiveError, shown
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Writes all that we send of the user's: cloudpickle, and what that leaves out.
+    """Pickles all that is sent of the user's: cloudpickle, and what that can't do.
 
-    That takes along the modules which a function mentions, but can't pickle those that are more
-    than a plain module: ``torch.backends.cudnn``, ``torch.ops``. It names functions with a cache
-    as if their script could be imported, and fails at cached properties, whose lock need not be
-    the same one, and at functions that torch compiles, with whatever torch keeps for them.
+    That can't pickle modules that are more than a plain one (``torch.backends.cudnn``,
+    ``torch.ops``), cached properties (for their lock) and functions that torch compiles (for what
+    torch keeps with them); and it refers to functions with a cache by name, as if their script
+    could be imported.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -89,7 +89,7 @@ def _module_reduction(module: types.ModuleType) -> Any:
 
 
 def _reference(name: str, obj: Any) -> Any:
-    """How pickle is to find an object by its dotted name; None if it is not to be found there."""
+    """How pickle finds an object by its dotted name; None if it is not there."""
     parent, _, attribute = name.rpartition(".")
     if sys.modules.get(name) is obj:
         return importlib.import_module, (name,)
@@ -107,7 +107,7 @@ def found_by_name(name: str) -> Any:
 
 
 def pack(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
-    """Return `value` as bytes; classes of ``__main__`` travel by value.
+    """Return `value` as bytes; classes of ``__main__`` are sent by value.
 
     Args:
         value: Anything.
@@ -122,7 +122,7 @@ def pack(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | Non
 
 
 def fingerprint(value: Any) -> bytes | None:
-    """Bytes that are equal for an object and its copies in this process; None for want of any."""
+    """Bytes that are equal for an object and its copies in this process; None if it has none."""
     buffer = io.BytesIO()
     try:
         _PrintingPickler(buffer).dump(value)
@@ -135,8 +135,8 @@ class _PrintingPickler(Pickler):
     """Writes what an object consists of, and nothing that depends on where its parts lie.
 
     Pickle itself says which equal strings and tuples are one object (unpickling changes that), and
-    PyTorch the address of each tensor. cloudpickle gives a class that is sent back the state it
-    had over there, but as the class that it is here.
+    PyTorch the address of each tensor. A class that is sent to another process and back is the
+    same class as before, but with the state that it had there.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -151,12 +151,12 @@ class _PrintingPickler(Pickler):
             return _part, ("class", id(obj))
         if id(obj) in self._met:  # "fast" knows no cycles: a function that calls itself
             return _part, ("again", self._met[id(obj)][0])
-        self._met[id(obj)] = len(self._met), obj  # which keeps it, and so its id, in being
+        self._met[id(obj)] = len(self._met), obj  # kept, or another object could get its id
         return _content(obj) if is_tensor(obj) else super().reducer_override(obj)
 
 
 def _part(*content: Any) -> None:
-    """Stands for a part of an object in its fingerprint."""
+    """A part of an object in its fingerprint; never called."""
 
 
 def _content(tensor: Any) -> Any:
@@ -187,7 +187,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def pack_objective(objective: Any, names: Mapping[int, str]) -> bytes:
-    """Return an objective as bytes; objects whose `id` is in `names` are named, not copied.
+    """Return an objective as bytes; for objects whose `id` is in `names`, only that name is sent.
 
     Raises:
         Exception: It can't be pickled.
@@ -198,7 +198,7 @@ def pack_objective(objective: Any, names: Mapping[int, str]) -> bytes:
 
 
 def unpack_objective(data: bytes, resolve: Callable[[str], Any]) -> Any:
-    """Return an objective; what was named instead of copied is what `resolve` gives for its name.
+    """Return an objective; `resolve` gives the objects of which only a name was sent.
 
     Its script becomes this process's ``__main__``.
 
@@ -213,7 +213,7 @@ def unpack_objective(data: bytes, resolve: Callable[[str], Any]) -> Any:
 
 
 def _become_main(objective: Any) -> None:
-    """Let pickle, and processes that the objective spawns, find its script's names as usual."""
+    """Have pickle, and processes that the objective spawns, find its script's names."""
     function = objective
     while isinstance(function, functools.partial):
         function = function.func
@@ -228,7 +228,7 @@ def _become_main(objective: Any) -> None:
 
 
 class ObjectivePickler(Pickler):
-    """Names, instead of copying it, what must not be copied: see `pack_objective`."""
+    """Writes names for some objects: see `pack_objective`."""
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
         super().__init__(file)
@@ -264,7 +264,7 @@ class Raised:
 
 
 def pack_error(error: BaseException) -> Raised:
-    """Make an exception fit to travel: its type does, wherever it can be found over there."""
+    """Pack an exception, with its type if that can be unpickled."""
     return Raised(
         packed=_packed(error) or _packed(_Parts(error)) or b"",
         description=_described(error),
@@ -280,7 +280,7 @@ def _described(error: BaseException) -> str:
 
 
 def _packed(value: Any) -> bytes | None:
-    """`pack`, if that can be undone."""
+    """Its bytes, if it can be pickled and unpickled."""
     try:
         packed = pack(value)
         unpack(packed)
@@ -290,10 +290,10 @@ def _packed(value: Any) -> bytes | None:
 
 
 class _Parts:
-    """An exception whose own way to be pickled fails; comes out of it as that exception.
+    """An exception whose own way to be pickled fails; unpickled, it is that exception.
 
-    A classic: `__init__` takes other arguments than it hands on to `Exception`. Or it holds an
-    object that can't be sent, which is left out.
+    Mostly its `__init__` takes other arguments than it gives to `Exception`. Or it holds an object
+    that can't be sent, which is left out.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -318,7 +318,7 @@ def _assembled(
 
 
 def unpack_error(raised: Raised) -> BaseException:
-    """Return the exception, or a description of it where its own type is not to be had."""
+    """Return the exception, or a description of it where its own type can't be unpickled."""
     try:
         error = unpack(raised.packed)
     except Exception:

@@ -1,4 +1,4 @@
-"""What in an object can't be pickled: looked for once that has failed, to be named to the user."""
+"""Finds the part of an object that can't be pickled, to name it in the error message."""
 
 from __future__ import annotations
 
@@ -53,29 +53,20 @@ class Part:
         return f"{head}, and {inner} in it is of type `{_type(self.value)}`"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
-    """A part that can't be pickled, and why."""
-
-    part: Part
-    error: Exception
-
-
 def explained(wholes: list[Part], error: Exception, pickler: Pickler | None = None) -> str:
     """What in `wholes` can't be pickled, and why, in a sentence.
 
     Args:
         wholes: Where to look for it.
-        error: What pickling them raised: all there is to tell if the culprit hides.
-        pickler: As for `find_culprit`.
+        error: What pickling them raised: all there is to tell if nothing is found.
+        pickler: Says how parts are pickled; nothing is written to it.
     """
-    culprit = None
+    found = None
     with suppress(Exception):
-        culprit = find_culprit(wholes, pickler)
-    if culprit is None:
-        return f"something in it can't be pickled ({type(error).__name__}: {error})."
-    why = culprit.error
-    return f"{culprit.part}, which can't be pickled ({type(why).__name__}: {why})."
+        found = first_unpicklable(wholes, pickler)
+    what, why = found or ("something in it", error)
+    which = ", which" if found else ""
+    return f"{what}{which} can't be pickled ({type(why).__name__}: {why})."
 
 
 def variable(name: str, value: Any, origin: str) -> Part:
@@ -83,31 +74,28 @@ def variable(name: str, value: Any, origin: str) -> Part:
     return Part(value=value, name=name, path=name, origin=origin, whole=value)
 
 
-def find_culprit(wholes: list[Part], pickler: Pickler | None = None) -> Culprit | None:
-    """Return the part nearest to one of `wholes` that can't be pickled, or None if it hides.
-
-    Args:
-        wholes: Where to begin.
-        pickler: Says how parts are pickled; nothing is written to it.
-    """
-    pickler = Pickler(io.BytesIO()) if pickler is None else pickler
+def first_unpicklable(
+    wholes: list[Part], pickler: Pickler | None = None
+) -> tuple[Part, Exception] | None:
+    """The part nearest to one of `wholes` that can't be pickled, and why, if it can be found."""
+    pickler = pickler or Pickler(io.BytesIO())
     waiting = deque(wholes)
     met: dict[int, Any] = {}
     while waiting and len(met) < _MOST_PARTS:
         part = waiting.popleft()
         if id(part.value) in met or len(part.path) > _LONGEST_PATH:
             continue
-        met[id(part.value)] = part.value  # kept, and so its id
+        met[id(part.value)] = part.value  # kept, or another object could get its id
         try:
             inner = (each for each in _parts(part, pickler) if not _is_plain(each.value))
             waiting.extend(islice(inner, _MOST_PARTS))
         except Exception as error:
-            return Culprit(part=part, error=error)
+            return part, error
     return None
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether nothing can hide in it."""
+    """Whether all of it can be pickled."""
     return type(value) in _PLAIN or is_tensor(value)  # whose bytes would be copied
 
 
@@ -123,7 +111,8 @@ def _parts(part: Part, pickler: Any) -> Iterable[Part]:
     if type(value) in (list, tuple, set, frozenset, dict):
         return _items(part, value)
     if type(value) is functools.partial:
-        return [part.inner(f".{name}", getattr(value, name)) for name in _OF_PARTIAL]
+        names = ("func", "args", "keywords")
+        return [part.inner(f".{name}", getattr(value, name)) for name in names]
     if type(value) is types.MethodType:
         origin = f"the object of the method {_where(value.__func__)}"
         return [variable("self", value.__self__, origin), part.inner("", value.__func__)]
@@ -135,9 +124,6 @@ def _parts(part: Part, pickler: Any) -> Iterable[Part]:
     if isinstance(value, type):
         part = variable(value.__qualname__, value, f"a class of {value.__module__}")
     return _of_reduction(part, *reduction[:5])
-
-
-_OF_PARTIAL = ("func", "args", "keywords")
 
 
 def _reduction(value: Any, pickler: Any) -> Any:

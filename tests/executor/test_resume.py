@@ -289,7 +289,7 @@ def test_a_trial_given_back_is_nobodys(root: Path) -> None:
     claims = TrialOwnership(study, StudyFolder(root, study.study_name), 5, None)
     trial = claims.ask()
     study._storage.set_trial_state_values(trial._trial_id, WAITING)
-    claims.renounce(trial)
+    claims.give_up(trial)
     study.ask()
     assert (
         TrialOwnership(study, StudyFolder(root, study.study_name), 5, None).interrupted_trials

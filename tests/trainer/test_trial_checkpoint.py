@@ -210,13 +210,15 @@ def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) ->
     assert "can't be read" in problems[0]
 
 
-def test_other_failures_are_named(tmp_path: Path) -> None:
+def test_other_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="can't be read"):
         checkpoint.load(tmp_path / "missing", OWNER)
     (tmp_path / "no folder").touch()
     with pytest.raises(CheckpointError, match="can't be written"):
         save(tmp_path / "no folder" / "c", make())
-    checkpoint_file.write(tmp_path / "new", lambda file: None, owner=OWNER, epoch=0, version=99)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_file, "FORMAT_VERSION", 99)
+        checkpoint_file.write(tmp_path / "new", lambda file: None, owner=OWNER, epoch=0)
     with pytest.raises(CheckpointError, match="version 99"):
         checkpoint.load(tmp_path / "new", OWNER)
 
