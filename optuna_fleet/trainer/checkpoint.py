@@ -48,7 +48,7 @@ class Checkpoint:
         rng: ``rng_state`` of each rank.
         history: Values reported so far, by step.
         modules: Which of the objects are modules, by position.
-        remainder: What the ``state_dict`` of each object leaves out (`remainder`).
+        remainder: What the ``state_dict`` of each object leaves out (`states`).
         parameters: What was suggested to the trial, but for choices that are objects.
     """
 

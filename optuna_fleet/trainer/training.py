@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,26 +19,24 @@ from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import calls, checkpoint, reduction
-from optuna_fleet.trainer.bounds import Bounds
-from optuna_fleet.trainer.compiled import load_state, state_of
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
 from optuna_fleet.trainer.left_behind import LeftBehind
 from optuna_fleet.trainer.parallel import make_data_parallel
-from optuna_fleet.trainer.remainder import (
-    Gradients,
-    add_groups,
-    remainder_of,
-    restore_into,
-    restore_remainder,
-)
-from optuna_fleet.trainer.replica_check import find_divergence
 from optuna_fleet.trainer.saving import Saver, owner_of
 from optuna_fleet.trainer.session import Session, Yielded
-from optuna_fleet.trainer.shard_loader import EpochPosition, ShardLoader
+from optuna_fleet.trainer.shard_loader import Bounds, EpochPosition, ShardLoader
 from optuna_fleet.trainer.shard_loader import Shards as Shards
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
-from optuna_fleet.trainer.unprepared import Unprepared
+from optuna_fleet.trainer.states import (
+    add_groups,
+    load_state,
+    remainder_of,
+    restore_into,
+    restore_remainder,
+    state_of,
+)
+from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.wire.messages import Remark, RunTrial, Usage
 from optuna_fleet.wire.packing import plain
 
@@ -102,15 +101,11 @@ class Training:
         if self._run.best_to is not None and self._run.rank == 0:
             session.reports.at_best = self._keep_best
         self._is_apart = False
-        self._unprepared = Unprepared(
-            self._objects,
-            lambda text: session.tell("fleet", "warn", text),
-        )
-        self._gradients = Gradients(self._objects)
+        self._steps = Steps(self._objects, partial(session.tell, "fleet", "warn"))
         self._left_behind = LeftBehind(
             self._objects if self._run.rank == 0 else (),  # the others hold the same
             self.state,
-            self._unprepared.optimizers,
+            self._steps.optimizers,
             session.remark,
         )
         join_group_of(session.run, kind)
@@ -163,8 +158,7 @@ class Training:
             alone: The other ranks may not be at their end.
         """
         self._session.reports.at_best = None  # it would keep the trial's memory
-        self._unprepared.close()
-        self._gradients.close()
+        self._steps.close()
         if self._split_check is not None:
             self._split_check.close()
         self._saver.finish()  # or the file would appear when nobody expects it any more
@@ -237,7 +231,7 @@ class Training:
 
     def _parallel(self, module: torch.nn.Module) -> torch.nn.Module:
         self._modules.append(module)
-        self._gradients.watch(module)
+        self._steps.watch(module)
         if self._split_check is not None:
             calls.watch(module.modules())
         if self._run.world_size == 1:
@@ -298,7 +292,7 @@ class Training:
         return decision is not EpochDecision.STOP
 
     def _check_replicas(self) -> None:
-        if self._is_apart or not (apart := find_divergence(self._objects)):
+        if self._is_apart or not (apart := reduction.find_divergence(self._objects)):
             return
         self._is_apart = True
         shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
@@ -334,7 +328,7 @@ class Training:
             rng=rng,
             history=self._session.reports.values,
             modules=modules,
-            remainder=remainder_of(self._objects, with_gradients=self._gradients.are_pending),
+            remainder=remainder_of(self._objects, with_gradients=self._steps.are_pending),
             parameters=dict(self._session.parameters),
         )
 
