@@ -158,8 +158,9 @@ class SplitCheck:
     def size(self, number: int) -> int:
         """The number of samples of the present batch, as code that is followed should see it."""
         worlds = self._worlds
-        is_followed = worlds is not None and not worlds.is_over and worlds.size == number
-        return tracked(number, worlds.sizes) if worlds and is_followed else number
+        if worlds is None or worlds.is_over or worlds.constants.size != number:
+            return number
+        return tracked(number, worlds.constants.sizes)  # type: ignore[no-any-return]
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class SplitCheck:
             return
         whole, *parts = (float(one) for one in weights)
         shares = [1.0, *(part / whole if whole else math.nan for part in parts)]
-        sizes = worlds.sizes
+        sizes = worlds.constants.sizes
         one, first, second = (
             loss * (share * sizes[0] / size) if share else torch.zeros_like(loss).detach()
             for loss, share, size in zip(losses, shares, sizes, strict=True)
@@ -216,7 +217,8 @@ def _distance(losses: Counterparts, worlds: Worlds, *, power: int = 1) -> tuple[
         _gradients(loss, [*(cut.leaves[world] for cut in worlds.cuts), *params])
         for world, loss in enumerate(losses)
     )
-    weights = [(size / worlds.sizes[0]) ** power for size in worlds.sizes[1:]]
+    size, *sizes = worlds.constants.sizes
+    weights = [(part / size) ** power for part in sizes]
     squares = [0.0, 0.0]
     for number, gradient in enumerate(whole):
         mean = torch.zeros_like(gradient)
