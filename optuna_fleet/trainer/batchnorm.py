@@ -17,17 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.shares import BatchShares
 
 
-def convert_batchnorm(
-    module: torch.nn.Module, shares: BatchShares | None = None
-) -> torch.nn.Module:
+def convert_batchnorm(module: torch.nn.Module, shares: BatchShares) -> None:
     """Synchronise the BatchNorm layers of `module` over the trial's group, in place.
 
     Layer objects, parameters, buffers, hooks, training flags and ``state_dict`` keys stay what
@@ -37,26 +35,13 @@ def convert_batchnorm(
 
     Args:
         module: The model, or a layer itself.
-        shares: What part of each batch this rank holds; by default every rank counts alike.
-
-    Returns:
-        `module`.
-
-    Raises:
-        FleetConfigError: If a lazy layer has not seen its first batch.
+        shares: What part of each batch this rank holds.
     """
-    shares = BatchShares() if shares is None else shares
-    for name, layer in module.named_modules():
-        if isinstance(layer, _LazyNormBase) and layer.has_uninitialized_params():
-            raise FleetConfigError(
-                f"The layer {name!r} is a {type(layer).__name__} without parameters yet, but must "
-                f"be initialised: run one batch through the model before `trial.prepare`."
-            )
+    for layer in module.modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm):
             if not isinstance(layer, _Synchronised):
                 layer.__class__ = _synchronised_class(type(layer))  # type: ignore[arg-type]
             layer.__dict__["_fleet_shares"] = shares
-    return module
 
 
 class _Synchronised(_BatchNorm):

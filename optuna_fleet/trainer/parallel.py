@@ -283,9 +283,9 @@ def _broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def _check_initialised(module: torch.nn.Module) -> None:
-    for name, param in module.named_parameters():
-        if torch.nn.parameter.is_lazy(param):
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
             raise FleetConfigError(
-                f"The parameter {name!r} of {type(module).__name__} is lazy, but must be "
+                f"The tensor {name!r} of {type(module).__name__} is lazy, but must be "
                 f"initialised: run one batch through the model before `trial.prepare`."
             )
