@@ -9,7 +9,6 @@ forward, one backward.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -91,15 +90,9 @@ class _SynchronisedKernel(TorchFunctionMode):
         self._shares = shares
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.batch_norm:
-            return self._batch_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (self._batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
     def _batch_norm(
         self,
@@ -119,8 +112,9 @@ class _SynchronisedKernel(TorchFunctionMode):
         mean, var, count = _global_statistics(input, self._shares)
         if running_mean is not None and running_var is not None:
             unbiased = var * (count / (count - 1))
-            _update(running_mean, mean, momentum)
-            _update(running_var, unbiased, momentum)
+            with torch.no_grad():
+                for running, new in ((running_mean, mean), (running_var, unbiased)):
+                    running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
         dtype = _statistics_dtype(input)
         scale = torch.ones_like(mean) if weight is None else weight
         shift = torch.zeros_like(mean) if bias is None else bias
@@ -245,8 +239,3 @@ def _check_count(x: Tensor, shares: BatchShares) -> None:
         raise ValueError(  # the words of torch, which raises it on one device
             f"Expected more than 1 value per channel when training, got input size {x.size()}"
         )
-
-
-@torch.no_grad()
-def _update(running: Tensor, new: Tensor, momentum: float) -> None:
-    running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)

@@ -22,17 +22,8 @@ from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
 
 _PLAIN_TYPES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    torch.dtype,
-    torch.device,
-    torch.Size,
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(torch.dtype, torch.device, torch.Size),
 )
 
 

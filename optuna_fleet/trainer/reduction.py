@@ -17,7 +17,7 @@ from torch import Tensor
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
-from optuna_fleet.trainer.nested import rebuild
+from optuna_fleet.trainer.nested import map_leaves
 
 _BITS = 32
 _TOLERANCE = 1e-9  # unlike devices add up in an order of their own
@@ -45,7 +45,7 @@ def all_reduce_sum(values: Any) -> Any:
             ((path, shape) for path, shape, _ in leaves), "The structure of a summed value"
         )
     totals = iter(_totals([leaf for *_, leaf in leaves]))
-    return rebuild(values, lambda value: _like(value, next(totals)))
+    return map_leaves(values, lambda value: _like(value, next(totals)))
 
 
 def mean(values: Any, weight: float | None = None) -> Any:
@@ -68,7 +68,7 @@ def mean(values: Any, weight: float | None = None) -> Any:
         scaled = [leaf * own if own else torch.zeros_like(leaf) for leaf in leaves]
         *scaled, weights = all_reduce_sum([*scaled, own])
     means = iter([part / weights if weights else part * torch.nan for part in scaled])
-    return rebuild(values, lambda value: _like(value, next(means)))
+    return map_leaves(values, lambda value: _like(value, next(means)))
 
 
 def one_number(value: Any, name: str) -> Tensor:
@@ -96,7 +96,8 @@ def share_of_sum(value: Tensor) -> Tensor:
 def _totals(leaves: list[Tensor]) -> list[Tensor]:
     """The sum of each leaf over the ranks, int64 or floating."""
     if group_size() == 1:
-        return [_total_alone(leaf) for leaf in leaves]
+        types = [leaf.dtype if leaf.is_floating_point() else torch.int64 for leaf in leaves]
+        return [leaf.to(dtype, copy=True) for leaf, dtype in zip(leaves, types, strict=True)]
     if not leaves:
         return []
     wire = torch.cat([_encode(leaf) for leaf in leaves]).to(wire_device())
@@ -106,7 +107,7 @@ def _totals(leaves: list[Tensor]) -> list[Tensor]:
 
 
 def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """Path, shape and tensor of every number in `values`, in the order of ``rebuild``."""
+    """Path, shape and tensor of every number in `values`, in the order of `map_leaves`."""
     if isinstance(values, (dict, list, tuple)):
         items = values.items() if isinstance(values, dict) else enumerate(values)
         for key, child in items:
@@ -125,10 +126,6 @@ def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tens
             f"numbers, in dicts, lists and tuples, can be reduced over the ranks."
         )
     yield path, tuple(leaf.shape), leaf
-
-
-def _total_alone(leaf: Tensor) -> Tensor:
-    return leaf.to(leaf.dtype if leaf.is_floating_point() else torch.int64, copy=True)
 
 
 def _encode(leaf: Tensor) -> Tensor:
