@@ -73,10 +73,7 @@ def snapshot(checkpoint: Checkpoint) -> Snapshot:
             safely; names the key.
     """
     content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
-    content["objects"] = [
-        _portable(item, f"objects[{index}]", own=False)
-        for index, item in enumerate(checkpoint.objects)
-    ]
+    content["objects"] = _portable(checkpoint.objects, "objects", own=False)
     content["remainder"] = _portable(checkpoint.remainder, "remainder", own=False)
     content["state"] = _portable(checkpoint.state, "trial.state", own=True)
     content["history"] = dict(checkpoint.history)

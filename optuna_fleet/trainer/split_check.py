@@ -36,7 +36,6 @@ FOUND = (
     "`loss / len(x)`; a loss that compares samples of a batch with each other is not."
 )
 
-
 FAILS = (
     "A part of a batch can't be computed on as the whole is ({error}), so several devices could "
     "not share its batches. The trial stays on one. Take numbers of samples from the tensors at "
@@ -123,18 +122,15 @@ class SplitCheck:
 
     def close(self) -> None:
         """Look no more at what is computed."""
-        if self._worlds is not None:
-            self._note_fits(self._worlds.fits)
-            self._stopped.append(self._worlds)
+        if (worlds := self._worlds) is not None:
             self._worlds = None
+            self._stopped.append(worlds)
+            if worlds.fits is not None:
+                self._most_samples = worlds.fits
+            if worlds.fits == 0:
+                self._is_done = True
+                self._remark(["a loss that is too large"], TOO_LARGE)
         self._stopped = [worlds for worlds in self._stopped if not worlds.stop()]
-
-    def _note_fits(self, num_samples: int | None) -> None:
-        if num_samples is not None:
-            self._most_samples = num_samples
-        if num_samples == 0:
-            self._is_done = True
-            self._remark(["a loss that is too large"], TOO_LARGE)
 
     # Calls of prepared modules, as a `calls.Listener`.
 
