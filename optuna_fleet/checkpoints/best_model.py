@@ -50,7 +50,7 @@ def load_best_model(
         RuntimeError: The weights do not fit the module (raised by torch).
     """
     from optuna_fleet.trainer import checkpoint  # imports torch
-    from optuna_fleet.trainer.compiled import load_state
+    from optuna_fleet.trainer.states import load_state
 
     check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
     check_number("trial", trial, whole=True, optional=True)

@@ -9,7 +9,6 @@ forward, one backward.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,17 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.shares import BatchShares
 
 
-def convert_batchnorm(
-    module: torch.nn.Module, shares: BatchShares | None = None
-) -> torch.nn.Module:
+def convert_batchnorm(module: torch.nn.Module, shares: BatchShares) -> None:
     """Synchronise the BatchNorm layers of `module` over the trial's group, in place.
 
     Layer objects, parameters, buffers, hooks, training flags and ``state_dict`` keys stay what
@@ -37,26 +34,13 @@ def convert_batchnorm(
 
     Args:
         module: The model, or a layer itself.
-        shares: What part of each batch this rank holds; by default every rank counts alike.
-
-    Returns:
-        `module`.
-
-    Raises:
-        FleetConfigError: If a lazy layer has not seen its first batch.
+        shares: What part of each batch this rank holds.
     """
-    shares = BatchShares() if shares is None else shares
-    for name, layer in module.named_modules():
-        if isinstance(layer, _LazyNormBase) and layer.has_uninitialized_params():
-            raise FleetConfigError(
-                f"The layer {name!r} is a {type(layer).__name__} without parameters yet, but must "
-                f"be initialised: run one batch through the model before `trial.prepare`."
-            )
+    for layer in module.modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm):
             if not isinstance(layer, _Synchronised):
                 layer.__class__ = _synchronised_class(type(layer))  # type: ignore[arg-type]
             layer.__dict__["_fleet_shares"] = shares
-    return module
 
 
 class _Synchronised(_BatchNorm):
@@ -106,15 +90,9 @@ class _SynchronisedKernel(TorchFunctionMode):
         self._shares = shares
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is F.batch_norm:
-            return self._batch_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return (self._batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
     def _batch_norm(
         self,
@@ -134,8 +112,9 @@ class _SynchronisedKernel(TorchFunctionMode):
         mean, var, count = _global_statistics(input, self._shares)
         if running_mean is not None and running_var is not None:
             unbiased = var * (count / (count - 1))
-            _update(running_mean, mean, momentum)
-            _update(running_var, unbiased, momentum)
+            with torch.no_grad():
+                for running, new in ((running_mean, mean), (running_var, unbiased)):
+                    running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)
         dtype = _statistics_dtype(input)
         scale = torch.ones_like(mean) if weight is None else weight
         shift = torch.zeros_like(mean) if bias is None else bias
@@ -260,8 +239,3 @@ def _check_count(x: Tensor, shares: BatchShares) -> None:
         raise ValueError(  # the words of torch, which raises it on one device
             f"Expected more than 1 value per channel when training, got input size {x.size()}"
         )
-
-
-@torch.no_grad()
-def _update(running: Tensor, new: Tensor, momentum: float) -> None:
-    running.mul_(1 - momentum).add_(new.to(running.dtype), alpha=momentum)

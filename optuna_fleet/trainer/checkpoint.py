@@ -22,17 +22,8 @@ from optuna_fleet.trainer.groups import group_size, wire_device
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
 
 _PLAIN_TYPES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bytearray,
-    torch.dtype,
-    torch.device,
-    torch.Size,
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(torch.dtype, torch.device, torch.Size),
 )
 
 
@@ -48,7 +39,7 @@ class Checkpoint:
         rng: ``rng_state`` of each rank.
         history: Values reported so far, by step.
         modules: Which of the objects are modules, by position.
-        remainder: What the ``state_dict`` of each object leaves out (`remainder`).
+        remainder: What the ``state_dict`` of each object leaves out (`states`).
         parameters: What was suggested to the trial, but for choices that are objects.
     """
 
@@ -82,10 +73,7 @@ def snapshot(checkpoint: Checkpoint) -> Snapshot:
             safely; names the key.
     """
     content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
-    content["objects"] = [
-        _portable(item, f"objects[{index}]", own=False)
-        for index, item in enumerate(checkpoint.objects)
-    ]
+    content["objects"] = _portable(checkpoint.objects, "objects", own=False)
     content["remainder"] = _portable(checkpoint.remainder, "remainder", own=False)
     content["state"] = _portable(checkpoint.state, "trial.state", own=True)
     content["history"] = dict(checkpoint.history)

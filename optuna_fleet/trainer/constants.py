@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.trainer.cuts import exact
-from optuna_fleet.trainer.tracked import conversions
+from optuna_fleet.trainer.tracked import escaped
 
 FACTORIES = {"arange", "zeros", "ones", "full", "eye"}
 """Functions that make a tensor of numbers, the number of samples perhaps among them."""
@@ -33,14 +33,12 @@ class Constants:
         dtype: What worlds compute in.
         size: Samples of the batch.
         sizes: Those that are followed in each world.
-        escaped: Numbers of the whole batch that Python was given, plain: in the worlds.
         are_guessed: Some number was taken for one that depends on the batch.
     """
 
     dtype: torch.dtype
     size: int = 0
     sizes: tuple[int, int, int] = (0, 0, 0)
-    escaped: dict[float, tuple[Any, Any, Any]] = field(default_factory=dict)
     are_guessed: bool = False
     _guesses: dict[int, tuple[Tensor, tuple[Any, Any, Any]]] = field(default_factory=dict)
 
@@ -77,14 +75,14 @@ class Constants:
 
     def escaped_in(self, value: Any, world: int) -> Any:
         """A plain number, which may be one that escaped, or a multiple: ``len(x) * width``."""
-        escaped, size = self.escaped | conversions, self.size
         if value in escaped:
-            self.are_guessed = True
-            return escaped[value][world]
-        if size in escaped and value % size == 0:
-            self.are_guessed = True
-            return value // size * escaped[size][world]
-        return value
+            found = escaped[value][world]
+        elif self.size in escaped and value % self.size == 0:
+            found = value // self.size * escaped[self.size][world]
+        else:
+            return value
+        self.are_guessed = True
+        return found
 
     def as_it_is(self, value: Any, world: int) -> Any:
         """A copy of a tensor, any other value itself."""

@@ -14,9 +14,7 @@ from optuna_fleet.pipeline.machine_memory import available_bytes
 MOST_NUMBERS = 2**25
 """Of an output or a model that is followed whole: three copies of 256 MB in float64."""
 
-_MEMORY_PER_NUMBER = (
-    32  # bytes: a float32, its copy, what the loss makes of it, its gradient; twice
-)
+_BYTES_PER_NUMBER = 32  # a float32, its copy, what the loss makes of it, its gradient; twice
 _CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _COARSE = 1e-2
 
@@ -94,7 +92,7 @@ def check_fits(tensors: list[Tensor], size: int, num_followed: int | None) -> No
             raise TooLargeError(max(2, MOST_NUMBERS * size // largest.numel()))
         return
     numbers = sum(tensor.numel() for tensor in tensors) * num_followed // max(size, 1)
-    if numbers * _MEMORY_PER_NUMBER > _room(largest.device):
+    if numbers * _BYTES_PER_NUMBER > _room(largest.device):
         raise TooLargeError(0)
 
 
@@ -122,10 +120,8 @@ def find_rows(tensor: Tensor, whole: Tensor, parts: tuple[Tensor, Tensor]) -> Ro
         found = (_places(whole, first, close), _places(whole, second, close))
         if len(set(torch.cat(found).tolist())) < len(whole):
             raise CannotFollowError("rows that are alike")
-    if len(tensor) == len(whole):
-        return Rows(everything, found)
     rough = _CLOSE.get(tensor.dtype, _COARSE)
-    if _are_close(tensor[: len(whole)], whole, rough):
+    if len(tensor) == len(whole) or _are_close(tensor[: len(whole)], whole, rough):
         return Rows(everything, found)
     kept = _places(tensor, whole, max(rough, close))
     if len(set(kept.tolist())) < len(whole):

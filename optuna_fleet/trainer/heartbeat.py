@@ -31,8 +31,13 @@ def sending_heartbeats(session: Session, interval_s: float | None) -> Iterator[N
     if interval_s is None:
         yield
         return
+    over = threading.Event()
+    arguments = (session, interval_s, threading.get_ident(), over)
+    thread = threading.Thread(
+        target=_send, args=arguments, name="optuna-fleet-heartbeat", daemon=True
+    )
     try:
-        sender = _Sender(session, interval_s)
+        thread.start()
     except RuntimeError as error:
         raise LaunchError(
             f"A trainer can't start a thread ({error}): allow more processes (`ulimit -u`, the "
@@ -41,42 +46,26 @@ def sending_heartbeats(session: Session, interval_s: float | None) -> Iterator[N
     try:
         yield
     finally:
-        sender.stop()
+        over.set()
+        thread.join()
 
 
-class _Sender:
-    def __init__(self, session: Session, interval_s: float) -> None:
-        self._session = session
-        self._interval_s = interval_s
-        self._main = threading.get_ident()
-        self._over = threading.Event()
-        self._thread = threading.Thread(
-            target=self._send, name="optuna-fleet-heartbeat", daemon=True
+def _send(session: Session, interval_s: float, main: int, over: threading.Event) -> None:
+    while not over.wait(interval_s):
+        where, phase = _where(main)
+        heartbeat = Heartbeat(
+            run_id=session.run.run_id,
+            rank=session.run.rank,
+            progress=session.progress,
+            is_waiting=session.is_waiting,
+            where=where,
+            memory_bytes=_private_bytes(),
+            phase=phase,
         )
-        self._thread.start()
-
-    def stop(self) -> None:
-        """The run is over: say nothing more."""
-        self._over.set()
-        self._thread.join()
-
-    def _send(self) -> None:
-        while not self._over.wait(self._interval_s):
-            session = self._session
-            where, phase = _where(self._main)
-            heartbeat = Heartbeat(
-                run_id=session.run.run_id,
-                rank=session.run.rank,
-                progress=session.progress,
-                is_waiting=session.is_waiting,
-                where=where,
-                memory_bytes=_private_bytes(),
-                phase=phase,
-            )
-            try:
-                session.send_aside(heartbeat)
-            except DriverGoneError:
-                return
+        try:
+            session.send_aside(heartbeat)
+        except DriverGoneError:
+            return
 
 
 def _where(thread: int) -> tuple[str, Phase]:

@@ -39,7 +39,6 @@ _MOST_TENSORS = 64
 _CLOSED = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 _OPEN = (dict, list, tuple, set, MethodType, BuiltinMethodType, CellType, functools.partial)
 _CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a `class` statement
-_MOVES = "when the trial moves to other devices or is resumed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Adoption, Settings
-from optuna_fleet.trainer.health import ailment_of
 from optuna_fleet.trainer.heartbeat import sending_heartbeats
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
@@ -110,11 +109,8 @@ class Trainer:
         try:
             # First, because importing what it refers to may run code that draws or seeds.
             objective = self._objective(run)
-            self._adoption.adopt_numbers(self._settings)
-            if calls := sys.modules.get("optuna_fleet.trainer.calls"):
-                calls.quieten()  # the filters of warnings may be new
+            self._adopt_numbers()
             seed_run(run.seed, run.number)
-            self._limit_threads()
             _join_group(run, self._device, open_training)
             returned = _called(objective, FleetTrial(session, open_training), session)
             session.leave()
@@ -155,10 +151,7 @@ class Trainer:
         from optuna_fleet.trainer.training import Training  # imports torch
 
         if not had_torch:  # else the objective may have changed these by now
-            self._adoption.adopt_numbers(self._settings)
-            if calls := sys.modules.get("optuna_fleet.trainer.calls"):
-                calls.quieten()  # the filters of warnings may be new
-            self._limit_threads()
+            self._adopt_numbers()
             seed_torch(session.run.seed, session.run.number)
         return Training(session, self._pipeline, self._device.kind)
 
@@ -212,10 +205,13 @@ class Trainer:
 
         return Remote(session, target)
 
-    def _limit_threads(self) -> None:
-        """To the slot's share of the cores; a script that chose fewer gets those."""
+    def _adopt_numbers(self) -> None:
+        self._adoption.adopt_numbers(self._settings)
+        if calls := sys.modules.get("optuna_fleet.trainer.calls"):
+            calls.quieten()  # the filters of warnings may be new
         torch = sys.modules.get("torch")
         if torch is not None:
+            # The slot's share of the cores; a script that chose fewer gets those.
             chosen = self._settings.num_threads or self._num_threads
             torch.set_num_threads(min(chosen, self._num_threads))
 
@@ -233,7 +229,11 @@ def trainer_main(
     """Body of a trainer process, forked from its node's agent."""
     if device.kind != "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = device.visible
-    pipeline = _client(data, spec) if spec is not None else None
+    pipeline = None
+    if spec is not None:
+        from optuna_fleet.pipeline.reader.client import PipelineClient  # imports torch
+
+        pipeline = PipelineClient(data, spec)
     try:
         channel = connect(host, port, secret)
     except ConnectionRefusedError:
@@ -247,6 +247,22 @@ def trainer_main(
         Trainer(device, channel, pipeline, num_threads).serve()
 
 
+def ailment_of(device: Device) -> str:
+    """Returns what is wrong with this process's device, in words, or "".
+
+    A GPU is tried where torch was imported; without it no trial uses one.
+    """
+    torch: Any = sys.modules.get("torch")
+    if device.kind == "cpu" or torch is None:
+        return ""
+    try:
+        torch.ones(1, device="cuda").add_(1)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Training]) -> None:
     """Make ``torch.distributed`` mean this trial from the objective's first line on."""
     if run.world_size > 1:
@@ -255,12 +271,6 @@ def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Train
         from optuna_fleet.trainer.training import join_group_of
 
         join_group_of(run, device.kind)
-
-
-def _client(data: socket.socket, spec: PipelineSpec) -> PipelineClient:
-    from optuna_fleet.pipeline.reader.client import PipelineClient  # imports torch
-
-    return PipelineClient(data, spec)
 
 
 def _called(objective: Any, trial: FleetTrial, session: Session) -> Any:
@@ -280,17 +290,13 @@ def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
 
 
 def _finished(value: Any, training: Training | None) -> bytes:
-    if training is not None:
-        training.leave_final_checkpoint(value)
-    return _sendable(value)
-
-
-def _sendable(value: Any) -> bytes:
     """The objective's value, packed; scalar tensors become the numbers they hold.
 
     Raises:
         TrialError: It can't be pickled.
     """
+    if training is not None:
+        training.leave_final_checkpoint(value)
     try:
         return pack(plain(value))
     except Exception as error:

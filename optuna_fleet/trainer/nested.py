@@ -10,11 +10,11 @@ import torch
 
 def to_device(data: Any, device: torch.device) -> Any:
     """Copy of the nested `data` (dicts, lists, tuples) with every tensor on `device`."""
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
     if moves_itself(data):
         return data.to(device)
-    return map_children(data, lambda child: to_device(child, device))
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    return _map_children(data, lambda child: to_device(child, device))
 
 
 def moves_itself(data: Any) -> bool:
@@ -24,30 +24,22 @@ def moves_itself(data: Any) -> bool:
 
 
 def map_tensors(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The nested `data` (dicts, lists, tuples) with `function` applied to every tensor.
-
-    What moves itself stays as it is.
-    """
+    """The nested `data` with `function` applied to every tensor; what moves itself stays."""
     if isinstance(data, torch.Tensor):
         return function(data)
-    if moves_itself(data):
-        return data
-    return map_children(data, lambda child: map_tensors(child, function))
+    return data if moves_itself(data) else _map_children(data, lambda c: map_tensors(c, function))
 
 
-def map_children(data: Any, function: Callable[[Any], Any]) -> Any:
-    """The same container with `function` applied to what it holds directly."""
+def map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:
+    """The nested `data` with `function` applied to all that is no dict, list or tuple."""
+    if isinstance(data, (dict, list, tuple)):
+        return _map_children(data, lambda child: map_leaves(child, function))
+    return function(data)
+
+
+def _map_children(data: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(data, dict):
         return {key: function(child) for key, child in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*map(function, data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(map(function, data))
-    return data
-
-
-def rebuild(values: Any, function: Callable[[Any], Any]) -> Any:
-    """The same structure with `function` applied to its leaves."""
-    if isinstance(values, (dict, list, tuple)):
-        return map_children(values, lambda child: rebuild(child, function))
-    return function(values)
+    return type(data)(map(function, data)) if isinstance(data, (list, tuple)) else data

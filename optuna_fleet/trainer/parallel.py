@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -78,7 +77,6 @@ OUT_OF_STEP = (
 )
 
 
-@dataclass(slots=True)
 class _Bucket:
     """Gradients that travel together: their places in one flat buffer, one flag for each, a tag.
 
@@ -86,11 +84,16 @@ class _Bucket:
     would in one process, and the optimizer skips the parameter. The tag tells the steps apart.
     """
 
-    params: list[TensorWeakRef]
-    flat: Tensor
-    views: list[Tensor]
-    arrived: set[int] = field(default_factory=set)
-    work: dist.Work | None = None
+    def __init__(self, params: list[Tensor]) -> None:
+        sizes = [param.numel() for param in params]
+        self.params = [TensorWeakRef(param) for param in params]
+        self.flat = torch.zeros(
+            sum(sizes) + len(params) + 1, dtype=params[0].dtype, device=params[0].device
+        )
+        parts = torch.split(self.flat[: sum(sizes)], sizes)
+        self.views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+        self.arrived: set[int] = set()
+        self.work: dist.Work | None = None
 
     @property
     def flags(self) -> Tensor:
@@ -100,7 +103,8 @@ class _Bucket:
         """Start to sum the gradients over the ranks, each weighted by its share."""
         present = []
         for ref, view in zip(self.params, self.views, strict=True):
-            grad = _grad(ref)
+            param = ref()
+            grad = None if param is None else param.grad
             present.append(grad is not None)
             # A dummy's gradient may be NaN, which a weight of 0 would not remove.
             if grad is None or share.dummy:
@@ -201,7 +205,7 @@ class _Reducer:
         # Backward reaches the last layers first.
         indices = [index for index, trained in enumerate(self._trained) if trained][::-1]
         chosen = [param for index in indices if (param := params[index]) is not None]
-        self._buckets = [_make_bucket(chunk) for chunk in _chunks(chosen)]
+        self._buckets = [_Bucket(chunk) for chunk in _chunks(chosen)]
         places = (
             (number, slot)
             for number, bucket in enumerate(self._buckets)
@@ -232,11 +236,6 @@ def hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> None:
         param.requires_grad_(False)
 
 
-def _grad(ref: TensorWeakRef) -> Tensor | None:
-    param = ref()
-    return None if param is None else param.grad
-
-
 def _set_grad(param: Tensor, view: Tensor) -> None:
     if param.grad is None:
         param.grad = view.clone()
@@ -244,15 +243,6 @@ def _set_grad(param: Tensor, view: Tensor) -> None:
         param.grad = view.to_sparse(param.grad.sparse_dim())
     else:
         param.grad.copy_(view)
-
-
-def _make_bucket(params: list[Tensor]) -> _Bucket:
-    sizes = [param.numel() for param in params]
-    length = sum(sizes) + len(params) + 1
-    flat = torch.zeros(length, dtype=params[0].dtype, device=params[0].device)
-    parts = torch.split(flat[: sum(sizes)], sizes)
-    views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
-    return _Bucket(params=[TensorWeakRef(param) for param in params], flat=flat, views=views)
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -283,9 +273,9 @@ def _broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def _check_initialised(module: torch.nn.Module) -> None:
-    for name, param in module.named_parameters():
-        if torch.nn.parameter.is_lazy(param):
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
             raise FleetConfigError(
-                f"The parameter {name!r} of {type(module).__name__} is lazy, but must be "
+                f"The tensor {name!r} of {type(module).__name__} is lazy, but must be "
                 f"initialised: run one batch through the model before `trial.prepare`."
             )

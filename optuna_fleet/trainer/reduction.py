@@ -1,13 +1,13 @@
-"""Sums and means over the ranks of a trial: what ``trial.sum`` and ``trial.mean`` do.
+"""Sums, means and comparisons over the ranks of a trial.
 
-They give and refuse the same in a group of one: what works on one device works on several. So
-their results never carry gradients, not even there: ``loss.backward()`` is for the rank's own
-loss, as gradients are reduced anyhow.
+What ``trial.sum`` and ``trial.mean`` give and refuse is the same in a group of one: what works on
+one device works on several. So their results never carry gradients, not even there:
+``loss.backward()`` is for the rank's own loss, as gradients are reduced anyhow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
-from optuna_fleet.trainer.nested import rebuild
+from optuna_fleet.trainer.nested import map_leaves
 
 _BITS = 32
+_TOLERANCE = 1e-9  # unlike devices add up in an order of their own
 
 
 def all_reduce_sum(values: Any) -> Any:
@@ -44,7 +45,7 @@ def all_reduce_sum(values: Any) -> Any:
             ((path, shape) for path, shape, _ in leaves), "The structure of a summed value"
         )
     totals = iter(_totals([leaf for *_, leaf in leaves]))
-    return rebuild(values, lambda value: _like(value, next(totals)))
+    return map_leaves(values, lambda value: _like(value, next(totals)))
 
 
 def mean(values: Any, weight: float | None = None) -> Any:
@@ -67,7 +68,7 @@ def mean(values: Any, weight: float | None = None) -> Any:
         scaled = [leaf * own if own else torch.zeros_like(leaf) for leaf in leaves]
         *scaled, weights = all_reduce_sum([*scaled, own])
     means = iter([part / weights if weights else part * torch.nan for part in scaled])
-    return rebuild(values, lambda value: _like(value, next(means)))
+    return map_leaves(values, lambda value: _like(value, next(means)))
 
 
 def one_number(value: Any, name: str) -> Tensor:
@@ -95,7 +96,8 @@ def share_of_sum(value: Tensor) -> Tensor:
 def _totals(leaves: list[Tensor]) -> list[Tensor]:
     """The sum of each leaf over the ranks, int64 or floating."""
     if group_size() == 1:
-        return [_total_alone(leaf) for leaf in leaves]
+        types = [leaf.dtype if leaf.is_floating_point() else torch.int64 for leaf in leaves]
+        return [leaf.to(dtype, copy=True) for leaf, dtype in zip(leaves, types, strict=True)]
     if not leaves:
         return []
     wire = torch.cat([_encode(leaf) for leaf in leaves]).to(wire_device())
@@ -105,7 +107,7 @@ def _totals(leaves: list[Tensor]) -> list[Tensor]:
 
 
 def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
-    """Path, shape and tensor of every number in `values`, in the order of ``rebuild``."""
+    """Path, shape and tensor of every number in `values`, in the order of `map_leaves`."""
     if isinstance(values, (dict, list, tuple)):
         items = values.items() if isinstance(values, dict) else enumerate(values)
         for key, child in items:
@@ -124,10 +126,6 @@ def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tens
             f"numbers, in dicts, lists and tuples, can be reduced over the ranks."
         )
     yield path, tuple(leaf.shape), leaf
-
-
-def _total_alone(leaf: Tensor) -> Tensor:
-    return leaf.to(leaf.dtype if leaf.is_floating_point() else torch.int64, copy=True)
 
 
 def _encode(leaf: Tensor) -> Tensor:
@@ -159,3 +157,49 @@ def _like(value: Any, total: Tensor) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return _like(torch.from_numpy(np.asarray(value)), total).numpy()[()]
     return total.item()
+
+
+@torch.no_grad()
+def find_divergence(objects: Sequence[Any]) -> list[str]:
+    """Returns what differs between the ranks; called on all of them alike, one collective.
+
+    Args:
+        objects: The prepared objects: of modules parameters and buffers are compared, of
+            optimizers the learning rates.
+    """
+    if group_size() == 1:
+        return []
+    found = dict(_numbers(objects))
+    if not found:
+        return []
+    device = wire_device()
+    values = torch.stack(
+        [torch.as_tensor(v, dtype=torch.float64, device=device) for v in found.values()]
+    ).nan_to_num()
+    extremes = torch.cat([values, -values])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    largest, smallest = extremes.cpu().chunk(2)
+    differs = largest + smallest > _TOLERANCE * (1 + largest.abs())
+    return [name for name, apart in zip(found, differs.tolist(), strict=True) if apart]
+
+
+def _numbers(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for position, thing in enumerate(objects):
+        name = f"{type(thing).__name__} ({position})"
+        if isinstance(thing, torch.nn.Module):
+            for key, tensor in [*thing.named_parameters(), *thing.named_buffers()]:
+                if (total := _total(tensor)) is not None:
+                    yield f"{name}: {key}", total
+        elif isinstance(thing, torch.optim.Optimizer):
+            for number, group in enumerate(thing.param_groups):
+                yield f"{name}: learning rate {number}", group.get("lr", 0.0)
+
+
+def _total(tensor: Tensor) -> Tensor | None:
+    if tensor.is_meta:
+        return None
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    try:
+        return real.sum(dtype=torch.float64)
+    except RuntimeError:  # of a kind that can not be added up
+        return None

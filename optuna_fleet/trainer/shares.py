@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.trainer.graphs import drop_nans, owners_behind
 from optuna_fleet.trainer.groups import group_size
-from optuna_fleet.trainer.places import Places
+from optuna_fleet.trainer.owners import Places, owners_behind
 
 _MOST_AHEAD = 64
 
@@ -125,9 +124,9 @@ class BatchShares:
             it is raised.
     """
 
-    def __init__(self, present: Share | None = None, *, lockstep: bool = False) -> None:
-        self.present = present or Share()
-        self.lockstep = lockstep
+    def __init__(self) -> None:
+        self.present = Share()
+        self.lockstep = False
         self.step = 0
         self.follows = False
         self.is_found = False
@@ -221,7 +220,7 @@ class BatchShares:
         self._call = _Call(batches)
         self._calls.append(weakref.ref(self._call))
         # What comes through the outputs of this call is scaled there, but may come from others.
-        return _scaled(inputs, self._call, self, is_inverse=True)
+        return self._scaled(inputs, self._call, is_inverse=True)
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
         """See `calls.Listener`."""
@@ -229,11 +228,31 @@ class BatchShares:
         if self._depth or self._call is None:
             return None
         call, self._call = self._call, None
-        scaled = _scaled(outputs, call, self, is_inverse=False)
+        scaled = self._scaled(outputs, call, is_inverse=False)
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(outputs)):
             call.is_scaled = False  # an object of the user's, say, with tensors in it
             self._kept.append(call)
         return scaled
+
+    def _scaled(self, values: Any, call: _Call, *, is_inverse: bool) -> Any:
+        """`values`, nested, with the gradients of all that has any scaled; None if nothing has.
+
+        By the share of their call, where others weigh unlike.
+        """
+
+        def factor() -> float | None:
+            reference, share = self.settle(), call.share
+            if share is None or share.pattern == reference.pattern:
+                return None
+            ratio = share.weight / reference.weight
+            return ratio if not is_inverse else 1 / ratio if ratio else 0.0
+
+        def scale(value: Tensor) -> Tensor:
+            return value if value.grad_fn is None else _Scaled.apply(value, call, factor)
+
+        leaves = pytree.tree_leaves(values)
+        has_any = any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves)
+        return pytree.tree_map_only(Tensor, scale, values) if has_any else None
 
     def identify(self, inputs: Any) -> frozenset[_Batch]:
         """A module is called with these inputs: returns the batches that this may be about."""
@@ -282,9 +301,14 @@ class BatchShares:
             weight: This rank's part in the trial's loss, a scalar; the ranks' add up to 1.
             share: What `share_behind` has returned.
         """
+
+        def factor() -> Tensor | float:
+            batch = share or self.settle()
+            return 0.0 if batch.dummy else weight / batch.weight
+
         self._is_weighted = True
-        drop_nans(loss, weight == 0)
-        return _Weighed.apply(loss, weight, share, self)  # type: ignore[no-any-return]
+        _drop_nans(loss, weight == 0)
+        return _Scaled.apply(loss, None, factor)  # type: ignore[no-any-return]
 
     def settle(self) -> Share:
         """What gradients are multiplied with in the reduction that comes: the same until it ends.
@@ -333,56 +357,38 @@ class BatchShares:
         self._is_weighted = False
 
 
-class _Weighed(torch.autograd.Function):
-    """The same value; its gradient counts with another weight than its batch's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, weight: Tensor, share: Share | None, shares: BatchShares
-    ) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.share, ctx.shares = share, shares
-        return loss.detach()  # which, unlike a view, may be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        share = ctx.share or ctx.shares.settle()
-        factor = 0.0 if share.dummy else weight / share.weight
-        return (grad * factor).to(grad.dtype), None, None, None
-
-
 class _Scaled(torch.autograd.Function):
-    """The same value; its gradient scaled by the share of its call, where others weigh unlike."""
+    """The same value; its gradient times `factor()`, if any, asked for when that is there."""
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, call: _Call, shares: BatchShares, is_inverse: bool
+        ctx: Any, value: Tensor, call: _Call | None, factor: Callable[[], Tensor | float | None]
     ) -> Tensor:
-        ctx.call, ctx.shares, ctx.is_inverse = call, shares, is_inverse
+        ctx.call, ctx.factor = call, factor  # `owners_behind` looks for the call
         return value.detach()  # which, unlike a view, may be changed in place
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        reference, share = ctx.shares.settle(), ctx.call.share
-        if share is None or share.pattern == reference.pattern:
-            return grad, None, None, None
-        factor = share.weight / reference.weight
-        if ctx.is_inverse:
-            factor = 1 / factor if factor else 0.0
-        return grad * factor, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        factor = ctx.factor()
+        return grad if factor is None else (grad * factor).to(grad.dtype), None, None
 
 
-def _scaled(values: Any, call: _Call, shares: BatchShares, *, is_inverse: bool) -> Any:
-    """`values`, nested, with the gradients of all that has any scaled; None if nothing has."""
-    has_any = False
+def _drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:
+    """Of a rank without any weight nothing must count, also where its loss is 0 / 0.
 
-    def scale(value: Tensor) -> Tensor:
-        nonlocal has_any
-        if value.grad_fn is None:
-            return value
-        has_any = True
-        return _Scaled.apply(value, call, shares, is_inverse)  # type: ignore[no-any-return]
+    Such a quotient lies between the loss and the sums that it is made of: among scalars.
+    """
 
-    scaled = pytree.tree_map_only(Tensor, scale, values)
-    return scaled if has_any else None
+    def cleaned(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if grad is None else torch.where(is_unweighted, torch.zeros_like(grad), grad)
+            for grad in grads
+        )
+
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or any(item.shape for item in node._input_metadata):
+            continue
+        node.register_hook(cleaned)
+        nodes += [function for function, _ in node.next_functions]

@@ -36,7 +36,6 @@ FOUND = (
     "`loss / len(x)`; a loss that compares samples of a batch with each other is not."
 )
 
-
 FAILS = (
     "A part of a batch can't be computed on as the whole is ({error}), so several devices could "
     "not share its batches. The trial stays on one. Take numbers of samples from the tensors at "
@@ -123,18 +122,15 @@ class SplitCheck:
 
     def close(self) -> None:
         """Look no more at what is computed."""
-        if self._worlds is not None:
-            self._note_fits(self._worlds.fits)
-            self._stopped.append(self._worlds)
+        if (worlds := self._worlds) is not None:
             self._worlds = None
+            self._stopped.append(worlds)
+            if worlds.fits is not None:
+                self._most_samples = worlds.fits
+            if worlds.fits == 0:
+                self._is_done = True
+                self._remark(["a loss that is too large"], TOO_LARGE)
         self._stopped = [worlds for worlds in self._stopped if not worlds.stop()]
-
-    def _note_fits(self, num_samples: int | None) -> None:
-        if num_samples is not None:
-            self._most_samples = num_samples
-        if num_samples == 0:
-            self._is_done = True
-            self._remark(["a loss that is too large"], TOO_LARGE)
 
     # Calls of prepared modules, as a `calls.Listener`.
 
@@ -158,8 +154,9 @@ class SplitCheck:
     def size(self, number: int) -> int:
         """The number of samples of the present batch, as code that is followed should see it."""
         worlds = self._worlds
-        is_followed = worlds is not None and not worlds.is_over and worlds.size == number
-        return tracked(number, worlds.sizes) if worlds and is_followed else number
+        if worlds is None or worlds.is_over or worlds.constants.size != number:
+            return number
+        return tracked(number, worlds.constants.sizes)  # type: ignore[no-any-return]
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -175,7 +172,7 @@ class SplitCheck:
             return
         whole, *parts = (float(one) for one in weights)
         shares = [1.0, *(part / whole if whole else math.nan for part in parts)]
-        sizes = worlds.sizes
+        sizes = worlds.constants.sizes
         one, first, second = (
             loss * (share * sizes[0] / size) if share else torch.zeros_like(loss).detach()
             for loss, share, size in zip(losses, shares, sizes, strict=True)
@@ -216,7 +213,8 @@ def _distance(losses: Counterparts, worlds: Worlds, *, power: int = 1) -> tuple[
         _gradients(loss, [*(cut.leaves[world] for cut in worlds.cuts), *params])
         for world, loss in enumerate(losses)
     )
-    weights = [(size / worlds.sizes[0]) ** power for size in worlds.sizes[1:]]
+    size, *sizes = worlds.constants.sizes
+    weights = [(part / size) ** power for part in sizes]
     squares = [0.0, 0.0]
     for number, gradient in enumerate(whole):
         mean = torch.zeros_like(gradient)

@@ -24,8 +24,8 @@ class Tracked:
         return (int if isinstance(number, int) else float), (plain(number),)
 
 
-conversions: dict[float, tuple[Any, ...]] = {}
-"""What was made a plain number of, by ``float(n)`` say; in worlds, by its value."""
+escaped: dict[float, tuple[Any, ...]] = {}
+"""What Python was given a plain number of, by ``float(n)`` say; in worlds, by its value."""
 
 
 class TrackedInt(Tracked, int):
@@ -39,7 +39,7 @@ class TrackedFloat(Tracked, float):
 def _converts(kind: type) -> Any:
     def convert(self: Any) -> Any:
         number = plain(self)
-        conversions[number] = self.in_worlds
+        escaped[number] = self.in_worlds
         return kind(number)
 
     return convert

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,26 +19,24 @@ from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import calls, checkpoint, reduction
-from optuna_fleet.trainer.bounds import Bounds
-from optuna_fleet.trainer.compiled import load_state, state_of
 from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
 from optuna_fleet.trainer.left_behind import LeftBehind
 from optuna_fleet.trainer.parallel import make_data_parallel
-from optuna_fleet.trainer.remainder import (
-    Gradients,
-    add_groups,
-    remainder_of,
-    restore_into,
-    restore_remainder,
-)
-from optuna_fleet.trainer.replica_check import find_divergence
 from optuna_fleet.trainer.saving import Saver, owner_of
 from optuna_fleet.trainer.session import Session, Yielded
-from optuna_fleet.trainer.shard_loader import EpochPosition, ShardLoader
+from optuna_fleet.trainer.shard_loader import Bounds, EpochPosition, ShardLoader
 from optuna_fleet.trainer.shard_loader import Shards as Shards
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
-from optuna_fleet.trainer.unprepared import Unprepared
+from optuna_fleet.trainer.states import (
+    add_groups,
+    load_state,
+    remainder_of,
+    restore_into,
+    restore_remainder,
+    state_of,
+)
+from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.wire.messages import Remark, RunTrial, Usage
 from optuna_fleet.wire.packing import plain
 
@@ -58,10 +57,6 @@ def join_group_of(run: RunTrial, device_kind: str) -> None:
     join_group(spec, "gloo" if device_kind == "cpu" else "nccl", run.collective_s)
 
 
-def _lacks_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
-    return len(optimizer.param_groups) < len(state.get("param_groups", ()))
-
-
 class Training:
     """One rank's part in a run: its prepared objects, its place in the epochs, its data.
 
@@ -76,6 +71,7 @@ class Training:
     ) -> None:
         self._session = session
         self._run = session.run
+        self._warn = partial(session.tell, "fleet", "warn")
         self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self._kind = kind
         self.is_stuck = False
@@ -102,15 +98,11 @@ class Training:
         if self._run.best_to is not None and self._run.rank == 0:
             session.reports.at_best = self._keep_best
         self._is_apart = False
-        self._unprepared = Unprepared(
-            self._objects,
-            lambda text: session.tell("fleet", "warn", text),
-        )
-        self._gradients = Gradients(self._objects)
+        self._steps = Steps(self._objects, self._warn)
         self._left_behind = LeftBehind(
             self._objects if self._run.rank == 0 else (),  # the others hold the same
             self.state,
-            self._unprepared.optimizers,
+            self._steps.optimizers,
             session.remark,
         )
         join_group_of(session.run, kind)
@@ -125,7 +117,7 @@ class Training:
 
     def _stay_alone(self, why: str) -> None:
         self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))
-        self._session.tell("fleet", "warn", why)
+        self._warn(why)
 
     def _go_on_with_fewer(self, why: str, max_devices: int) -> None:
         """This step can't be done on so many devices: the run ends, the trial goes on.
@@ -151,7 +143,7 @@ class Training:
         run = self._run
         self._checkpoint, problems = checkpoint.load_newest(path, owner_of(run), run.parameters)
         for problem in problems:
-            self._session.tell("fleet", "warn", problem)
+            self._warn(problem)
         if self._checkpoint is not None:
             self.state.update(copy.deepcopy(self._checkpoint.state))
             self._session.reports.begin_with(self._checkpoint.history)
@@ -163,8 +155,7 @@ class Training:
             alone: The other ranks may not be at their end.
         """
         self._session.reports.at_best = None  # it would keep the trial's memory
-        self._unprepared.close()
-        self._gradients.close()
+        self._steps.close()
         if self._split_check is not None:
             self._split_check.close()
         self._saver.finish()  # or the file would appear when nobody expects it any more
@@ -211,33 +202,29 @@ class Training:
             self._restore(thing, position)
         elif isinstance(thing, torch.optim.Optimizer) and thing.state:
             thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are now
-        if isinstance(thing, torch.nn.Module):
-            return self._parallel(thing)
-        return thing
+        return self._parallel(thing) if isinstance(thing, torch.nn.Module) else thing
 
     def _restore(self, thing: Any, position: int) -> None:
         assert self._checkpoint is not None
         saved = self._checkpoint.objects
-        if position >= len(saved) and self._num_loops >= self._checkpoint.loop:
-            return  # made after the loop that was checkpointed
         if position >= len(saved):
+            if self._num_loops >= self._checkpoint.loop:
+                return  # made after the loop that was checkpointed
             raise TrialError(
                 f"trial.prepare() was called with more objects than when trial {self._run.number} "
                 f"was checkpointed ({len(saved)}): an objective must prepare the same objects "
                 "each time."
             )
         state = saved[position]
-        if isinstance(thing, torch.optim.Optimizer) and _lacks_groups(thing, state):
+        num_groups = len(state.get("param_groups", ()))
+        if isinstance(thing, torch.optim.Optimizer) and len(thing.param_groups) < num_groups:
             return  # they were added later: see `_restore_all`
-        if not isinstance(
-            thing, torch.nn.Module
-        ):  # which would copy; optimizers keep what they get
-            state = copy.deepcopy(state)
-        load_state(thing, state)
+        # Modules copy it; optimizers keep what they get.
+        load_state(thing, state if isinstance(thing, torch.nn.Module) else copy.deepcopy(state))
 
     def _parallel(self, module: torch.nn.Module) -> torch.nn.Module:
         self._modules.append(module)
-        self._gradients.watch(module)
+        self._steps.watch(module)
         if self._split_check is not None:
             calls.watch(module.modules())
         if self._run.world_size == 1:
@@ -298,16 +285,14 @@ class Training:
         return decision is not EpochDecision.STOP
 
     def _check_replicas(self) -> None:
-        if self._is_apart or not (apart := find_divergence(self._objects)):
+        if self._is_apart or not (apart := reduction.find_divergence(self._objects)):
             return
         self._is_apart = True
         shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
-        self._session.tell(
-            "fleet",
-            "warn",
-            f"Its ranks have come apart: {shown}. On another number of "
-            "devices it would give other results. What decides must be alike on all ranks: use "
-            "trial.mean(loss) for it; prepare layers when the model is complete.",
+        self._warn(
+            f"Its ranks have come apart: {shown}. On another number of devices it would give "
+            "other results. What decides must be alike on all ranks: use trial.mean(loss) for it; "
+            "prepare layers when the model is complete."
         )
 
     def _has_left(self, next_epoch: int) -> bool:
@@ -334,7 +319,7 @@ class Training:
             rng=rng,
             history=self._session.reports.values,
             modules=modules,
-            remainder=remainder_of(self._objects, with_gradients=self._gradients.are_pending),
+            remainder=remainder_of(self._objects, with_gradients=self._steps.are_pending),
             parameters=dict(self._session.parameters),
         )
 

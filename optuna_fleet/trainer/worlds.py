@@ -17,6 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.trainer.constants import FACTORIES, Constants, Take
@@ -31,14 +37,13 @@ from optuna_fleet.trainer.cuts import (
     find_rows,
     twin_of,
 )
-from optuna_fleet.trainer.function_mode import FunctionMode
 from optuna_fleet.trainer.randomness import (
     are_alike,
     generators_now,
     own_randomness,
     set_generators,
 )
-from optuna_fleet.trainer.tracked import Tracked, conversions, in_world, plain, tracked
+from optuna_fleet.trainer.tracked import Tracked, escaped, in_world, plain, tracked
 
 WORLDS = range(3)
 """The whole batch, its first part, its second part."""
@@ -63,7 +68,7 @@ class CannotSplitError(CannotFollowError):
     """What works on the whole batch fails on a part of it."""
 
 
-class Worlds(FunctionMode):
+class Worlds(TorchFunctionMode):
     """Follows what is computed while it is active, of batches of one size.
 
     Args:
@@ -99,32 +104,36 @@ class Worlds(FunctionMode):
         self._most_samples = most_samples
         # By the id of what it is a counterpart of, which is kept, as ids of the dead come again.
         self._known: dict[int, tuple[Tensor, Counterparts]] = {}
-        self._depth = 0
-        self._is_inside = False  # a prepared module: it is not followed
-        self._was_on_stack = False
-
-    @property
-    def size(self) -> int:
-        """Samples of the batch."""
-        return self.constants.size
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Those that are followed in each world."""
-        return self.constants.sizes
+        self._depth = 0  # of prepared modules: within one nothing is followed
+        self._is_on_stack = self._was_on_stack = False  # of its thread's modes
 
     def start(self) -> None:
         """Begin to follow this thread, unless another mode might end before this one."""
-        conversions.clear()
-        if self.is_alone():
-            self.enter_stack()
+        escaped.clear()
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        if all(mode is default for mode in stack):
+            self._enter_stack()
         else:
             self.is_over = True
 
     def stop(self) -> bool:
         """Follow nothing any more; returns whether it is gone from its thread, else call again."""
         self._give_up()
-        return not self.is_on_stack or self.leave_stack()
+        return not self._is_on_stack or self._leave_stack()
+
+    def _enter_stack(self) -> None:
+        _push_mode(self)  # type: ignore[no-untyped-call]
+        self._is_on_stack = True
+
+    def _leave_stack(self) -> bool:
+        """Returns False where another mode came later and is still active."""
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if not (stack and stack[-1] is self):
+            return False
+        _pop_mode()  # type: ignore[no-untyped-call]
+        self._is_on_stack = False
+        return True
 
     def _give_up(self) -> None:
         self.is_over = True
@@ -135,13 +144,13 @@ class Worlds(FunctionMode):
 
     def add_batch(self, data: Any, size: int) -> None:
         """The objective is about to get a batch of so many samples."""
-        if self.size not in (0, size):
+        if self.constants.size not in (0, size):
             self._give_up()
         if self.is_over:
             return
         self.constants.begin(size, min(size, self._most_samples or size))
-        for tensor in pytree.tree_leaves(data):
-            if isinstance(tensor, Tensor) and tensor.dim() and len(tensor) == size:
+        for tensor in _tensors(data):
+            if tensor.dim() and len(tensor) == size:
                 whole, one, two = (self.constants.as_rows(tensor, world) for world in WORLDS)
                 self.know(tensor, (whole, one, two))
 
@@ -164,7 +173,7 @@ class Worlds(FunctionMode):
         kwargs = kwargs or {}
         plain_args, plain_kwargs = pytree.tree_map(plain, (args, kwargs))
         name = getattr(func, "__name__", "")
-        is_followed = not (torch.compiler.is_compiling() or self.is_over or self._is_inside)
+        is_followed = not (torch.compiler.is_compiling() or self.is_over or self._depth > 0)
         if not is_followed or not self._follows(name, args, kwargs):
             result = func(*plain_args, **plain_kwargs)
             if is_followed and self.constants.may_depend(name, (args, kwargs)):
@@ -242,7 +251,8 @@ class Worlds(FunctionMode):
             else:
                 self.constants.are_guessed |= take == self.constants.as_guessed
                 return results
-        if self._most_samples is not None or (name == "__getitem__" and not _has_mask(args)):
+        has_mask = any(tensor.dtype is torch.bool for tensor in _tensors(args))
+        if self._most_samples is not None or (name == "__getitem__" and not has_mask):
             raise errors[0]  # in a loop over the samples, say
         self._apply(func, name, args, kwargs, 0, takes[0])  # if it fails too, that is ours
         raise CannotSplitError(str(errors[0])) from errors[0]
@@ -271,11 +281,10 @@ class Worlds(FunctionMode):
     def _found(self, name: str, leaf: Any, everywhere: Counterparts) -> Any:
         if isinstance(leaf, Tensor):
             self.know(leaf, everywhere)
-        elif name in _ESCAPES or isinstance(leaf, float):  # Python, or a log, takes plain ones
-            if len(set(everywhere)) > 1:
-                self.constants.escaped[leaf] = everywhere
-        else:
+        elif name not in _ESCAPES and not isinstance(leaf, float):
             return tracked(leaf, everywhere)
+        elif len(set(everywhere)) > 1:  # Python, or a log, takes plain ones
+            escaped[leaf] = everywhere
         return leaf
 
     def _apply(self, func: Any, name: str, args: Any, kwargs: Any, world: int, take: Take) -> Any:
@@ -301,14 +310,14 @@ class Worlds(FunctionMode):
 
     def _draw(self, name: str, result: Any) -> None:
         """A random tensor of the batch: each part has its rows of it."""
-        most, first, _ = self.sizes
+        size, (most, first, _) = self.constants.size, self.constants.sizes
         numbers = torch.arange(most)
         rows = Rows(numbers, (numbers[:first], numbers[first:]))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and self.size in tensor.shape:
+        for tensor in _tensors(result):
+            if size in tensor.shape:
                 if name == "randperm":
                     raise CannotFollowError(name)
-                self._cut(tensor, rows, tensor.shape.index(self.size))
+                self._cut(tensor, rows, tensor.shape.index(size))
 
     # -- modules ----------------------------------------------------------------------------------
 
@@ -317,28 +326,25 @@ class Worlds(FunctionMode):
         self._depth += 1
         if self._depth == 1:
             # Off the stack, if it is the last there: compiled modules look at it.
-            self._was_on_stack = self.leave_stack()
-            self._is_inside = True
+            self._was_on_stack = self._leave_stack()
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """See `calls.Listener`."""
         if self._depth == 1 and not self.is_over and outputs is not None:
             self._tried(self._cut_outputs, module, inputs, outputs)
         self._depth -= 1
-        if self._depth == 0:
-            if self._was_on_stack and not self.is_over:
-                self.enter_stack()
-            self._is_inside = False
+        if self._depth == 0 and self._was_on_stack and not self.is_over:
+            self._enter_stack()
 
     def _cut_outputs(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         given = [x for x in pytree.tree_leaves(inputs) if self.counterparts(x) is not None]
-        tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
+        tensors = _tensors(outputs)
         if not given or not tensors:
             return
         first = given[0]
         size = len(first) if isinstance(first, Tensor) and first.dim() else -1
         has_rows = all(list(tensor.shape).count(size) == 1 for tensor in tensors)
-        check_fits(tensors, self.size, self._most_samples)
+        check_fits(tensors, self.constants.size, self._most_samples)
         if has_rows and not any(x.requires_grad and x.is_leaf for x in given):
             whole, *parts = self.counterparts(first)  # type: ignore[misc]
             rows = find_rows(first, whole, (parts[0], parts[1]))
@@ -379,13 +385,11 @@ class Worlds(FunctionMode):
             return counterparts[world].to(value.dtype)
 
         args, kwargs = pytree.tree_map(there, inputs)
-        outputs = pytree.tree_leaves(module(*args, **kwargs))
-        return [exact(output, self.dtype) for output in outputs if isinstance(output, Tensor)]
+        return [exact(output, self.dtype) for output in _tensors(module(*args, **kwargs))]
 
 
-def _has_mask(args: Any) -> bool:
-    leaves = pytree.tree_leaves(args)
-    return any(isinstance(leaf, Tensor) and leaf.dtype is torch.bool for leaf in leaves)
+def _tensors(data: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(data) if isinstance(leaf, Tensor)]
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from optuna_fleet.exceptions import is_of_device
 from optuna_fleet.executor.device_faults import DeviceFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
-from optuna_fleet.trainer.health import ailment_of
+from optuna_fleet.trainer.main import ailment_of
 from optuna_fleet.wire.messages import TrainerUnfit
 
 

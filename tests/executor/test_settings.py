@@ -124,7 +124,7 @@ def test_a_script_may_choose_fewer_threads_than_a_slot_has(
     trainer = Trainer(Device(index=0, node=0, kind="cpu"), channel, None, num_threads=3)
     trainer._settings = Settings(num_threads=chosen)
     try:
-        trainer._limit_threads()
+        trainer._adopt_numbers()
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)

@@ -185,7 +185,8 @@ def lonely_passes(spec: GroupSpec) -> str:
 
 def accumulate_stats(spec: GroupSpec) -> dict[str, torch.Tensor]:
     with group(spec):
-        shares = BatchShares(lockstep=True)
+        shares = BatchShares()
+        shares.lockstep = True
         model = parallel.make_data_parallel(build(), shares, CPU)
         with torch.no_grad():
             for x, _ in batches(3, 8):

@@ -13,7 +13,6 @@ from rank_pool import Failure, RankPool
 
 from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
 from optuna_fleet.trainer import groups, nested, parallel, reduction
-from optuna_fleet.trainer.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.groups import GroupSpec
 
 _prefixes = itertools.count()
@@ -311,9 +310,12 @@ def test_broken_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     groups.leave_group()
 
 
-def test_lazy_layers_are_refused() -> None:
-    with pytest.raises(FleetConfigError, match="'0'"):
-        convert_batchnorm(torch.nn.Sequential(torch.nn.LazyBatchNorm1d()))
+@pytest.mark.parametrize("affine", [True, False])
+def test_lazy_layers_are_refused(affine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "group_size", lambda: 2)
+    model = torch.nn.Sequential(torch.nn.LazyBatchNorm1d(affine=affine))
+    with pytest.raises(FleetConfigError, match=r"'0\.\w+' of Sequential is lazy"):
+        parallel.make_data_parallel(model, parallel.BatchShares(), torch.device("cpu"))
 
 
 class OfTheirs(UserDict[str, Any]):

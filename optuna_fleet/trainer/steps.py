@@ -1,4 +1,4 @@
-"""Tells of what trains but was not prepared: nothing else would, and its trial would go wrong."""
+"""Watches the steps of all optimizers: do they train what was prepared, are gradients waiting?"""
 
 from __future__ import annotations
 
@@ -7,29 +7,55 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from optuna_fleet.trainer.parallel import hook_gradient
 
 
-class Unprepared:
-    """Looks at each optimizer of this process at its first step.
+class Steps:
+    """Looks at each optimizer of this process: at its first step, and after each.
 
     Args:
         objects: What was prepared so far; grows while the objective runs.
-        warn: Given a sentence for the user.
+        warn: Given a sentence for the user on what trains but was not prepared: nothing else
+            would tell, and the trial would go wrong.
 
     Attributes:
-        optimizers: Those that it has looked at.
+        optimizers: Those that have trained.
     """
 
     def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
         self._objects = objects
         self._warn = warn
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._stepped: set[int] = set()  # since the last gradient has arrived
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
 
     def close(self) -> None:
         """Look no more."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Note when this module gets gradients."""
+        for parameter in module.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                hook_gradient(parameter, lambda _: self._stepped.clear())
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether gradients are waiting for a step of some optimizer, and must be kept."""
+        optimizers = {id(o) for o in self._objects if isinstance(o, torch.optim.Optimizer)}
+        return not optimizers <= self._stepped
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer in self.optimizers:

@@ -1,4 +1,4 @@
-"""Finds out whose a tensor is by where it lies in memory."""
+"""Finds out whose a tensor is: by where it lies in memory, or by the graph that it was made by."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ from torch.utils import _pytree as pytree
 Owner = TypeVar("Owner")
 
 
+def owners_behind(loss: Tensor, kind: type[Owner]) -> set[Owner]:
+    """The `call` of that type of each node that a loss was made by; of each branch, the last."""
+    found: set[Owner] = set()
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(call := getattr(node, "call", None), kind):
+            found.add(call)
+        else:
+            nodes += [function for function, _ in node.next_functions]
+    return found
+
+
 class Places(Generic[Owner]):
     """Where in memory tensors lie, and whose they are."""
 
@@ -23,7 +39,7 @@ class Places(Generic[Owner]):
 
     def add(self, owner: Owner, data: Any) -> None:
         """The tensors in `data`, nested, are `owner`'s."""
-        for tensor in _dense(pytree.tree_leaves(data)):
+        for tensor in _dense(data):
             storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             place = _Place(storage, tensor.nbytes, owner)
             others = [p for p in self._at(tensor) if p.num_bytes != tensor.nbytes]
@@ -36,7 +52,7 @@ class Places(Generic[Owner]):
     def owners(self, inputs: Any) -> set[Owner]:
         """Whose these tensors are, or what they are views of from its first element on."""
         found = set()
-        for tensor in _dense(pytree.tree_leaves(inputs)):
+        for tensor in _dense(inputs):
             places = self._at(tensor)
             exact = [place for place in places if place.num_bytes == tensor.nbytes]
             if exact or len(places) == 1:
@@ -59,9 +75,9 @@ class _Place(Generic[Owner]):
         return not self.storage.expired()  # type: ignore[no-untyped-call]
 
 
-def _dense(leaves: Iterable[Any]) -> Iterable[Tensor]:
+def _dense(data: Any) -> Iterable[Tensor]:
     return (
         leaf
-        for leaf in leaves
+        for leaf in pytree.tree_leaves(data)
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel()
     )

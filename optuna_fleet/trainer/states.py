@@ -1,0 +1,118 @@
+"""What the objects of a trial hold, as it is checkpointed and put back.
+
+That is their ``state_dict``, and what it leaves out and a move would lose: which parameters are
+frozen, groups of parameters that an optimizer was given in a later epoch, and gradients that have
+been accumulated but not stepped with. Modules have it under their own names, whether
+``torch.compile`` wraps them or not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def state_of(thing: Any) -> dict[str, Any]:
+    """Its `state_dict`, without the ``_orig_mod`` of compiled modules in the keys."""
+    with _uncompiled(thing) as own:
+        return own.state_dict()  # type: ignore[no-any-return]
+
+
+def load_state(thing: Any, state: dict[str, Any]) -> None:
+    """Load what `state_of` returned, for a compiled module or one that was not."""
+    with _uncompiled(thing) as own:
+        own.load_state_dict(state)
+
+
+@contextmanager
+def _uncompiled(thing: Any) -> Iterator[Any]:
+    """`thing`, with each compiled module in it, or it itself, replaced by what was compiled."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # costs seconds to import
+    if dynamo is None or not isinstance(thing, torch.nn.Module):
+        yield thing
+        return
+    kind = dynamo.OptimizedModule
+    replaced = [
+        (module._modules, name, part)
+        for module in thing.modules()
+        for name, part in module._modules.items()
+        if isinstance(part, kind)
+    ]
+    for parts, name, part in replaced:
+        parts[name] = part._orig_mod
+    try:
+        yield thing._orig_mod if isinstance(thing, kind) else thing
+    finally:
+        for parts, name, part in replaced:
+            parts[name] = part
+
+
+def remainder_of(objects: Sequence[Any], *, with_gradients: bool) -> list[dict[str, Any]]:
+    """What the state of each object leaves out, for `add_groups` and `restore_remainder`."""
+    places = {id(parameter): place for place, parameter in _parameters(objects).items()}
+    found: list[dict[str, Any]] = []
+    for thing in objects:
+        if isinstance(thing, torch.nn.Module):
+            own = {name: p for (_, name), p in _parameters([thing]).items()}
+            gradients = {
+                n: p.grad for n, p in own.items() if with_gradients and p.grad is not None
+            }
+            frozen = [name for name, p in own.items() if not p.requires_grad]
+            found.append({"frozen": frozen, "gradients": gradients if with_gradients else {}})
+        elif isinstance(thing, torch.optim.Optimizer):
+            groups = [[places.get(id(p)) for p in group["params"]] for group in thing.param_groups]
+            found.append({"groups": groups})
+        else:
+            found.append({})
+    return found
+
+
+def add_groups(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], objects: Sequence[Any]
+) -> None:
+    """Give an optimizer the groups of parameters that it had and that are not there yet."""
+    parameters = _parameters(objects)
+    for group in saved.get("groups", [])[len(optimizer.param_groups) :]:
+        if all(place is not None and tuple(place) in parameters for place in group):
+            optimizer.add_param_group({"params": [parameters[tuple(place)] for place in group]})
+
+
+def restore_remainder(thing: Any, saved: dict[str, Any]) -> None:
+    """Give a module what its state has left out."""
+    if not isinstance(thing, torch.nn.Module) or "frozen" not in saved:
+        return
+    frozen, gradients = set(saved["frozen"]), saved["gradients"]
+    for (_, name), parameter in _parameters([thing]).items():
+        if parameter.requires_grad is (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+        if name in gradients:
+            parameter.grad = gradients[name].to(parameter.device)
+
+
+def restore_into(state: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Make a ``trial.state`` what it was; its lists, dicts and sets stay the same objects.
+
+    The objective may hold one that it got from the state before its loop, and may have added to it
+    what an earlier loop, which was not run again, had added.
+    """
+    for key, value in saved.items():
+        held: Any = state.get(key)
+        if type(held) is not type(value) or not isinstance(value, (list, dict, set)):
+            state[key] = value
+            continue
+        held.clear()
+        (held.extend if isinstance(held, list) else held.update)(value)
+
+
+def _parameters(objects: Sequence[Any]) -> dict[tuple[int, str], torch.nn.Parameter]:
+    """By the module's position and their names without what ``torch.compile`` adds to these."""
+    return {
+        (position, name.replace("_orig_mod.", "")): parameter
+        for position, thing in enumerate(objects)
+        if isinstance(thing, torch.nn.Module)
+        for name, parameter in thing.named_parameters()
+    }
