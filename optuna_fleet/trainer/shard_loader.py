@@ -69,7 +69,9 @@ class ShardLoader:
     ) -> None:
         self.shares = shares
         self.reached_after_s: float | None = None
-        self.stopwatch = Stopwatch(session.run.measure)
+        self.stopwatch = Stopwatch(session.run.measure, device)
+        if isinstance(pipeline, PipelineClient):
+            pipeline.at_wait = self.stopwatch.wait
         self.bounds = Bounds()
         self._session = session
         session.collectives = lambda: self.shares.collectives
@@ -129,7 +131,6 @@ class ShardLoader:
         if self._timed_pass is None and self._trains(is_shuffled):
             self._timed_pass = number
             self.stopwatch.start()
-        waited_s = self._pipeline.waited_s
         batches = self._pass(name, batch_size, drop_last, *self._begin(name))
         try:
             for batch, data in feed(batches, self._device, self._pipeline.finisher(name)):
@@ -148,8 +149,7 @@ class ShardLoader:
                 if trains:
                     self._tell_trained()
                 if timed:
-                    self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
-                    waited_s = self._pipeline.waited_s
+                    self._measure(batch.global_size)
                     self.stopwatch.start()
         finally:
             self.shares.close(number)
@@ -258,10 +258,8 @@ class ShardLoader:
                 digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
         return digest.hexdigest()[:16]
 
-    def _measure(self, samples: int, waited_s: float) -> None:
-        if self._device.type != "cpu":
-            torch.cuda.synchronize()
-        rate = self.stopwatch.stop(samples, waited_s)
+    def _measure(self, samples: int) -> None:
+        rate = self.stopwatch.stop(samples)
         if rate is not None:
             self._tell_rate(rate)
 
