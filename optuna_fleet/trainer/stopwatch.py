@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -15,15 +15,9 @@ from optuna_fleet.alloc.rates import PROFILE_BATCHES, rate_of
 _ENOUGH = ((24, 0.25), (12, 1.0), (6, 5.0))
 
 
-class _Mark(Protocol):
-    """A moment in what a device does, as `torch.cuda.Event` has it."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end: _Mark, /) -> float: ...
-
-
 class _HostMark:
+    """A moment, with what is used of `torch.cuda.Event`."""
+
     def __init__(self) -> None:
         self.time_s = time.perf_counter()
 
@@ -37,18 +31,17 @@ class _HostMark:
         return 1e3 * (end.time_s - self.time_s)
 
 
-def _gpu_mark() -> _Mark:
+def _gpu_mark() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
-    mark: _Mark = event
-    return mark
+    return event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
     """One batch: its beginning, the waits in it (each has two ends), its end."""
 
-    marks: tuple[_Mark, ...]
+    marks: tuple[Any, ...]  # of one kind
     samples: int
 
     @property
@@ -78,8 +71,8 @@ class Stopwatch:
     def __init__(self, active: bool, device: torch.device) -> None:
         self.active = active
         self.total_s = 0.0
-        self._new_mark: Callable[[], _Mark] = _HostMark if device.type == "cpu" else _gpu_mark
-        self._marks: list[_Mark] = []  # of the batch under way
+        self._new_mark: Callable[[], Any] = _HostMark if device.type == "cpu" else _gpu_mark
+        self._marks: list[Any] = []  # of the batch under way
         self._batches: list[_Batch] = []
         self._durations_s: list[float] = []  # of those that the device is done with
 
@@ -90,11 +83,11 @@ class Stopwatch:
 
     def start(self) -> None:
         """A batch is about to be asked for."""
-        self._marks = [self._new_mark()]
+        self._marks = [self._new_mark()] if self.active else []
 
     def wait(self) -> None:
         """The host begins, or ends, to wait for data."""
-        if self.active and self._marks:
+        if self._marks:
             self._marks.append(self._new_mark())
 
     def stop(self, samples: int) -> float | None:

@@ -82,7 +82,6 @@ class Training:
         self._objects: list[Any] = []
         self._modules: list[torch.nn.Module] = []
         self._position = EpochPosition()
-        self._num_loops = 0
         self._shares = BatchShares()
         self._shares.on_too_wide = self._go_on_with_fewer
         self._split_check = self._new_split_check()
@@ -218,7 +217,7 @@ class Training:
     def _restore(self, thing: Any, position: int) -> None:
         assert self._checkpoint is not None
         saved = self._checkpoint.objects
-        if position >= len(saved) and self._num_loops >= self._checkpoint.loop:
+        if position >= len(saved) and self._position.loop >= self._checkpoint.loop:
             return  # made after the loop that was checkpointed
         if position >= len(saved):
             raise TrialError(
@@ -253,12 +252,12 @@ class Training:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
-        self._num_loops += 1
+        self._position.loop += 1
         first = 0
         if self._checkpoint is not None:
-            if self._num_loops < self._checkpoint.loop:
+            if self._position.loop < self._checkpoint.loop:
                 return  # this loop was done before the checkpoint
-            if self._num_loops == self._checkpoint.loop:
+            if self._position.loop == self._checkpoint.loop:
                 first = self._checkpoint.epoch
                 self._restore_all(self._checkpoint)
         self._position.is_inside, self._position.num_epochs = True, num_epochs
@@ -327,7 +326,7 @@ class Training:
     def _checkpoint_at(self, next_epoch: int, rng: list[dict[str, Any]]) -> checkpoint.Checkpoint:
         modules = [i for i, o in enumerate(self._objects) if isinstance(o, torch.nn.Module)]
         return checkpoint.Checkpoint(
-            loop=self._num_loops,
+            loop=self._position.loop,
             epoch=next_epoch,
             objects=[state_of(thing) for thing in self._objects],
             state=self.state,
