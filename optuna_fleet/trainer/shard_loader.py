@@ -165,8 +165,8 @@ class ShardLoader:
     def _begin_step(self, data: Any, size: int, last_size: int) -> None:
         if self._split_check is not None:
             self._split_check.hand_out(data, size, last_size)
-        # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on all
-        # ranks: objectives decide by it.
+        # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
+        # all ranks: objectives decide by it.
         place = (self._position.loop, self._position.epoch)
         if self._run.world_size > 1 and self._device.type != "cpu" and place != self._seeded_for:
             self._seeded_for = place

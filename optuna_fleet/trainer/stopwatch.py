@@ -32,7 +32,7 @@ class _HostMark:
 
 
 def _gpu_mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
@@ -53,7 +53,8 @@ class _Batch:
         """Waiting for data says nothing about the model."""
         began, *waits, ended = self.marks
         waited_ms = sum(a.elapsed_time(b) for a, b in zip(waits[::2], waits[1::2], strict=True))
-        return max(1e-9, (began.elapsed_time(ended) - waited_ms) / 1e3)
+        trained_ms: float = began.elapsed_time(ended) - waited_ms
+        return max(1e-9, trained_ms / 1e3)
 
 
 class Stopwatch:
