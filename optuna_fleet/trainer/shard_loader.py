@@ -148,7 +148,7 @@ class ShardLoader:
                 self.shares.hand_out(number, share, data, lockstep=in_step, trains=trains)
                 timed = self.stopwatch.active and trains and number == self._timed_pass
                 if trains:
-                    self._begin_step(data, batch.global_size, batches.last_size)
+                    self._begin_step(data, batch.global_size, batches)
                 yield data
                 if trains:
                     self._tell_trained()
@@ -162,9 +162,9 @@ class ShardLoader:
             if self._timed_pass == number:
                 self._timed_pass = None
 
-    def _begin_step(self, data: Any, size: int, last_size: int) -> None:
+    def _begin_step(self, data: Any, size: int, batches: Any) -> None:
         if self._split_check is not None:
-            self._split_check.hand_out(data, size, last_size)
+            self._split_check.hand_out(data, size, batches.last_size)
         # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
         # all ranks: objectives decide by it.
         place = (self._position.loop, self._position.epoch)

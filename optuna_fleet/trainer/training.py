@@ -55,7 +55,8 @@ def join_group_of(run: RunTrial, device_kind: str) -> None:
         store_host=run.store.host if run.store else "",
         store_port=run.store.port if run.store else None,
     )
-    join_group(spec, "gloo" if device_kind == "cpu" else "nccl", run.collective_s)
+    by_gloo = device_kind == "cpu" or run.shares_gpu
+    join_group(spec, "gloo" if by_gloo else "nccl", run.collective_s)
 
 
 def _lacks_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> bool:
