@@ -25,6 +25,7 @@ from pathlib import Path
 from pairing import ROOT, SCRIPTS, note
 
 _MOST_LINES = 120  # of what a part says, in the report
+_LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +58,11 @@ def parts_for(device: str) -> list[Part]:
         Part(name=name, command=command, limit_s=limit_s * patience, is_text=name == "tests")
         for name, command, limit_s in (
             ("environment", script("environment"), 40),
-            ("tests", tests, 150),
-            ("rate", script("rate"), 90),
+            ("tests", tests, 140),
+            ("rate", script("rate"), 85),
             ("staging", script("staging"), 60),
             ("digits", script("sweep", "digits"), 60),
-            ("images", script("sweep", "images"), 70),
+            ("images", script("sweep", "images"), 60),
         )
     ]
 
@@ -93,7 +94,7 @@ def run_part(part: Part) -> str:
             ending = f"**not done** within {part.limit_s:g} s"
             process.send_signal(signal.SIGABRT)  # faulthandler says where it is
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(5)
+                process.wait(_LAST_WORDS_S)
         finally:
             _kill_group(process)
         said, logged = (_end_of(file) for file in (out, log))
