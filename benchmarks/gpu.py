@@ -150,6 +150,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = arguments.only or names
     parts = [part for part in parts_for(arguments.device) if part.name in chosen]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the part under way is ended too
     is_done = write_report(arguments.report, parts)
     print(arguments.report.read_text())
     sys.exit(not is_done)
