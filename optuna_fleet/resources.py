@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,12 @@ class Device:
     node: int
     kind: str
     visible: str = ""
+
+
+def share_gpu(devices: Iterable[Device]) -> bool:
+    """Whether any two slots are on one GPU, where NCCL refuses to form a group."""
+    gpus = [(device.node, device.visible) for device in devices if device.kind != "cpu"]
+    return len(set(gpus)) < len(gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

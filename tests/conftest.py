@@ -57,13 +57,15 @@ def _no_gpus() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch, _no_gpus: None) -> None:
+@pytest.fixture(scope="module")
+def gpus(_no_gpus: None) -> Iterator[None]:
     """Shows the machine's GPUs again."""
-    if _VISIBLE is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", _VISIBLE)
+    with pytest.MonkeyPatch.context() as patch:
+        if _VISIBLE is None:
+            patch.delenv("CUDA_VISIBLE_DEVICES")
+        else:
+            patch.setenv("CUDA_VISIBLE_DEVICES", _VISIBLE)
+        yield
 
 
 @pytest.fixture(autouse=True)

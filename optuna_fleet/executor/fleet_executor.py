@@ -57,9 +57,10 @@ class FleetExecutor:
 
     Args:
         pipeline: The data of all trials; needed for `trial.batches`.
-        devices: Number of device slots; None for all visible GPUs, or one CPU slot per core
-            without any.
+        devices: Number of devices; None for all visible GPUs, or one CPU slot per core without
+            any.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
+        slots_per_device: Trainers on each device: several small trials may share a GPU.
         policy: Who trains where, and when that is decided: "mip" (rounds, python-mip), "elastic"
             (at each event), "greedy", "fleet-g" and "fleet-l" (as published), "homogeneous" (all
             alike), "equal-split" (as many for everyone), "baseline" (one device each), or one of
@@ -88,6 +89,7 @@ class FleetExecutor:
         *,
         devices: int | None = None,
         device_type: Literal["cpu", "cuda"] | None = None,
+        slots_per_device: int = 1,
         policy: str | Policy = "mip",
         cluster: Literal["local", "inline"] = "local",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
@@ -122,7 +124,7 @@ class FleetExecutor:
         self._checkpoints = _checkpoints(checkpoints)
         root = self._checkpoints.folder
         self._checkpoint_dir = None if root is None else folder("checkpoints", root)
-        self.fleet = find_fleet(devices, device_type)
+        self.fleet = find_fleet(devices, device_type, slots_per_device)
         self.summary: FleetSummary | None = None
         self._runtime: Runtime | None = None
         self._busy = False

@@ -9,6 +9,7 @@ from typing import Any
 from optuna_fleet.events import Launch
 from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
+from optuna_fleet.resources import share_gpu
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.settings import Settings
@@ -66,6 +67,7 @@ class Launcher:
             group=self._runtime.group_name(launch.run_id),
             store=None,
             study_name=folder.study_name,
+            shares_gpu=share_gpu(self._runtime.fleet.devices[d] for d in launch.devices),
             parameters=parameters,
             checkpoint=path if folder.can_resume(launch.number) else None,
             checkpoint_to=path,

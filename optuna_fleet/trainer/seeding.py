@@ -25,6 +25,14 @@ def seed_torch(seed: int, number: int) -> None:
     torch.manual_seed(int(_words(seed, number)[2]))
 
 
+def seed_gpu(seed: int, number: int, place: tuple[int, int, int]) -> None:
+    """Seed the generator of this process's GPU, for one (loop, epoch, rank)."""
+    import torch
+
+    words = np.random.SeedSequence([seed, number], spawn_key=place).generate_state(1, np.uint64)
+    torch.cuda.manual_seed(int(words[0]))
+
+
 def _words(seed: int, number: int) -> Any:
     # One independent word each, so that the three generators don't run in parallel.
     return np.random.SeedSequence([seed, number]).generate_state(3, np.uint64)

@@ -19,6 +19,7 @@ from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.feed import feed
 from optuna_fleet.trainer.groups import of_first_rank
+from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.shares import BatchShares, Share
 from optuna_fleet.trainer.split_check import SplitCheck
@@ -31,11 +32,13 @@ class EpochPosition:
     """Where the objective is in its epochs.
 
     Attributes:
+        loop: How many loops over `FleetTrial.epochs` there were, with that under way.
         epoch: The one under way, from 0.
         num_epochs: How many there will be.
         is_inside: Whether it is in a loop over `FleetTrial.epochs`.
     """
 
+    loop: int = 0
     epoch: int = 0
     num_epochs: int = 1
     is_inside: bool = False
@@ -99,7 +102,9 @@ class ShardLoader:
     ) -> None:
         self.shares = shares
         self.reached_after_s: float | None = None
-        self.stopwatch = Stopwatch(session.run.measure)
+        self.stopwatch = Stopwatch(session.run.measure, device)
+        if isinstance(pipeline, PipelineClient):
+            pipeline.at_wait = self.stopwatch.wait
         self.bounds = Bounds()
         self._session = session
         session.collectives = lambda: self.shares.collectives
@@ -112,6 +117,7 @@ class ShardLoader:
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
         self._has_trained = False
+        self._seeded_for: tuple[int, int] | None = None
         self._samples_per_epoch = 0
         self._epoch_began = time.perf_counter()
         self._read_outside: Counter[str] = Counter()
@@ -159,7 +165,6 @@ class ShardLoader:
         if self._timed_pass is None and self._trains(is_shuffled):
             self._timed_pass = number
             self.stopwatch.start()
-        waited_s = self._pipeline.waited_s
         batches = self._pass(name, batch_size, drop_last, *self._begin(name))
         try:
             for batch, data in feed(batches, self._device, self._pipeline.finisher(name)):
@@ -172,14 +177,13 @@ class ShardLoader:
                 share = Share(batch.local_size, batch.global_size)
                 self.shares.hand_out(number, share, data, lockstep=in_step, trains=trains)
                 timed = self.stopwatch.active and trains and number == self._timed_pass
-                if trains and self._split_check is not None:
-                    self._split_check.hand_out(data, batch.global_size, batches.last_size)
+                if trains:
+                    self._begin_step(data, batch.global_size, batches)
                 yield data
                 if trains:
                     self._tell_trained()
                 if timed:
-                    self._measure(batch.global_size, self._pipeline.waited_s - waited_s)
-                    waited_s = self._pipeline.waited_s
+                    self._measure(batch.global_size)
                     self.stopwatch.start()
         finally:
             self.shares.close(number)
@@ -187,6 +191,16 @@ class ShardLoader:
                 self._split_check.close()
             if self._timed_pass == number:
                 self._timed_pass = None
+
+    def _begin_step(self, data: Any, size: int, batches: Any) -> None:
+        if self._split_check is not None:
+            self._split_check.hand_out(data, size, batches.last_size)
+        # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
+        # all ranks: objectives decide by it.
+        place = (self._position.loop, self._position.epoch)
+        if self._run.world_size > 1 and self._device.type != "cpu" and place != self._seeded_for:
+            self._seeded_for = place
+            seed_gpu(self._run.seed, self._run.number, (*place, self._run.rank))
 
     def _trains(self, is_shuffled: bool) -> bool:
         """Whether the step that comes may end in `backward`, where the ranks communicate.
@@ -288,10 +302,8 @@ class ShardLoader:
                 digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
         return digest.hexdigest()[:16]
 
-    def _measure(self, samples: int, waited_s: float) -> None:
-        if self._device.type != "cpu":
-            torch.cuda.synchronize()
-        rate = self.stopwatch.stop(samples, waited_s)
+    def _measure(self, samples: int) -> None:
+        rate = self.stopwatch.stop(samples)
         if rate is not None:
             self._tell_rate(rate)
 

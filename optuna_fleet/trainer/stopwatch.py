@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from optuna_fleet.alloc.rates import PROFILE_BATCHES, rate_of
 
@@ -10,38 +15,99 @@ from optuna_fleet.alloc.rates import PROFILE_BATCHES, rate_of
 _ENOUGH = ((24, 0.25), (12, 1.0), (6, 5.0))
 
 
-class Stopwatch:
-    """Times batches until their rate is known."""
+class _HostMark:
+    """A moment, with what is used of `torch.cuda.Event`."""
 
-    def __init__(self, active: bool) -> None:
+    def __init__(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _HostMark, /) -> float:
+        return 1e3 * (end.time_s - self.time_s)
+
+
+def _gpu_mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """One batch: its beginning, the waits in it (each has two ends), its end."""
+
+    marks: tuple[Any, ...]  # of one kind
+    samples: int
+
+    @property
+    def is_over(self) -> bool:
+        return all(mark.query() for mark in self.marks)
+
+    @property
+    def duration_s(self) -> float:
+        """Waiting for data says nothing about the model."""
+        began, *waits, ended = self.marks
+        waited_ms = sum(a.elapsed_time(b) for a, b in zip(waits[::2], waits[1::2], strict=True))
+        trained_ms: float = began.elapsed_time(ended) - waited_ms
+        return max(1e-9, trained_ms / 1e3)
+
+
+class Stopwatch:
+    """Times batches until their rate is known, by the clock of the device that trains them.
+
+    To wait for a GPU after each batch would cost what it gains by working behind the host, and
+    what the host waits for need not keep the GPU waiting. So only marks are left in its stream; at
+    most once, at the end, it is waited for.
+
+    Args:
+        active: Whether there is a rate to find.
+        device: Which one trains.
+    """
+
+    def __init__(self, active: bool, device: torch.device) -> None:
         self.active = active
         self.total_s = 0.0
-        self._durations_s: list[float] = []
-        self._samples: list[int] = []
-        self._started = 0.0
+        self._new_mark: Callable[[], Any] = _HostMark if device.type == "cpu" else _gpu_mark
+        self._marks: list[Any] = []  # of the batch under way
+        self._batches: list[_Batch] = []
+        self._durations_s: list[float] = []  # of those that the device is done with
 
     @property
     def is_unused(self) -> bool:
         """Whether nothing was timed yet."""
-        return not self._durations_s
+        return not self._batches
 
     def start(self) -> None:
         """A batch is about to be asked for."""
-        self._started = time.perf_counter()
+        self._marks = [self._new_mark()] if self.active else []
 
-    def stop(self, samples: int, waited_s: float) -> float | None:
-        """Count a trained batch of `samples` samples; return the rate (samples/s) once known.
+    def wait(self) -> None:
+        """The host begins, or ends, to wait for data."""
+        if self._marks:
+            self._marks.append(self._new_mark())
 
-        `waited_s` of that time went by waiting for data, which says nothing about the model.
-        """
-        duration_s = max(1e-9, time.perf_counter() - self._started - waited_s)
-        self.total_s += duration_s
-        self._durations_s.append(duration_s)
-        self._samples.append(samples)
+    def stop(self, samples: int) -> float | None:
+        """Count a trained batch of `samples` samples; return the rate (samples/s) once known."""
+        ended = self._new_mark()
+        self._batches.append(_Batch(marks=(*self._marks, ended), samples=samples))
+        self._marks = []
+        if len(self._batches) >= PROFILE_BATCHES:
+            ended.synchronize()
+        for batch in self._batches[len(self._durations_s) :]:
+            if not batch.is_over:
+                break
+            self._durations_s.append(batch.duration_s)
+            self.total_s += batch.duration_s
         if not self._is_enough():
             return None
         self.active = False
-        return rate_of(self._durations_s, self._samples)
+        timed = self._batches[: len(self._durations_s)]
+        return rate_of(self._durations_s, [batch.samples for batch in timed])
 
     def _is_enough(self) -> bool:
         timed = len(self._durations_s)

@@ -54,7 +54,8 @@ def join_group_of(run: RunTrial, device_kind: str) -> None:
         store_host=run.store.host if run.store else "",
         store_port=run.store.port if run.store else None,
     )
-    join_group(spec, "gloo" if device_kind == "cpu" else "nccl", run.collective_s)
+    by_gloo = device_kind == "cpu" or run.shares_gpu
+    join_group(spec, "gloo" if by_gloo else "nccl", run.collective_s)
 
 
 class Training:
@@ -78,7 +79,6 @@ class Training:
         self._objects: list[Any] = []
         self._modules: list[torch.nn.Module] = []
         self._position = EpochPosition()
-        self._num_loops = 0
         self._shares = BatchShares()
         self._shares.on_too_wide = self._go_on_with_fewer
         self._split_check = self._new_split_check()
@@ -208,7 +208,7 @@ class Training:
         assert self._checkpoint is not None
         saved = self._checkpoint.objects
         if position >= len(saved):
-            if self._num_loops >= self._checkpoint.loop:
+            if self._position.loop >= self._checkpoint.loop:
                 return  # made after the loop that was checkpointed
             raise TrialError(
                 f"trial.prepare() was called with more objects than when trial {self._run.number} "
@@ -240,12 +240,12 @@ class Training:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
-        self._num_loops += 1
+        self._position.loop += 1
         first = 0
         if self._checkpoint is not None:
-            if self._num_loops < self._checkpoint.loop:
+            if self._position.loop < self._checkpoint.loop:
                 return  # this loop was done before the checkpoint
-            if self._num_loops == self._checkpoint.loop:
+            if self._position.loop == self._checkpoint.loop:
                 first = self._checkpoint.epoch
                 self._restore_all(self._checkpoint)
         self._position.is_inside, self._position.num_epochs = True, num_epochs
@@ -312,7 +312,7 @@ class Training:
     def _checkpoint_at(self, next_epoch: int, rng: list[dict[str, Any]]) -> checkpoint.Checkpoint:
         modules = [i for i, o in enumerate(self._objects) if isinstance(o, torch.nn.Module)]
         return checkpoint.Checkpoint(
-            loop=self._num_loops,
+            loop=self._position.loop,
             epoch=next_epoch,
             objects=[state_of(thing) for thing in self._objects],
             state=self.state,

@@ -1,7 +1,6 @@
 """What travels between driver, agents and trainers on the control channel.
 
-Everything a user's code made (objectives, values, exceptions) travels as cloudpickle inside the
-message.
+What a user's code made (objectives, values, exceptions) travels as cloudpickle inside of them.
 """
 
 from __future__ import annotations
@@ -135,10 +134,7 @@ class StoreReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLost:
-    """The store's process ended; `cause` is its exit code or signal in words.
-
-    `agent` is the process id of who kept it.
-    """
+    """The store's process, kept by `agent`, ended; `cause` is its code or signal in words."""
 
     cause: str
     agent: int
@@ -204,6 +200,7 @@ class RunTrial:
         group: Name of the run's process group in the store; not used by any other run.
         store: Where the ranks find each other; needed for more than one.
         study_name: Name of the study, which checkpoints carry.
+        shares_gpu: Whether several ranks are on one GPU.
         parameters: What the study has suggested to the trial so far, where it is to be resumed.
         checkpoint: Path of the checkpoint to resume from, or None.
         checkpoint_to: Path to write checkpoints to while it trains.
@@ -237,6 +234,7 @@ class RunTrial:
     collective_s: float = 600.0
     num_devices: int = 1
     study_name: str = ""
+    shares_gpu: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 

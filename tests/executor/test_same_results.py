@@ -13,16 +13,19 @@ import optuna
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from optuna_fleet import Checkpoints
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import Leg, fleet_of, small_model, train
 
 
-def losses_of(fleet: Any, script: dict[int, Sequence[Leg]]) -> dict[int, list[float]]:
+def losses_of(
+    fleet: Any, script: dict[int, Sequence[Leg]], objective: Any = train
+) -> dict[int, list[float]]:
     study = optuna.create_study()
     fleet.script = script
-    study.optimize(train, n_trials=len(script), executor=fleet)
+    study.optimize(objective, n_trials=len(script), executor=fleet)
     # The numbers that torch draws at the end tell whether its generator was restored too.
     return {t.number: t.user_attrs["losses"] + t.user_attrs["noise"] for t in study.trials}
 
@@ -66,6 +69,33 @@ def test_resumed_on_three_devices_continues_bit_for_bit(fleet: Any) -> None:
 def test_moved_between_one_two_and_three_devices(fleet: Any, alone: list[float]) -> None:
     legs = [Leg((0,), 1), Leg((1, 2), 2), Leg((1, 2, 3), 4), Leg((0,))]
     assert losses_of(fleet, {0: legs})[0] == pytest.approx(alone, rel=1e-10)
+
+
+def train_by_chance(trial: Any) -> float:
+    """A layer of its own is skipped at random, as torch's generator of the CPU says."""
+    model = small_model()
+    skipped = nn.BatchNorm2d(1).double()
+    model, skipped = trial.prepare(model, skipped)
+    optimizer = torch.optim.SGD([*model.parameters(), *skipped.parameters()], lr=0.05)
+    losses = []
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=10):
+            inputs = images if torch.rand(()) < 0.5 else skipped(images)
+            loss = F.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(trial.mean(loss.item(), weight=trial.shard_size))
+    trial.set_user_attr("losses", losses)
+    trial.set_user_attr("noise", [])
+    return losses[-1]
+
+
+def test_what_is_decided_by_a_random_number_is_alike_on_all_ranks(fleet: Any) -> None:
+    one, two = (
+        losses_of(fleet, {0: [Leg(devices)]}, train_by_chance)[0] for devices in ((0,), (1, 2))
+    )
+    assert two == pytest.approx(one, rel=1e-10)
 
 
 def train_and_die(trial: Any, *, flag: Path) -> float:

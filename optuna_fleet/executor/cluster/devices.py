@@ -22,40 +22,44 @@ _PROBE_TIMEOUT_S = 120.0
 _DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg")  # the last is that of WSL
 
 
-def find_fleet(devices: int | None, device_type: str | None) -> Fleet:
-    """Return the local fleet: `devices` slots of `device_type`.
+def find_fleet(devices: int | None, device_type: str | None, slots_per_device: int = 1) -> Fleet:
+    """Return the local fleet: `slots_per_device` slots on each of `devices` of `device_type`.
 
     Args:
-        devices: Number of slots; None for all visible GPUs, or one CPU slot per core if there are
+        devices: How many; None for all visible GPUs, or as many as there are cores if there are
             none.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
+        slots_per_device: Trainers that share one; neighbours in order are on unlike ones.
 
     Raises:
         FleetConfigError: More GPUs are asked for than there are, or a number below 1.
     """
     check_number("devices", devices, least=1, whole=True, optional=True)
+    check_number("slots_per_device", slots_per_device, least=1, whole=True)
     check_choice("device_type", device_type, ("cpu", "cuda"), optional=True)
     gpus = [] if device_type == "cpu" else _gpu_names()
     if device_type == "cuda" or gpus:
-        return _gpu_fleet(gpus, devices)
-    number = devices if devices is not None else cpu_count()
+        return _gpu_fleet(gpus, devices, slots_per_device)
+    number = (devices if devices is not None else cpu_count()) * slots_per_device
     return Fleet(devices=tuple(Device(index=i, node=0, kind="cpu") for i in range(number)))
 
 
-def _gpu_fleet(names: list[str], devices: int | None) -> Fleet:
+def _gpu_fleet(names: list[str], devices: int | None, slots_per_device: int) -> Fleet:
     number = len(names) if devices is None else devices
     if number > len(names) or not names:
         raise FleetConfigError(
             f"{number or 'all'} GPUs were asked for, but {len(names)} are visible here"
             + (f" ({', '.join(names)})" if names else "")
-            + ". Ask for fewer, or pass device_type='cpu' for CPU slots."
+            + ". Ask for fewer, or pass device_type='cpu' for CPU slots; slots_per_device=2 has "
+            "two trials share each GPU."
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     ordinals = visible.split(",") if visible else [str(index) for index in range(len(names))]
     return Fleet(
         devices=tuple(
-            Device(index=index, node=0, kind=names[index], visible=ordinals[index])
-            for index in range(number)
+            Device(index=slot * number + gpu, node=0, kind=names[gpu], visible=ordinals[gpu])
+            for slot in range(slots_per_device)
+            for gpu in range(number)
         )
     )
 

@@ -55,6 +55,7 @@ class PipelineClient:
 
     Attributes:
         waited_s: Seconds spent waiting for data so far.
+        at_wait: Called when such a wait begins, and when it ends.
     """
 
     def __init__(self, sock: socket.socket, spec: PipelineSpec) -> None:
@@ -65,6 +66,7 @@ class PipelineClient:
         self._num_passes = 0
         self._collates: dict[str, Callable[[list[Any]], Any] | None] = {}
         self.waited_s = 0.0
+        self.at_wait: Callable[[], object] = lambda: None
 
     def sample_count(self, name: str) -> int:
         """Returns the length of a data set.
@@ -242,11 +244,13 @@ class PipelineClient:
         if arrived():
             return
         begin = time.perf_counter()
+        self.at_wait()
         try:
             while not arrived():
                 self._receive()
         finally:
             self.waited_s += time.perf_counter() - begin
+            self.at_wait()
 
     def _receive(self, flags: int = 0) -> None:
         try:

@@ -1,0 +1,102 @@
+"""One trial through the executor against the bare loop, in alternation on the same device."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import optuna
+import torch
+import workload
+from gpu_data import Pictures, loader, to_device, wait_for
+from torch.nn.functional import cross_entropy
+from torchvision.models import resnet18
+
+from optuna_fleet import FleetExecutor, SharedPipeline
+
+
+def new_model(is_small: bool) -> Any:
+    if not is_small:
+        return resnet18(num_classes=10)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 1, 1), workload.build_model(8))
+
+
+def train(
+    epochs: Iterable[int], batches: Callable[[], Iterable[Any]], model: Any, optimizer: Any
+) -> float:
+    """Seconds of all epochs but the first."""
+    began = 0.0
+    for epoch in epochs:
+        for images, labels in batches():
+            loss = cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        wait_for(loss.device.type)
+        began = time.perf_counter() if epoch == 0 else began
+    return time.perf_counter() - began
+
+
+def objective(trial: Any, name: str, num_epochs: int, batch_size: int, is_small: bool) -> float:
+    model = new_model(is_small)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model, optimizer = trial.prepare(model, optimizer)
+    read = partial(trial.batches, name, batch_size=batch_size)
+    return train(trial.epochs(num_epochs), read, model, optimizer)
+
+
+def main() -> None:
+    device = sys.argv[1]
+    is_small = device == "cpu"
+    num, size_px, batch_size = (128, 16, 8) if is_small else (6144, 96, 64)
+    num_workers, num_epochs, rounds = (1, 2, 2) if is_small else (8, 3, 4)
+    if is_small:  # as a trainer has it: threads that spin wait for others on a busy machine
+        torch.set_num_threads(1)
+    dataset = Pictures(num, size_px)
+    samples = num * (num_epochs - 1)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Each trial has data of its own: none of it is preprocessed when the trial begins.
+    names = [f"train{number}" for number in range(rounds + 1)]
+    datasets: Any = dict.fromkeys(names, dataset)
+    options: Any = {"device_type": device, "devices": 1, "policy": "greedy"}
+
+    def rate_on(fleet: FleetExecutor, name: str) -> float:
+        study = optuna.create_study()
+        sizes = {"num_epochs": num_epochs, "batch_size": batch_size, "is_small": is_small}
+        study.optimize(partial(objective, name=name, **sizes), n_trials=1, executor=fleet)
+        return samples / study.best_value
+
+    def bare_rate() -> float:
+        model = new_model(is_small).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        read = partial(to_device, batches, device)
+        return samples / train(range(num_epochs), read, model, optimizer)
+
+    print("Samples/s; the first round is there to warm up:\n")
+    print(
+        "| trial on the fleet | bare loop with a DataLoader | fleet / bare (time) |\n|---|---|---|"
+    )
+    ratios = []
+    pipeline = SharedPipeline(num_preprocessors=num_workers, **datasets)
+    with FleetExecutor(pipeline, **options) as fleet:
+        batches = loader(dataset, batch_size, device, num_workers)
+        for name in names:
+            own, bare = rate_on(fleet, name), bare_rate()
+            ratios.append(bare / own)
+            print(f"| {own:.0f} | {bare:.0f} | {ratios[-1]:.3f} |", flush=True)
+    print(f"\nMedian without the first: {statistics.median(ratios[1:]):.3f}.\n", flush=True)
+    # With two slots there is something to decide, so rates are measured.
+    pipeline = SharedPipeline(num_preprocessors=num_workers, train=dataset)
+    with FleetExecutor(pipeline, slots_per_device=2, **options) as fleet:
+        own = rate_on(fleet, "train")
+        assert fleet._runtime is not None
+        profiled = [profile.measured for profile in fleet._runtime.profiles.values()]
+    print(f"Rates measured in a trial's first batches: {profiled}, and all along: {own:.0f}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""`benchmarks/gpu.py` writes its report, whatever becomes of its parts."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("gpu")
+
+
+def test_its_cheapest_part_writes_a_report(tmp_path: Path) -> None:
+    report = tmp_path / "new" / "report.md"
+    options = ["--device", "cpu", "--only", "environment", "--report", str(report)]
+    subprocess.run([sys.executable, str(BENCHMARKS / "gpu.py"), *options], check=True)
+    text = report.read_text()
+    assert "## environment: done" in text
+    assert "torch" in text
+    assert "Not yet" not in text
+
+
+def test_parts_that_fail_or_hang_are_told_of_and_the_others_run(gpu: Any, tmp_path: Path) -> None:
+    def part(code: str, **options: Any) -> Any:
+        command = (sys.executable, "-c", code)
+        return gpu.Part(**{"name": "part", "command": command, "limit_s": 60.0, **options})
+
+    hangs = "import time; print('begun', flush=True); time.sleep(600)"
+    report = tmp_path / "report.md"
+    parts = [
+        part("print('so far'); raise KeyError('meant')"),
+        part(hangs, limit_s=2.0),
+        part("", command=("/no/such/program",)),
+        part("print('| a table |')"),
+    ]
+    assert not gpu.write_report(report, parts)
+    failed, hung, missing, good = report.read_text().split("\n## ")[1:]
+    assert "so far" in failed
+    assert "KeyError: 'meant'" in failed
+    assert "**not done** within 2 s" in hung
+    assert "No such file" in missing
+    assert "done" in good
+    assert "| a table |" in good
+    assert gpu.write_report(report, parts[-1:])
+
+
+def test_on_a_gpu_it_takes_8_minutes_at_most(gpu: Any) -> None:
+    assert sum(part.limit_s + gpu._LAST_WORDS_S for part in gpu.parts_for("cuda")) <= 480

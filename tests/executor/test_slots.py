@@ -1,0 +1,58 @@
+"""Several trainers on one device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet import FleetConfigError
+from optuna_fleet.executor.cluster import devices
+from optuna_fleet.executor.cluster.devices import find_fleet
+from optuna_fleet.resources import share_gpu
+from optuna_fleet.trainer import training
+from tests.fleets import Leg, fleet_of, train
+
+
+def test_slots_in_a_row_are_on_unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_gpu_names", lambda: ["H200", "H100"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    slots = find_fleet(None, None, 2).devices
+    assert [slot.index for slot in slots] == [0, 1, 2, 3]
+    assert [slot.visible for slot in slots] == ["5", "7", "5", "7"]
+    assert [slot.kind for slot in slots] == ["H200", "H100"] * 2
+    assert [share_gpu(slots[:2]), share_gpu(slots[1:3]), share_gpu(slots[::2])] == [0, 0, 1]
+
+
+def test_cpu_slots_share_no_gpu() -> None:
+    slots = find_fleet(1, "cpu", 3).devices
+    assert len(slots) == 3
+    assert not share_gpu(slots)
+    with pytest.raises(FleetConfigError, match="slots_per_device"):
+        find_fleet(1, "cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares_gpu", "backend"),
+    [("cpu", False, "gloo"), ("H200", False, "nccl"), ("H200", True, "gloo")],
+)
+def test_ranks_on_one_gpu_do_without_nccl(
+    monkeypatch: pytest.MonkeyPatch, kind: str, shares_gpu: bool, backend: str
+) -> None:
+    joined: list[str] = []
+    monkeypatch.setattr(training, "join_group", lambda spec, backend, _: joined.append(backend))
+    run: Any = SimpleNamespace(
+        rank=0, world_size=2, group="g", store=None, shares_gpu=shares_gpu, collective_s=1.0
+    )
+    training.join_group_of(run, kind)
+    assert joined == [backend]
+
+
+def test_a_trial_on_the_slots_of_one_device() -> None:
+    study = optuna.create_study()
+    with fleet_of(devices=1, device_type="cpu", slots_per_device=2) as fleet:
+        fleet.script = {0: [Leg((0, 1))]}
+        study.optimize(train, n_trials=1, executor=fleet)
+    assert study.trials[0].state.is_finished()

@@ -1,0 +1,77 @@
+"""Masks are drawn apart on each rank of GPUs; all other randomness is alike on the ranks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from optuna_fleet.pipeline.reader.batches import Batch
+from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.trainer import shard_loader
+from optuna_fleet.trainer.shard_loader import EpochPosition, ShardLoader
+from optuna_fleet.trainer.shares import BatchShares
+from tests.fleets import small_pipeline
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seeds that the GPU's generator got."""
+    seeds: list[int] = []
+    batch = Batch(data=None, local_size=1, global_size=2)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    monkeypatch.setattr(shard_loader, "feed", lambda *_: iter([(batch, None)] * 3))
+    return seeds
+
+
+@pytest.fixture
+def client() -> Iterator[PipelineClient]:
+    here, there = socket.socketpair()
+    with here, there:
+        yield PipelineClient(here, small_pipeline().spec())
+
+
+def loader_of(
+    client: Any, device: torch.device, world_size: int, rank: int
+) -> tuple[ShardLoader, EpochPosition]:
+    run = SimpleNamespace(
+        measure=False, world_size=world_size, rank=rank, seed=1, number=2, run_id=3
+    )
+    session: Any = SimpleNamespace(run=run, send=lambda _: None, num_batches=0, began=0.0)
+    position = EpochPosition(loop=1, is_inside=True)
+    modules: list[torch.nn.Module] = [torch.nn.Identity()]
+    loader = ShardLoader(session, client, device, modules, position, BatchShares(), None)
+    return loader, position
+
+
+def epochs(client: Any, device: torch.device, world_size: int, rank: int, *which: int) -> None:
+    loader, position = loader_of(client, device, world_size, rank)
+    for position.epoch in which:
+        for name in ("train", "val", "train"):
+            assert len(list(loader.batches(name, 2, drop_last=False))) == 3
+
+
+def test_each_rank_draws_masks_of_its_own_in_each_epoch(client: Any, drawn: list[int]) -> None:
+    for rank in range(3):
+        epochs(client, GPU, 3, rank, 0, 1)
+    assert len(set(drawn)) == len(drawn) == 6
+    resumed = drawn[3:4]
+    drawn.clear()
+    epochs(client, GPU, 3, 1, 1)
+    assert drawn == resumed
+
+
+@pytest.mark.parametrize(("device", "world_size"), [(GPU, 1), (torch.device("cpu"), 2)])
+def test_one_device_and_cpus_go_on_with_the_trials_own_generator(
+    client: Any, drawn: list[int], device: torch.device, world_size: int
+) -> None:
+    before = torch.get_rng_state()
+    epochs(client, device, world_size, 0, 0, 1)
+    assert drawn == []
+    assert torch.equal(torch.get_rng_state(), before)
