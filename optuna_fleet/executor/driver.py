@@ -99,14 +99,13 @@ class Driver:
         self._ledger = ledger
         self._proposals = proposals
         self._job = job
-        self._evaluator = EpochEvaluator(job, ledger)
+        self._evaluator = EpochEvaluator(job.options, ledger, maximize=job.maximize)
         self._retention = retention
-        self._calls = CallHandler(runtime, ledger, retention)
+        self._calls = CallHandler(runtime.send, ledger, retention)
         self.pipeline_log = PipelineLog(ledger.record_span, runtime.last_report, time.time())
         self._events: deque[Event] = deque()
         self._runs: dict[int, RunRecord] = {}
-        self._where: dict[int, int] = {}
-        self._watchdog = Watchdog(job.limits, runtime.process_state)
+        self._watchdog = Watchdog(job.options.limits, runtime.process_state)
         self._deadlines = Deadlines()
         self._launcher = Launcher(runtime, job, retention, adopted=proposals.adopted())
         self._deciding = False
@@ -207,18 +206,19 @@ class Driver:
         if isinstance(message, TrainerExited) and is_live:
             self._launcher.trainer_died(message.device)
             self._deadlines.drop(message.device)
-            run = self._runs.get(self._where.get(message.device, -1))
-            if run is not None and message.device in run.remaining() and not run.is_killed:
-                self._trainer_died(run, message)
+            for run in self._runs.values():
+                if message.device in run.remaining():
+                    self._trainer_died(run, message)
         for event in self._runtime.device_events(message):
             self._post(event)
 
     def _trainer_died(self, run: RunRecord, message: TrainerExited) -> None:
         text = f"the trainer of device {message.device} died: {message.cause}"
-        if message.out_of_memory:
+        run.lost.add(message.device)
+        if message.out_of_memory and not run.is_killed:
             words = f"Trial {run.launch.number} ran out of memory: {text}."
             self._fail_run(run, OutOfMemoryError(words))
-        else:
+        elif not run.is_killed:
             run.causes.append(text)
 
     def _stop_faulty(self, fault: Hung | Broken) -> None:
@@ -304,7 +304,8 @@ class Driver:
                 assert_never(instruction)
 
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
-        if decision is EpochDecision.GO and run.unsaved_s >= self._job.checkpoint_interval_s:
+        interval_s = self._job.options.checkpoints.interval_s
+        if decision is EpochDecision.GO and run.unsaved_s >= interval_s:
             decision, run.saved = EpochDecision.CHECKPOINT, time.monotonic()
         elif decision is EpochDecision.YIELD:
             self.tally.moves.leaves(run.launch.number)
@@ -323,7 +324,6 @@ class Driver:
         self._runs[launch.run_id] = RunRecord(
             launch=launch, start=time.time(), calls=RunCalls(world_size=len(launch.devices))
         )
-        self._where.update(dict.fromkeys(launch.devices, launch.run_id))
         self._watchdog.launched(launch)
         self.tally.moves.launched(launch.number)
         trial_id = compat.id_of(self._proposals[launch.number])

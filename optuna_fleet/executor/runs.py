@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_fleet.events import Ending, Launch, Model, StartRound
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
-from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.executor.ranks import parted
-from optuna_fleet.options import Limits
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 from optuna_fleet.settings import Settings
 from optuna_fleet.wire.messages import Call, Ended, FirstBatchRequested
@@ -23,16 +21,12 @@ from optuna_fleet.wire.packing import unpack, unpack_error
 class Job:
     """What to run, for all trials of a call."""
 
+    options: Options
     objective_id: int
     objective: bytes
     settings: Settings
-    seed: int
     gc_after_trial: bool
-    convergence: Convergence | None
-    predictor: Callable[[Any], float | None] | None
-    checkpoint_interval_s: float
     maximize: bool | None
-    limits: Limits
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an exception
@@ -46,6 +40,7 @@ class RunRecord:
     Attributes:
         start: When it was launched, seconds since the epoch.
         ended: How its ranks ended, in order of arrival.
+        lost: Devices whose trainers died before their ranks had ended.
         causes: What became of ranks that were lost.
         saved: When it was last told to make a checkpoint, by the monotonic clock.
         started: When it was launched, likewise.
@@ -60,6 +55,7 @@ class RunRecord:
     saved: float = field(default_factory=time.monotonic)
     started: float = field(default_factory=time.monotonic)
     ended: list[Ended] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
     causes: list[str] = field(default_factory=list)
     pending_epoch: Call | None = None
     verdict: BaseException | None = None
@@ -101,7 +97,7 @@ class RunRecord:
 
     def remaining(self) -> list[int]:
         """The devices whose ranks have not left the objective."""
-        over = {ended.device for ended in self.ended}
+        over = self.lost.union(ended.device for ended in self.ended)
         return [device for device in self.launch.devices if device not in over]
 
     @property

@@ -16,7 +16,8 @@ from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.checkpoints.folder import StudyFolder, private_folder
 from optuna_fleet.events import DeviceJoined, DeviceLost, Ending, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.local import AgentProcess, agent_config
+from optuna_fleet.executor.cluster.config import agent_config
+from optuna_fleet.executor.cluster.protocol import StartAgent
 from optuna_fleet.executor.connections import Connections, Readable
 from optuna_fleet.executor.device_faults import DeviceFaults
 from optuna_fleet.executor.startup import Startup
@@ -63,6 +64,7 @@ class Runtime:
         pipeline: SharedPipeline | None,
         allocator: IsolatedAllocator,
         checkpoint_dir: Path | None,
+        start_agent: StartAgent,
         *,
         preload: bool,
         stuck_s: float | None = None,
@@ -99,6 +101,7 @@ class Runtime:
                 private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
                 stuck_s=stuck_s,
             )
+            self._new_agent = start_agent
             self._start_s = start_s
             self._start_agent()
         except BaseException:
@@ -107,7 +110,7 @@ class Runtime:
             raise
 
     def _start_agent(self) -> None:
-        self._agent = AgentProcess(self._config)
+        self._agent = self._new_agent(self._config)
         self._startup = Startup(self._start_s)
         self._startup.started(self._agent.pid, "The fleet's agent process")
         self._unheard = {device.index for device in self.fleet.devices}

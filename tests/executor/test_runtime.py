@@ -20,7 +20,7 @@ from unittest import mock
 import optuna
 import pytest
 
-from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
+from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
 from optuna_fleet.events import DeviceJoined, EpochDecision, Launch
 from optuna_fleet.executor import runtime as runtimes
@@ -96,11 +96,10 @@ class FakeHub:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runtime]:
-    monkeypatch.setattr(runtimes, "AgentProcess", FakeAgent)
     monkeypatch.setattr(runtimes, "Connections", FakeHub)
     devices = tuple(Device(index=index, node=0, kind="cpu") for index in range(2))
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
-    made = Runtime(Fleet(devices=devices), None, allocator, tmp_path, preload=False)
+    made = Runtime(Fleet(devices=devices), None, allocator, tmp_path, FakeAgent, preload=False)
     yield made
     made.close()
 
@@ -314,7 +313,7 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     monkeypatch.setattr("time.time", lambda: -36_000.0)
     answers: list[EpochDecision] = []
     driver: Any = SimpleNamespace(
-        _job=SimpleNamespace(checkpoint_interval_s=0.0),
+        _job=SimpleNamespace(options=SimpleNamespace(checkpoints=Checkpoints(interval_s=0))),
         _proposals=SimpleNamespace(keep_record=lambda: None),
         _calls=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
     )
@@ -354,13 +353,12 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     """Its successor would be busy with a run that nobody knows any more."""
     runtime: Any = FakeRuntime()
     job = SimpleNamespace(
-        seed=0,
+        options=SimpleNamespace(seed=0, limits=Limits()),
         objective_id=0,
         objective=b"",
         settings=Settings(),
         gc_after_trial=False,
         maximize=False,
-        limits=Limits(),
     )
     folder = runtimes.StudyFolder(tmp_path, "study")
     retention = SimpleNamespace(folder=folder, keeps_any=False)

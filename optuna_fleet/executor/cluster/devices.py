@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-from optuna_fleet.arguments import check_choice, check_number
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.resources import Device, Fleet, cpu_count
 
@@ -31,10 +30,8 @@ def find_fleet(devices: int | None, device_type: str | None) -> Fleet:
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
 
     Raises:
-        FleetConfigError: More GPUs are asked for than there are, or a number below 1.
+        FleetConfigError: More GPUs are asked for than there are.
     """
-    check_number("devices", devices, least=1, whole=True, optional=True)
-    check_choice("device_type", device_type, ("cpu", "cuda"), optional=True)
     gpus = [] if device_type == "cpu" else _gpu_names()
     if device_type == "cuda" or gpus:
         return _gpu_fleet(gpus, devices)
