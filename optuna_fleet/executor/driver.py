@@ -119,7 +119,7 @@ class Driver:
         Raises:
             BaseException: KeyboardInterrupt, or a failure of the fleet itself; at once.
         """
-        for device in self._runtime.live:
+        for device in self._runtime.trainers.live:
             self._post(DeviceJoined(device=device))
         for number in self._proposals.adopted():
             self._ledger.note_restart(number)
@@ -173,7 +173,7 @@ class Driver:
             case Call() | Remark() if message.run_id in self._runs:
                 self._called(self._runs[message.run_id], message)
             case FirstBatchRequested() if message.run_id in self._runs:
-                self._runtime.open_store()
+                self._runtime.rendezvous.open()
                 self._post(DataRequested(run_id=message.run_id, model=model_of(message)))
                 self._proposals.note_defined(self._runs[message.run_id].launch.number)
                 self._propose(again=True)
@@ -202,7 +202,7 @@ class Driver:
                 self._launcher.send_waiting()
 
     def _trainer_changed(self, message: TrainerReady | TrainerExited) -> None:
-        is_live = message.pid == self._runtime.live.get(message.device)
+        is_live = message.pid == self._runtime.trainers.pid_on(message.device)
         if isinstance(message, TrainerExited) and is_live:
             self._launcher.trainer_died(message.device)
             self._deadlines.drop(message.device)
@@ -255,7 +255,7 @@ class Driver:
         if message.is_last:  # before anything else is launched there
             self._launcher.trainer_died(message.device)
             self._post(DeviceLost(device=message.device))
-        self._runtime.rank_ended(message)
+        self._events.extend(self._runtime.rank_ended(message))
 
     def _called(self, run: RunRecord, call: Call | Remark) -> None:
         ended = self._calls.take(run, call)

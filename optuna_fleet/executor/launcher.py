@@ -82,11 +82,11 @@ class Launcher:
         """Send what can be sent: runs on several devices wait for the store of the rendezvous."""
         kept = []
         for device, order in self._waiting:
-            if order.world_size > 1 and self._runtime.store is None:
-                self._runtime.open_store()
+            if order.world_size > 1 and self._runtime.rendezvous.store is None:
+                self._runtime.rendezvous.open()
                 kept.append((device, order))
             else:
-                self._runtime.send(device, replace(order, store=self._runtime.store))
+                self._runtime.send(device, replace(order, store=self._runtime.rendezvous.store))
         self._waiting = kept
 
     def checkpoint_failed(self, launch: Launch, message: CheckpointFailed) -> None:
