@@ -40,7 +40,7 @@ from optuna_fleet.events import (
     StartRound,
     WidthLimited,
 )
-from optuna_fleet.exceptions import OutOfMemoryError, StorageLostError, TrainerLostError
+from optuna_fleet.exceptions import StorageLostError, TrainerLostError
 from optuna_fleet.executor.abandoning import end_all
 from optuna_fleet.executor.call_handler import CallHandler
 from optuna_fleet.executor.calls import RunCalls
@@ -202,31 +202,23 @@ class Driver:
                 self._launcher.send_waiting()
 
     def _trainer_changed(self, message: TrainerReady | TrainerExited) -> None:
-        is_live = message.pid == self._runtime.trainers.pid_on(message.device)
-        if isinstance(message, TrainerExited) and is_live:
-            self._launcher.trainer_died(message.device)
-            self._deadlines.drop(message.device)
+        device, trainers = message.device, self._runtime.trainers
+        if isinstance(message, TrainerExited) and message.pid == trainers.pid_on(device):
+            self._launcher.trainer_died(device)
+            self._deadlines.drop(device)
             for run in self._runs.values():
-                if message.device in run.remaining():
-                    self._trainer_died(run, message)
+                if device in run.remaining():
+                    error = run.lose_rank(message, is_killed=trainers.is_killed(device))
+                    if error is not None:
+                        self._fail_run(run, error)
         for event in self._runtime.device_events(message):
             self._post(event)
-
-    def _trainer_died(self, run: RunRecord, message: TrainerExited) -> None:
-        text = f"the trainer of device {message.device} died: {message.cause}"
-        run.lost.add(message.device)
-        if message.out_of_memory and not run.is_killed:
-            words = f"Trial {run.launch.number} ran out of memory: {text}."
-            self._fail_run(run, OutOfMemoryError(words))
-        elif not run.is_killed:
-            run.causes.append(text)
 
     def _stop_faulty(self, fault: Hung | Broken) -> None:
         run = self._runs[fault.run_id]
         if isinstance(fault, Broken):
             self._fail_run(run, fault.error)
             return
-        run.is_killed = True
         run.causes.append(str(fault))
         if fault.is_rendezvous and len(run.launch.devices) > 1:
             run.causes.append(self._runtime.replace_store())
@@ -235,7 +227,7 @@ class Driver:
 
     def _fail_run(self, run: RunRecord, error: BaseException) -> None:
         """End a run at once, and its trial with this error."""
-        run.verdict, run.is_killed = error, True
+        run.verdict = error
         self._post(RunFailed(run_id=run.launch.run_id))
 
     def _rank_ended(self, run: RunRecord, message: Ended) -> None:

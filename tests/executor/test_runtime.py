@@ -23,16 +23,19 @@ import pytest
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
 from optuna_fleet.events import DeviceJoined, Ending, EpochDecision, Launch
+from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor import agents
 from optuna_fleet.executor import runtime as runtimes
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.cluster import shares
+from optuna_fleet.executor.deadlines import Deadlines
 from optuna_fleet.executor.driver import Driver
 from optuna_fleet.executor.launcher import Launcher
 from optuna_fleet.executor.rendezvous import Rendezvous
 from optuna_fleet.executor.runs import RunRecord
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.startup import Startup
+from optuna_fleet.executor.trainers import Trainers
 from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.spec import PipelineSetup
@@ -336,6 +339,52 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     )
     Driver._answer_epoch(driver, run, EpochDecision.GO)
     assert answers == [EpochDecision.CHECKPOINT]
+
+
+# -- runs that lose ranks ------------------------------------------------------------------------
+
+
+def died(device: int, *, out_of_memory: bool = False) -> TrainerExited:
+    return TrainerExited(
+        device=device, pid=device, cause="signal SIGKILL", out_of_memory=out_of_memory
+    )
+
+
+def run_on(*devices: int) -> RunRecord:
+    calls = RunCalls(world_size=len(devices))
+    return RunRecord(launch=launch(1, *devices), start=0.0, calls=calls)
+
+
+def test_the_first_death_is_the_cause_of_the_others() -> None:
+    run = run_on(0, 1)
+    assert run.lose_rank(died(0), is_killed=False) is None
+    assert run.lose_rank(died(1), is_killed=True) is None
+    assert run.cause == "the trainer of device 0 died: signal SIGKILL"
+    assert run.remaining() == []
+
+
+@pytest.mark.parametrize(("is_killed", "kind"), [(False, OutOfMemoryError), (True, type(None))])
+def test_a_trial_fails_that_runs_out_of_memory_but_not_one_that_we_kill(
+    is_killed: bool, kind: type
+) -> None:
+    run = run_on(0)
+    assert type(run.lose_rank(died(0, out_of_memory=True), is_killed=is_killed)) is kind
+
+
+def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> None:
+    """That may still be ending on its other devices, while this one is free."""
+    before = run_on(0, 1)
+    before.lose_rank(died(0), is_killed=False)
+    driver: Any = SimpleNamespace(
+        _runtime=SimpleNamespace(trainers=Trainers(), device_events=lambda message: []),
+        _launcher=SimpleNamespace(trainer_died=lambda device: None),
+        _deadlines=Deadlines(),
+        _runs={1: before},
+        _fail_run=pytest.fail,
+    )
+    driver._runtime.trainers.ready(0, 0)
+    Driver._trainer_changed(driver, died(0, out_of_memory=True))
+    assert before.remaining() == [1]
 
 
 # -- runs that wait for a store ------------------------------------------------------------------
