@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optuna_fleet import Convergence, FleetExecutor
+from optuna_fleet import Convergence, FleetConfigError, FleetExecutor
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.inline import InlineCluster
 from tests.executor.test_same_results import losses_of
@@ -140,6 +140,13 @@ def test_starts_no_process_and_looks_for_no_gpu(monkeypatch: pytest.MonkeyPatch)
     study = optuna.create_study()
     study.optimize(lambda _: 0.0, n_trials=1, executor=FleetExecutor(cluster=InlineCluster()))
     assert (started, study.best_value) == ([], 0.0)
+
+
+def test_runs_where_agents_can_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with pytest.raises(FleetConfigError, match=r"needs Linux 5\.3 .*cluster='inline' runs every"):
+        FleetExecutor(cluster="local")
+    FleetExecutor(cluster="inline").optimize(optuna.create_study(), lambda _: 0.0, n_trials=1)
 
 
 class CountsCalls:

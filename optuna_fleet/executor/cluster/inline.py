@@ -158,4 +158,6 @@ class _InlineSession(Session):
             self._calls.answer_epoch(self._record, decision)
 
     def _await_reply(self, index: int) -> Reply:
-        return self._replies.popleft()
+        while (reply := self._replies.popleft()).index != index:
+            pass  # nobody has waited for it
+        return reply
