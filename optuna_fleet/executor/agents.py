@@ -45,13 +45,9 @@ class AgentKeeper:
         if not self._unheard:
             self.startup.over(self.process.pid)
 
-    def kill_late(self, problem: str) -> None:
-        """It is not ready in time."""
-        self._why_killed = problem
-        self.kill()
-
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
         """Kill it; its end is heard of."""
+        self._why_killed = why
         os.kill(self.process.pid, signal.SIGKILL)
 
     def replace(self) -> str:

@@ -27,7 +27,7 @@ class CallHandler:
         send: Sends an answer to the trial on a device.
         ledger: The study's.
         retention: Of the study's checkpoints.
-        is_inline: The trial is in this process: it gets errors as they were raised, and nobody
+        in_process: The trial is in this process: it gets errors as they were raised, and nobody
             else has to wait for a slow sampler.
     """
 
@@ -37,10 +37,10 @@ class CallHandler:
         ledger: Ledger,
         retention: CheckpointRetention,
         *,
-        is_inline: bool = False,
+        in_process: bool = False,
     ) -> None:
         self._send = send
-        self._is_inline = is_inline
+        self._in_process = in_process
         self._ledger = ledger
         self._retention = retention
         self._remarks = Remarks()
@@ -93,7 +93,7 @@ class CallHandler:
             began = time.monotonic()
             self._answer(run, call, self._carried_out(run, call))
             is_slow = trial is not None and time.monotonic() - began > _SLOW_S
-            is_slow = is_slow and not self._is_inline
+            is_slow = is_slow and not self._in_process
             if is_slow and not compat.is_bound_to_thread(self._ledger.study):
                 self._sampler = BackgroundSampler(self._ledger.study)
 
@@ -155,7 +155,7 @@ class CallHandler:
         except StorageLostError:  # no matter of this trial's
             raise
         except Exception as error:
-            if self._is_inline:
+            if self._in_process:
                 raise
             return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
 

@@ -108,7 +108,7 @@ class Runtime:
             LaunchError: The agent ended before any trainer was ready: by itself, or killed several
                 times in a row.
         """
-        if not self._agent.process.is_alive():
+        if not self.is_alive():
             yield from self._replace_agent()
             return
         self._end_stopped_agent()
@@ -152,7 +152,7 @@ class Runtime:
             problem += f" ({state})" if state else ""
             fleet_logger.warning(f"{problem}; it is killed, and another one started.")
             if pid == self._agent.process.pid:
-                self._agent.kill_late(problem)
+                self._agent.kill(problem)
             else:
                 self._kill(self.trainers.device_of(pid), pid)
 
@@ -287,7 +287,7 @@ class Runtime:
 
     def is_alive(self) -> bool:
         """Whether the agent still runs."""
-        return self._agent.process.is_alive()
+        return self._agent.process.exit_code is None
 
     def close_if_owner(self) -> None:
         """`close`, unless this is a fork of the process that started the fleet."""

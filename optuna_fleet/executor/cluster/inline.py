@@ -50,7 +50,7 @@ class InlineRunner:
         options, replies = self._options, deque[Reply]()
         keeps_none = CheckpointRetention(loop.study, StudyFolder(Path(), ""), num_kept=0)
         calls = CallHandler(
-            lambda _, reply: replies.append(reply), loop.ledger, keeps_none, is_inline=True
+            lambda _, reply: replies.append(reply), loop.ledger, keeps_none, in_process=True
         )
         evaluator = EpochEvaluator(options, loop.ledger, maximize=loop.maximize)
         while (number := loop.proposals.ask()) is not None:

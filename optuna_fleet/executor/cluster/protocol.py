@@ -92,10 +92,6 @@ class AgentHandle(Protocol):
         """What becomes readable when it ends."""
         ...
 
-    def is_alive(self) -> bool:
-        """Whether it runs."""
-        ...
-
     def close(self) -> None:
         """Wait for its end, which is near, and forget it."""
         ...
