@@ -19,6 +19,7 @@ from optuna_fleet.exceptions import (
     TrialError,
     TrialTimeoutError,
 )
+from optuna_fleet.executor.cluster.local import LocalCluster
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.fleet_executor import FleetExecutor
 from optuna_fleet.executor.summary import FleetSummary
@@ -39,6 +40,7 @@ __all__ = [
     "FleetTrial",
     "LaunchError",
     "Limits",
+    "LocalCluster",
     "OutOfMemoryError",
     "PreprocessingError",
     "RandomResizedCrop",

@@ -27,7 +27,7 @@ class Ending(Enum):
     """How one rank of a run ended: by itself, aborted, or with its process.
 
     `DISCONNECTED` if a collective failed for want of its peers: if nobody else tells why they
-    left, they were lost.
+    left, they were lost. `KILLED` if the driver ended the process of a run that was aborted.
     """
 
     RETURNED = "returned"
@@ -36,6 +36,7 @@ class Ending(Enum):
     YIELDED = "yielded"
     ABORTED = "aborted"
     LOST = "lost"
+    KILLED = "killed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

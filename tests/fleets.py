@@ -229,9 +229,15 @@ class ScriptableFleet(FleetExecutor):
     script: dict[int, Sequence[Leg]] | None = None
     events: list[Event]
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        runner: Any = self._runner
+        self._not_scripted = runner._new_controller
+        runner._new_controller = self._new_controller
+
     def _new_controller(self, runtime: Any) -> Any:
         if self.script is None:
-            return super()._new_controller(runtime)
+            return self._not_scripted(runtime)
         script, self.script = self.script, None
         controller = ScriptedController(script, runtime.run_ids)
         self.events = controller.events

@@ -28,7 +28,8 @@ from typing import IO, Any, NoReturn
 import pytest
 
 from optuna_fleet.alloc import IsolatedAllocator
-from optuna_fleet.executor.cluster.local import _DEFAULTS, modules_to_preload
+from optuna_fleet.executor.cluster.config import modules_to_preload
+from optuna_fleet.executor.cluster.local import _DEFAULTS
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 
 AGENT = "optuna_fleet.executor.cluster.agent"

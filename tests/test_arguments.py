@@ -18,6 +18,7 @@ from optuna_fleet import (
 )
 from optuna_fleet.alloc import MipAllocator
 from optuna_fleet.arguments import check_number
+from optuna_fleet.executor.cluster.inline import InlineCluster
 from optuna_fleet.policies import Elastic, Mip, Own
 
 
@@ -57,6 +58,8 @@ from optuna_fleet.policies import Elastic, Mip, Own
         (FleetExecutor, {"policy": "elastics"}, "did you mean `elastic`?"),
         (FleetExecutor, {"policy": Mip}, "or an object as optuna_fleet.policies.Mip(alpha=0.5)"),
         (FleetExecutor, {"cluster": np.zeros(2)}, "but must be 'local' or 'inline'."),
+        (FleetExecutor, {"cluster": InlineCluster}, "but must be 'local' or 'inline'."),
+        (FleetExecutor, {"cluster": "inline", "devices": 0}, "`devices` is 0, but must be"),
         (FleetExecutor, {"device_type": ["cpu"]}, "but must be 'cpu' or 'cuda'."),
     ],
 )

@@ -623,12 +623,15 @@ class FakeAgent:
         pass
 
 
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[runtimes.Runtime]:
-    monkeypatch.setattr(runtimes, "AgentProcess", FakeAgent)
-    device = Device(index=0, node=0, kind="cpu")
+def runtime_in(folder: Path | None, start_agent: Any) -> runtimes.Runtime:
+    fleet = Fleet(devices=(Device(index=0, node=0, kind="cpu"),))
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
-    made = runtimes.Runtime(Fleet(devices=(device,)), None, allocator, tmp_path, preload=False)
+    return runtimes.Runtime(fleet, None, allocator, folder, start_agent, preload=False)
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Iterator[runtimes.Runtime]:
+    made = runtime_in(tmp_path, FakeAgent)
     yield made
     made.close()
 
@@ -656,10 +659,7 @@ def test_no_temporary_folder_stays_if_the_agent_cannot_start(
     def refuse(config: Any) -> Any:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(runtimes, "AgentProcess", refuse)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    device = Device(index=0, node=0, kind="cpu")
-    allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
     with pytest.raises(OSError, match="no more processes"):
-        runtimes.Runtime(Fleet(devices=(device,)), None, allocator, None, preload=False)
+        runtime_in(None, refuse)
     assert not list(tmp_path.iterdir())

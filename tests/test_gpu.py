@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from optuna_fleet import Limits
+from optuna_fleet import Limits, LocalCluster
 from optuna_fleet.events import RateMeasured
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.trainer.feed import CudaStage, ahead
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.usefixtures("gpus", "afresh"),
 ]
 needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")
-ON_ONE_GPU = {"devices": 1, "slots_per_device": 2}
+ON_ONE_GPU = {"devices": 1, "cluster": LocalCluster(slots_per_device=2)}
 ON_TWO_GPUS = {"devices": 2}
 
 

@@ -150,7 +150,7 @@ def said() -> Iterator[list[str]]:
 
 
 def connections_of(fleet: Any) -> Any:
-    return fleet._runtime.connections
+    return fleet._runner._runtime.connections
 
 
 # -- strangers -----------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_strangers_change_nothing(
 
 def open_files(fleet: Any) -> int:
     """Descriptors of the driver and the agent."""
-    agent = fleet._runtime._agent.pid
+    agent = fleet._runner._runtime._agent.process.pid
     return len(os.listdir("/proc/self/fd")) + len(os.listdir(f"/proc/{agent}/fd"))
 
 
@@ -246,18 +246,18 @@ def test_what_is_put_into_a_connection_costs_a_restart_and_no_result(
     """As by someone who can write into the packets of a network."""
     bomb = pickle.dumps(Bomb(tmp_path / "boom"))
     frame = len(bomb).to_bytes(8, "big") + bytes(32) + bomb
-    runtime, done = fleet._runtime, []
+    runtime, done = fleet._runner._runtime, []
 
     def attack(trial: optuna.trial.FrozenTrial) -> None:
         if not done:
-            done.extend(runtime.live.values())
+            done.extend(runtime.trainers.live.values())
             for pid in done:
                 os.write(runtime.connections.trainers[pid].fileno(), frame)
 
     study = optuna.create_study(pruner=Attack(attack))
     study.optimize(functools.partial(train, epochs=2), n_trials=2, executor=fleet)
     assert len(done) == 2
-    assert not set(done) & set(runtime.live.values())
+    assert not set(done) & set(runtime.trainers.live.values())
     for trial, expected in zip(study.trials, undisturbed, strict=False):
         assert trial.user_attrs["losses"] == pytest.approx(expected[2])
     assert any("is run again" in line for line in said)

@@ -16,7 +16,7 @@ from gpu_data import Pictures, loader, to_device, wait_for
 from torch.nn.functional import cross_entropy
 from torchvision.models import resnet18
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor, LocalCluster, SharedPipeline
 
 
 def new_model(is_small: bool) -> Any:
@@ -91,10 +91,10 @@ def main() -> None:
     print(f"\nMedian without the first: {statistics.median(ratios[1:]):.3f}.\n", flush=True)
     # With two slots there is something to decide, so rates are measured.
     pipeline = SharedPipeline(num_preprocessors=num_workers, train=dataset)
-    with FleetExecutor(pipeline, slots_per_device=2, **options) as fleet:
+    with FleetExecutor(pipeline, cluster=LocalCluster(slots_per_device=2), **options) as fleet:
         own = rate_on(fleet, "train")
-        assert fleet._runtime is not None
-        profiled = [profile.measured for profile in fleet._runtime.profiles.values()]
+        profiles: Any = fleet._runner._runtime.profiles  # type: ignore[attr-defined]
+        profiled = [profile.measured for profile in profiles.values()]
     print(f"Rates measured in a trial's first batches: {profiled}, and all along: {own:.0f}.")
 
 

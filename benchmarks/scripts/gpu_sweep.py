@@ -16,7 +16,7 @@ import digits
 import nas_images
 import optuna
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor, LocalCluster, SharedPipeline
 
 Sweep = tuple[Callable[[], SharedPipeline], Callable[[Any], float], int]
 """Data, objective and number of trials."""
@@ -63,7 +63,11 @@ def main() -> None:
         )
         began = time.perf_counter()
         with FleetExecutor(
-            data(), devices=1, device_type=device, slots_per_device=slots, policy=policy
+            data(),
+            devices=1,
+            device_type=device,
+            cluster=LocalCluster(slots_per_device=slots),
+            policy=policy,
         ) as fleet:
             study.optimize(objective, n_trials=num_trials, executor=fleet)
         wall_s = time.perf_counter() - began

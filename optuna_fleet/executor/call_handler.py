@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import StorageLostError
 from optuna_fleet.executor.remarks import Remarks
 from optuna_fleet.executor.runs import RunRecord
-from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
@@ -21,10 +21,26 @@ _SLOW_S = 0.1
 
 
 class CallHandler:
-    """Carries out rank 0's calls, and gives the other ranks the same answers."""
+    """Carries out rank 0's calls, and gives the other ranks the same answers.
 
-    def __init__(self, runtime: Runtime, ledger: Ledger, retention: CheckpointRetention) -> None:
-        self._runtime = runtime
+    Args:
+        send: Sends an answer to the trial on a device.
+        ledger: The study's.
+        retention: Of the study's checkpoints.
+        in_process: The trial is in this process: it gets errors as they were raised, and nobody
+            else has to wait for a slow sampler.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[int, Reply], None],
+        ledger: Ledger,
+        retention: CheckpointRetention,
+        *,
+        in_process: bool = False,
+    ) -> None:
+        self._send = send
+        self._in_process = in_process
         self._ledger = ledger
         self._retention = retention
         self._remarks = Remarks()
@@ -77,6 +93,7 @@ class CallHandler:
             began = time.monotonic()
             self._answer(run, call, self._carried_out(run, call))
             is_slow = trial is not None and time.monotonic() - began > _SLOW_S
+            is_slow = is_slow and not self._in_process
             if is_slow and not compat.is_bound_to_thread(self._ledger.study):
                 self._sampler = BackgroundSampler(self._ledger.study)
 
@@ -138,8 +155,10 @@ class CallHandler:
         except StorageLostError:  # no matter of this trial's
             raise
         except Exception as error:
+            if self._in_process:
+                raise
             return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
 
     def _reply(self, run: RunRecord, replies: list[tuple[int, Reply]]) -> None:
         for rank, reply in replies:
-            self._runtime.send(run.launch.devices[rank], reply)
+            self._send(run.launch.devices[rank], reply)

@@ -142,8 +142,7 @@ class Controller:
     def _trial_proposed(self, event: TrialProposed) -> None:
         self._proposing = self._proposal_delayed = False
         trial = Trial(number=event.number, model=event.model)
-        if trial.model is not None:
-            trial.status, self._planner.has_news = Status.WAITING, True
+        self._planner.has_news |= trial.model is not None
         self._roster.trials[event.number] = trial
         self._expect(event.num_to_come)
 
@@ -160,7 +159,6 @@ class Controller:
             return
         trial = self._roster.trials[run.number]
         trial.model = event.model
-        trial.status = Status.FLYING
         run.measured = self._profiles.is_measured(event.model.structure, run.devices)
         self._planner.has_news = True
 
@@ -179,21 +177,20 @@ class Controller:
         run = self._roster.runs.get(event.run_id)
         if run is None:
             return []
-        self._roster.trials[run.number].max_devices = event.max_devices
+        trial = self._roster.trials[run.number]
+        was_known, trial.max_devices = trial.is_too_wide, event.max_devices
         self._planner.has_news = True
         promised = self._roster.pending.get(run.number)
         if promised is not None and len(promised.devices) > event.max_devices:
             del self._roster.pending[run.number]
             self._planner.call_off()
-        was_known, run.too_wide = run.too_wide, len(run.devices) > event.max_devices
-        return self._abort(run, at_once=False) if run.too_wide and not was_known else []
+        return self._abort(run) if trial.is_too_wide and not was_known else []
 
     def _move_refused(self, event: MoveRefused) -> None:
         run = self._roster.runs.get(event.run_id)
         if run is None or run.stage is not Stage.LEAVING:
             return
-        run.become(Stage.TRAINING)
-        run.fixed = True  # what failed may fail again, and each attempt costs the others a plan
+        run.become(Stage.FIXED)  # it may fail again, and each attempt costs the others a plan
         self._planner.call_off()
 
     def _epoch_ended(self, event: EpochEnded) -> list[Instruction]:
@@ -225,23 +222,22 @@ class Controller:
         ending = event.ending
         if ending is not Ending.YIELDED or not self._planner.has_planned_for(run):
             self._planner.has_news = True
-        if self._roster.end_rank(run, event.device, ending, is_leaving=event.is_leaving):
+        self._roster.end_rank(run, event.device, ending, is_leaving=event.is_leaving)
+        if run.is_over:
             return self._run_ended(run)
-        if ending not in (Ending.RETURNED, Ending.YIELDED) and not run.aborted:
-            return self._abort(run, at_once=run.lost)
+        if ending not in (Ending.RETURNED, Ending.YIELDED) and not run.is_aborted:
+            return self._abort(run)
         return []
 
-    def _abort(self, run: Run, *, at_once: bool) -> list[Instruction]:
-        run.aborted = True
-        remaining = tuple(d for d in run.devices if d not in run.endings)
-        return [Abort(run_id=run.run_id, devices=remaining, lost=at_once)]
+    def _abort(self, run: Run, stage: Stage = Stage.ABORTED) -> list[Instruction]:
+        if stage is Stage.FAILED or not run.is_aborted:
+            run.become(stage)
+        at_once = run.is_lost or stage is Stage.FAILED
+        return [Abort(run_id=run.run_id, devices=run.remaining, lost=at_once)]
 
     def _fail_run(self, run_id: int) -> list[Instruction]:
         run = self._roster.runs.get(run_id)
-        if run is None:
-            return []
-        run.failed = True
-        return self._abort(run, at_once=True)
+        return [] if run is None else self._abort(run, Stage.FAILED)
 
     def _device_lost(self, event: DeviceLost) -> list[Instruction]:
         roster, device = self._roster, event.device
@@ -251,27 +247,29 @@ class Controller:
         instructions: list[Instruction] = []
         if (run := roster.run_on(device)) is not None:
             # By order, but meant for the run before this one: lost all the same.
-            run.lost = run.lost or not (event.by_order and run.aborted)
-            ended = RankEnded(run_id=run.run_id, device=device, ending=Ending.LOST)
+            ending = Ending.KILLED if event.by_order and run.is_aborted else Ending.LOST
+            ended = RankEnded(run_id=run.run_id, device=device, ending=ending)
             instructions = self._rank_ended(ended)
         if roster.is_promised([device]):
             self._planner.call_off()
         return instructions
 
     def _run_ended(self, run: Run) -> list[Instruction]:
-        endings = set(run.endings.values())
-        run.lost = run.lost or Ending.DISCONNECTED in endings <= {Ending.DISCONNECTED, Ending.LOST}
+        is_too_wide, has_failed = (
+            self._roster.trials[run.number].is_too_wide,
+            run.stage is Stage.FAILED,
+        )
         trial = self._roster.end_run(run)
-        has_yielded = endings == {Ending.YIELDED}
+        has_yielded = set(run.endings.values()) == {Ending.YIELDED}
         names = {"number": run.number, "run_id": run.run_id}
-        if run.too_wide and not run.failed:
+        if is_too_wide and not has_failed:
             return [Requeue(**names)]
-        if run.lost and not run.failed:
+        if run.is_lost and not has_failed:
             trial.restarts += 1
             if trial.restarts > self.policy.max_restarts:
                 self._roster.remove(run.number)
                 return [GiveUp(**names, restarts=trial.restarts)]
-        elif run.failed or not has_yielded:
+        elif has_failed or not has_yielded:
             self._roster.remove(run.number)
             ended_within = trial.epochs_done + 1
             self._planner.finished_epochs.append(ended_within)

@@ -40,7 +40,7 @@ from optuna_fleet.events import (
     StartRound,
     WidthLimited,
 )
-from optuna_fleet.exceptions import OutOfMemoryError, StorageLostError, TrainerLostError
+from optuna_fleet.exceptions import StorageLostError, TrainerLostError
 from optuna_fleet.executor.abandoning import end_all
 from optuna_fleet.executor.call_handler import CallHandler
 from optuna_fleet.executor.calls import RunCalls
@@ -99,14 +99,13 @@ class Driver:
         self._ledger = ledger
         self._proposals = proposals
         self._job = job
-        self._evaluator = EpochEvaluator(job, ledger)
+        self._evaluator = EpochEvaluator(job.options, ledger, maximize=job.maximize)
         self._retention = retention
-        self._calls = CallHandler(runtime, ledger, retention)
+        self._calls = CallHandler(runtime.send, ledger, retention)
         self.pipeline_log = PipelineLog(ledger.record_span, runtime.last_report, time.time())
         self._events: deque[Event] = deque()
         self._runs: dict[int, RunRecord] = {}
-        self._where: dict[int, int] = {}
-        self._watchdog = Watchdog(job.limits, runtime.process_state)
+        self._watchdog = Watchdog(job.options.limits, runtime.process_state)
         self._deadlines = Deadlines()
         self._launcher = Launcher(runtime, job, retention, adopted=proposals.adopted())
         self._deciding = False
@@ -120,7 +119,7 @@ class Driver:
         Raises:
             BaseException: KeyboardInterrupt, or a failure of the fleet itself; at once.
         """
-        for device in self._runtime.live:
+        for device in self._runtime.trainers.live:
             self._post(DeviceJoined(device=device))
         for number in self._proposals.adopted():
             self._ledger.note_restart(number)
@@ -203,30 +202,23 @@ class Driver:
                 self._launcher.send_waiting()
 
     def _trainer_changed(self, message: TrainerReady | TrainerExited) -> None:
-        is_live = message.pid == self._runtime.live.get(message.device)
-        if isinstance(message, TrainerExited) and is_live:
-            self._launcher.trainer_died(message.device)
-            self._deadlines.drop(message.device)
-            run = self._runs.get(self._where.get(message.device, -1))
-            if run is not None and message.device in run.remaining() and not run.is_killed:
-                self._trainer_died(run, message)
+        device, trainers = message.device, self._runtime.trainers
+        if isinstance(message, TrainerExited) and message.pid == trainers.pid_on(device):
+            self._launcher.trainer_died(device)
+            self._deadlines.drop(device)
+            for run in self._runs.values():
+                if device in run.remaining():
+                    error = run.lose_rank(message, is_killed=trainers.is_killed(device))
+                    if error is not None:
+                        self._fail_run(run, error)
         for event in self._runtime.device_events(message):
             self._post(event)
-
-    def _trainer_died(self, run: RunRecord, message: TrainerExited) -> None:
-        text = f"the trainer of device {message.device} died: {message.cause}"
-        if message.out_of_memory:
-            words = f"Trial {run.launch.number} ran out of memory: {text}."
-            self._fail_run(run, OutOfMemoryError(words))
-        else:
-            run.causes.append(text)
 
     def _stop_faulty(self, fault: Hung | Broken) -> None:
         run = self._runs[fault.run_id]
         if isinstance(fault, Broken):
             self._fail_run(run, fault.error)
             return
-        run.is_killed = True
         run.causes.append(str(fault))
         if fault.is_rendezvous and len(run.launch.devices) > 1:
             run.causes.append(self._runtime.replace_store())
@@ -235,7 +227,7 @@ class Driver:
 
     def _fail_run(self, run: RunRecord, error: BaseException) -> None:
         """End a run at once, and its trial with this error."""
-        run.verdict, run.is_killed = error, True
+        run.verdict = error
         self._post(RunFailed(run_id=run.launch.run_id))
 
     def _rank_ended(self, run: RunRecord, message: Ended) -> None:
@@ -255,7 +247,7 @@ class Driver:
         if message.is_last:  # before anything else is launched there
             self._launcher.trainer_died(message.device)
             self._post(DeviceLost(device=message.device))
-        self._runtime.rank_ended(message)
+        self._events.extend(self._runtime.rank_ended(message))
 
     def _called(self, run: RunRecord, call: Call | Remark) -> None:
         ended = self._calls.take(run, call)
@@ -304,7 +296,8 @@ class Driver:
                 assert_never(instruction)
 
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
-        if decision is EpochDecision.GO and run.unsaved_s >= self._job.checkpoint_interval_s:
+        interval_s = self._job.options.checkpoints.interval_s
+        if decision is EpochDecision.GO and run.unsaved_s >= interval_s:
             decision, run.saved = EpochDecision.CHECKPOINT, time.monotonic()
         elif decision is EpochDecision.YIELD:
             self.tally.moves.leaves(run.launch.number)
@@ -323,7 +316,6 @@ class Driver:
         self._runs[launch.run_id] = RunRecord(
             launch=launch, start=time.time(), calls=RunCalls(world_size=len(launch.devices))
         )
-        self._where.update(dict.fromkeys(launch.devices, launch.run_id))
         self._watchdog.launched(launch)
         self.tally.moves.launched(launch.number)
         trial_id = compat.id_of(self._proposals[launch.number])

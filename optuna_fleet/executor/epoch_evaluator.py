@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from optuna_fleet.events import EpochEnded
-from optuna_fleet.executor.runs import Job
+from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
-
-Predictor = Callable[[Any], float | None]
-"""From a running trial (an `optuna.trial.FrozenTrial`) to the epochs it will take in all."""
 
 
 class EpochEvaluator:
     """Asks the user's convergence criterion and predictor about the trials of one call."""
 
-    def __init__(self, job: Job, ledger: Ledger) -> None:
-        self._job = job
+    def __init__(self, options: Options, ledger: Ledger, *, maximize: bool | None) -> None:
+        self._convergence = options.convergence
+        self._predictor = options.predictor
+        self._maximize = maximize
         self._ledger = ledger
         self._has_complained = False
 
@@ -27,23 +23,23 @@ class EpochEvaluator:
         return EpochEnded(
             run_id=run_id,
             epochs_done=epochs_done,
-            converged=self._has_converged(number),
+            converged=self.has_converged(number),
             predicted_epochs=self._predicted_epochs(number),
         )
 
-    def _has_converged(self, number: int) -> bool:
-        convergence, maximize = self._job.convergence, self._job.maximize
-        if convergence is None or maximize is None:
+    def has_converged(self, number: int) -> bool:
+        """Whether a trial ends here."""
+        if self._convergence is None or self._maximize is None:
             return False
         values = self._ledger.reported_values(number)
-        return convergence.is_reached(values, maximize=maximize)
+        return self._convergence.is_reached(values, maximize=self._maximize)
 
     def _predicted_epochs(self, number: int) -> float | None:
         """A predictor that fails is as good as none: it only ever helps to plan."""
-        if self._job.predictor is None:
+        if self._predictor is None:
             return None
         try:
-            predicted = self._job.predictor(self._ledger.frozen(number))
+            predicted = self._predictor(self._ledger.frozen(number))
             return None if predicted is None else float(predicted)
         except Exception as error:
             if not self._has_complained:

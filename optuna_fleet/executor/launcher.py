@@ -48,7 +48,7 @@ class Launcher:
     def _order(
         self, launch: Launch, rank: int, trial_id: int, parameters: Mapping[str, Any]
     ) -> RunTrial:
-        job, device = self._job, launch.devices[rank]
+        job, options, device = self._job, self._job.options, launch.devices[rank]
         is_new = device not in self._knows_objective
         self._knows_objective.add(device)
         folder, keeps_any = self._retention.folder, self._retention.keeps_any
@@ -59,7 +59,7 @@ class Launcher:
             trial_id=trial_id,
             rank=rank,
             world_size=len(launch.devices),
-            seed=job.seed,
+            seed=options.seed,
             objective_id=job.objective_id,
             objective=job.objective if is_new else None,
             settings=job.settings if is_new else Settings(),
@@ -75,8 +75,8 @@ class Launcher:
             best_to=str(folder.best(launch.number)) if keeps_any else None,
             gc_after_trial=job.gc_after_trial,
             maximize=job.maximize,
-            heartbeat_s=job.limits.heartbeat_s,
-            collective_s=job.limits.collective_s,
+            heartbeat_s=options.limits.heartbeat_s,
+            collective_s=options.limits.collective_s,
             num_devices=self._runtime.widest,
         )
 
@@ -84,11 +84,11 @@ class Launcher:
         """Send what can be sent: runs on several devices wait for the store of the rendezvous."""
         kept = []
         for device, order in self._waiting:
-            if order.world_size > 1 and self._runtime.store is None:
-                self._runtime.open_store()
+            if order.world_size > 1 and self._runtime.rendezvous.store is None:
+                self._runtime.rendezvous.open()
                 kept.append((device, order))
             else:
-                self._runtime.send(device, replace(order, store=self._runtime.store))
+                self._runtime.send(device, replace(order, store=self._runtime.rendezvous.store))
         self._waiting = kept
 
     def checkpoint_failed(self, launch: Launch, message: CheckpointFailed) -> None:

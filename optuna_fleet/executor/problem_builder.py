@@ -70,7 +70,7 @@ class ProblemBuilder:
         """Whether a plan may move it to other devices, sooner or later."""
         if trial.run is None or trial.model is None or not trial.model.resumable:
             return False
-        if trial.run.aborted or trial.run.lost or trial.run.fixed or trial.run.is_moving:
+        if trial.run.stage not in (Stage.TRAINING, Stage.AT_REST):
             return False
         if trial.run.endings and trial.run.stage is not Stage.AT_REST:
             return False  # it is about to end, and others may fly already where its ranks were

@@ -93,30 +93,24 @@ class Roster:
             run_id=next(self._run_ids), number=trial.number, devices=devices, measured=measured
         )
         trial.run = self.runs[run.run_id] = run
-        trial.status = Status.PROBING if trial.status is Status.PROPOSED else Status.FLYING
         trial.waited_rounds, trial.previous_devices = 0, ()
         self._run_on.update(dict.fromkeys(devices, run))
         return run
 
-    def end_rank(self, run: Run, device: int, ending: Ending, *, is_leaving: bool) -> bool:
-        """Ends a run on one device; says whether it was the last."""
+    def end_rank(self, run: Run, device: int, ending: Ending, *, is_leaving: bool) -> None:
+        """Ends a run on one device."""
         run.endings[device] = ending
-        run.lost = run.lost or ending is Ending.ABORTED
         del self._run_on[device]
-        if ending is not Ending.LOST and not is_leaving:
+        if device in run.surviving and not is_leaving:
             self.idle.add(device)
-        return len(run.endings) == len(run.devices)
 
     def end_run(self, run: Run) -> Trial:
         """Forgets a run that has ended on all its devices; the trial waits, or is proposed."""
         del self.runs[run.run_id]
         trial = self.trials[run.number]
         trial.run = None
-        trial.status = Status.WAITING if trial.model else Status.PROPOSED
-        if run.lost:
-            trial.previous_devices = tuple(
-                d for d in run.devices if run.endings[d] is not Ending.LOST
-            )
+        if run.is_lost:
+            trial.previous_devices = run.surviving
         return trial
 
     def lose(self, device: int) -> None:

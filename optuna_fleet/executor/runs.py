@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optuna_fleet.events import Ending, Launch, Model, StartRound
-from optuna_fleet.exceptions import TrainerLostError
+from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
-from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.executor.ranks import parted
-from optuna_fleet.options import Limits
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 from optuna_fleet.settings import Settings
-from optuna_fleet.wire.messages import Call, Ended, FirstBatchRequested
+from optuna_fleet.wire.messages import Call, Ended, FirstBatchRequested, TrainerExited
 from optuna_fleet.wire.packing import unpack, unpack_error
 
 
@@ -23,16 +21,12 @@ from optuna_fleet.wire.packing import unpack, unpack_error
 class Job:
     """What to run, for all trials of a call."""
 
+    options: Options
     objective_id: int
     objective: bytes
     settings: Settings
-    seed: int
     gc_after_trial: bool
-    convergence: Convergence | None
-    predictor: Callable[[Any], float | None] | None
-    checkpoint_interval_s: float
     maximize: bool | None
-    limits: Limits
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an exception
@@ -46,12 +40,12 @@ class RunRecord:
     Attributes:
         start: When it was launched, seconds since the epoch.
         ended: How its ranks ended, in order of arrival.
+        lost: Devices whose trainers died before their ranks had ended.
         causes: What became of ranks that were lost.
         saved: When it was last told to make a checkpoint, by the monotonic clock.
         started: When it was launched, likewise.
         pending_epoch: Rank 0's unanswered question what to do after an epoch.
         verdict: The error that the trial fails with, if it broke a limit.
-        is_killed: Its processes are being killed by us: their deaths are no news.
     """
 
     launch: Launch
@@ -60,10 +54,10 @@ class RunRecord:
     saved: float = field(default_factory=time.monotonic)
     started: float = field(default_factory=time.monotonic)
     ended: list[Ended] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
     causes: list[str] = field(default_factory=list)
     pending_epoch: Call | None = None
     verdict: BaseException | None = None
-    is_killed: bool = False
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """The value that rank 0 returned, or the exception that ended the trial.
@@ -99,9 +93,24 @@ class RunRecord:
         if ended.ending is Ending.ABORTED and ended.error is not None:
             self.causes.append(f"device {ended.device} was aborted: {ended.error.description}")
 
+    def lose_rank(self, message: TrainerExited, *, is_killed: bool) -> BaseException | None:
+        """A trainer died before its rank had ended; return what its trial fails with, if it does.
+
+        Args:
+            message: The news.
+            is_killed: We have killed it.
+        """
+        self.lost.add(message.device)
+        text = f"the trainer of device {message.device} died: {message.cause}"
+        if message.out_of_memory and not is_killed and self.verdict is None:
+            return OutOfMemoryError(f"Trial {self.launch.number} ran out of memory: {text}.")
+        if self.verdict is None and not self.causes:  # else it is for that that they die
+            self.causes.append(text)
+        return None
+
     def remaining(self) -> list[int]:
         """The devices whose ranks have not left the objective."""
-        over = {ended.device for ended in self.ended}
+        over = self.lost.union(ended.device for ended in self.ended)
         return [device for device in self.launch.devices if device not in over]
 
     @property

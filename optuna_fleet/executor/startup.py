@@ -18,25 +18,16 @@ class Startup:
         self._limit_s = limit_s
         self._clock = clock
         self._due: dict[int, tuple[float, str]] = {}
-        self._early: set[int] = set()
         self._looked = clock()
 
     def started(self, pid: int, name: str) -> None:
-        """A process was started; nothing is to be done if it is known to be ready."""
-        if pid in self._early:
-            self._early.discard(pid)
-        elif self._limit_s is not None:
+        """A process was started."""
+        if self._limit_s is not None:
             self._due[pid] = self._clock() + self._limit_s, name
 
-    def ready(self, pid: int) -> None:
-        """A process is ready, which may be heard of before its start."""
-        if self._due.pop(pid, None) is None:
-            self._early.add(pid)
-
-    def ended(self, pid: int) -> None:
-        """A process has ended."""
+    def over(self, pid: int) -> None:
+        """A process is ready, or has ended."""
         self._due.pop(pid, None)
-        self._early.discard(pid)
 
     def patience_s(self) -> float | None:
         """Seconds until the next look at those that are awaited; None if there are none."""

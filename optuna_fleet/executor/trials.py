@@ -73,46 +73,44 @@ class Status(Enum):
 
 
 class Stage(Enum):
-    """What a run is doing, as far as moves go."""
+    """What a run is doing."""
 
     TRAINING = "training"
     AT_REST = "waits for the answer to `EpochEnded`"
     ASKED = "will be told to yield at the end of its epoch"
     LEAVING = "was told to yield"
+    FIXED = "has refused to yield, and trains on"
+    ABORTED = "was told to end at once"
+    FAILED = "likewise, and its trial ends with it whatever becomes of its ranks"
 
 
-_NEXT = {
-    Stage.TRAINING: {Stage.AT_REST, Stage.ASKED, Stage.LEAVING},
-    Stage.AT_REST: {Stage.TRAINING, Stage.LEAVING},
-    Stage.ASKED: {Stage.TRAINING, Stage.LEAVING},
-    Stage.LEAVING: {Stage.TRAINING},  # it has refused
+_GONE = {Ending.LOST, Ending.KILLED}
+_OVER = {Stage.ABORTED, Stage.FAILED}
+STAGES_AFTER = {
+    Stage.TRAINING: {Stage.AT_REST, Stage.ASKED, Stage.LEAVING} | _OVER,
+    Stage.AT_REST: {Stage.TRAINING, Stage.LEAVING} | _OVER,
+    Stage.ASKED: {Stage.TRAINING, Stage.LEAVING} | _OVER,
+    Stage.LEAVING: {Stage.FIXED} | _OVER,
+    Stage.FIXED: _OVER,
+    Stage.ABORTED: {Stage.FAILED},
+    Stage.FAILED: {Stage.FAILED},
 }
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """A run that has not ended on all its devices.
-
-    It is `fixed` once it has refused to yield, `aborted` once its ranks were told to end,
-    `too_wide` once it has found that its trial must not have so many devices, `lost` if a rank's
-    process died, `failed` if its trial ends with it whatever becomes of its ranks.
-    """
+    """A run that has not ended on all its devices; `endings` are those of its ranks, by device."""
 
     run_id: int
     number: int
     devices: tuple[int, ...]
     measured: bool
     stage: Stage = Stage.TRAINING
-    fixed: bool = False
-    aborted: bool = False
-    too_wide: bool = False
-    lost: bool = False
-    failed: bool = False
     endings: dict[int, Ending] = field(default_factory=dict)
 
     def become(self, stage: Stage) -> None:
         """Enter another stage."""
-        assert stage in _NEXT[self.stage], f"a run that {self.stage} can't become {stage}"
+        assert stage in STAGES_AFTER[self.stage], f"a run that {self.stage} can't become {stage}"
         self.stage = stage
 
     @property
@@ -121,9 +119,38 @@ class Run:
         return self.stage in (Stage.ASKED, Stage.LEAVING)
 
     @property
+    def is_aborted(self) -> bool:
+        """Whether its ranks were told to end."""
+        return self.stage in _OVER
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended on all its devices."""
+        return len(self.endings) == len(self.devices)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether ranks were lost, not by their trial's doing: it is to be run again."""
+        endings = set(self.endings.values())
+        if endings & {Ending.LOST, Ending.ABORTED}:
+            return True
+        # Peers of nobody who has ended otherwise; that is known in the end.
+        return self.is_over and Ending.DISCONNECTED in endings <= {Ending.DISCONNECTED, *_GONE}
+
+    @property
+    def remaining(self) -> tuple[int, ...]:
+        """The devices on which it has not ended."""
+        return tuple(device for device in self.devices if device not in self.endings)
+
+    @property
+    def surviving(self) -> tuple[int, ...]:
+        """The devices whose processes have not ended with it."""
+        return tuple(d for d in self.devices if self.endings.get(d) not in _GONE)
+
+    @property
     def is_ending(self) -> bool:
         """Whether its devices fall free without a further decision."""
-        return self.is_moving or self.aborted or self.lost or bool(self.endings)
+        return self.is_moving or self.is_aborted or bool(self.endings)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,7 +163,6 @@ class Trial:
     """
 
     number: int
-    status: Status = Status.PROPOSED
     model: Model | None = None
     epochs_done: int = 0
     predicted_epochs: float | None = None
@@ -146,6 +172,19 @@ class Trial:
     run: Run | None = None
     max_devices: int | None = None
     previous_devices: tuple[int, ...] = ()
+
+    @property
+    def status(self) -> Status:
+        """Where it is; a trial whose model is not known is probed first."""
+        if self.run is None:
+            return Status.PROPOSED if self.model is None else Status.WAITING
+        return Status.PROBING if self.model is None else Status.FLYING
+
+    @property
+    def is_too_wide(self) -> bool:
+        """Whether it has more devices than it has shown that it may have."""
+        most = self.max_devices
+        return most is not None and self.run is not None and len(self.run.devices) > most
 
     @property
     def fits_one_device(self) -> bool:

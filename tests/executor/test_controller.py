@@ -44,7 +44,7 @@ from optuna_fleet.events import (
     WidthLimited,
 )
 from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.trials import PARADIGMS, Policy, Status
+from optuna_fleet.executor.trials import PARADIGMS, STAGES_AFTER, Policy, Run, Stage, Status
 from optuna_fleet.resources import Device, Fleet
 
 
@@ -258,7 +258,8 @@ def test_a_trial_that_the_plan_moves_yields_at_its_next_epoch_and_flies_on_elsew
 
 
 @pytest.mark.parametrize(
-    ("moves", "expected"), [({}, 2.0), ({1: 30.0}, 30.0), ({1: 0.5}, 0.5), ({0: 0.5, 2: 9.0}, 4.75)]
+    ("moves", "expected"),
+    [({}, 2.0), ({1: 30.0}, 30.0), ({1: 0.5}, 0.5), ({0: 0.5, 2: 9.0}, 4.75)],
 )
 def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
     moves: dict[int, float], expected: float
@@ -603,3 +604,34 @@ def test_trials_to_come_want_no_devices_that_max_trials_keeps_from_them() -> Non
     assert problem_at_the_first_epochs_end(told=7, max_trials=2).num_to_come == 0
     assert problem_at_the_first_epochs_end(told=7, max_trials=3).num_to_come == 1
     assert problem_at_the_first_epochs_end(told=7, max_trials=4).num_to_come == 6
+
+
+# -- what is derived ------------------------------------------------------------------------------
+
+
+def test_every_run_can_be_failed_and_nothing_comes_after_that() -> None:
+    assert set(STAGES_AFTER) == set(Stage)
+    assert all(Stage.FAILED in after for after in STAGES_AFTER.values())
+    assert STAGES_AFTER[Stage.ABORTED] | STAGES_AFTER[Stage.FAILED] == {Stage.FAILED}
+
+
+@pytest.mark.parametrize(
+    ("endings", "is_lost", "surviving"),
+    [
+        ("returned returned", False, (0, 1)),
+        ("lost", True, (1,)),
+        ("aborted", True, (0, 1)),
+        ("raised killed", False, (0,)),  # because of the error, and no restart is counted
+        ("disconnected", False, (0, 1)),  # it may turn out why
+        ("disconnected raised", False, (0, 1)),
+        ("disconnected disconnected", True, (0, 1)),
+        ("disconnected killed", True, (0,)),
+    ],
+)
+def test_whether_a_run_was_lost_and_what_is_left_of_its_devices(
+    endings: str, is_lost: bool, surviving: tuple[int, ...]
+) -> None:
+    run = Run(run_id=0, number=0, devices=(0, 1), measured=True)
+    run.endings.update(enumerate(map(Ending, endings.split())))
+    assert (run.is_lost, run.surviving) == (is_lost, surviving)
+    assert run.remaining == run.devices[len(run.endings) :]

@@ -57,8 +57,9 @@ def test_a_bad_device_fails_no_trial_and_is_left_out(
     pair: FleetExecutor, log: io.StringIO
 ) -> None:
     study = optuna.create_study()
-    runtime = pair._started(False)
-    while len(runtime.live) < 2:  # or all might be done by one before the other is ready
+    runner: Any = pair._runner
+    runtime = runner._started(False)
+    while len(runtime.trainers.live) < 2:  # or all might be done by one before the other is ready
         for message in runtime.messages(None):
             if isinstance(message, main.TrainerReady):
                 runtime.device_events(message)

@@ -735,15 +735,14 @@ def test_a_killed_agent_costs_nothing_but_time(tmp_path: Path, log: io.StringIO)
 # -- what the constructor refuses ----------------------------------------------------------------
 
 
-class StillbornAgent(AgentProcess):
-    def __init__(self, config: Any) -> None:
-        ModuleProcess.__init__(self, "optuna_fleet.no_such_module", config, environment={})
+def stillborn(agent: AgentProcess, config: Any) -> None:
+    ModuleProcess.__init__(agent, "optuna_fleet.no_such_module", config, environment={})
 
 
 def test_an_agent_that_can_not_start_ends_the_call_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("optuna_fleet.executor.runtime.AgentProcess", StillbornAgent)
+    monkeypatch.setattr(AgentProcess, "__init__", stillborn)
     study = optuna.create_study()
     executor = FleetExecutor(devices=1)
     for _ in range(2):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import threading
 from typing import Any
 
 import optuna
@@ -9,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optuna_fleet import Convergence, FleetExecutor
+from optuna_fleet import Convergence, FleetConfigError, FleetExecutor
+from optuna_fleet.executor.cluster import devices
+from optuna_fleet.executor.cluster.inline import InlineCluster
 from tests.executor.test_same_results import losses_of
 from tests.fleets import Leg, small_pipeline, train
 
@@ -87,3 +92,88 @@ def test_what_is_no_exception_leaves_no_running_trial(kind: type[BaseException])
     assert [t.state.name for t in study.trials] == ["FAIL"]
     study.optimize(lambda trial: 1.0, n_trials=1, executor=fleet)
     assert [t.state.name for t in study.trials] == ["FAIL", "COMPLETE"]
+
+
+def test_errors_of_a_sampler_come_with_its_own_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a debugger that looks at what went wrong."""
+
+    class Broken(optuna.samplers.RandomSampler):
+        def sample_independent(self, *_: Any) -> Any:
+            raise OSError("no dice")  # which is also how a channel that breaks says so
+
+    study = optuna.create_study(sampler=Broken())
+    with pytest.raises(OSError, match="no dice") as caught:
+        study.optimize(
+            lambda trial: trial.suggest_float("x", 0, 1),
+            n_trials=1,
+            executor=FleetExecutor(cluster="inline"),
+        )
+    assert caught.traceback[-1].name == "sample_independent"
+
+
+def test_a_slow_sampler_stays_on_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optuna_fleet.executor.call_handler._SLOW_S", 0.0)
+    threads: set[int] = set()
+
+    class Slow(optuna.samplers.RandomSampler):
+        def sample_independent(self, *args: Any) -> Any:
+            threads.add(threading.get_ident())
+            return super().sample_independent(*args)
+
+    study = optuna.create_study(sampler=Slow())
+    study.optimize(
+        lambda trial: trial.suggest_float("x", 0, 1) + trial.suggest_float("y", 0, 1),
+        n_trials=2,
+        executor=FleetExecutor(cluster="inline"),
+    )
+    assert threads == {threading.get_ident()}
+
+
+# -- what it is to the executor ------------------------------------------------------------------
+
+
+def test_starts_no_process_and_looks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(devices, "_gpu_names", lambda: started.append("a look for GPUs") or [])
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **_: started.append(args))
+    monkeypatch.setattr(os, "fork", lambda: started.append("a fork"))
+    study = optuna.create_study()
+    study.optimize(lambda _: 0.0, n_trials=1, executor=FleetExecutor(cluster=InlineCluster()))
+    assert (started, study.best_value) == ([], 0.0)
+
+
+def test_runs_where_agents_can_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with pytest.raises(FleetConfigError, match=r"needs Linux 5\.3 .*cluster='inline' runs every"):
+        FleetExecutor(cluster="local")
+    FleetExecutor(cluster="inline").optimize(optuna.create_study(), lambda _: 0.0, n_trials=1)
+
+
+class CountsCalls:
+    """A cluster of the user's own, which runs nothing."""
+
+    makes_checkpoints = False
+    summary = None
+    num_calls = 0
+
+    def new_runner(self, options: Any) -> Any:
+        assert (options.devices, options.seed) == (3, 7)
+        return self
+
+    def run(self, loop: Any, func: Any) -> None:
+        self.num_calls += 1
+
+    def close(self) -> None:
+        self.num_calls = -1
+
+
+def test_an_executor_asks_nothing_else_of_a_cluster(tmp_path: Any) -> None:
+    cluster = CountsCalls()
+    study = optuna.create_study()
+    with FleetExecutor(cluster=cluster, devices=3, seed=7, checkpoints=tmp_path) as executor:
+        for _ in range(2):
+            study.optimize(lambda _: 0.0, n_trials=1, executor=executor)
+        assert cluster.num_calls == 2
+        assert executor.summary is None
+    assert cluster.num_calls == -1
+    assert list(tmp_path.iterdir()) == []

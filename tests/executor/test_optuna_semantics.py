@@ -532,7 +532,8 @@ def train_briefly(trial: Any) -> float:
 
 def test_one_executor_serves_one_call_after_the_other(fleet: Any) -> None:
     fleet.optimize(optuna.create_study(), quadratic, n_trials=1)
-    fleet._runtime.allocator.close()  # the solver starts anew: slower than the trial is short
+    # The solver starts anew: slower than the trial is short.
+    fleet._runner._runtime.allocator.close()
     for _ in range(2):
         study = optuna.create_study()
         study.optimize(train_briefly, n_trials=1, executor=fleet)

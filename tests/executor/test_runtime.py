@@ -20,17 +20,22 @@ from unittest import mock
 import optuna
 import pytest
 
-from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
+from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
-from optuna_fleet.events import DeviceJoined, EpochDecision, Launch
+from optuna_fleet.events import DeviceJoined, Ending, EpochDecision, Launch
+from optuna_fleet.exceptions import OutOfMemoryError
+from optuna_fleet.executor import agents
 from optuna_fleet.executor import runtime as runtimes
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.cluster import shares
+from optuna_fleet.executor.deadlines import Deadlines
 from optuna_fleet.executor.driver import Driver
 from optuna_fleet.executor.launcher import Launcher
+from optuna_fleet.executor.rendezvous import Rendezvous
 from optuna_fleet.executor.runs import RunRecord
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.startup import Startup
+from optuna_fleet.executor.trainers import Trainers
 from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.spec import PipelineSetup
@@ -41,6 +46,7 @@ from optuna_fleet.trainer.main import trainer_main
 from optuna_fleet.wire.messages import (
     AgentLost,
     AgentReady,
+    Ended,
     KillTrainer,
     OpenStore,
     StoreLost,
@@ -96,11 +102,10 @@ class FakeHub:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runtime]:
-    monkeypatch.setattr(runtimes, "AgentProcess", FakeAgent)
     monkeypatch.setattr(runtimes, "Connections", FakeHub)
     devices = tuple(Device(index=index, node=0, kind="cpu") for index in range(2))
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
-    made = Runtime(Fleet(devices=devices), None, allocator, tmp_path, preload=False)
+    made = Runtime(Fleet(devices=devices), None, allocator, tmp_path, FakeAgent, preload=False)
     yield made
     made.close()
 
@@ -113,7 +118,7 @@ def hear(runtime: Runtime, *news: Any) -> list[Any]:
 
 
 def agent(runtime: Runtime) -> Any:
-    return runtime._agent
+    return runtime._agent.process
 
 
 def die(runtime: Runtime, exit_code: int) -> list[Any]:
@@ -157,14 +162,14 @@ def test_an_agent_that_ends_by_itself_is_not_tried_again(runtime: Runtime) -> No
 def clock(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The time at which processes are found late, after 8 s; agents that are killed die."""
     now = [0.0]
-    monkeypatch.setattr(runtimes, "Startup", lambda limit_s: Startup(8.0, lambda: now[0]))
+    monkeypatch.setattr(agents, "Startup", lambda limit_s: Startup(8.0, lambda: now[0]))
 
     def kill(pid: int, number: int) -> None:
         assert (pid, number) == (agent(runtime).pid, -KILLED)
         agent(runtime).exit_code = KILLED
 
     monkeypatch.setattr(os, "kill", kill)
-    runtime._start_agent()
+    runtime._agent.start()
     yield now
     monkeypatch.undo()
 
@@ -194,7 +199,7 @@ def test_a_trainer_that_is_not_ready_in_time_is_killed(
 ) -> None:
     connections: Any = runtime.connections
     connections.agents[0] = "agent"
-    hear(runtime, TrainerReady(device=0, pid=7, agent=agent(runtime).pid))
+    trainer_ready(runtime, pid=7)
     for device, pid in enumerate((7, 8)):
         hear(runtime, TrainerStarted(device=device, pid=pid))
     assert wait(runtime, clock, 9) == []
@@ -256,16 +261,30 @@ def test_a_process_may_be_closed_again() -> None:
 # -- trainers that leave ------------------------------------------------------------------------
 
 
+def last_of(device: int) -> Ended:
+    return Ended(run_id=0, rank=0, device=device, time_s=0.0, ending=Ending.RETURNED, is_last=True)
+
+
 @pytest.mark.parametrize("is_overtaken", [False, True])
 def test_a_trainer_that_said_it_ends_has_a_successor(runtime: Runtime, is_overtaken: bool) -> None:
     trainer_ready(runtime, pid=7)
-    runtime.retire(0)
-    assert runtime.live == {}
+    assert runtime.rank_ended(last_of(0)) == []
+    assert runtime.trainers.live == {}
     events = [trainer_exited, trainer_ready][:: -1 if is_overtaken else 1]
     pids = {trainer_exited: 7, trainer_ready: 8}
     seen = [event for act in events for event in act(runtime, pid=pids[act])]
     assert seen == [DeviceJoined(device=0)]
-    assert runtime.live == {0: 8}
+    assert runtime.trainers.live == {0: 8}
+
+
+def test_a_successor_may_be_heard_of_before_the_last_word_of_the_one_before(
+    runtime: Runtime,
+) -> None:
+    trainer_ready(runtime, pid=7)
+    assert trainer_ready(runtime, pid=8) == []
+    assert runtime.rank_ended(last_of(0)) == [DeviceJoined(device=0)]
+    assert trainer_exited(runtime, pid=7) == []
+    assert runtime.trainers.live == {0: 8}
 
 
 # -- stores --------------------------------------------------------------------------------------
@@ -280,9 +299,9 @@ def test_the_store_of_a_dead_agent_is_not_used(runtime: Runtime) -> None:
     dead = agent(runtime)
     die(runtime, KILLED)
     hear(runtime, store_of(dead))  # it had said so before it died
-    assert runtime.store is None
+    assert runtime.rendezvous.store is None
     hear(runtime, store_of(agent(runtime)), StoreLost(cause="signal SIGKILL", agent=dead.pid))
-    assert runtime.store == store_of(agent(runtime))
+    assert runtime.rendezvous.store == store_of(agent(runtime))
 
 
 def test_only_stores_that_never_were_ready_are_an_error(runtime: Runtime) -> None:
@@ -299,10 +318,10 @@ def test_a_new_agent_is_asked_for_a_store_though_the_dead_one_was(runtime: Runti
     connections: Any = runtime.connections
     connections.agents[0] = "dead"
     die(runtime, KILLED)
-    runtime.open_store()  # the end of its channel was not heard of yet
+    runtime.rendezvous.open()  # the end of its channel was not heard of yet
     connections.agents[0] = "new"
     hear(runtime, AgentReady(node=0, pid=agent(runtime).pid))
-    runtime.open_store()
+    runtime.rendezvous.open()
     assert connections.sent == [("dead", OpenStore()), ("new", OpenStore())]
 
 
@@ -314,12 +333,58 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     monkeypatch.setattr("time.time", lambda: -36_000.0)
     answers: list[EpochDecision] = []
     driver: Any = SimpleNamespace(
-        _job=SimpleNamespace(checkpoint_interval_s=0.0),
+        _job=SimpleNamespace(options=SimpleNamespace(checkpoints=Checkpoints(interval_s=0))),
         _proposals=SimpleNamespace(keep_record=lambda: None),
         _calls=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
     )
     Driver._answer_epoch(driver, run, EpochDecision.GO)
     assert answers == [EpochDecision.CHECKPOINT]
+
+
+# -- runs that lose ranks ------------------------------------------------------------------------
+
+
+def died(device: int, *, out_of_memory: bool = False) -> TrainerExited:
+    return TrainerExited(
+        device=device, pid=device, cause="signal SIGKILL", out_of_memory=out_of_memory
+    )
+
+
+def run_on(*devices: int) -> RunRecord:
+    calls = RunCalls(world_size=len(devices))
+    return RunRecord(launch=launch(1, *devices), start=0.0, calls=calls)
+
+
+def test_the_first_death_is_the_cause_of_the_others() -> None:
+    run = run_on(0, 1)
+    assert run.lose_rank(died(0), is_killed=False) is None
+    assert run.lose_rank(died(1), is_killed=True) is None
+    assert run.cause == "the trainer of device 0 died: signal SIGKILL"
+    assert run.remaining() == []
+
+
+@pytest.mark.parametrize(("is_killed", "kind"), [(False, OutOfMemoryError), (True, type(None))])
+def test_a_trial_fails_that_runs_out_of_memory_but_not_one_that_we_kill(
+    is_killed: bool, kind: type
+) -> None:
+    run = run_on(0)
+    assert type(run.lose_rank(died(0, out_of_memory=True), is_killed=is_killed)) is kind
+
+
+def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> None:
+    """That may still be ending on its other devices, while this one is free."""
+    before = run_on(0, 1)
+    before.lose_rank(died(0), is_killed=False)
+    driver: Any = SimpleNamespace(
+        _runtime=SimpleNamespace(trainers=Trainers(), device_events=lambda message: []),
+        _launcher=SimpleNamespace(trainer_died=lambda device: None),
+        _deadlines=Deadlines(),
+        _runs={1: before},
+        _fail_run=pytest.fail,
+    )
+    driver._runtime.trainers.ready(0, 0)
+    Driver._trainer_changed(driver, died(0, out_of_memory=True))
+    assert before.remaining() == [1]
 
 
 # -- runs that wait for a store ------------------------------------------------------------------
@@ -331,11 +396,8 @@ class FakeRuntime:
     widest = 1
 
     def __init__(self) -> None:
-        self.store: StoreReady | None = None
+        self.rendezvous = Rendezvous(lambda: None)
         self.sent: list[tuple[int, int]] = []
-
-    def open_store(self) -> None:
-        pass
 
     def group_name(self, run_id: int) -> str:
         return str(run_id)
@@ -354,13 +416,12 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     """Its successor would be busy with a run that nobody knows any more."""
     runtime: Any = FakeRuntime()
     job = SimpleNamespace(
-        seed=0,
+        options=SimpleNamespace(seed=0, limits=Limits()),
         objective_id=0,
         objective=b"",
         settings=Settings(),
         gc_after_trial=False,
         maximize=False,
-        limits=Limits(),
     )
     folder = runtimes.StudyFolder(tmp_path, "study")
     retention = SimpleNamespace(folder=folder, keeps_any=False)
@@ -368,7 +429,7 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     launcher.launch(launch(1, 0, 1), trial_id=1, parameters={})
     launcher.launch(launch(2, 2, 3), trial_id=2, parameters={})
     launcher.trainer_died(1)
-    runtime.store = StoreReady(host="127.0.0.1", port=1, pid=1, agent=1)
+    runtime.rendezvous.ready(StoreReady(host="127.0.0.1", port=1, pid=1, agent=1))
     launcher.send_waiting()
     assert runtime.sent == [(2, 2), (3, 2)]
 

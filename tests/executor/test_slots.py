@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet import FleetConfigError
+from optuna_fleet import FleetConfigError, LocalCluster
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.resources import share_gpu
@@ -31,7 +31,7 @@ def test_cpu_slots_share_no_gpu() -> None:
     assert len(slots) == 3
     assert not share_gpu(slots)
     with pytest.raises(FleetConfigError, match="slots_per_device"):
-        find_fleet(1, "cpu", 0)
+        LocalCluster(slots_per_device=0)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_ranks_on_one_gpu_do_without_nccl(
 
 def test_a_trial_on_the_slots_of_one_device() -> None:
     study = optuna.create_study()
-    with fleet_of(devices=1, device_type="cpu", slots_per_device=2) as fleet:
+    with fleet_of(devices=1, device_type="cpu", cluster=LocalCluster(slots_per_device=2)) as fleet:
         fleet.script = {0: [Leg((0, 1))]}
         study.optimize(train, n_trials=1, executor=fleet)
     assert study.trials[0].state.is_finished()

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 
-from optuna_fleet.arguments import check_choice, check_number
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.resources import Device, Fleet, cpu_count
 
@@ -32,11 +31,8 @@ def find_fleet(devices: int | None, device_type: str | None, slots_per_device: i
         slots_per_device: Trainers that share one; neighbours in order are on unlike ones.
 
     Raises:
-        FleetConfigError: More GPUs are asked for than there are, or a number below 1.
+        FleetConfigError: More GPUs are asked for than there are.
     """
-    check_number("devices", devices, least=1, whole=True, optional=True)
-    check_number("slots_per_device", slots_per_device, least=1, whole=True)
-    check_choice("device_type", device_type, ("cpu", "cuda"), optional=True)
     gpus = [] if device_type == "cpu" else _gpu_names()
     if device_type == "cuda" or gpus:
         return _gpu_fleet(gpus, devices, slots_per_device)
@@ -50,8 +46,8 @@ def _gpu_fleet(names: list[str], devices: int | None, slots_per_device: int) -> 
         raise FleetConfigError(
             f"{number or 'all'} GPUs were asked for, but {len(names)} are visible here"
             + (f" ({', '.join(names)})" if names else "")
-            + ". Ask for fewer, or pass device_type='cpu' for CPU slots; slots_per_device=2 has "
-            "two trials share each GPU."
+            + ". Ask for fewer, or pass device_type='cpu' for CPU slots; "
+            "LocalCluster(slots_per_device=2) has two trials share each GPU."
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     ordinals = visible.split(",") if visible else [str(index) for index in range(len(names))]

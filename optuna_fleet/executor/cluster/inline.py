@@ -3,63 +3,89 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from optuna_fleet.events import EpochDecision
-from optuna_fleet.executor.convergence import Convergence
-from optuna_fleet.executor.remarks import Remarks
+from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.events import EpochDecision, Launch
+from optuna_fleet.executor.call_handler import CallHandler
+from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.executor.cluster.protocol import Options, Runner
+from optuna_fleet.executor.epoch_evaluator import EpochEvaluator
+from optuna_fleet.executor.runs import RunRecord
+from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.trial import FleetTrial
-from optuna_fleet.wire.messages import Call, Remark, RunTrial
-from optuna_fleet.wire.packing import pack
+from optuna_fleet.wire.messages import Call, Remark, Reply, RunTrial
 
 
-def run_inline(
-    loop: Loop,
-    func: Callable[[Any], Any],
-    *,
-    pipeline: SharedPipeline | None,
-    seed: int,
-    convergence: Convergence | None,
-) -> None:
-    """Run all trials of a call here, on the CPU, one after the other.
+class InlineCluster:
+    """One CPU device, in the process that makes the call; no other device is looked for."""
 
-    Raises:
-        BaseException: The failure of a trial that `catch` does not cover, as it was raised.
-    """
-    remarks = Remarks()
-    while (number := loop.proposals.ask()) is not None:
-        run = RunTrial(
-            run_id=number,
-            number=number,
-            trial_id=compat.id_of(loop.proposals[number]),
-            rank=0,
-            world_size=1,
-            seed=seed,
-            objective_id=0,
-            objective=None,
-            measure=False,
-            group="",
-            store=None,
-            checkpoint=None,
-            checkpoint_to="",
-            gc_after_trial=loop.gc_after_trial,
-            maximize=loop.maximize,
+    def new_runner(self, options: Options) -> Runner:
+        """See `Cluster`."""
+        return InlineRunner(options)
+
+
+class InlineRunner:
+    """A `Runner` without processes: it has nothing to place, so it runs calls by itself."""
+
+    makes_checkpoints = False
+
+    def __init__(self, options: Options) -> None:
+        self.summary: FleetSummary | None = None
+        self._options = options
+
+    def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
+        """See `Runner`; a failure is raised as it was in the objective."""
+        options, replies = self._options, deque[Reply]()
+        keeps_none = CheckpointRetention(loop.study, StudyFolder(Path(), ""), num_kept=0)
+        calls = CallHandler(
+            lambda _, reply: replies.append(reply), loop.ledger, keeps_none, in_process=True
         )
-        session = _InlineSession(loop.ledger, run, convergence, remarks)
-        value, error = None, None
-        try:
-            value = _run(func, session, pipeline)
-        except BaseException as raised:  # `sys.exit()`, say: the trial has ended all the same
-            error = raised
-        loop.ledger.settle(number, value, error)
+        evaluator = EpochEvaluator(options, loop.ledger, maximize=loop.maximize)
+        while (number := loop.proposals.ask()) is not None:
+            trial_id = compat.id_of(loop.proposals[number])
+            run = _order(number, trial_id, options.seed, loop)
+            session = _InlineSession(run, calls, evaluator, replies)
+            value, error = None, None
+            try:
+                value = _run(func, session, options.pipeline)
+            except BaseException as raised:  # `sys.exit()`, say: the trial has ended all the same
+                error = raised
+            loop.ledger.settle(number, value, error)
+
+    def close(self) -> None:
+        """See `Runner`."""
+
+
+def _order(number: int, trial_id: int, seed: int, loop: Loop) -> RunTrial:
+    return RunTrial(
+        run_id=number,
+        number=number,
+        trial_id=trial_id,
+        rank=0,
+        world_size=1,
+        seed=seed,
+        objective_id=0,
+        objective=None,
+        measure=False,
+        group="",
+        store=None,
+        checkpoint=None,
+        checkpoint_to="",
+        gc_after_trial=loop.gc_after_trial,
+        maximize=loop.maximize,
+    )
 
 
 def _run(func: Callable[[Any], Any], session: Session, pipeline: SharedPipeline | None) -> Any:
@@ -103,53 +129,35 @@ def _own_group(run: RunTrial) -> Iterator[None]:
 
 
 class _InlineSession(Session):
-    """A session whose driver is the same process."""
+    """A session whose driver is the same process: what it says is answered before it goes on."""
 
     def __init__(
         self,
-        ledger: Ledger,
         run: RunTrial,
-        convergence: Convergence | None,
-        remarks: Remarks,
+        calls: CallHandler,
+        evaluator: EpochEvaluator,
+        replies: deque[Reply],
     ) -> None:
         super().__init__(None, run)
-        self._ledger = ledger
-        self._convergence = convergence
-        self._remarks = remarks
+        number = run.number
+        launch = Launch(
+            run_id=number, number=number, devices=(0,), probe=False, measure=False, round=0
+        )
+        self._record = RunRecord(launch=launch, start=time.time(), calls=RunCalls(world_size=1))
+        self._calls = calls
+        self._evaluator = evaluator
+        self._replies = replies
 
     def send(self, message: Any) -> None:
-        """Nobody needs to be told, but the user."""
-        if isinstance(message, Remark):
-            self._remarks.take(self.run.number, message)
+        """Have it answered at once; nothing else needs to be told."""
+        if not isinstance(message, Call | Remark):
+            return
+        if self._calls.take(self._record, message) is not None:
+            has_converged = self._evaluator.has_converged(self.run.number)
+            decision = EpochDecision.STOP if has_converged else EpochDecision.GO
+            self._calls.answer_epoch(self._record, decision)
 
-    def exchange(
-        self,
-        target: str,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_read: bool,
-    ) -> Any:
-        """Carry the call out at once."""
-        if (target, name) == ("fleet", "end_epoch"):
-            return self._decision()
-        if (target, name) == ("fleet", "warn"):
-            return compat.fleet_logger.warning(f"Trial {self.run.number}: {args[0]}")
-        call = Call(
-            run_id=self.run.run_id,
-            index=0,
-            rank=0,
-            target=target,
-            name=name,
-            arguments=pack((args, kwargs)),
-            is_read=is_read,
-        )
-        return self._ledger.carry_out(self.run.number, call)
-
-    def _decision(self) -> EpochDecision:
-        if self._convergence is None or self.run.maximize is None:
-            return EpochDecision.GO
-        values = self._ledger.reported_values(self.run.number)
-        converged = self._convergence.is_reached(values, maximize=self.run.maximize)
-        return EpochDecision.STOP if converged else EpochDecision.GO
+    def _await_reply(self, index: int) -> Reply:
+        while (reply := self._replies.popleft()).index != index:
+            pass  # nobody has waited for it
+        return reply

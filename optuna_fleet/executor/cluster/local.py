@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 
+from optuna_fleet.arguments import check_number
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.config import AgentConfig
-from optuna_fleet.executor.cluster.shares import cores_set_aside, pipeline_setup
-from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.executor.cluster.devices import find_fleet
+from optuna_fleet.executor.cluster.protocol import Options, Runner
+from optuna_fleet.executor.fleet_runner import FleetRunner
 from optuna_fleet.processes import ModuleProcess
-from optuna_fleet.resources import Fleet, cpu_count
 
 _DEFAULTS = {
     # gloo would look up the machine's name, which need not resolve; one node needs no network.
@@ -35,50 +38,28 @@ class AgentProcess(ModuleProcess):
         super().__init__("optuna_fleet.executor.cluster.agent", config, environment=environment)
 
 
-def modules_to_preload() -> tuple[str, ...]:
-    """What the agent imports once for its children: torch, and what the script imported of it."""
-    wanted = ("torchvision", "torchvision.transforms.v2", "torchvision.models")
-    return (
-        "torch",
-        "torch._dynamo",  # which the first optimizer of each process imports: a second or more
-        "optuna_fleet.trainer.training",
-        "optuna_fleet.pipeline.preprocessor.main",
-        *(name for name in wanted if name in sys.modules),
-    )
-
-
-def agent_config(
-    fleet: Fleet,
-    pipeline: SharedPipeline | None,
-    *,
-    address: tuple[str, int, bytes],
-    preload: bool,
-    private_folder: str | None,
-    stuck_s: float | None,
-) -> AgentConfig:
-    """What the agent of this machine is told.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCluster:
+    """The devices of this machine.
 
     Args:
-        fleet: The devices.
-        pipeline: The data.
-        address: Host and port of the driver, and the secret that opens them.
-        preload: Import torch once, for all trainers.
-        private_folder: What it removes in the end.
-        stuck_s: Seconds after which a preprocessor that works on one chunk is killed.
+        slots_per_device: Trainers on each device: several small trials may share a GPU.
+
+    Raises:
+        FleetConfigError: That is no number >= 1.
     """
-    host, port, secret = address
-    cores_left = cpu_count() - cores_set_aside(pipeline, fleet)
-    return AgentConfig(
-        node=0,
-        host=host,
-        port=port,
-        secret=secret,
-        sys_path=tuple(sys.path),
-        argv=tuple(sys.argv),
-        preload=modules_to_preload() if preload else (),
-        devices=fleet.devices,
-        threads_per_slot=max(1, cores_left // len(fleet)),
-        pipeline=pipeline_setup(pipeline, fleet) if pipeline else None,
-        stuck_s=stuck_s,
-        private_folder=private_folder,
-    )
+
+    slots_per_device: int = 1
+
+    def __post_init__(self) -> None:
+        check_number("slots_per_device", self.slots_per_device, least=1, whole=True)
+
+    def new_runner(self, options: Options) -> Runner:
+        """See `Cluster`."""
+        if not hasattr(os, "pidfd_open"):
+            raise FleetConfigError(
+                f"cluster='local' needs Linux 5.3 or later, but this is {sys.platform!r}; "
+                "cluster='inline' runs everywhere."
+            )
+        fleet = find_fleet(options.devices, options.device_type, self.slots_per_device)
+        return FleetRunner(options, fleet, AgentProcess)

@@ -1,0 +1,104 @@
+"""What an executor asks of a cluster, whatever kind it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from optuna_fleet.alloc import Allocator
+from optuna_fleet.executor.cluster.config import AgentConfig
+from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.summary import FleetSummary
+from optuna_fleet.executor.trials import Policy
+from optuna_fleet.options import Checkpoints, Limits
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.sampler_bridge.loop import Loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What an executor was given, checked; `checkpoint_dir` is a folder that is there."""
+
+    pipeline: SharedPipeline | None
+    devices: int | None
+    device_type: str | None
+    policy: Policy
+    allocator: Allocator
+    checkpoints: Checkpoints
+    checkpoint_dir: Path | None
+    limits: Limits
+    convergence: Convergence | None
+    predictor: Callable[[Any], float | None] | None
+    seed: int
+
+
+class Runner(Protocol):
+    """Runs the calls of one executor.
+
+    Attributes:
+        makes_checkpoints: Whether calls are recorded, for the same call to go on with.
+        summary: The last call in numbers; None if it broke off, or nothing was counted.
+    """
+
+    makes_checkpoints: bool
+    summary: FleetSummary | None
+
+    def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
+        """Run trials until `loop` proposes no more.
+
+        Raises:
+            BaseException: The first failure of a trial that `catch` does not cover.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all processes; they start again with the next `run`. May be called again."""
+        ...
+
+
+@runtime_checkable
+class Cluster(Protocol):
+    """Where trials run. It only describes that: several executors may be given the same one.
+
+    A cluster of agents finds devices, and returns a `fleet_runner.FleetRunner` that is told of
+    them and how an agent is started.
+    """
+
+    def new_runner(self, options: Options) -> Runner:
+        """Make what runs the calls of an executor; no process starts before the first.
+
+        Raises:
+            FleetConfigError: The devices asked for do not exist.
+        """
+        ...
+
+
+class AgentHandle(Protocol):
+    """An agent that was started. It joins by itself, and ends when its channel closes."""
+
+    @property
+    def pid(self) -> int:
+        """Pid of the process."""
+        ...
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, a signal's number negated, or None while it runs."""
+        ...
+
+    def fileno(self) -> int:
+        """What becomes readable when it ends."""
+        ...
+
+    def close(self) -> None:
+        """Wait for its end, which is near, and forget it."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+
+StartAgent = Callable[[AgentConfig], AgentHandle]

@@ -1,0 +1,130 @@
+"""Runs the calls of an executor in trainers, which agents start where the cluster places these."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from optuna_fleet.alloc import ByKind, GreedyAllocator, IsolatedAllocator
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.cluster.protocol import Options, StartAgent
+from optuna_fleet.executor.controller import Controller
+from optuna_fleet.executor.driver import Driver
+from optuna_fleet.executor.runs import Job
+from optuna_fleet.executor.runtime import Runtime
+from optuna_fleet.executor.summary import FleetSummary
+from optuna_fleet.resources import Fleet
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.settings import settings_here
+from optuna_fleet.wire.packing import ObjectivePickler, pack_objective
+from optuna_fleet.wire.unpicklable import explained, variable
+
+_objective_ids = itertools.count()
+
+
+class FleetRunner:
+    """A `Runner` whose agents and trainers stay up between calls.
+
+    Args:
+        options: What the executor was given.
+        fleet: The devices that the cluster has found.
+        start_agent: How the cluster starts an agent.
+    """
+
+    makes_checkpoints = True
+
+    def __init__(self, options: Options, fleet: Fleet, start_agent: StartAgent) -> None:
+        self.summary: FleetSummary | None = None
+        self._options = options
+        self._fleet = fleet
+        self._start_agent = start_agent
+        self._runtime: Runtime | None = None
+
+    def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
+        """See `Runner`."""
+        options, objective = self._options, _packed(func, loop)
+        runtime = self._started(_uses_torch(func, objective))
+        job = Job(
+            options=options,
+            objective_id=next(_objective_ids),
+            objective=objective,
+            settings=settings_here(),
+            gc_after_trial=loop.gc_after_trial,
+            maximize=loop.maximize,
+        )
+        checkpoints = options.checkpoints
+        folder = runtime.folder_of(loop.study.study_name)
+        num_kept = 0 if options.checkpoint_dir is None else checkpoints.keep
+        retention = CheckpointRetention(loop.study, folder, num_kept, checkpoints.max_bytes)
+        controller = self._new_controller(runtime)
+        driver = Driver(runtime, controller, loop.ledger, loop.proposals, job, retention)
+        try:
+            with driver.interrupts:
+                driver.run()
+            report = runtime.pipeline_report() if options.pipeline else None
+            used = driver.pipeline_log.finish(report, time.time()) if report else None
+            self.summary = driver.tally.summary(len(self._fleet), used)
+            compat.fleet_logger.info(str(self.summary))
+        finally:
+            if not (driver.has_freed_devices and runtime.is_alive()):
+                self.close()
+        if driver.failure is not None:
+            raise driver.failure
+
+    def _new_controller(self, runtime: Runtime) -> Controller:
+        return Controller(
+            self._fleet, self._options.policy, profiles=runtime.profiles, run_ids=runtime.run_ids
+        )
+
+    def _started(self, preload: bool) -> Runtime:
+        if self._runtime is not None and not self._runtime.is_alive():
+            self.close()
+        if self._runtime is None:
+            options = self._options
+            self._runtime = Runtime(
+                self._fleet,
+                options.pipeline,
+                IsolatedAllocator(
+                    ByKind(inner=options.allocator),
+                    ByKind(inner=GreedyAllocator(keep_flying=True), cautious=True),
+                ),
+                options.checkpoint_dir,
+                self._start_agent,
+                preload=preload or options.pipeline is not None,
+                stuck_s=options.limits.stuck_s,
+                start_s=options.limits.start_s,
+            )
+            self._finalizer = weakref.finalize(self, self._runtime.close_if_owner)
+        return self._runtime
+
+    def close(self) -> None:
+        """See `Runner`."""
+        if self._runtime is not None:
+            self._runtime = None
+            self._finalizer()
+
+
+def _packed(func: Any, loop: Loop) -> bytes:
+    names = compat.names_of(loop.study)
+    try:
+        return pack_objective(func, names)
+    except Exception as error:
+        whole = variable("objective", func, "what `optimize` was given")
+        reason = explained([whole], error, ObjectivePickler(io.BytesIO(), names))
+        raise FleetConfigError(
+            f"The objective can't be sent to the trainers, which are other processes: {reason} "
+            "Create such a thing inside the objective, or when it is first used there."
+        ) from error
+
+
+def _uses_torch(func: Any, pickled: bytes) -> bool:
+    """Whether to import torch once for all trainers; a wrong guess costs time, nothing else."""
+    by_reference = getattr(func, "__module__", "__main__") != "__main__"
+    return b"torch" in pickled or (by_reference and "torch" in sys.modules)

@@ -1,0 +1,56 @@
+"""The store where the ranks of a trial find each other: asked for once, replaced when lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.wire.messages import StoreLost, StoreReady
+
+_MAX_IN_A_ROW = 3
+
+
+class Rendezvous:
+    """What is known of it.
+
+    Args:
+        ask: Asks the agent for another one.
+
+    Attributes:
+        store: Its address, once it is open.
+    """
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self.store: StoreReady | None = None
+        self._ask = ask
+        self._is_asked = False
+        self._num_lost = 0  # in a row, without one that was ready
+
+    def open(self) -> None:
+        """Have it started, once."""
+        if not self._is_asked:
+            self._is_asked = True
+            self._ask()
+
+    def void(self) -> None:
+        """It is no use, or who was asked is dead: the next who wants one asks again."""
+        self.store, self._is_asked = None, False
+
+    def ready(self, store: StoreReady) -> None:
+        """It is open."""
+        self.store, self._num_lost = store, 0
+
+    def lost(self, message: StoreLost) -> None:
+        """Its process has ended.
+
+        Raises:
+            LaunchError: As others did before they were ready.
+        """
+        self._num_lost += 1
+        if self._num_lost >= _MAX_IN_A_ROW:
+            raise LaunchError(
+                "The store where the ranks of a trial find each other ended "
+                f"{self._num_lost} times in a row before it was ready, the last time with "
+                f"{message.cause}; what it printed says why."
+            )
+        self.void()

@@ -1,0 +1,194 @@
+"""The life of the trainer processes, by what is heard of them. Pure but for its clock.
+
+A trainer and its agent say what they say on channels of their own: what one of them says may be
+heard before what the other said earlier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from optuna_fleet.events import DeviceJoined, DeviceLost, Event
+from optuna_fleet.exceptions import LaunchError
+
+MAX_FAILED_STARTS = 3
+_KILL_LIMIT_S = 10.0
+
+
+class TrainerStatus(Enum):
+    """Where a trainer process is in its life; of those that have joined the controller knows."""
+
+    STARTING = "was started"
+    OVERDUE = "is killed because it was not ready in time"
+    SUCCESSOR = "is ready, and the one before it is not known to have left"
+    SERVING = "has joined: it gets the runs of its device"
+    KILLED = "has joined, and is killed"
+    RETIRED = "has said that it ends"
+    UNHEARD = "has ended, and what it had said may still come"
+    GONE = "has ended"
+
+
+_S = TrainerStatus
+TRANSITIONS = {
+    _S.STARTING: {_S.OVERDUE, _S.SUCCESSOR, _S.SERVING, _S.RETIRED, _S.UNHEARD},
+    _S.OVERDUE: {_S.RETIRED, _S.UNHEARD},
+    _S.SUCCESSOR: {_S.SERVING, _S.RETIRED, _S.GONE},
+    _S.SERVING: {_S.KILLED, _S.RETIRED, _S.GONE},
+    _S.KILLED: {_S.RETIRED, _S.GONE},
+    _S.RETIRED: {_S.GONE},
+    _S.UNHEARD: {_S.GONE},
+    _S.GONE: set(),
+}
+_JOINED = (_S.SERVING, _S.KILLED)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trainer:
+    pid: int
+    device: int
+    status: TrainerStatus = _S.STARTING
+    kill_due: float | None = None  # by when it should be gone, where it is killed
+
+    def become(self, status: TrainerStatus) -> None:
+        assert status in TRANSITIONS[self.status], f"{self.status} can't become {status}"
+        self.status = status
+
+
+class Trainers:
+    """Those of all devices. Each device has at most one that has joined.
+
+    Args:
+        clock: Seconds since any time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._on: dict[int, dict[int, _Trainer]] = {}
+        self._failed_starts: dict[int, int] = {}
+
+    # -- what is so -------------------------------------------------------------------------------
+
+    def _all(self) -> Iterator[_Trainer]:
+        return (trainer for on_device in self._on.values() for trainer in on_device.values())
+
+    def _get(self, device: int, pid: int) -> _Trainer:
+        """What is known of it; a process that nobody has named before was started."""
+        new = _Trainer(pid=pid, device=device)
+        return self._on.setdefault(device, {}).setdefault(pid, new)
+
+    def _joined(self, device: int) -> _Trainer | None:
+        on_device = self._on.get(device, {}).values()
+        return next((trainer for trainer in on_device if trainer.status in _JOINED), None)
+
+    def pid_on(self, device: int) -> int | None:
+        """Process id of the one that has joined."""
+        trainer = self._joined(device)
+        return None if trainer is None else trainer.pid
+
+    def device_of(self, pid: int) -> int:
+        """The device of one that was started."""
+        return next(trainer.device for trainer in self._all() if trainer.pid == pid)
+
+    @property
+    def live(self) -> dict[int, int]:
+        """Process ids of all that have joined, by device."""
+        return {t.device: t.pid for t in self._all() if t.status in _JOINED}
+
+    def is_killed(self, device: int) -> bool:
+        """Whether the one that has joined is killed by us: its death is no news."""
+        trainer = self._joined(device)
+        return trainer is not None and trainer.status is _S.KILLED
+
+    def kills_due(self) -> list[float]:
+        """By when those that are killed should be gone, by the clock."""
+        return [t.kill_due for t in self._all() if t.kill_due is not None]
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def started(self, device: int, pid: int) -> bool:
+        """Its agent has started one; say whether it is still to be waited for."""
+        known = self._on.get(device, {}).get(pid)
+        if known is not None and known.status is _S.UNHEARD:
+            self._end(known)  # the number is another process' now
+        return self._get(device, pid).status is _S.STARTING
+
+    def ready(self, device: int, pid: int) -> list[Event]:
+        """One is ready; it joins when the one before it has left."""
+        trainer = self._get(device, pid)
+        if trainer.status is _S.UNHEARD:
+            self._end(trainer)
+        elif trainer.status is _S.STARTING:
+            self._failed_starts[device] = 0
+            trainer.become(_S.SUCCESSOR)
+        return self._succeed(device)
+
+    def _succeed(self, device: int) -> list[Event]:
+        ready = (t for t in self._on[device].values() if t.status is _S.SUCCESSOR)
+        if self._joined(device) is not None or (successor := next(ready, None)) is None:
+            return []
+        successor.become(_S.SERVING)
+        return [DeviceJoined(device=device)]
+
+    def kill(self, device: int, pid: int) -> None:
+        """One is killed: because it is not ready in time, or while it serves."""
+        trainer = self._get(device, pid)
+        if trainer.status in (_S.STARTING, _S.SERVING):
+            trainer.become(_S.OVERDUE if trainer.status is _S.STARTING else _S.KILLED)
+        trainer.kill_due = self._clock() + _KILL_LIMIT_S
+
+    def retire(self, device: int, pid: int) -> list[Event]:
+        """One has said that it ends, which the controller knows; its successor may be there."""
+        trainer = self._get(device, pid)
+        if trainer.status is _S.UNHEARD:
+            self._end(trainer)
+        elif trainer.status is not _S.RETIRED:
+            trainer.become(_S.RETIRED)
+        return self._succeed(device)
+
+    def leave_out(self, device: int) -> None:
+        """None joins a device any more."""
+        for trainer in self._on.get(device, {}).values():
+            if trainer.status is _S.SUCCESSOR:
+                trainer.become(_S.RETIRED)
+
+    def ended(self, device: int, pid: int, cause: str) -> list[Event]:
+        """One has ended.
+
+        Raises:
+            LaunchError: As others of its device did, before they were of use.
+        """
+        trainer = self._get(device, pid)
+        had_joined, is_killed = trainer.status in _JOINED, trainer.status is _S.KILLED
+        if trainer.status in (_S.STARTING, _S.OVERDUE):
+            trainer.become(_S.UNHEARD)
+            trainer.kill_due = None
+            self._count_failed_start(device, cause)
+            return []
+        if trainer.status is _S.SUCCESSOR:
+            self._count_failed_start(device, cause)
+        if trainer.status is not _S.UNHEARD:
+            self._end(trainer)
+        lost: list[Event] = [DeviceLost(device=device, by_order=is_killed)] * had_joined
+        return lost + self._succeed(device)
+
+    def _end(self, trainer: _Trainer) -> None:
+        trainer.become(_S.GONE)
+        del self._on[trainer.device][trainer.pid]
+
+    def _count_failed_start(self, device: int, cause: str) -> None:
+        number = self._failed_starts[device] = self._failed_starts.get(device, 0) + 1
+        if number >= MAX_FAILED_STARTS:
+            raise LaunchError(
+                f"The trainer of device {device} ended {number} times in a row before it was "
+                f"ready, the last time with {cause}; what it printed says why."
+            )
+
+    def agent_ended(self) -> None:
+        """All are dead; the ends of those that have joined are still to be told."""
+        for device, on_device in self._on.items():
+            self._on[device] = {p: t for p, t in on_device.items() if t.status in _JOINED}
+            for trainer in self._on[device].values():
+                trainer.kill_due = None

@@ -1,0 +1,119 @@
+"""The life of trainers: the table, and what the controller hears whatever order news comes in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optuna_fleet.events import DeviceJoined, DeviceLost, Event
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.trainers import TRANSITIONS, Trainers, TrainerStatus
+
+JOINED, LOST = DeviceJoined(device=0), DeviceLost(device=0)
+BY_ORDER = DeviceLost(device=0, by_order=True)
+
+
+def test_every_life_ends_and_begins_as_one_that_was_started() -> None:
+    assert set(TRANSITIONS) == set(TrainerStatus)
+    reached, fresh = set[TrainerStatus](), {TrainerStatus.STARTING}
+    while fresh:
+        reached |= fresh
+        fresh = {after for status in fresh for after in TRANSITIONS[status]} - reached
+    assert reached == set(TrainerStatus)
+    assert [status for status, after in TRANSITIONS.items() if not after] == [TrainerStatus.GONE]
+
+
+def life(*news: str) -> list[Event]:
+    """What the controller hears of device 0 after such news, each a word and a pid."""
+    trainers, events = Trainers(lambda: 0.0), list[Event]()
+    for word, pid in (one.split() for one in news):
+        match word:
+            case "started":
+                trainers.started(0, int(pid))
+            case "ready":
+                events += trainers.ready(0, int(pid))
+            case "kill":
+                trainers.kill(0, int(pid))
+            case "retire":
+                events += trainers.retire(0, int(pid))
+            case "ended":
+                events += trainers.ended(0, int(pid), "signal SIGKILL")
+    return events
+
+
+@pytest.mark.parametrize(
+    ("news", "heard"),
+    [
+        (["started 7", "ready 7", "ended 7"], [JOINED, LOST]),
+        (["ready 7", "started 7", "kill 7", "ended 7"], [JOINED, BY_ORDER]),
+        (["ready 7", "ready 8", "ended 7"], [JOINED, LOST, JOINED]),
+        (["ready 7", "ready 8", "ended 8"], [JOINED]),
+        (["ready 7", "retire 7", "ended 7", "ready 8"], [JOINED, JOINED]),
+        (["ready 7", "ready 8", "retire 7", "ended 7"], [JOINED, JOINED]),
+        (["ready 7", "kill 7", "retire 7", "ended 7", "ready 8"], [JOINED, JOINED]),
+        (["started 7", "retire 7", "ended 7"], []),
+        (["started 7", "ended 7", "ready 7", "ready 8"], [JOINED]),
+        (["started 7", "ended 7", "retire 7", "ready 8"], [JOINED]),
+        (["started 7", "kill 7", "ready 7", "ended 7", "ready 8"], [JOINED]),
+        (["started 7", "ended 7", "started 7", "ready 7"], [JOINED]),  # the number is used again
+    ],
+)
+def test_what_the_controller_hears(news: list[str], heard: list[Event]) -> None:
+    assert life(*news) == heard
+
+
+def test_only_starts_that_failed_in_a_row_end_a_call() -> None:
+    fail = ["started 7", "ended 7"]
+    assert life(*fail, *fail, "started 7", "ready 7", "ended 7", *fail, *fail) == [JOINED, LOST]
+    with pytest.raises(LaunchError, match=r"3 times in a row before it was ready, .*SIGKILL"):
+        life(*fail, *fail, *fail)
+
+
+def test_those_of_a_dead_agent_are_not_waited_for() -> None:
+    trainers = Trainers(lambda: 5.0)
+    trainers.ready(0, 7)
+    trainers.ready(0, 8)
+    trainers.started(1, 9)
+    trainers.kill(0, 7)
+    trainers.kill(1, 9)
+    assert trainers.kills_due() == [15.0, 15.0]
+    trainers.agent_ended()
+    assert (trainers.live, trainers.kills_due()) == ({0: 7}, [])
+    assert trainers.ended(0, 7, "its agent's end") == [BY_ORDER]
+    assert trainers.live == {}
+
+
+@given(data=st.data(), num_lives=st.integers(1, 5))
+def test_a_device_joins_and_is_lost_in_turn(data: st.DataObject, num_lives: int) -> None:
+    """One trainer after the other; each says hello on a channel of its own, so at any time."""
+    trainers, has_joined = Trainers(lambda: 0.0), False
+    of_agent = [(word, pid) for pid in range(num_lives) for word in ("started", "ended")][:-1]
+    hellos = [("ready", pid) for pid in range(num_lives)]
+    while of_agent or hellos:
+        joined = trainers.live.get(0, num_lives - 1)
+        meanwhile = [("retire", joined), ("kill", joined)] if joined < num_lives - 1 else []
+        word, pid = news = data.draw(st.sampled_from([*of_agent[:1], *hellos, *meanwhile]))
+        of_agent = of_agent[of_agent[:1] == [news] :]
+        hellos = [hello for hello in hellos if hello != news]
+        events: list[Event] = []
+        match word:
+            case "started":
+                trainers.started(0, pid)
+            case "ready":
+                events = trainers.ready(0, pid)
+            case "kill":
+                trainers.kill(0, pid)
+                assert trainers.is_killed(0)
+            case "retire":
+                has_joined, events = False, trainers.retire(0, pid)  # the driver says that itself
+            case _:
+                try:
+                    events = trainers.ended(0, pid, "exit code 1")
+                except LaunchError:
+                    return
+        for event in events:
+            assert isinstance(event, DeviceLost) == has_joined
+            has_joined = not has_joined
+        assert (trainers.pid_on(0) in trainers.live.values()) == has_joined
+    assert trainers.live == {0: num_lives - 1}
