@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Any
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import StorageLostError
@@ -14,7 +15,8 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.wire.messages import Call, Remark, Reply
+from optuna_fleet.wire.calls import Call, EndEpoch, IsAmongBest, RankCall, Reply
+from optuna_fleet.wire.messages import Remark
 from optuna_fleet.wire.packing import pack, pack_error, unpack
 
 _SLOW_S = 0.1
@@ -31,7 +33,7 @@ class CallHandler:
         self._sampler: BackgroundSampler | None = None
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
-    def take(self, run: RunRecord, call: Call | Remark) -> int | None:
+    def take(self, run: RunRecord, call: RankCall | Remark) -> int | None:
         """Take a call and answer it, unless it asks what to do after an epoch.
 
         Returns:
@@ -46,18 +48,17 @@ class CallHandler:
                 self._answer(run, joint, self._carried_out(run, joint))
         elif call.rank > 0:
             self._reply(run, run.calls.follow(call))
-        elif (call.target, call.name) == ("fleet", "end_epoch"):
+        elif isinstance(call, EndEpoch):
             run.pending_epoch = call
-            (epoch,), _ = unpack(call.arguments)
-            return int(epoch)
-        elif call.target == "trial" and call.name.startswith("suggest_"):
+            return call.epoch
+        elif isinstance(call, Call) and call.is_suggestion:
             self._waiting.append((run, call))
             self._suggest()
         else:
             self._answer(run, call, self._carried_out(run, call))
         return None
 
-    def _answer(self, run: RunRecord, call: Call, reply: Reply) -> None:
+    def _answer(self, run: RunRecord, call: RankCall, reply: Reply) -> None:
         self._reply(run, run.calls.answer(reply, call.name))
 
     # -- the sampler ------------------------------------------------------------------------------
@@ -122,17 +123,14 @@ class CallHandler:
         """A rank has left the objective: it makes no more calls that others wait for."""
         self._reply(run, run.calls.leave(rank))
 
-    def _carried_out(self, run: RunRecord, call: Call) -> Reply:
+    def _carried_out(self, run: RunRecord, call: RankCall) -> Reply:
         number = run.launch.number
         try:
-            if (call.target, call.name) == ("fleet", "warn"):
-                (text,), _ = unpack(call.arguments)
-                compat.fleet_logger.warning(f"Trial {number}: {text}")
-                value = None
-            elif (call.target, call.name) == ("fleet", "is_among_best"):
-                (returned,), _ = unpack(call.arguments)
-                value = self._retention.is_among_best(returned)
+            value: Any
+            if isinstance(call, IsAmongBest):
+                value = self._retention.is_among_best(unpack(call.value))
             else:
+                assert isinstance(call, Call)
                 value = self._ledger.carry_out(number, call)
             return Reply(run_id=call.run_id, index=call.index, value=pack(value))
         except StorageLostError:  # no matter of this trial's

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.executor.ranks import unlike_values
-from optuna_fleet.wire.messages import Call, Reply
+from optuna_fleet.wire.calls import Call, RankCall, Reply
 from optuna_fleet.wire.packing import pack_error, unpack
 
 _JOINT = {("trial", "report"): 0, ("trial", "set_constraint"): 1}
@@ -25,14 +25,14 @@ class RunCalls:
     world_size: int
     _names: dict[int, str] = field(default_factory=dict)
     _answers: dict[int, Reply] = field(default_factory=dict)
-    _waiting: dict[int, list[Call]] = field(default_factory=dict)
+    _waiting: dict[int, list[RankCall]] = field(default_factory=dict)
     _left: set[int] = field(default_factory=set)
 
-    def is_joint(self, call: Call) -> bool:
+    def is_joint(self, call: RankCall) -> bool:
         """Whether a call waits for those of all ranks."""
-        return self.world_size > 1 and (call.target, call.name) in _JOINT
+        return self.world_size > 1 and _key(call) in _JOINT
 
-    def join(self, call: Call) -> tuple[Call | None, list[tuple[int, Reply]]]:
+    def join(self, call: RankCall) -> tuple[RankCall | None, list[tuple[int, Reply]]]:
         """A rank makes a joint call.
 
         Returns:
@@ -54,7 +54,7 @@ class RunCalls:
             return None, [(one.rank, _failed(one, error)) for one in waiting]
         return waiting.pop(0), []
 
-    def _refused_together(self, waiting: list[Call]) -> list[tuple[int, Reply]]:
+    def _refused_together(self, waiting: list[RankCall]) -> list[tuple[int, Reply]]:
         """Replies to calls of one index of which not all can come, or that are not the same."""
         here = {call.rank for call in waiting}
         leader = next((call for call in waiting if call.rank == 0), None)
@@ -73,7 +73,7 @@ class RunCalls:
         waiting = self._waiting.pop(reply.index, [])
         return [(0, reply), *((call.rank, self._checked(call, reply)) for call in waiting)]
 
-    def follow(self, call: Call) -> list[tuple[int, Reply]]:
+    def follow(self, call: RankCall) -> list[tuple[int, Reply]]:
         """Another rank makes its call; return its reply if there is one already."""
         reply = self._answers.get(call.index)
         if reply is not None:
@@ -96,37 +96,42 @@ class RunCalls:
                 del self._waiting[index]
         return replies
 
-    def _checked(self, call: Call, reply: Reply) -> Reply:
+    def _checked(self, call: RankCall, reply: Reply) -> Reply:
         expected = self._names[call.index]
         return reply if expected == call.name else _refused(call, _differs(expected, call))
 
 
-def _unlike(calls: list[Call]) -> TrialError | None:
-    position = _JOINT[calls[0].target, calls[0].name]
+def _unlike(calls: list[RankCall]) -> TrialError | None:
+    position = _JOINT[_key(calls[0])]
     values = {}
     for call in calls:
+        assert isinstance(call, Call)
         args, _ = unpack(call.arguments)
         values[call.rank] = args[position]
     return unlike_values(f"The value given to trial.{calls[0].name}()", values)
 
 
-def _differs(expected: str, call: Call) -> str:
+def _key(call: RankCall) -> tuple[str, str]:
+    return (call.target if isinstance(call, Call) else "", call.name)
+
+
+def _differs(expected: str, call: RankCall) -> str:
     return (
         f"The ranks of a trial went different ways: rank 0 called `{expected}` where rank "
         f"{call.rank} called `{call.name}`. {_RULE}"
     )
 
 
-def _alone(call: Call, gone: int) -> str:
+def _alone(call: RankCall, gone: int) -> str:
     return (
         f"The ranks of a trial went different ways: rank {call.rank} called `{call.name}`, but "
         f"rank {gone} had ended. {_RULE}"
     )
 
 
-def _refused(call: Call, message: str) -> Reply:
+def _refused(call: RankCall, message: str) -> Reply:
     return _failed(call, TrialError(message))
 
 
-def _failed(call: Call, error: TrialError) -> Reply:
+def _failed(call: RankCall, error: TrialError) -> Reply:
     return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))

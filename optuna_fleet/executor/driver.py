@@ -58,9 +58,9 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.wire.calls import RankCall
 from optuna_fleet.wire.messages import (
     AgentLost,
-    Call,
     CheckpointFailed,
     Ended,
     FirstBatchRequested,
@@ -171,7 +171,7 @@ class Driver:
         match message:
             case TrainerReady() | TrainerExited():
                 self._trainer_changed(message)
-            case Call() | Remark() if message.run_id in self._runs:
+            case RankCall() | Remark() if message.run_id in self._runs:
                 self._called(self._runs[message.run_id], message)
             case FirstBatchRequested() if message.run_id in self._runs:
                 self._runtime.open_store()
@@ -257,7 +257,7 @@ class Driver:
             self._post(DeviceLost(device=message.device))
         self._runtime.rank_ended(message)
 
-    def _called(self, run: RunRecord, call: Call | Remark) -> None:
+    def _called(self, run: RunRecord, call: RankCall | Remark) -> None:
         ended = self._calls.take(run, call)
         if ended is not None:
             self._post(self._evaluator.epoch_ended(call.run_id, run.launch.number, ended + 1))

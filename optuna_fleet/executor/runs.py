@@ -15,7 +15,8 @@ from optuna_fleet.executor.ranks import parted
 from optuna_fleet.options import Limits
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 from optuna_fleet.settings import Settings
-from optuna_fleet.wire.messages import Call, Ended, FirstBatchRequested
+from optuna_fleet.wire.calls import EndEpoch
+from optuna_fleet.wire.messages import Ended, FirstBatchRequested
 from optuna_fleet.wire.packing import unpack, unpack_error
 
 
@@ -61,7 +62,7 @@ class RunRecord:
     started: float = field(default_factory=time.monotonic)
     ended: list[Ended] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
-    pending_epoch: Call | None = None
+    pending_epoch: EndEpoch | None = None
     verdict: BaseException | None = None
     is_killed: bool = False
 

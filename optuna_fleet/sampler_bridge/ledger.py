@@ -25,7 +25,7 @@ from optuna_fleet.exceptions import (
 )
 from optuna_fleet.sampler_bridge import choices, compat
 from optuna_fleet.sampler_bridge.proposals import Proposals
-from optuna_fleet.wire.messages import Call
+from optuna_fleet.wire.calls import Call
 from optuna_fleet.wire.packing import is_primitive, unpack
 
 Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
@@ -170,7 +170,7 @@ class Ledger:
 
     def unsampled(self, number: int, call: Call) -> optuna.Trial | None:
         """The trial, if this call makes the sampler propose its parameters."""
-        if call.target != "trial" or not call.name.startswith("suggest_"):
+        if not call.is_suggestion:
             return None
         if number not in self._proposals.unfinished():  # a late call: `carry_out` will say so
             return None

@@ -72,11 +72,9 @@ class Saver:
         if self._session.reports.is_best_before_last(value):
             left = self._best_of(value)
             if left is None:
-                self._session.tell(
-                    "fleet",
-                    "warn",
+                self._session.warn(
                     "It returned the best value that it had reported, but nothing good is kept of "
-                    "what it had prepared then: its final checkpoint has its last weights.",
+                    "what it had prepared then: its final checkpoint has its last weights."
                 )
         left = left or self._copied(make)
         if left is None:

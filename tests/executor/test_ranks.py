@@ -16,7 +16,8 @@ from optuna_fleet import TrialError
 from optuna_fleet.events import Ending
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.ranks import out_of_step, parted
-from optuna_fleet.wire.messages import Call, Ended, Progress, Reply
+from optuna_fleet.wire.calls import Call, Reply
+from optuna_fleet.wire.messages import Ended, Progress
 from optuna_fleet.wire.packing import pack, pack_error, unpack_error
 from tests.fleets import Leg, num_wrong, small_model, train_epoch
 

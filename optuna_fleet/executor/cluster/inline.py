@@ -17,8 +17,8 @@ from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.trial import FleetTrial
-from optuna_fleet.wire.messages import Call, Remark, RunTrial
-from optuna_fleet.wire.packing import pack
+from optuna_fleet.wire.calls import Call, RankCall
+from optuna_fleet.wire.messages import Remark, RunTrial
 
 
 def run_inline(
@@ -122,30 +122,11 @@ class _InlineSession(Session):
         if isinstance(message, Remark):
             self._remarks.take(self.run.number, message)
 
-    def exchange(
-        self,
-        target: str,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_read: bool,
-    ) -> Any:
+    def exchange(self, call: RankCall) -> Any:
         """Carry the call out at once."""
-        if (target, name) == ("fleet", "end_epoch"):
-            return self._decision()
-        if (target, name) == ("fleet", "warn"):
-            return compat.fleet_logger.warning(f"Trial {self.run.number}: {args[0]}")
-        call = Call(
-            run_id=self.run.run_id,
-            index=0,
-            rank=0,
-            target=target,
-            name=name,
-            arguments=pack((args, kwargs)),
-            is_read=is_read,
-        )
-        return self._ledger.carry_out(self.run.number, call)
+        if isinstance(call, Call):
+            return self._ledger.carry_out(self.run.number, call)
+        return self._decision()
 
     def _decision(self) -> EpochDecision:
         if self._convergence is None or self.run.maximize is None:
