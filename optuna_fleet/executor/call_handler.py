@@ -15,7 +15,7 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.wire.calls import Call, EndEpoch, IsAmongBest, RankCall, Reply
+from optuna_fleet.wire.calls import Call, EndEpoch, IsAmongBest, RankCall, Reply, Report
 from optuna_fleet.wire.messages import Remark
 from optuna_fleet.wire.packing import pack, pack_error, unpack
 
@@ -41,25 +41,33 @@ class CallHandler:
         """
         if isinstance(call, Remark):
             self._remarks.take(run.launch.number, call)
-        elif run.calls.is_joint(call):
-            joint, replies = run.calls.join(call)
-            self._reply(run, replies)
-            if joint is not None:
-                self._answer(run, joint, self._carried_out(run, joint))
-        elif call.rank > 0:
-            self._reply(run, run.calls.follow(call))
-        elif isinstance(call, EndEpoch):
-            run.pending_epoch = call
-            return call.epoch
-        elif isinstance(call, Call) and call.is_suggestion:
-            self._waiting.append((run, call))
-            self._suggest()
-        else:
-            self._answer(run, call, self._carried_out(run, call))
-        return None
+            return None
+        run.calls.take(call)
+        return self._carry_out(run)
+
+    def _carry_out(self, run: RunRecord) -> int | None:
+        """Carry out those of rank 0's calls that wait for no other rank."""
+        epoch = None
+        while (call := run.calls.next_call()) is not None:
+            match call:
+                case EndEpoch():
+                    run.pending_epoch, epoch = call, call.epoch
+                case Call() if call.is_suggestion:
+                    self._waiting.append((run, call))
+                    self._suggest()
+                case _:
+                    self._answer(run, call, self._carried_out(run, call))
+        self._send_replies(run)
+        return epoch
 
     def _answer(self, run: RunRecord, call: RankCall, reply: Reply) -> None:
-        self._reply(run, run.calls.answer(reply, call.name))
+        run.calls.answer(call, reply)
+        self._send_replies(run)
+
+    def _send_replies(self, run: RunRecord) -> None:
+        for rank, reply in run.calls.replies:
+            self._runtime.send(run.launch.devices[rank], reply)
+        run.calls.replies.clear()
 
     # -- the sampler ------------------------------------------------------------------------------
 
@@ -121,23 +129,22 @@ class CallHandler:
 
     def leave(self, run: RunRecord, rank: int) -> None:
         """A rank has left the objective: it makes no more calls that others wait for."""
-        self._reply(run, run.calls.leave(rank))
+        run.calls.leave(rank)
+        self._carry_out(run)
 
     def _carried_out(self, run: RunRecord, call: RankCall) -> Reply:
         number = run.launch.number
         try:
-            value: Any
-            if isinstance(call, IsAmongBest):
-                value = self._retention.is_among_best(unpack(call.value))
-            else:
-                assert isinstance(call, Call)
-                value = self._ledger.carry_out(number, call)
+            value: Any = None
+            match call:
+                case Report():
+                    self._ledger.report(number, call.value, call.step)
+                case IsAmongBest():
+                    value = self._retention.is_among_best(unpack(call.value))
+                case Call():
+                    value = self._ledger.carry_out(number, call)
             return Reply(run_id=call.run_id, index=call.index, value=pack(value))
         except StorageLostError:  # no matter of this trial's
             raise
         except Exception as error:
             return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
-
-    def _reply(self, run: RunRecord, replies: list[tuple[int, Reply]]) -> None:
-        for rank, reply in replies:
-            self._runtime.send(run.launch.devices[rank], reply)

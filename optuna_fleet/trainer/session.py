@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from optuna_fleet.trainer.reports import Reports
-from optuna_fleet.wire.calls import Call, RankCall, Reply
+from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import Progress, Remark, RunTrial
 from optuna_fleet.wire.packing import is_primitive, pack, unpack, unpack_error
+
+_MOST_UNANSWERED = 100  # so that neither end keeps more
 
 
 class Yielded(BaseException):
@@ -47,6 +49,7 @@ class Session:
         self._left_at: Progress | None = None
         self._channel = channel
         self._index = 0
+        self._num_unanswered = 0
         self._unwinding: type[Yielded | DriverGoneError] | None = None
         # Callbacks of training frameworks may report from threads of their own.
         self._lock = threading.RLock()
@@ -109,6 +112,13 @@ class Session:
             with self._lock:
                 self._index += 1
 
+    def report(self, value: float, step: int) -> None:
+        """Report a value, and wait for the answer now and then only."""
+        with self._lock:
+            self._num_unanswered += 1
+            is_awaited = self._num_unanswered == _MOST_UNANSWERED
+            self.ask(Report, value=value, step=step, is_awaited=is_awaited)
+
     def remark(self, keys: Iterable[str], text: str) -> None:
         """Tell the user, unless this sweep has told of all `keys`; rank 0's word counts.
 
@@ -144,7 +154,7 @@ class Session:
             raise DriverGoneError from error
 
     def ask(self, kind: type[RankCall], **fields: Any) -> Any:
-        """Make a call of this kind in all ranks' name, and return its answer on every rank.
+        """Make a call of this kind in all ranks' name, and return its answer if it is awaited.
 
         Raises:
             Exception: Whatever the call raised in the driver.
@@ -157,11 +167,13 @@ class Session:
             return self.exchange(kind(run_id=run.run_id, index=index, rank=run.rank, **fields))
 
     def exchange(self, call: RankCall) -> Any:
-        """Send a call and wait for its answer."""
+        """Send a call, and wait for its answer if it is awaited."""
         self.send(call)
+        if not call.is_awaited:
+            return None
         self.is_waiting = True
         reply = self._await_reply(call.index)
-        self.is_waiting = False
+        self.is_waiting, self._num_unanswered = False, 0
         if reply.error is not None:
             raise unpack_error(reply.error)
         return unpack(reply.value)

@@ -17,12 +17,14 @@ class RankCall:
     Attributes:
         index: Running number of the call within the run; equal on all ranks.
         name: What is called, in words for the user.
+        is_awaited: The rank waits for the answer.
     """
 
     run_id: int
     index: int
     rank: int
     name: str
+    is_awaited: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,16 @@ class Call(RankCall):
     def is_suggestion(self) -> bool:
         """Whether it asks for a parameter."""
         return self.target == "trial" and self.name.startswith("suggest_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(RankCall):
+    """Store an intermediate value; an error comes with the answer to a later call."""
+
+    name: str = "report"
+    is_awaited: bool = False
+    value: float
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

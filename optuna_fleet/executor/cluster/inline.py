@@ -17,7 +17,7 @@ from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.trial import FleetTrial
-from optuna_fleet.wire.calls import Call, RankCall
+from optuna_fleet.wire.calls import Call, RankCall, Report
 from optuna_fleet.wire.messages import Remark, RunTrial
 
 
@@ -124,9 +124,13 @@ class _InlineSession(Session):
 
     def exchange(self, call: RankCall) -> Any:
         """Carry the call out at once."""
-        if isinstance(call, Call):
-            return self._ledger.carry_out(self.run.number, call)
-        return self._decision()
+        match call:
+            case Report():
+                return self._ledger.report(self.run.number, call.value, call.step)
+            case Call():
+                return self._ledger.carry_out(self.run.number, call)
+            case _:
+                return self._decision()
 
     def _decision(self) -> EpochDecision:
         if self._convergence is None or self.run.maximize is None:
