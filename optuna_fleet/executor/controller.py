@@ -20,6 +20,7 @@ from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.events import (
     Abort,
     AnswerEpoch,
+    CheckpointSaved,
     DataRequested,
     DeviceJoined,
     DeviceLeftOut,
@@ -130,6 +131,10 @@ class Controller:
             case MoveMeasured():
                 if run := self._roster.runs.get(event.run_id):
                     self._roster.trials[run.number].rescale_s = event.seconds
+            case CheckpointSaved():
+                if run := self._roster.runs.get(event.run_id):
+                    trial = self._roster.trials[run.number]
+                    trial.checkpoint, trial.epochs_saved = event.location, event.epoch
             case EpochEnded():
                 return self._epoch_ended(event)
             case PlanDecided():
@@ -140,7 +145,7 @@ class Controller:
 
     def _trial_proposed(self, event: TrialProposed) -> None:
         self._proposing = self._proposal_delayed = False
-        trial = Trial(number=event.number, model=event.model)
+        trial = Trial(number=event.number, model=event.model, checkpoint=event.checkpoint)
         if trial.model is not None:
             trial.status, self._planner.has_news = Status.WAITING, True
         self._roster.trials[event.number] = trial
@@ -336,4 +341,5 @@ class Controller:
             probe=trial.status is Status.PROBING,
             measure=not measured,
             round=self.round,
+            checkpoint=trial.checkpoint,
         )

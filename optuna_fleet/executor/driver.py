@@ -16,6 +16,7 @@ from optuna_fleet.events import (
     Abort,
     Allocate,
     AnswerEpoch,
+    CheckpointSaved,
     DataRequested,
     DeviceJoined,
     DeviceLeftOut,
@@ -120,8 +121,7 @@ class Driver:
         Raises:
             BaseException: KeyboardInterrupt, or a failure of the fleet itself; at once.
         """
-        for device in self._runtime.live:
-            self._post(DeviceJoined(device=device))
+        self._events.extend(DeviceJoined(device=device) for device in self._runtime.live)
         for number in self._proposals.adopted():
             self._ledger.note_restart(number)
         try:
@@ -178,7 +178,7 @@ class Driver:
                 self._post(DataRequested(run_id=message.run_id, model=model_of(message)))
                 self._proposals.note_defined(self._runs[message.run_id].launch.number)
                 self._propose(again=True)
-            case RateMeasured() | WidthLimited():
+            case RateMeasured() | WidthLimited() | CheckpointSaved():
                 self._post(message)
             case MoveRefused() if message.run_id in self._runs:
                 self.tally.moves.stays(self._runs[message.run_id].launch.number)

@@ -113,6 +113,8 @@ class Roster:
         trial = self.trials[run.number]
         trial.run = None
         trial.status = Status.WAITING if trial.model else Status.PROPOSED
+        if run.lost or run.too_wide:
+            trial.epochs_done = trial.epochs_saved
         if run.lost:
             trial.previous_devices = tuple(
                 d for d in run.devices if run.endings[d] is not Ending.LOST

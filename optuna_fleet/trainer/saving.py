@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
+from optuna_fleet.events import CheckpointSaved
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
@@ -112,9 +113,16 @@ class Saver:
             checkpoint.save(self._run.checkpoint_to, copy, self._owner)
         except Exception as error:
             self._failed(error)
+            return
+        run = self._run
+        self._tell(
+            CheckpointSaved(run_id=run.run_id, epoch=copy.epoch, location=run.checkpoint_to)
+        )
 
     def _failed(self, error: Exception) -> None:
         self._has_failed = True
-        problem = CheckpointFailed(run_id=self._run.run_id, problem=str(error))
+        self._tell(CheckpointFailed(run_id=self._run.run_id, problem=str(error)))
+
+    def _tell(self, message: CheckpointSaved | CheckpointFailed) -> None:
         with suppress(DriverGoneError):
-            self._session.send_aside(problem)
+            self._session.send_aside(message)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -333,6 +334,7 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.store: StoreReady | None = None
         self.sent: list[tuple[int, int]] = []
+        self.orders: list[Any] = []
 
     def open_store(self) -> None:
         pass
@@ -342,6 +344,7 @@ class FakeRuntime:
 
     def send(self, device: int, order: Any) -> None:
         self.sent.append((device, order.number))
+        self.orders.append(order)
 
 
 def launch(number: int, *devices: int) -> Launch:
@@ -350,10 +353,8 @@ def launch(number: int, *devices: int) -> Launch:
     )
 
 
-def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path: Path) -> None:
-    """Its successor would be busy with a run that nobody knows any more."""
-    runtime: Any = FakeRuntime()
-    job = SimpleNamespace(
+def launcher_of(runtime: Any, folder: Any) -> Launcher:
+    job: Any = SimpleNamespace(
         seed=0,
         objective_id=0,
         objective=b"",
@@ -362,9 +363,26 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
         maximize=False,
         limits=Limits(),
     )
-    folder = runtimes.StudyFolder(tmp_path, "study")
-    retention = SimpleNamespace(folder=folder, keeps_any=False)
-    launcher = Launcher(runtime, job, retention, adopted=())  # type: ignore[arg-type]
+    retention: Any = SimpleNamespace(folder=folder, keeps_any=False)
+    return Launcher(runtime, job, retention, adopted=())
+
+
+def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: Path) -> None:
+    runtime, folder = FakeRuntime(), runtimes.StudyFolder(tmp_path, "study")
+    launcher = launcher_of(runtime, folder)
+    launcher.launch(launch(1, 0), trial_id=1, parameters={})
+    folder.path.mkdir()
+    folder.checkpoint(1).touch()
+    for checkpoint in (None, "there"):
+        begun = replace(launch(1, 0), checkpoint=checkpoint)
+        launcher.launch(begun, trial_id=1, parameters={})
+        assert runtime.orders[-1].checkpoint == checkpoint
+
+
+def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path: Path) -> None:
+    """Its successor would be busy with a run that nobody knows any more."""
+    runtime: Any = FakeRuntime()
+    launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
     launcher.launch(launch(1, 0, 1), trial_id=1, parameters={})
     launcher.launch(launch(2, 2, 3), trial_id=2, parameters={})
     launcher.trainer_died(1)
