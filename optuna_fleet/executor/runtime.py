@@ -207,6 +207,7 @@ class Runtime:
         self._start_agent()
         yield AgentLost(cause=cause)
         for device, pid in lost.items():
+            yield from self.connections.last_words(pid)
             yield TrainerExited(device=device, pid=pid, cause=f"its agent ended with {cause}")
 
     def send(self, device: int, message: Any) -> None:

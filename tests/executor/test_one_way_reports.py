@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,15 @@ def test_errors_of_several_ranks_count_at_their_end_too(
     assert study.trials[0].intermediate_values == {}
 
 
-def dies_after_a_report(trial: Any, *, folder: Path) -> float:
+class Slow(optuna.storages.InMemoryStorage):
+    """Takes its time, so that reports queue up."""
+
+    def set_trial_intermediate_value(self, *given: Any) -> None:
+        time.sleep(0.005)
+        super().set_trial_intermediate_value(*given)
+
+
+def dies_after_a_report(trial: Any, *, folder: Path, who: Callable[[], int]) -> float:
     died = folder / str(trial.number)
     if died.exists():
         trial.report(2.0, 0)
@@ -106,17 +116,20 @@ def dies_after_a_report(trial: Any, *, folder: Path) -> float:
     died.touch()
     for step in range(50):
         trial.report(1.0, step)
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
+    os.kill(who(), signal.SIGKILL)
+    while True:
+        signal.pause()  # until its agent's death has reached it too
 
 
-def test_a_kill_right_after_a_report_does_not_lose_it(fleet: Any, tmp_path: Path) -> None:
-    study = optuna.create_study()
-    study.optimize(
-        functools.partial(dies_after_a_report, folder=tmp_path), n_trials=4, executor=fleet
-    )
-    ones = dict.fromkeys(range(50), 1.0)
-    assert [trial.intermediate_values for trial in study.trials] == [ones] * 4
+@pytest.mark.parametrize("who", [os.getpid, os.getppid], ids=["trainer", "agent"])
+def test_a_kill_right_after_a_report_does_not_lose_it(
+    fleet: Any, tmp_path: Path, who: Callable[[], int]
+) -> None:
+    study = optuna.create_study(storage=Slow())
+    objective = functools.partial(dies_after_a_report, folder=tmp_path, who=who)
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert study.trials[0].intermediate_values == dict.fromkeys(range(50), 1.0)
+    assert study.trials[0].value == 2.0
 
 
 # -- without processes ----------------------------------------------------------------------------
