@@ -68,12 +68,14 @@ class Model:
 class TrialProposed:
     """The study gave a trial to run; with its model if that is known without a probe.
 
-    `num_to_come` is how many it may give after this one.
+    `num_to_come` is how many it may give after this one, `checkpoint` where a dead driver left one
+    of it.
     """
 
     number: int
     model: Model | None = None
     num_to_come: int = 0
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,15 @@ class MoveMeasured:
 
     run_id: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """A run has written a checkpoint: from there its trial can go on, with this epoch."""
+
+    run_id: int
+    epoch: int
+    location: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +211,7 @@ Event: TypeAlias = (
     | WidthLimited
     | MoveRefused
     | MoveMeasured
+    | CheckpointSaved
     | EpochEnded
     | RankEnded
     | DeviceLost
@@ -220,7 +232,7 @@ class Propose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Run a trial on these devices, from its checkpoint if it has one."""
+    """Run a trial on these devices, from its `checkpoint` if it has one."""
 
     run_id: int
     number: int
@@ -228,6 +240,7 @@ class Launch:
     probe: bool
     measure: bool
     round: int
+    checkpoint: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

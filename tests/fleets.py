@@ -15,6 +15,7 @@ from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import (
     Abort,
     AnswerEpoch,
+    CheckpointSaved,
     DeviceJoined,
     DeviceLost,
     Ending,
@@ -141,6 +142,7 @@ class ScriptedController:
         self._ended: dict[int, dict[int, Ending]] = {}
         self._epochs: dict[int, int] = dict.fromkeys(self.script, 0)
         self._live: set[int] = set()
+        self._checkpoints: dict[int, str | None] = {}
         self._asked = 0
         self._exhausted = False
 
@@ -148,13 +150,17 @@ class ScriptedController:
     def finished(self) -> bool:
         return self._exhausted and not self._live
 
-    def handle(self, event: Event) -> list[Instruction]:
+    def handle(self, *events: Event) -> list[Instruction]:
+        return [instruction for event in events for instruction in self._take(event)]
+
+    def _take(self, event: Event) -> list[Instruction]:
         self.events.append(event)
         match event:
             case DeviceJoined():
                 self._idle.add(event.device)
             case TrialProposed():
                 self._live.add(event.number)
+                self._checkpoints[event.number] = event.checkpoint
                 self._asked -= 1
             case ProposalsExhausted():
                 self._exhausted = True
@@ -164,6 +170,8 @@ class ScriptedController:
                 done = self._epochs[number] == leg.until_epoch
                 decision = EpochDecision.YIELD if done else EpochDecision.GO
                 return [AnswerEpoch(run_id=event.run_id, decision=decision)]
+            case CheckpointSaved():
+                self._checkpoints[self._flying[event.run_id][0]] = event.location
             case RunFailed():
                 devices = self._flying[event.run_id][1].devices
                 return [Abort(run_id=event.run_id, devices=devices, lost=True)]
@@ -218,6 +226,7 @@ class ScriptedController:
                         probe=self._epochs[number] == 0,
                         measure=leg.measure,
                         round=0,
+                        checkpoint=self._checkpoints[number],
                     )
                 )
         return launches

@@ -172,7 +172,7 @@ def test_the_worst_of_the_best_make_room(root: Path, log: io.StringIO) -> None:
         folder.final(number).write_bytes(bytes(size))
         folder.checkpoint(99).write_bytes(bytes(5000))  # of one under way: does not count
         retention.settled(number)
-        assert folder.can_resume(99)
+        assert 99 in folder.unfinished()
         return folder.finals()
 
     assert leave_bytes(5.0, 400) == {0}
@@ -418,13 +418,13 @@ def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixtu
 
 
 def test_a_trial_can_not_go_on_with_its_best_alone(folder: StudyFolder) -> None:
-    assert folder.can_resume(12)
+    assert 12 in folder.unfinished()
     folder.checkpoint(12).unlink()
-    assert folder.can_resume(12)  # with the one before
+    assert 12 in folder.unfinished()  # with the one before
     folder.drop_unfinished(12)
     for name in ("trial-12.best.pt", ".trial-12.best.pt.abc", ".trial-12.pt.abc"):
         (folder.path / name).touch()
-    assert not folder.can_resume(12)
+    assert 12 not in folder.unfinished()
 
 
 def test_what_is_not_ours_is_left_alone(

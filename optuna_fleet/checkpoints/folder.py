@@ -19,6 +19,7 @@ from optuna_fleet.exceptions import FleetConfigError
 
 _LOCK = "lock"
 _CALL = "call.json"
+_UNFINISHED = re.compile(r"trial-(\d+)\.pt(?:\.previous)?")
 _FINAL = re.compile(r"trial-(\d+)\.final\.pt\Z")
 # What we write, and what is left when that is cut short; a copy that the user made is not ours.
 CHECKPOINT = re.compile(r"trial-(\d+)\.(pt|pt\.previous|best\.pt|final\.pt)")
@@ -223,10 +224,11 @@ class StudyFolder:
         except OSError:
             return 0
 
-    def can_resume(self, number: int) -> bool:
-        """Whether there is a checkpoint, good or bad, of a trial that is not done."""
-        name = self.checkpoint(number).name
-        return not {name, f"{name}.previous"}.isdisjoint(self._names())
+    def unfinished(self) -> dict[int, str]:
+        """Where checkpoints are, good or bad, of trials that are not done; by number."""
+        matches = (_UNFINISHED.fullmatch(name) for name in self._names())
+        numbers = {int(match[1]) for match in matches if match}
+        return {number: str(self.checkpoint(number)) for number in numbers}
 
     def drop_unfinished(self, number: int) -> None:
         """Remove all of a trial but its final checkpoint."""

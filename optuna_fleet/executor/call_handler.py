@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import StorageLostError
@@ -14,7 +15,8 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.wire.messages import Call, Remark, Reply
+from optuna_fleet.wire.calls import Call, EndEpoch, IsAmongBest, RankCall, Reply, Report
+from optuna_fleet.wire.messages import Remark
 from optuna_fleet.wire.packing import pack, pack_error, unpack
 
 _SLOW_S = 0.1
@@ -47,7 +49,7 @@ class CallHandler:
         self._sampler: BackgroundSampler | None = None
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
-    def take(self, run: RunRecord, call: Call | Remark) -> int | None:
+    def take(self, run: RunRecord, call: RankCall | Remark) -> int | None:
         """Take a call and answer it, unless it asks what to do after an epoch.
 
         Returns:
@@ -55,26 +57,33 @@ class CallHandler:
         """
         if isinstance(call, Remark):
             self._remarks.take(run.launch.number, call)
-        elif run.calls.is_joint(call):
-            joint, replies = run.calls.join(call)
-            self._reply(run, replies)
-            if joint is not None:
-                self._answer(run, joint, self._carried_out(run, joint))
-        elif call.rank > 0:
-            self._reply(run, run.calls.follow(call))
-        elif (call.target, call.name) == ("fleet", "end_epoch"):
-            run.pending_epoch = call
-            (epoch,), _ = unpack(call.arguments)
-            return int(epoch)
-        elif call.target == "trial" and call.name.startswith("suggest_"):
-            self._waiting.append((run, call))
-            self._suggest()
-        else:
-            self._answer(run, call, self._carried_out(run, call))
-        return None
+            return None
+        run.calls.take(call)
+        return self._carry_out(run)
 
-    def _answer(self, run: RunRecord, call: Call, reply: Reply) -> None:
-        self._reply(run, run.calls.answer(reply, call.name))
+    def _carry_out(self, run: RunRecord) -> int | None:
+        """Carry out those of rank 0's calls that wait for no other rank."""
+        epoch = None
+        while (call := run.calls.next_call()) is not None:
+            match call:
+                case EndEpoch():
+                    run.pending_epoch, epoch = call, call.epoch
+                case Call() if call.is_suggestion:
+                    self._waiting.append((run, call))
+                    self._suggest()
+                case _:
+                    self._answer(run, call, self._carried_out(run, call))
+        self._send_replies(run)
+        return epoch
+
+    def _answer(self, run: RunRecord, call: RankCall, reply: Reply) -> None:
+        run.calls.answer(call, reply)
+        self._send_replies(run)
+
+    def _send_replies(self, run: RunRecord) -> None:
+        for rank, reply in run.calls.replies:
+            self._send(run.launch.devices[rank], reply)
+        run.calls.replies.clear()
 
     # -- the sampler ------------------------------------------------------------------------------
 
@@ -137,20 +146,20 @@ class CallHandler:
 
     def leave(self, run: RunRecord, rank: int) -> None:
         """A rank has left the objective: it makes no more calls that others wait for."""
-        self._reply(run, run.calls.leave(rank))
+        run.calls.leave(rank)
+        self._carry_out(run)
 
-    def _carried_out(self, run: RunRecord, call: Call) -> Reply:
+    def _carried_out(self, run: RunRecord, call: RankCall) -> Reply:
         number = run.launch.number
         try:
-            if (call.target, call.name) == ("fleet", "warn"):
-                (text,), _ = unpack(call.arguments)
-                compat.fleet_logger.warning(f"Trial {number}: {text}")
-                value = None
-            elif (call.target, call.name) == ("fleet", "is_among_best"):
-                (returned,), _ = unpack(call.arguments)
-                value = self._retention.is_among_best(returned)
-            else:
-                value = self._ledger.carry_out(number, call)
+            value: Any = None
+            match call:
+                case Report():
+                    self._ledger.report(number, call.value, call.step)
+                case IsAmongBest():
+                    value = self._retention.is_among_best(unpack(call.value))
+                case Call():
+                    value = self._ledger.carry_out(number, call)
             return Reply(run_id=call.run_id, index=call.index, value=pack(value))
         except StorageLostError:  # no matter of this trial's
             raise
@@ -158,7 +167,3 @@ class CallHandler:
             if self._in_process:
                 raise
             return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
-
-    def _reply(self, run: RunRecord, replies: list[tuple[int, Reply]]) -> None:
-        for rank, reply in replies:
-            self._send(run.launch.devices[rank], reply)

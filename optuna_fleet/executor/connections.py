@@ -96,13 +96,14 @@ class Connections:
                 self.agents[message.node] = channel
             case TrainerReady():
                 self.trainers[message.pid] = channel
-            case TrainerExited() if message.pid in self.trainers:
-                # What it still said before it died comes first.
-                yield from self._drain(self.trainers[message.pid])
+            case TrainerExited():
+                yield from self.last_words(message.pid)
         yield message
 
-    def _drain(self, channel: Channel) -> Iterator[Any]:
-        while not channel.is_closed and channel.has_message():
+    def last_words(self, pid: int) -> Iterator[Any]:
+        """Yield what a trainer said before it died: that comes before the news of its death."""
+        channel = self.trainers.get(pid)
+        while channel is not None and not channel.is_closed and channel.has_message():
             yield from self._receive(channel)
 
     def _drop(self, channel: Channel) -> None:

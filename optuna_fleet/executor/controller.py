@@ -20,6 +20,7 @@ from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.events import (
     Abort,
     AnswerEpoch,
+    CheckpointSaved,
     DataRequested,
     DeviceJoined,
     DeviceLeftOut,
@@ -131,6 +132,10 @@ class Controller:
                 if run := self._roster.runs.get(event.run_id):
                     self._roster.trials[run.number].rescale_s = event.seconds
                     self._problems.moves_s.append(event.seconds)
+            case CheckpointSaved():
+                if run := self._roster.runs.get(event.run_id):
+                    trial = self._roster.trials[run.number]
+                    trial.checkpoint, trial.epochs_saved = event.location, event.epoch
             case EpochEnded():
                 return self._epoch_ended(event)
             case PlanDecided():
@@ -141,7 +146,7 @@ class Controller:
 
     def _trial_proposed(self, event: TrialProposed) -> None:
         self._proposing = self._proposal_delayed = False
-        trial = Trial(number=event.number, model=event.model)
+        trial = Trial(number=event.number, model=event.model, checkpoint=event.checkpoint)
         self._planner.has_news |= trial.model is not None
         self._roster.trials[event.number] = trial
         self._expect(event.num_to_come)
@@ -255,10 +260,8 @@ class Controller:
         return instructions
 
     def _run_ended(self, run: Run) -> list[Instruction]:
-        is_too_wide, has_failed = (
-            self._roster.trials[run.number].is_too_wide,
-            run.stage is Stage.FAILED,
-        )
+        is_too_wide = self._roster.trials[run.number].is_too_wide
+        has_failed = run.stage is Stage.FAILED
         trial = self._roster.end_run(run)
         has_yielded = set(run.endings.values()) == {Ending.YIELDED}
         names = {"number": run.number, "run_id": run.run_id}
@@ -335,4 +338,5 @@ class Controller:
             probe=trial.status is Status.PROBING,
             measure=not measured,
             round=self.round,
+            checkpoint=trial.checkpoint,
         )

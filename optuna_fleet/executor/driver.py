@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from typing import Any
 
 from typing_extensions import assert_never
@@ -16,6 +15,7 @@ from optuna_fleet.events import (
     Abort,
     Allocate,
     AnswerEpoch,
+    CheckpointSaved,
     DataRequested,
     DeviceJoined,
     DeviceLeftOut,
@@ -58,9 +58,9 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.wire.calls import RankCall
 from optuna_fleet.wire.messages import (
     AgentLost,
-    Call,
     CheckpointFailed,
     Ended,
     FirstBatchRequested,
@@ -103,7 +103,7 @@ class Driver:
         self._retention = retention
         self._calls = CallHandler(runtime.send, ledger, retention)
         self.pipeline_log = PipelineLog(ledger.record_span, runtime.last_report, time.time())
-        self._events: deque[Event] = deque()
+        self._events: list[Event] = []
         self._runs: dict[int, RunRecord] = {}
         self._watchdog = Watchdog(job.options.limits, runtime.process_state)
         self._deadlines = Deadlines()
@@ -119,8 +119,7 @@ class Driver:
         Raises:
             BaseException: KeyboardInterrupt, or a failure of the fleet itself; at once.
         """
-        for device in self._runtime.trainers.live:
-            self._post(DeviceJoined(device=device))
+        self._events.extend(DeviceJoined(device=d) for d in self._runtime.trainers.live)
         for number in self._proposals.adopted():
             self._ledger.note_restart(number)
         try:
@@ -170,14 +169,14 @@ class Driver:
         match message:
             case TrainerReady() | TrainerExited():
                 self._trainer_changed(message)
-            case Call() | Remark() if message.run_id in self._runs:
+            case RankCall() | Remark() if message.run_id in self._runs:
                 self._called(self._runs[message.run_id], message)
             case FirstBatchRequested() if message.run_id in self._runs:
                 self._runtime.prepare_groups()
                 self._post(DataRequested(run_id=message.run_id, model=model_of(message)))
                 self._proposals.note_defined(self._runs[message.run_id].launch.number)
                 self._propose(again=True)
-            case RateMeasured() | WidthLimited():
+            case RateMeasured() | WidthLimited() | CheckpointSaved():
                 self._post(message)
             case MoveRefused() if message.run_id in self._runs:
                 self.tally.moves.stays(self._runs[message.run_id].launch.number)
@@ -190,6 +189,8 @@ class Driver:
                 compat.fleet_logger.warning(message.text)
                 if isinstance(message, AgentLost):
                     self.pipeline_log.restart()
+                    for exited in message.exits:  # at once: nothing is placed where all is dead
+                        self._trainer_changed(exited)
             case PipelineReport():
                 self.pipeline_log.note(message, time.time())
             case Heartbeat():
@@ -249,7 +250,7 @@ class Driver:
             self._post(DeviceLost(device=message.device))
         self._events.extend(self._runtime.rank_ended(message))
 
-    def _called(self, run: RunRecord, call: Call | Remark) -> None:
+    def _called(self, run: RunRecord, call: RankCall | Remark) -> None:
         ended = self._calls.take(run, call)
         if ended is not None:
             self._post(self._evaluator.epoch_ended(call.run_id, run.launch.number, ended + 1))
@@ -262,7 +263,8 @@ class Driver:
 
     def _work(self) -> None:
         while self._events:
-            for instruction in self._controller.handle(self._events.popleft()):
+            events, self._events = self._events, []
+            for instruction in self._controller.handle(*events):
                 self._carry_out(instruction)
 
     def _carry_out(self, instruction: Instruction) -> None:  # noqa: C901 - one arm per instruction

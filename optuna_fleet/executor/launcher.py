@@ -52,7 +52,6 @@ class Launcher:
         is_new = device not in self._knows_objective
         self._knows_objective.add(device)
         folder, keeps_any = self._retention.folder, self._retention.keeps_any
-        path = str(folder.checkpoint(launch.number))
         return RunTrial(
             run_id=launch.run_id,
             number=launch.number,
@@ -69,8 +68,8 @@ class Launcher:
             study_name=folder.study_name,
             shares_gpu=share_gpu(self._runtime.fleet.devices[d] for d in launch.devices),
             parameters=parameters,
-            checkpoint=path if folder.can_resume(launch.number) else None,
-            checkpoint_to=path,
+            checkpoint=launch.checkpoint,
+            checkpoint_to=str(folder.checkpoint(launch.number)),
             final_to=str(folder.final(launch.number)) if keeps_any else None,
             best_to=str(folder.best(launch.number)) if keeps_any else None,
             gc_after_trial=job.gc_after_trial,

@@ -14,6 +14,6 @@ class Remarks:
 
     def take(self, number: int, remark: Remark) -> None:
         """Warn of what trial `number` found, unless that is known."""
-        if not self._told.issuperset(remark.keys):
+        if not (remark.keys and self._told.issuperset(remark.keys)):
             self._told.update(remark.keys)
             compat.fleet_logger.warning(f"Trial {number}: {remark.text}")

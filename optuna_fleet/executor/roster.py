@@ -108,6 +108,8 @@ class Roster:
         """Forgets a run that has ended on all its devices; the trial waits, or is proposed."""
         del self.runs[run.run_id]
         trial = self.trials[run.number]
+        if run.is_lost or trial.is_too_wide:
+            trial.epochs_done = trial.epochs_saved
         trial.run = None
         if run.is_lost:
             trial.previous_devices = run.surviving

@@ -13,7 +13,8 @@ from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.executor.ranks import parted
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 from optuna_fleet.settings import Settings
-from optuna_fleet.wire.messages import Call, Ended, FirstBatchRequested, TrainerExited
+from optuna_fleet.wire.calls import EndEpoch
+from optuna_fleet.wire.messages import Ended, FirstBatchRequested, TrainerExited
 from optuna_fleet.wire.packing import unpack, unpack_error
 
 
@@ -56,7 +57,7 @@ class RunRecord:
     ended: list[Ended] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
     causes: list[str] = field(default_factory=list)
-    pending_epoch: Call | None = None
+    pending_epoch: EndEpoch | None = None
     verdict: BaseException | None = None
 
     def outcome(self) -> tuple[Any, BaseException | None]:
@@ -66,16 +67,20 @@ class RunRecord:
         """
         if self.verdict is not None:
             return None, self.verdict
-        if not self.causes and (error := parted(self.ended)) is not None:
+        all_ended = self._all_ended()
+        if not self.causes and (error := parted(all_ended)) is not None:
             return None, error
-        raised = [ended for ended in self.ended if ended.ending is not Ending.DISCONNECTED]
-        raised = [ended for ended in raised or self.ended if ended.error is not None]
+        raised = [ended for ended in all_ended if ended.ending is not Ending.DISCONNECTED]
+        raised = [ended for ended in raised or all_ended if ended.error is not None]
         if raised:
             return None, self._unpacked(min(raised, key=lambda ended: ended.time_s))
         if self.causes:
             return None, TrainerLostError(f"Trial {self.launch.number}: {self.cause}.")
         (leader,) = (ended for ended in self.ended if ended.rank == 0)
         return unpack(leader.value), None
+
+    def _all_ended(self) -> list[Ended]:
+        return [self.calls.at_its_end(ended) for ended in self.ended]
 
     @property
     def age_s(self) -> float:
@@ -128,7 +133,7 @@ class RunRecord:
     def flight(self, end: float) -> Flight:
         """The record of this run."""
         usages = [ended.usage for ended in self.ended]
-        endings = {ended.ending for ended in self.ended}
+        endings = {ended.ending for ended in self._all_ended()}
         is_lost = bool(self.causes) or endings == {Ending.DISCONNECTED}
         (ending,) = endings if len(endings) == 1 and not self.causes else {Ending.RAISED}
         return Flight(

@@ -176,9 +176,12 @@ class Runtime:
         self.last_report = PipelineReport()
         self.rendezvous.void()
         self.trainers.agent_ended()
-        yield AgentLost(cause=cause)
-        for device, pid in self.trainers.live.items():
-            yield TrainerExited(device=device, pid=pid, cause=f"its agent ended with {cause}")
+        lost = self.trainers.live
+        for pid in lost.values():
+            yield from self.connections.last_words(pid)
+        cause_of_all = f"its agent ended with {cause}"
+        exits = (TrainerExited(device=d, pid=p, cause=cause_of_all) for d, p in lost.items())
+        yield AgentLost(cause=cause, exits=tuple(exits))
 
     def send(self, device: int, message: Any) -> None:
         """Send to the trainer that the controller knows; the end of a dead one is told anyway."""

@@ -157,6 +157,7 @@ class Run:
 class Trial:
     """A trial that is not done.
 
+    `checkpoint` is where its last one is, and `epochs_saved` the epochs that are in it.
     `rescale_s` is what its last move was measured to cost, `previous_devices` what is left of the
     devices that a lost run had; `max_devices` bounds it besides its model, where it has shown that
     it must not have more.
@@ -165,6 +166,8 @@ class Trial:
     number: int
     model: Model | None = None
     epochs_done: int = 0
+    checkpoint: str | None = None
+    epochs_saved: int = 0
     predicted_epochs: float | None = None
     restarts: int = 0
     waited_rounds: int = 0

@@ -22,6 +22,7 @@ from optuna_fleet.events import (
     Abort,
     Allocate,
     AnswerEpoch,
+    CheckpointSaved,
     DataRequested,
     DeviceJoined,
     DeviceLost,
@@ -176,7 +177,7 @@ class Simulation:
             self._see(self._ranks_ended(flight, Ending.RETURNED))
         else:
             flight.waits = True
-            self._events.append((_epoch_ended(flight),))
+            self._events.append((_saved(flight), _epoch_ended(flight)))
 
     def _see(self, events: tuple[Event, ...]) -> None:
         if self._rules.seen_at == "completions":
@@ -343,6 +344,12 @@ class Simulation:
         for device, joined_s in self._present.items():
             self._totals.add_presence(device, self._now - joined_s)
         return Outcome(end_s=self._now, trials=self._progress, totals=self._totals)
+
+
+def _saved(flight: SimulatedRun) -> CheckpointSaved:
+    """A loss costs no more than what was done of an epoch."""
+    epoch = flight.progress.epochs_done
+    return CheckpointSaved(run_id=flight.run_id, epoch=epoch, location="simulated")
 
 
 def _epoch_ended(flight: SimulatedRun) -> EpochEnded:

@@ -7,6 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -93,6 +94,21 @@ def id_of(trial: optuna.Trial) -> int:
 def frozen(study: optuna.Study, trial: optuna.Trial) -> FrozenTrial:
     """The trial as the storage has it now."""
     return study._storage.get_trial(trial._trial_id)
+
+
+def checked_report(value: Any, step: Any, *, num_objectives: int) -> tuple[float, int]:
+    """What `Trial.report` would store; or what it raises, found out without a study."""
+    stored: list[tuple[float, int]] = []
+    trial: Any = SimpleNamespace(
+        study=SimpleNamespace(directions=range(num_objectives)),
+        storage=SimpleNamespace(
+            set_trial_intermediate_value=lambda _, step, value: stored.append((value, step))
+        ),
+        _trial_id=0,
+        _cached_frozen_trial=SimpleNamespace(intermediate_values={}),
+    )
+    optuna.Trial.report(trial, value, step)
+    return stored[0]
 
 
 def fail_stale_trials(study: optuna.Study) -> None:

@@ -25,7 +25,7 @@ from optuna_fleet.exceptions import (
 )
 from optuna_fleet.sampler_bridge import choices, compat
 from optuna_fleet.sampler_bridge.proposals import Proposals
-from optuna_fleet.wire.messages import Call
+from optuna_fleet.wire.calls import Call
 from optuna_fleet.wire.packing import is_primitive, unpack
 
 Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
@@ -157,8 +157,6 @@ class Ledger:
                 "driver: ask in a callback, or optimize another study."
             )
         args, kwargs = unpack(call.arguments)
-        if call.name == "report" and self._is_known(number, args):
-            return None
         if call.name == "suggest_categorical" and choices.with_objects(args):
             return choices.choose(self.study, trial, *args)
         attribute = getattr(targets[call.target], call.name)
@@ -166,7 +164,7 @@ class Ledger:
 
     def unsampled(self, number: int, call: Call) -> optuna.Trial | None:
         """The trial, if this call makes the sampler propose its parameters."""
-        if call.target != "trial" or not call.name.startswith("suggest_"):
+        if not call.is_suggestion:
             return None
         if number not in self._proposals.unfinished():  # a late call: `carry_out` will say so
             return None
@@ -175,9 +173,15 @@ class Ledger:
         trial = self._proposals[number]
         return trial if compat.is_unsampled(trial, name) else None
 
-    def _is_known(self, number: int, args: tuple[Any, ...]) -> bool:
-        """Whether a trial that is run again reports a step it has reported before."""
-        return len(args) > 1 and args[1] in self._replayed.get(number, ())
+    def report(self, number: int, value: float, step: int) -> None:
+        """Store what a trial reports, but for what it reports again since it is run again.
+
+        Raises:
+            Exception: Whatever Optuna raises.
+        """
+        if step not in self._replayed.get(number, ()):
+            compat.forget_cached_trials(self.study)
+            self._proposals[number].report(value, step)
 
     def note_restart(self, number: int) -> None:
         """The trial is run again from an earlier epoch: it will report some steps twice."""

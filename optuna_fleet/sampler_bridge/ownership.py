@@ -32,6 +32,7 @@ class TrialOwnership:
 
     Attributes:
         interrupted_trials: Trials that a dead driver left RUNNING and that this call goes on with.
+        checkpoints: Where those of them are that have one, by the trial's number.
         num_launched: How many trials the call has launched so far, these included.
 
     Raises:
@@ -53,6 +54,7 @@ class TrialOwnership:
             study=study.study_name, id=uuid.uuid4().hex, n_trials=n_trials, timeout=timeout
         )
         self.interrupted_trials: list[optuna.Trial] = []
+        self.checkpoints: dict[int, str] = {}
         self.num_launched = 0
         last = folder.last_call()
         try:
@@ -90,10 +92,12 @@ class TrialOwnership:
         if trials:
             # A sampler with a seed would otherwise propose again what it proposed at first.
             self._study.sampler.reseed_rng()
-            resumable = sum(self._folder.can_resume(trial.number) for trial in running)
+            numbers, found = {trial.number for trial in running}, self._folder.unfinished()
+            self.checkpoints = {n: path for n, path in found.items() if n in numbers}
             compat.fleet_logger.info(
                 f"An earlier call was cut short: {len(trials) - len(running)} of its trials "
-                f"are done, {len(running)} go on, {resumable} of them from a checkpoint."
+                f"are done, {len(running)} go on, {len(self.checkpoints)} of them from a "
+                "checkpoint."
             )
 
     @property

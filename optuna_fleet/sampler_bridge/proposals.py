@@ -46,11 +46,13 @@ class Proposals:
         self._reasons: set[str] = set()
         self._is_delayed = False
         self._adopted: deque[int] = deque()
+        self._checkpoints: dict[int, str] = {}
         if ownership is not None:
             self._adopt(ownership)
 
     def _adopt(self, ownership: TrialOwnership) -> None:
         self._asked = ownership.num_launched
+        self._checkpoints = dict(ownership.checkpoints)
         for trial in ownership.interrupted_trials:
             self._enter(trial)
             self._adopted.append(trial.number)
@@ -93,7 +95,9 @@ class Proposals:
         number = self.ask()
         if number is None:
             return [ProposalsExhausted()]
-        return [TrialProposed(number=number, num_to_come=self._num_to_come())]
+        checkpoint = self._checkpoints.pop(number, None)
+        to_come = self._num_to_come()
+        return [TrialProposed(number=number, num_to_come=to_come, checkpoint=checkpoint)]
 
     def _num_to_come(self) -> int:
         """Trials that may still be asked for; until `timeout`, if they come as fast as so far."""
@@ -180,4 +184,5 @@ class Proposals:
         compat.return_to_queue(self._study, trial)
         if self._ownership is not None:
             self._ownership.give_up(trial)
+            self._checkpoints.pop(number, None)
         self._asked -= 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
+from optuna_fleet.events import CheckpointSaved
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
@@ -72,11 +73,9 @@ class Saver:
         if self._session.reports.is_best_before_last(value):
             left = self._best_of(value)
             if left is None:
-                self._session.tell(
-                    "fleet",
-                    "warn",
+                self._session.warn(
                     "It returned the best value that it had reported, but nothing good is kept of "
-                    "what it had prepared then: its final checkpoint has its last weights.",
+                    "what it had prepared then: its final checkpoint has its last weights."
                 )
         left = left or self._copied(make)
         if left is None:
@@ -114,9 +113,16 @@ class Saver:
             checkpoint.save(self._run.checkpoint_to, copy, self._owner)
         except Exception as error:
             self._failed(error)
+            return
+        run = self._run
+        self._tell(
+            CheckpointSaved(run_id=run.run_id, epoch=copy.epoch, location=run.checkpoint_to)
+        )
 
     def _failed(self, error: Exception) -> None:
         self._has_failed = True
-        problem = CheckpointFailed(run_id=self._run.run_id, problem=str(error))
+        self._tell(CheckpointFailed(run_id=self._run.run_id, problem=str(error)))
+
+    def _tell(self, message: CheckpointSaved | CheckpointFailed) -> None:
         with suppress(DriverGoneError):
-            self._session.send_aside(problem)
+            self._session.send_aside(message)

@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from optuna_fleet.trainer.reports import Reports
+from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.messages import Call, Progress, Remark, Reply, RunTrial
+from optuna_fleet.wire.messages import Progress, Remark, RunTrial
 from optuna_fleet.wire.packing import is_primitive, pack, unpack, unpack_error
+
+_MOST_UNANSWERED = 100  # so that neither end keeps more
 
 
 class Yielded(BaseException):
@@ -46,6 +49,7 @@ class Session:
         self._left_at: Progress | None = None
         self._channel = channel
         self._index = 0
+        self._num_unanswered = 0
         self._unwinding: type[Yielded | DriverGoneError] | None = None
         # Callbacks of training frameworks may report from threads of their own.
         self._lock = threading.RLock()
@@ -90,14 +94,14 @@ class Session:
         Raises:
             Exception: Whatever the call raised in the driver.
         """
-        answer = self.exchange(target, name, args, kwargs, is_read=False)
+        answer = self.ask(Call, target=target, name=name, arguments=pack((args, kwargs)))
         if target == "trial" and name.startswith("suggest_") and is_primitive(answer):
             self.parameters[args[0]] = answer
         return answer
 
     def read(self, target: str, name: str) -> Any:
         """Return attribute `name` of `target`."""
-        return self.exchange(target, name, (), {}, is_read=True)
+        return self.ask(Call, target=target, name=name, arguments=pack(((), {})), is_read=True)
 
     def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
         """Like `call` for what returns nothing: only rank 0 says it."""
@@ -108,6 +112,13 @@ class Session:
             with self._lock:
                 self._index += 1
 
+    def report(self, value: float, step: int) -> None:
+        """Report a value, and wait for the answer now and then only."""
+        with self._lock:
+            self._num_unanswered += 1
+            is_awaited = self._num_unanswered == _MOST_UNANSWERED
+            self.ask(Report, value=value, step=step, is_awaited=is_awaited)
+
     def remark(self, keys: Iterable[str], text: str) -> None:
         """Tell the user, unless this sweep has told of all `keys`; rank 0's word counts.
 
@@ -115,6 +126,10 @@ class Session:
         """
         if self.run.rank == 0:
             self.send(Remark(run_id=self.run.run_id, keys=tuple(keys), text=text))
+
+    def warn(self, text: str) -> None:
+        """Tell the user, whoever was told before."""
+        self.remark((), text)
 
     def send(self, message: Any) -> None:
         """Send a message that needs no answer."""
@@ -138,36 +153,27 @@ class Session:
         except OSError as error:
             raise DriverGoneError from error
 
-    def exchange(
-        self,
-        target: str,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        is_read: bool,
-    ) -> Any:
-        """Send a `Call` and wait for its answer."""
+    def ask(self, kind: type[RankCall], **fields: Any) -> Any:
+        """Make a call of this kind in all ranks' name, and return its answer if it is awaited.
+
+        Raises:
+            Exception: Whatever the call raised in the driver.
+        """
         self.check()
         self._is_ordered = self._is_ordered and threading.get_ident() == self._thread
-        arguments = pack((args, kwargs))
         with self._lock:
-            index = self._index
+            run, index = self.run, self._index
             self._index += 1
-            self.send(
-                Call(
-                    run_id=self.run.run_id,
-                    index=index,
-                    rank=self.run.rank,
-                    target=target,
-                    name=name,
-                    arguments=arguments,
-                    is_read=is_read,
-                )
-            )
-            self.is_waiting = True
-            reply = self._await_reply(index)
-            self.is_waiting = False
+            return self.exchange(kind(run_id=run.run_id, index=index, rank=run.rank, **fields))
+
+    def exchange(self, call: RankCall) -> Any:
+        """Send a call, and wait for its answer if it is awaited."""
+        self.send(call)
+        if not call.is_awaited:
+            return None
+        self.is_waiting = True
+        reply = self._await_reply(call.index)
+        self.is_waiting, self._num_unanswered = False, 0
         if reply.error is not None:
             raise unpack_error(reply.error)
         return unpack(reply.value)

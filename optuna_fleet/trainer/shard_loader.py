@@ -249,12 +249,10 @@ class ShardLoader:
             return
         self._read_outside[name] += 1
         if self._read_outside[name] == 2:
-            self._session.tell(
-                "fleet",
-                "warn",
+            self._session.warn(
                 f"Data set '{name}' is read again outside of "
                 "trial.epochs(): all such passes have the same order and augmentation. Use `for "
-                "epoch in trial.epochs(n):`.",
+                "epoch in trial.epochs(n):`."
             )
 
     # -- what the driver is told ------------------------------------------------------------------
@@ -286,11 +284,9 @@ class ShardLoader:
         if self._position.is_inside and self.bounds.min_devices > self._run.world_size:
             self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
         if batch_size > samples:
-            self._session.tell(
-                "fleet",
-                "warn",
+            self._session.warn(
                 f"batch_size={batch_size} is larger than data set '{name}' with its {samples} "
-                f"samples: each epoch is one batch of {samples}.",
+                f"samples: each epoch is one batch of {samples}."
             )
 
     def _structure(self, name: str, batch_size: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +36,9 @@ from optuna_fleet.trainer.states import (
     state_of,
 )
 from optuna_fleet.trainer.steps import Steps
+from optuna_fleet.wire.calls import EndEpoch, IsAmongBest
 from optuna_fleet.wire.messages import Remark, RunTrial, Usage
-from optuna_fleet.wire.packing import plain
+from optuna_fleet.wire.packing import pack, plain
 
 _PREPARED = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
@@ -72,7 +72,6 @@ class Training:
     ) -> None:
         self._session = session
         self._run = session.run
-        self._warn = partial(session.tell, "fleet", "warn")
         self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self._kind = kind
         self.is_stuck = False
@@ -98,7 +97,7 @@ class Training:
         if self._run.best_to is not None and self._run.rank == 0:
             session.reports.at_best = self._keep_best
         self._is_apart = False
-        self._steps = Steps(self._objects, self._warn)
+        self._steps = Steps(self._objects, session.warn)
         self._left_behind = LeftBehind(
             self._objects if self._run.rank == 0 else (),  # the others hold the same
             self.state,
@@ -117,7 +116,7 @@ class Training:
 
     def _stay_alone(self, why: str) -> None:
         self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))
-        self._warn(why)
+        self._session.warn(why)
 
     def _go_on_with_fewer(self, why: str, max_devices: int) -> None:
         """This step can't be done on so many devices: the run ends, the trial goes on.
@@ -143,7 +142,7 @@ class Training:
         run = self._run
         self._checkpoint, problems = checkpoint.load_newest(path, owner_of(run), run.parameters)
         for problem in problems:
-            self._warn(problem)
+            self._session.warn(problem)
         if self._checkpoint is not None:
             self.state.update(copy.deepcopy(self._checkpoint.state))
             self._session.reports.begin_with(self._checkpoint.history)
@@ -276,7 +275,7 @@ class Training:
         if self._split_check is not None:
             self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
-        decision = self._session.call("fleet", "end_epoch", epoch)
+        decision = self._session.ask(EndEpoch, epoch=epoch)
         self._check_replicas()
         if decision is EpochDecision.YIELD and self._has_left(epoch + 1):
             self._session.unwind(Yielded)  # even if the objective catches everything
@@ -289,10 +288,10 @@ class Training:
             return
         self._is_apart = True
         shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
-        self._warn(
-            f"Its ranks have come apart: {shown}. On another number of devices it would give "
-            "other results. What decides must be alike on all ranks: use trial.mean(loss) for it; "
-            "prepare layers when the model is complete."
+        self._session.warn(
+            f"Its ranks have come apart: {shown}. On another number of "
+            "devices it would give other results. What decides must be alike on all ranks: use "
+            "trial.mean(loss) for it; prepare layers when the model is complete."
         )
 
     def _has_left(self, next_epoch: int) -> bool:
@@ -338,7 +337,7 @@ class Training:
             return
         try:
             value = plain(value)
-            is_wanted = self._session.call("fleet", "is_among_best", value)
+            is_wanted = self._session.ask(IsAmongBest, value=pack(value))
         except Exception:  # it can't be sent, say; the study will be told and say so
             return
         if is_wanted:

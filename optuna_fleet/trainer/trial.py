@@ -77,14 +77,15 @@ class FleetTrial(optuna.Trial):
         return value
 
     def report(self, value: float, step: int) -> None:
-        """See `optuna.Trial.report`.
+        """See `optuna.Trial.report`; does not wait until the value is stored.
 
-        Raises:
-            TrialError: The value is not the same on all ranks of the trial.
+        Should that fail, because the value is not the same on all ranks of the trial, say, the
+        error is raised by the next call that has an answer, or else it is the objective's end.
         """
-        value = plain(value)
-        self._session.call("trial", "report", value, step)
-        self._session.reports.add(float(value), int(step))
+        num_objectives = 2 if self._session.run.maximize is None else 1
+        value, step = compat.checked_report(plain(value), step, num_objectives=num_objectives)
+        self._session.report(value, step)
+        self._session.reports.add(value, step)
 
     def should_prune(self) -> bool:
         """See `optuna.Trial.should_prune`; every rank gets the same answer."""

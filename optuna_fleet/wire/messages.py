@@ -108,10 +108,11 @@ class TrainerExited:
 class AgentLost:
     """The agent died, and all it had started with it; another one takes its place.
 
-    Nobody sends it: it stands for the news of the agent's death among the messages.
+    Nobody sends it: the driver makes it when the agent has ended.
     """
 
     cause: str
+    exits: tuple[TrainerExited, ...]
 
     @property
     def text(self) -> str:
@@ -238,37 +239,7 @@ class RunTrial:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """Answer to a `Call`: a packed value, or an exception to raise in its place."""
-
-    run_id: int
-    index: int
-    value: bytes = b""
-    error: Raised | None = None
-
-
 # -- trainer to driver ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """Do something to the real trial, its study or the controller, in the name of all ranks.
-
-    Attributes:
-        index: Running number of the call within the run; equal on all ranks.
-        target: "trial", "study", "storage" or "fleet".
-        arguments: Packed positional arguments and keyword arguments.
-        is_read: Get the attribute instead of calling it.
-    """
-
-    run_id: int
-    index: int
-    rank: int
-    target: str
-    name: str
-    arguments: bytes
-    is_read: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +265,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remark:
-    """A sentence for the user, unless all of `keys`, which it is about, have been told of."""
+    """A sentence for the user, unless it has `keys`, what it is about, and all were told of."""
 
     run_id: int
     keys: tuple[str, ...]

@@ -16,6 +16,7 @@ from optuna_fleet.events import (
     Abort,
     Allocate,
     AnswerEpoch,
+    CheckpointSaved,
     DataRequested,
     DeviceJoined,
     DeviceLeftOut,
@@ -420,6 +421,34 @@ def test_a_trial_that_keeps_losing_its_devices_is_given_up() -> None:
         world.tell(DeviceJoined(device=0))
     assert GiveUp(number=0, run_id=run_id, restarts=3) in instructions
     assert world.controller.finished
+
+
+def test_a_trial_goes_on_where_its_last_checkpoint_is() -> None:
+    world = World(num_devices=1, trials=1)
+    assert world.runs[0].checkpoint is None
+    world.lose(0)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.checkpoint is None
+    world.settle_all()
+    for epoch in (1, 2, 3):
+        if epoch < 3:
+            world.tell(CheckpointSaved(run_id=run_id, epoch=epoch, location=f"after {epoch}"))
+        world.tell(epoch_ended(run_id, epochs_done=epoch))
+    world.lose(run_id)
+    world.tell(CheckpointSaved(run_id=run_id, epoch=9, location="too late"))
+    (allocate,) = world.unanswered
+    assert allocate.problem.by_number[0].epochs_done == 2
+    world.decide()
+    (launch,) = world.runs.values()
+    assert launch.checkpoint == "after 2"
+
+
+def test_a_trial_that_a_dead_driver_left_goes_on_where_that_had_a_checkpoint() -> None:
+    controller = Controller(fleet_of(1), Policy())
+    controller.handle(DeviceJoined(device=0))
+    (launch, *_) = controller.handle(TrialProposed(number=0, checkpoint="there"))
+    assert isinstance(launch, Launch)
+    assert launch.checkpoint == "there"
 
 
 def test_an_error_on_one_rank_is_the_trials_error_although_its_peer_had_to_be_killed() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from itertools import permutations
 from typing import Any
 
 import optuna
@@ -16,7 +18,8 @@ from optuna_fleet import TrialError
 from optuna_fleet.events import Ending
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.ranks import out_of_step, parted
-from optuna_fleet.wire.messages import Call, Ended, Progress, Reply
+from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
+from optuna_fleet.wire.messages import Ended, Progress
 from optuna_fleet.wire.packing import pack, pack_error, unpack_error
 from tests.fleets import Leg, num_wrong, small_model, train_epoch
 
@@ -199,53 +202,90 @@ def test_errors_of_one_rank_are_its_own() -> None:
     assert parted([ended(rank, error=optuna.TrialPruned()) for rank in range(2)]) is None
 
 
-def call(rank: int, value: float, name: str = "report", index: int = 0) -> Call:
-    arguments = pack(((value, 3), {}))
+def report(rank: int, value: float, index: int = 0) -> Report:
+    return Report(run_id=0, index=index, rank=rank, value=value, step=3)
+
+
+def ask(rank: int, index: int = 1, name: str = "should_prune") -> Call:
+    arguments = pack(((), {}))
     return Call(run_id=0, index=index, rank=rank, target="trial", name=name, arguments=arguments)
 
 
-def errors(replies: list[tuple[int, Reply]]) -> dict[int, str]:
-    return {rank: str(unpack_error(r.error)) for rank, r in replies if r.error is not None}
+def errors(calls: RunCalls) -> dict[int, str]:
+    return {rank: str(unpack_error(r.error)) for rank, r in calls.replies if r.error is not None}
 
 
-def test_a_report_is_carried_out_when_all_ranks_have_made_it() -> None:
-    calls = RunCalls(world_size=3)
-    assert calls.join(call(1, 0.5)) == (None, [])
-    assert calls.join(call(0, 0.5)) == (None, [])
-    joint, replies = calls.join(call(2, 0.5))
-    assert joint is not None
-    assert joint.rank == 0
-    assert replies == []
-    answer = Reply(run_id=0, index=0)
-    assert sorted(rank for rank, _ in calls.answer(answer, "report")) == [0, 1, 2]
+def made(world_size: int, *all_made: RankCall) -> tuple[RunCalls, list[RankCall]]:
+    """The calls of a run, and those that were to be carried out, all of which were answered."""
+    calls = RunCalls(world_size=world_size)
+    carried_out = []
+    for one in all_made:
+        calls.take(one)
+        while (now := calls.next_call()) is not None:
+            carried_out.append(now)
+            calls.answer(now, Reply(run_id=0, index=now.index))
+    return calls, carried_out
 
 
-def test_unlike_reports_fail_on_every_rank() -> None:
-    calls = RunCalls(world_size=2)
-    calls.join(call(0, 0.5))
-    joint, replies = calls.join(call(1, 0.7))
-    assert joint is None
-    assert set(errors(replies)) == {0, 1}
-    assert "0.7 on rank 1" in errors(replies)[0]
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_a_report_is_carried_out_when_all_ranks_have_made_it(order: tuple[int, ...]) -> None:
+    first = [call for rank in order[:2] for call in (report(rank, 0.5), ask(rank))]
+    assert made(3, *first)[1] == []
+    calls, carried_out = made(3, *(r for rank in order for r in (report(rank, 0.5), ask(rank))))
+    assert [(one.rank, one.name) for one in carried_out] == [(0, "report"), (0, "should_prune")]
+    assert sorted(rank for rank, _ in calls.replies) == [0, 1, 2]
+    assert errors(calls) == {}
 
 
+def test_unlike_reports_fail_at_every_ranks_next_question() -> None:
+    calls, carried_out = made(2, report(0, 0.5), report(1, 0.7), report(0, 1.0, 1))
+    assert calls.replies == []
+    calls, carried_out = made(2, report(0, 0.5), report(1, 0.7), ask(0), ask(1))
+    assert set(errors(calls)) == {0, 1}
+    assert "0.7 on rank 1" in errors(calls)[0]
+    assert carried_out == []
+
+
+@pytest.mark.parametrize("reporting", [0, 1])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_report_of_one_rank_alone_is_refused_at_the_others_next_call(first: int) -> None:
-    calls = RunCalls(world_size=2)
-    if first == 0:
-        calls.join(call(0, 0.5))
-        replies = calls.follow(call(1, 0.5, name="should_prune"))
-        assert set(errors(replies)) == {0, 1}
-    else:
-        calls.follow(call(1, 0.5, name="should_prune"))
-        _, replies = calls.join(call(0, 0.5))
-        assert set(errors(replies)) == {0, 1}
+def test_a_report_of_one_rank_alone_is_refused(reporting: int, first: int) -> None:
+    """The other one need not come any further for that."""
+    alone, other = [report(reporting, 0.5), ask(reporting)], [ask(1 - reporting, 0)]
+    calls, carried_out = made(2, *(alone + other if first == reporting else other + alone))
+    assert reporting in errors(calls)
+    assert "report" not in [one.name for one in carried_out]
+    assert len(calls.replies) == 2
 
 
 def test_a_report_does_not_wait_for_a_rank_that_has_ended() -> None:
+    calls, _ = made(3, report(0, 0.5), ask(0), report(1, 0.5), ask(1))
+    assert calls.replies == []
+    calls.leave(2)
+    assert calls.next_call() is None
+    assert set(errors(calls)) == {0, 1}
+
+
+def test_an_error_that_no_call_waited_for_is_the_end_of_the_objective() -> None:
+    calls, _ = made(2, report(0, 0.5), report(1, 0.7))
+    at_end = [calls.at_its_end(ended(rank, 1.0)) for rank in range(2)]
+    assert [one.ending for one in at_end] == [Ending.RAISED] * 2
+    pruned, own = ended(0, error=optuna.TrialPruned()), ended(0, error=ValueError("its own"))
+    assert calls.at_its_end(pruned).ending is Ending.RAISED
+    assert calls.at_its_end(pruned).error != pruned.error
+    assert calls.at_its_end(own) is own
+
+
+def test_answers_that_all_ranks_have_read_are_forgotten() -> None:
+    told = [ask(0, 3 * step, name="set_user_attr") for step in range(50)]  # by rank 0 only
+    reports = [[report(rank, 0.5, 3 * step + 1) for rank in range(3)] for step in range(50)]
+    asked = [[ask(rank, 3 * step + 2) for rank in range(3)] for step in range(50)]
     calls = RunCalls(world_size=3)
-    calls.join(call(0, 0.5))
-    calls.join(call(1, 0.5))
-    assert set(errors(calls.leave(2))) == {0, 1}
-    _, replies = calls.join(call(0, 0.5, index=1))
-    assert set(errors(replies)) == {0}
+    sizes = []
+    for tell, *joint in zip(told, reports, asked, strict=True):
+        for one in (tell, *joint[0], *joint[1]):
+            calls.take(one)
+            while (now := calls.next_call()) is not None:
+                calls.answer(now, Reply(run_id=0, index=now.index))
+        calls.replies.clear()
+        sizes.append(len(pickle.dumps(calls)))
+    assert sizes[-1] <= sizes[10] + 20

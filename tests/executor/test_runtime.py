@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,6 +92,9 @@ class FakeHub:
     def messages(self, *_: Any) -> Iterator[Any]:
         news, self.news = self.news, []
         yield from news
+
+    def last_words(self, pid: int) -> Iterator[Any]:
+        yield from ()
 
     def send(self, channel: Any, message: Any) -> None:
         if channel is not None:
@@ -394,16 +398,19 @@ class FakeRuntime:
     """Has a store when it is told to; notes who is sent to which device."""
 
     widest = 1
+    fleet = Fleet(devices=tuple(Device(index=i, node=0, kind="cpu") for i in range(4)))
 
     def __init__(self) -> None:
         self.rendezvous = Rendezvous(lambda: None)
         self.sent: list[tuple[int, int]] = []
+        self.orders: list[Any] = []
 
     def group_name(self, run_id: int) -> str:
         return str(run_id)
 
     def send(self, device: int, order: Any) -> None:
         self.sent.append((device, order.number))
+        self.orders.append(order)
 
 
 def launch(number: int, *devices: int) -> Launch:
@@ -412,10 +419,8 @@ def launch(number: int, *devices: int) -> Launch:
     )
 
 
-def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path: Path) -> None:
-    """Its successor would be busy with a run that nobody knows any more."""
-    runtime: Any = FakeRuntime()
-    job = SimpleNamespace(
+def launcher_of(runtime: Any, folder: Any) -> Launcher:
+    job: Any = SimpleNamespace(
         options=SimpleNamespace(seed=0, limits=Limits()),
         objective_id=0,
         objective=b"",
@@ -423,9 +428,26 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
         gc_after_trial=False,
         maximize=False,
     )
-    folder = runtimes.StudyFolder(tmp_path, "study")
-    retention = SimpleNamespace(folder=folder, keeps_any=False)
-    launcher = Launcher(runtime, job, retention, adopted=())  # type: ignore[arg-type]
+    retention: Any = SimpleNamespace(folder=folder, keeps_any=False)
+    return Launcher(runtime, job, retention, adopted=())
+
+
+def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: Path) -> None:
+    runtime, folder = FakeRuntime(), runtimes.StudyFolder(tmp_path, "study")
+    launcher = launcher_of(runtime, folder)
+    launcher.launch(launch(1, 0), trial_id=1, parameters={})
+    folder.path.mkdir()
+    folder.checkpoint(1).touch()
+    for checkpoint in (None, "there"):
+        begun = replace(launch(1, 0), checkpoint=checkpoint)
+        launcher.launch(begun, trial_id=1, parameters={})
+        assert runtime.orders[-1].checkpoint == checkpoint
+
+
+def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path: Path) -> None:
+    """Its successor would be busy with a run that nobody knows any more."""
+    runtime: Any = FakeRuntime()
+    launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
     launcher.launch(launch(1, 0, 1), trial_id=1, parameters={})
     launcher.launch(launch(2, 2, 3), trial_id=2, parameters={})
     launcher.trainer_died(1)

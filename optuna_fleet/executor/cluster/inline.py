@@ -25,7 +25,8 @@ from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.trial import FleetTrial
-from optuna_fleet.wire.messages import Call, Remark, Reply, RunTrial
+from optuna_fleet.wire.calls import RankCall, Reply
+from optuna_fleet.wire.messages import Remark, RunTrial
 
 
 class InlineCluster:
@@ -150,7 +151,7 @@ class _InlineSession(Session):
 
     def send(self, message: Any) -> None:
         """Have it answered at once; nothing else needs to be told."""
-        if not isinstance(message, Call | Remark):
+        if not isinstance(message, RankCall | Remark):
             return
         if self._calls.take(self._record, message) is not None:
             has_converged = self._evaluator.has_converged(self.run.number)
