@@ -83,6 +83,7 @@ class ProblemBuilder:
         *,
         joined: dict[int, int],
         finished_epochs: tuple[int, ...],
+        bounded_epochs: tuple[int, ...],
         num_to_come: int,
     ) -> AllocationProblem:
         """The problem of placing the candidates on the devices they may use."""
@@ -97,6 +98,7 @@ class ProblemBuilder:
             preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
             phases=self._policy.phases,
             finished_epochs=finished_epochs,
+            bounded_epochs=bounded_epochs,
             num_to_come=num_to_come,
             joined={device: joined[device] for device in usable if device in joined},
         )
