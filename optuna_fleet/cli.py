@@ -73,7 +73,7 @@ def _checkpoints(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
-    trials = load_ensemble(options.ensemble, options.devices)
+    trials = load_ensemble(options.ensemble, options.devices, options.seed)
 
     def run_with(policy: str) -> EnsembleScenario:
         return EnsembleScenario(

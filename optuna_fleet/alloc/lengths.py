@@ -28,7 +28,7 @@ than in the plain mean (1)."""
 
 _PRIOR_ENDS, _PRIOR_EPOCHS = 0.5, 50.0  # half a trial has ended in so many epochs
 _POOLED_TRIALS = 5.0  # for which the share of all epochs stands at each
-_STRETCH = 1.5  # how much longer than the longest that ended a trial without a bound may be
+_STRETCH = 1.25  # how much longer than the longest that ended a trial without a bound may be
 _FEW_EPOCHS = 10  # that a trial without a bound has to go, if nothing is known
 
 FloatArray = NDArray[np.float64]
@@ -69,8 +69,8 @@ class SurvivalCurve:
         own = float(alive @ _STEPS[:told_apart] + later) ** (1 / _POWER)
         if predicted is not None and math.isfinite(predicted):
             low, high = own / MAX_CORRECTION, own * MAX_CORRECTION
-            own = min(max(predicted - epochs_done, low), high, most)
-        return max(own, 1.0)
+            own = min(max(predicted - epochs_done, low), high)
+        return max(1.0, own if max_epochs is None else min(own, most))
 
     def _bound(self, epochs_done: int) -> int:
         """The most epochs to go of a trial that does not say."""
