@@ -34,7 +34,9 @@ def test_who_went_on_to_its_bound_is_seen_up_to_there():
 def test_without_ends_a_trial_goes_on_to_its_bound():
     for bound in (1, 2, 30, 1000, 10**6, 10**9):
         assert survival_curve([], [], []).remaining_epochs(0, bound) > 0.7 * min(bound, 40)
-    assert survival_curve([], [30] * 50, []).remaining_epochs(10, 40) == pytest.approx(30, rel=0.02)
+    assert survival_curve([], [30] * 50, []).remaining_epochs(10, 40) == pytest.approx(
+        30, rel=0.02
+    )
     curve = survival_curve([], [], [17] * 100)
     assert curve.remaining_epochs(0, 17) == pytest.approx(17, rel=0.02)
 

@@ -10,6 +10,8 @@ import pytest
 
 from optuna_fleet import FleetExecutor, policies
 from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, Plan
+from optuna_fleet.executor import driver
+from optuna_fleet.executor.runs import model_of
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import small_pipeline, train
@@ -99,3 +101,21 @@ def test_plans_are_told_how_long_trials_go_on_and_how_many_are_to_come() -> None
         assert fleet.summary is not None
         reasons = [decision.reason for decision in fleet.summary.decisions]
     assert "({40}, 1)" in reasons
+
+
+def test_a_further_loop_says_how_long_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int | None] = []
+
+    def listening(message: Any) -> Any:
+        told.append(message.max_epochs)
+        return model_of(message)
+
+    def objective(trial: Any) -> float:
+        train(trial, epochs=2)
+        return train(trial, epochs=4)
+
+    monkeypatch.setattr(driver, "model_of", listening)
+    study = optuna.create_study()
+    with FleetExecutor(small_pipeline(), devices=1, device_type="cpu") as fleet:
+        study.optimize(objective, n_trials=1, executor=fleet)
+    assert told == [2, 4]
