@@ -66,7 +66,7 @@ class SurvivalCurve:
         told_apart = min(most, _LONGEST)
         alive = self._alive(epochs_done, told_apart)
         later = alive[-1] * (float(most) ** _POWER - told_apart**_POWER)
-        own = float(alive @ _STEPS[:told_apart] + later) ** (1 / _POWER)
+        own: float = float(alive @ _STEPS[:told_apart] + later) ** (1 / _POWER)
         if predicted is not None and math.isfinite(predicted):
             low, high = own / MAX_CORRECTION, own * MAX_CORRECTION
             own = min(max(predicted - epochs_done, low), high)

@@ -60,7 +60,8 @@ class Planner:
 
     def note_end(self, trial: Trial) -> None:
         """A trial has ended by itself: in the epoch after those it is known to have done."""
-        epochs, most = trial.epochs_done + 1, trial.model and trial.model.max_epochs
+        epochs = trial.epochs_done + 1
+        most = None if trial.model is None else trial.model.max_epochs
         is_bounded = most is not None and epochs >= most
         (self.bounded_epochs if is_bounded else self.finished_epochs).append(epochs)
 

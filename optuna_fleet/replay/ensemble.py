@@ -72,7 +72,7 @@ def pruned_after(trial: SimulatedTrial, share: float, seed: Sequence[int]) -> Si
     return replace(trial, epochs=min(trial.epochs, end))
 
 
-def _lengths(trial: Fields) -> dict[str, int]:
+def _lengths(trial: Fields) -> dict[str, Any]:
     most = trial.whole("max_epochs", least=1) if trial.has("max_epochs") else None
     epochs = trial.whole("epochs", least=1, default=most)
     if most is None:
