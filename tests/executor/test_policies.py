@@ -14,7 +14,7 @@ from optuna_fleet.executor import driver
 from optuna_fleet.executor.runs import model_of
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
-from tests.fleets import small_pipeline, train
+from tests.fleets import small_model, small_pipeline, train
 
 
 def short(trial: Any) -> float:
@@ -111,8 +111,11 @@ def test_a_further_loop_says_how_long_it_goes_on(monkeypatch: pytest.MonkeyPatch
         return model_of(message)
 
     def objective(trial: Any) -> float:
-        train(trial, epochs=2)
-        return train(trial, epochs=4)
+        trial.prepare(small_model())
+        for num_epochs in (2, 4):
+            for _ in trial.epochs(num_epochs):
+                assert len(list(trial.batches("train", batch_size=20))) == 3
+        return 0.0
 
     monkeypatch.setattr(driver, "model_of", listening)
     study = optuna.create_study()
