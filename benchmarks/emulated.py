@@ -49,6 +49,7 @@ def ensemble(seed: int) -> list[SimulatedTrial]:
                 rates=tuple(m * rate * scaling ** (m - 1) for m in range(1, BATCH + 1)),
                 epochs=max(1, round(generator.normal(14, 3))),
                 samples_per_epoch=float(BATCH * STEPS),
+                max_epochs=MOST_EPOCHS,
             )
         )
     return trials

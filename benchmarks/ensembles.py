@@ -15,9 +15,10 @@ Assumed: seconds per image are uniform between these rates; a further device lea
 the rate per device up to 8 devices, the two nodes that FLEET profiles, and 1 - 0.07 beyond (the
 form is Eq. 5, the numbers are fitted by eye to FLEET-G's published times); epochs are drawn from a
 normal distribution. In story "A" nearly all networks take as many (13.5 +- 1.6), in story "B" they
-differ (17 +- 4.6). Costs are then raised to a power that makes their mean and maximum as above;
-rates follow from cost and epochs: a few of them lie outside the published range (19 to 361 over
-seeds 0 to 19).
+differ (17 +- 4.6); "B-normal" and "B-lognormal" are story B with lengths that spread widely
+(17 +- 5.1; log-normal of mean 17, 0.5 in the logarithm). Costs are then raised to a power that
+makes their mean and maximum as above; rates follow from cost and epochs: a few of them lie
+outside the published range (in stories A and B 19 to 361 over seeds 0 to 19).
 """
 
 from __future__ import annotations
@@ -36,8 +37,13 @@ SAMPLES_PER_EPOCH = 30606
 RESCALE_S = 34.0
 """What one change of a flotilla costs in FLEET's Table 4."""
 
-STORIES = {"A": (13.5, 1.62, 10, 17), "B": (17.0, 4.6, 8, 27)}
-"""Epochs: mean, standard deviation, fewest, most."""
+STORIES = {
+    "A": (13.5, 1.62, 10, 17),
+    "B": (17.0, 4.6, 8, 27),
+    "B-normal": (17.0, 5.1, 2, 200),
+    "B-lognormal": (17.0, 0.5, 2, 200),
+}
+"""Epochs: mean, standard deviation (of the logarithm, if log-normal), fewest, most."""
 
 _MEAN_COST_S, _MAX_COST_S = 10372.0, 22700.0
 _SLOWEST, _FASTEST = 21, 176  # images/s, before costs are bent
@@ -79,7 +85,10 @@ def rates_and_epochs(story: str, seed: int) -> tuple[FloatArray, NDArray[np.int6
     """Samples/s on one device, and epochs until each trial ends."""
     generator = np.random.default_rng(seed)
     mean, spread, fewest, most = STORIES[story]
-    drawn = generator.normal(mean, spread, NUM_TRIALS)
+    if story == "B-lognormal":
+        drawn = mean * np.exp(generator.normal(-(spread**2) / 2, spread, NUM_TRIALS))
+    else:
+        drawn = generator.normal(mean, spread, NUM_TRIALS)
     epochs = np.clip(np.round(drawn), fewest, most).astype(int)
     seconds_per_sample = generator.uniform(1 / _FASTEST, 1 / _SLOWEST, NUM_TRIALS)
     cost_s = _bent(epochs * SAMPLES_PER_EPOCH * seconds_per_sample)

@@ -20,13 +20,13 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from ensembles import RESCALE_S, STORIES, ensemble
 
 from optuna_fleet.alloc import profiling_width
 from optuna_fleet.replay.bound import lower_bound_s
+from optuna_fleet.replay.ensemble import pruned_after
 from optuna_fleet.replay.scenarios import EnsembleScenario
-from optuna_fleet.replay.workload import Rules, SimulatedTrial
+from optuna_fleet.replay.workload import Rules
 
 POLICIES = ("baseline", "homogeneous", "fleet-g", "fleet-l", "mip", "elastic")
 DEVICES = tuple(range(20, 161, 20))
@@ -36,6 +36,8 @@ VARIANTS = {
     "wrong-rates": "rates the policy believes are wrong by 10 % (standard deviation, each width)",
     "cheap-moves": "each move costs 10 s instead of 34 s",
     "pruned": "at each epoch's end a trial is pruned with probability 0.05",
+    "bounded": "trials say how many epochs they do at most, as by `trial.epochs(n)`",
+    "bounded-pruned": "both",
     "rates-in-flight": "only r(1) is known at first, r(m) once a trial has flown on m devices",
     "known-lengths": "elastic is told how many epochs a trial will need, at the end of each",
 }
@@ -71,8 +73,12 @@ def simulate(case: Case) -> Result:
     """Run one case."""
     rescale_s = _CHEAP_MOVE_S if case.variant == "cheap-moves" else RESCALE_S
     trials = ensemble(case.story, case.seed, case.num_devices, rescale_s)
-    if case.variant == "pruned":
-        trials = tuple(_pruned(trial, [case.seed, k]) for k, trial in enumerate(trials))
+    if case.variant.startswith("bounded"):
+        trials = tuple(replace(trial, max_epochs=trial.epochs) for trial in trials)
+    if case.variant.endswith("pruned"):
+        trials = tuple(
+            pruned_after(trial, _PRUNED, [case.seed, k]) for k, trial in enumerate(trials)
+        )
     if case.variant == "known-lengths":
         trials = tuple(replace(trial, predicted_epochs=float(trial.epochs)) for trial in trials)
     outcome = EnsembleScenario(
@@ -98,12 +104,6 @@ def profiling_share(story: str, seed: int, num_devices: int) -> float:
     samples = Rules().profile_samples
     profiled_s = sum(m * samples / r for t in trials for m, r in enumerate(t.rates[:widest], 1))
     return profiled_s / (num_devices * lower_bound_s(trials, num_devices))
-
-
-def _pruned(trial: SimulatedTrial, seed: Sequence[int]) -> SimulatedTrial:
-    """The trial as it will be: what it draws is its own, whatever happens to the others."""
-    end = int(np.random.default_rng(seed).geometric(_PRUNED))
-    return replace(trial, epochs=min(trial.epochs, end))
 
 
 def simulate_all(cases: Iterable[Case], num_processes: int) -> dict[Case, Result]:
@@ -233,7 +233,7 @@ def _seeds(text: str) -> list[int]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add: Callable[..., object] = parser.add_argument
-    add("--story", choices=STORIES, nargs="+", default=list(STORIES), dest="stories")
+    add("--story", choices=STORIES, nargs="+", default=["A", "B"], dest="stories")
     add("--policies", choices=POLICIES, nargs="+", default=list(POLICIES))
     add("--devices", type=int, nargs="+", default=list(DEVICES))
     add("--seeds", type=_seeds, default=_seeds("0-19"), metavar="FIRST-LAST")

@@ -75,7 +75,7 @@ def _checkpoints(options: argparse.Namespace) -> int:
 
 def _simulate(options: argparse.Namespace) -> tuple[dict[str, Any], Outcome]:
     run = EnsembleScenario(
-        trials=load_ensemble(options.ensemble, options.devices),
+        trials=load_ensemble(options.ensemble, options.devices, options.seed),
         num_devices=options.devices,
         devices_per_node=options.devices_per_node,
         policy=options.policy,

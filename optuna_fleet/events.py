@@ -49,7 +49,7 @@ class Model:
         min_devices: Fewest devices it fits on.
         max_devices: Most devices it can use: its global batch, or one would have no sample.
         samples_per_epoch: Samples of one epoch.
-        max_epochs: Epochs after which it ends at the latest; None if it does not say.
+        max_epochs: Epochs of the loop it is in; None if it does not say.
         rescale_up_s: Seconds of training a move to more devices costs; None for the policy's.
         rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
     """
@@ -90,7 +90,7 @@ class ProposalsExhausted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequested:
-    """A run asked for data for the first time: its model, and whether it can move, are known."""
+    """A run asked for data for the first time, or said that its model is another now."""
 
     run_id: int
     model: Model
@@ -141,7 +141,7 @@ class EpochEnded:
     """A run finished an epoch and asks what to do; `converged` by the user's criterion.
 
     `predicted_epochs` is how many it will take in all, if somebody says so; `epochs_done` counts
-    from the trial's beginning. After its last epoch a run just ends.
+    from the beginning of its loop. After its last epoch a run just ends.
     """
 
     run_id: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +95,13 @@ class Candidate:
 
         The others waste devices: Eq. 5 of FLEET falls again beyond its peak.
         """
-        widths: list[int] = []
-        for m in range(self.min_devices, min(self.widest, limit) + 1):
-            if not widths or self.rate(m) > self.rate(widths[-1]):
-                widths.append(m)
-        return tuple(widths)
+        return _useful_widths(self.rates, self.min_devices, min(self.widest, limit))
+
+
+@lru_cache(maxsize=4096)
+def _useful_widths(rates: tuple[float, ...], least: int, most: int) -> tuple[int, ...]:
+    widths: list[int] = []
+    for m in range(least, most + 1):
+        if not widths or rates[m - 1] > rates[widths[-1] - 1]:
+            widths.append(m)
+    return tuple(widths)

@@ -1,92 +1,121 @@
-"""How many epochs a trial will still need, learnt from the sweep itself.
+"""How many epochs a trial will still need: what it says itself, and the sweep's survival curve.
 
-Nobody knows when a trial converges or is pruned. But trials of one sweep resemble each other, so
-the epochs they need are taken as draws from one normal distribution, of unknown mean and spread.
-Ended trials tell a draw, those under way that theirs is larger than what they have done. With a
-prior that prefers no scale of the mean, a posterior over a grid follows, and from it the expected
-length of a trial that has come so far.
+`trial.epochs(n)` bounds a trial. Whether it comes so far (it may be pruned, or converge) nobody
+knows, but trials of one sweep resemble each other. So the share that ends after k epochs, of those
+that come so far and could go on, is estimated as Kaplan and Meier do: trials under way, and those
+that went on to their bound, count for as long as they were seen. Where few were seen, the share is
+drawn to that of all epochs.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-LONGEST = 256
-"""Epochs a trial can need in the model; those that go on after them are expected to end soon."""
-
 MAX_CORRECTION = 2.0
 """A prediction from outside counts up to this factor from what the sweep itself says."""
 
-_MEANS = 3.0 * 1.06 ** np.arange(72)
-_SPREADS = np.array([0.04, 0.07, 0.1, 0.14, 0.19, 0.25, 0.32, 0.4])  # of the mean
-_LEAST = 1e-12
+_LONGEST = 1024
+"""Epochs that are told apart, of those that were done and of those to come."""
+
+_POWER = 3.0
+"""Of the mean of the epochs to go. The last trials decide when a sweep ends: long lives count more
+than in the plain mean (1)."""
+
+_PRIOR_ENDS, _PRIOR_EPOCHS = 0.5, 50.0  # half a trial has ended in so many epochs
+_POOLED_TRIALS = 5.0  # for which the share of all epochs stands at each
+_STRETCH = 1.25  # how much longer than the longest that ended a trial without a bound may be
+_FEW_EPOCHS = 10  # that a trial without a bound has to go, if nothing is known
 
 FloatArray = NDArray[np.float64]
 
 
-def expected_lengths(ended: Iterable[int], under_way: Iterable[int]) -> FloatArray:
-    """Expected number of epochs in all of a trial that has done k, for k = 0..LONGEST.
+@dataclass(frozen=True, slots=True, eq=False)
+class SurvivalCurve:
+    """How the trials of a sweep end.
 
-    A trial that outlasts all that ended says that the model is wrong about it. It may then go on
-    for as long again as it has, not for longer.
+    Attributes:
+        goes_on: [k]: share that goes on after k epochs, of the trials that come so far and could.
+        later: That share after more epochs than those.
+        longest: Most epochs of a trial that has ended; 0 if none has.
+        furthest: Most epochs of any trial.
+    """
+
+    goes_on: FloatArray
+    later: float
+    longest: int
+    furthest: int
+
+    def remaining_epochs(
+        self, epochs_done: int, max_epochs: int | None = None, predicted: float | None = None
+    ) -> float:
+        """Epochs a trial will still need, at least one.
+
+        Args:
+            epochs_done: Epochs it has done.
+            max_epochs: Epochs after which it ends at the latest; None if that is not known. One
+                that goes on nevertheless is expected to end soon.
+            predicted: Epochs in all that somebody else predicts; bounded by ``MAX_CORRECTION``, so
+                that a wrong prediction does limited harm.
+        """
+        most = max(1, self._bound(epochs_done) if max_epochs is None else max_epochs - epochs_done)
+        told_apart = min(most, _LONGEST)
+        alive = self._alive(epochs_done, told_apart)
+        later = alive[-1] * (float(most) ** _POWER - told_apart**_POWER)
+        own: float = float(alive @ _STEPS[:told_apart] + later) ** (1 / _POWER)
+        if predicted is not None and math.isfinite(predicted):
+            low, high = own / MAX_CORRECTION, own * MAX_CORRECTION
+            own = min(max(predicted - epochs_done, low), high)
+        return max(1.0, own if max_epochs is None else min(own, most))
+
+    def _bound(self, epochs_done: int) -> int:
+        """The most epochs to go of a trial that does not say."""
+        if not self.longest:
+            return max(self.furthest, _FEW_EPOCHS)
+        return math.ceil(_STRETCH * max(self.longest, epochs_done)) - epochs_done
+
+    def _alive(self, epochs_done: int, num_epochs: int) -> FloatArray:
+        """[j]: share of those that have come so far that does j epochs more, and another one."""
+        alive = np.full(num_epochs, self.later)
+        own = self.goes_on[epochs_done + 1 : epochs_done + num_epochs]
+        alive[1 : len(own) + 1] = own
+        alive[0] = 1.0
+        return alive.cumprod()
+
+
+_STEPS: FloatArray = np.diff(np.arange(_LONGEST + 1.0) ** _POWER)
+
+
+def survival_curve(
+    ended: Iterable[int], under_way: Iterable[int], bounded: Iterable[int] = ()
+) -> SurvivalCurve:
+    """The survival curve of a sweep.
 
     Args:
-        ended: Epochs of each trial that has ended.
-        under_way: Epochs that each of the others has done.
+        ended: Epochs of each trial that has ended although it could go on.
+        under_way: Epochs that each trial that has not ended has done.
+        bounded: Epochs of each trial that has ended because it was to have no more.
     """
-    prior, log_equal, log_more, lengths = _grid()
-    ends = _counts(ended, least=1)
-    log_posterior = prior + log_equal @ ends + log_more @ _counts(under_way)
-    weights = np.exp(log_posterior - log_posterior.max())
-    expected: FloatArray = weights @ lengths / weights.sum()
-    if longest := int(ends.nonzero()[0].max(initial=0)):
-        expected = np.minimum(expected, 2 * np.maximum(np.arange(LONGEST + 1), longest))
-    return expected
+    ends, goes, stops = _counts(ended), _counts(under_way), _counts(bounded)
+    could = (ends + goes + stops)[::-1].cumsum()[::-1] - stops
+    could[0] = ends[0] = 0.0
+    longest = max(_last(ends), _last(stops))
+    furthest = max(longest, _last(goes))
+    pooled = (ends.sum() + _PRIOR_ENDS) / (could.sum() + _PRIOR_EPOCHS)
+    share = (ends + _POOLED_TRIALS * pooled) / (could + _POOLED_TRIALS)
+    return SurvivalCurve(
+        goes_on=1 - share[: furthest + 1], later=1 - pooled, longest=longest, furthest=furthest
+    )
 
 
-def remaining_epochs(expected: FloatArray, epochs_done: int, predicted: float | None) -> float:
-    """Epochs a trial will still need, at least one.
-
-    Args:
-        expected: What `expected_lengths` says.
-        epochs_done: Epochs it has done.
-        predicted: Epochs in all that somebody else predicts; bounded by ``MAX_CORRECTION``, so
-            that a wrong prediction does limited harm.
-    """
-    own = float(expected[min(epochs_done, LONGEST)]) - min(epochs_done, LONGEST)
-    if predicted is not None and math.isfinite(predicted):
-        low, high = own / MAX_CORRECTION, own * MAX_CORRECTION
-        own = min(max(predicted - epochs_done, low), high)
-    return max(own, 1.0)
+def _counts(epochs: Iterable[int]) -> FloatArray:
+    clipped = [min(e, _LONGEST) for e in epochs]
+    return np.bincount(clipped, minlength=_LONGEST + 1).astype(np.float64)
 
 
-def _counts(epochs: Iterable[int], least: int = 0) -> FloatArray:
-    clipped = [min(max(e, least), LONGEST) for e in epochs]
-    return np.bincount(clipped, minlength=LONGEST + 1).astype(np.float64)
-
-
-@lru_cache(maxsize=1)
-def _grid() -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Per (mean, spread): log prior, log P(E = k), log P(E > k), E[E | E > k]."""
-    mean, spread = (x.ravel() for x in np.meshgrid(_MEANS, _SPREADS, indexing="ij"))
-    ends = np.arange(LONGEST + 1) + 0.5
-    z = (ends - mean[:, None]) / (mean * spread * math.sqrt(2))[:, None]
-    below = 0.5 * (1 + np.vectorize(math.erf)(z))
-    equal = np.zeros_like(below)
-    equal[:, 1:] = np.maximum(np.diff(below, axis=1), _LEAST)
-    equal /= equal.sum(axis=1, keepdims=True)
-    more, lengths = np.full_like(equal, _LEAST), np.full_like(equal, LONGEST + 1.0)
-    more[:, :-1] = _sums_above(equal)
-    lengths[:, :-1] = _sums_above(equal * np.arange(LONGEST + 1)) / more[:, :-1]
-    return -np.log(mean), np.log(np.maximum(equal, _LEAST)), np.log(more), lengths
-
-
-def _sums_above(values: FloatArray) -> FloatArray:
-    """Row sums over all later columns, for all columns but the last."""
-    sums: FloatArray = values[:, :0:-1].cumsum(axis=1)[:, ::-1]
-    return sums
+def _last(counts: FloatArray) -> int:
+    return int(counts.nonzero()[0].max(initial=0))

@@ -17,7 +17,7 @@ import numpy as np
 
 from optuna_fleet.alloc.adjust import Wishes
 from optuna_fleet.alloc.fluid import FloatArray, Rates, fluid_optimum
-from optuna_fleet.alloc.lengths import expected_lengths, remaining_epochs
+from optuna_fleet.alloc.lengths import SurvivalCurve, survival_curve
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate
 
 _HALF_AN_EPOCH = 0.5
@@ -90,14 +90,15 @@ def _reachable(candidate: Candidate) -> Rates:
 
 def _expected_work(problem: AllocationProblem, candidates: Sequence[Candidate]) -> FloatArray:
     """Samples each candidate is expected to train still."""
-    expected = expected_lengths(problem.finished_epochs, [c.epochs_done for c in candidates])
-    return np.array([_samples_left(c, expected) for c in candidates])
+    under_way = [c.epochs_done for c in problem.candidates]
+    curve = survival_curve(problem.finished_epochs, under_way, problem.bounded_epochs)
+    return np.array([_samples_left(c, curve) for c in candidates])
 
 
-def _samples_left(candidate: Candidate, expected: FloatArray) -> float:
-    epochs = remaining_epochs(expected, candidate.epochs_done, candidate.predicted_epochs)
-    if candidate.max_epochs is not None:
-        epochs = min(epochs, max(candidate.max_epochs - candidate.epochs_done, 1))
+def _samples_left(candidate: Candidate, curve: SurvivalCurve) -> float:
+    epochs = curve.remaining_epochs(
+        candidate.epochs_done, candidate.max_epochs, candidate.predicted_epochs
+    )
     if not candidate.movable:  # it is somewhere within an epoch
         epochs -= _HALF_AN_EPOCH
     return epochs * candidate.samples_per_epoch

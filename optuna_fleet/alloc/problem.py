@@ -34,8 +34,9 @@ class AllocationProblem:
             that never limits. A stream runs as fast as its fastest trial. See
             :func:`optuna_fleet.alloc.streams.stream_limit` for a capacity nobody can keep to.
         phases: Whether all trials of one flotilla must be in the same phase (``epochs_done``).
-        finished_epochs: Epochs of each trial that ended by itself: all that is known of how long
-            the candidates will go on.
+        finished_epochs: Epochs of each trial that ended by itself, though it could go on.
+        bounded_epochs: Epochs of each trial that ended because it was to have no more
+            (`Candidate.max_epochs`).
         num_to_come: Trials that will be proposed later, as devices fall free.
         joined: Device -> when it joined the fleet, as an ordinal; those it lacks are the eldest.
         kinds: Device type of each node; empty if all are alike. A trial flies on devices of one
@@ -55,6 +56,7 @@ class AllocationProblem:
     preprocess_samples_per_s: float | None = None
     phases: bool = False
     finished_epochs: tuple[int, ...] = ()
+    bounded_epochs: tuple[int, ...] = ()
     num_to_come: int = 0
     joined: Mapping[int, int] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()

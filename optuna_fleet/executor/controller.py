@@ -274,8 +274,7 @@ class Controller:
                 return [GiveUp(**names, restarts=trial.restarts)]
         elif has_failed or not has_yielded:
             self._roster.remove(run.number)
-            ended_within = trial.epochs_done + 1
-            self._planner.finished_epochs.append(ended_within)
+            self._planner.note_end(trial)
             return [FinishTrial(**names)]
         return [Requeue(**names)]
 

@@ -30,7 +30,8 @@ class Planner:
         is_deciding: A plan is awaited.
         has_news: Something has happened that the last plan did not know of.
         joined: Device -> when it joined, as an ordinal.
-        finished_epochs: Epochs of each trial that ended by itself.
+        finished_epochs: Epochs of each trial that ended by itself, though it could go on.
+        bounded_epochs: Epochs of each trial that ended because it was to have no more.
         num_to_come: Trials that will still be proposed.
     """
 
@@ -39,6 +40,7 @@ class Planner:
         self.has_news = False
         self.joined: dict[int, int] = {}
         self.finished_epochs: list[int] = []
+        self.bounded_epochs: list[int] = []
         self.num_to_come = 0
         self._policy = policy
         self._problems = problems
@@ -55,6 +57,13 @@ class Planner:
     def may_rest(self, trial: Trial) -> bool:
         """Whether a trial at the end of an epoch waits for a plan, which could move it."""
         return self._policy.paradigm == "elastic" and self._problems.may_leave(trial)
+
+    def note_end(self, trial: Trial) -> None:
+        """A trial has ended by itself: in the epoch after those it is known to have done."""
+        epochs = trial.epochs_done + 1
+        most = None if trial.model is None else trial.model.max_epochs
+        is_bounded = most is not None and epochs >= most
+        (self.bounded_epochs if is_bounded else self.finished_epochs).append(epochs)
 
     def void(self) -> None:
         """The last plan was made of wrong figures: make another at once."""
@@ -104,6 +113,7 @@ class Planner:
             self._roster,
             joined=self.joined,
             finished_epochs=tuple(self.finished_epochs),
+            bounded_epochs=tuple(self.bounded_epochs),
             num_to_come=self.num_to_come,
         )
         return [Allocate(problem=self._problem)]

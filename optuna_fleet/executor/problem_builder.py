@@ -89,13 +89,14 @@ class ProblemBuilder:
         *,
         joined: dict[int, int],
         finished_epochs: tuple[int, ...],
+        bounded_epochs: tuple[int, ...],
         num_to_come: int,
     ) -> AllocationProblem:
         """The problem of placing the candidates on the devices they may use."""
         usable = self.usable(roster, candidates)
-        nodes = self._nodes(usable)
+        nodes, most = self._nodes(usable), self._most_devices()
         return AllocationProblem(
-            candidates=tuple(self._candidate(trial, usable) for trial in candidates),
+            candidates=tuple(self._candidate(trial, usable, most) for trial in candidates),
             nodes=tuple(map(tuple, nodes.values())),
             kinds=tuple(self._places[n][1] for n in nodes) if self._profiles.kinds else (),
             rate_spread=self._policy.rate_spread,
@@ -103,11 +104,12 @@ class ProblemBuilder:
             preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
             phases=self._policy.phases,
             finished_epochs=finished_epochs,
+            bounded_epochs=bounded_epochs,
             num_to_come=num_to_come,
             joined={device: joined[device] for device in usable if device in joined},
         )
 
-    def _candidate(self, trial: Trial, usable: set[int]) -> Candidate:
+    def _candidate(self, trial: Trial, usable: set[int], most: int) -> Candidate:
         model = trial.model
         assert model is not None
         home = tuple(d for d in trial.previous_devices if d in usable)
@@ -119,7 +121,7 @@ class ProblemBuilder:
             rates_by_kind=rates_by_kind,
             devices=devices,
             # One that needs more than there are is launched all the same, to fail and say so.
-            min_devices=min(model.min_devices, len(rates), self._most_devices()),
+            min_devices=min(model.min_devices, len(rates), most),
             waited_rounds=trial.waited_rounds,
             epochs_done=trial.epochs_done,
             predicted_epochs=trial.predicted_epochs,

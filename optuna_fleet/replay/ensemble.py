@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.exceptions import FleetConfigError
@@ -12,7 +15,9 @@ from optuna_fleet.replay.fields import Fields
 from optuna_fleet.replay.workload import SimulatedTrial
 
 
-def load_ensemble(path: Path, num_devices: int | Mapping[str, int]) -> tuple[SimulatedTrial, ...]:
+def load_ensemble(
+    path: Path, num_devices: int | Mapping[str, int], seed: int = 0
+) -> tuple[SimulatedTrial, ...]:
     """The trials of an ensemble file.
 
     Args:
@@ -20,7 +25,11 @@ def load_ensemble(path: Path, num_devices: int | Mapping[str, int]) -> tuple[Sim
             "...", "rates": {"1": 100.0, "2": 190.0}, "epochs": 14, "submit_s": 0}, ...]}``. Rates
             of other widths follow :meth:`RateProfile.rates`. Where device types differ, the rates
             of a trial may be given for each: ``{"v100": {"1": 100.0}, "a100": {"1": 210.0}}``.
+            A trial with ``"max_epochs": 30`` says that it ends after 30 epochs at the latest, as
+            ``trial.epochs(30)`` does; ``epochs`` are then 30 unless given. With ``"pruned": 0.05``
+            beside ``"trials"``, that share of them ends at each epoch's end.
         num_devices: Devices of the fleet, or of each device type.
+        seed: Of which trials are pruned when.
 
     Returns:
         In order of submission.
@@ -33,11 +42,12 @@ def load_ensemble(path: Path, num_devices: int | Mapping[str, int]) -> tuple[Sim
     fields = Fields.of_file(path)
     samples = fields.number("samples_per_epoch", above=True)
     rescale_s = fields.number("rescale_s", default=0.0)
+    pruned = fields.number("pruned", default=0.0, most=1.0)
     trials = [
         SimulatedTrial(
             name=trial.text("name", default=f"trial {k}"),
             **_all_rates(trial, kinds, widest),
-            epochs=trial.whole("epochs", least=1),
+            **_lengths(trial),
             samples_per_epoch=samples,
             submit_s=trial.number("submit_s", default=0.0),
             min_devices=_min_devices(trial, widest),
@@ -47,7 +57,29 @@ def load_ensemble(path: Path, num_devices: int | Mapping[str, int]) -> tuple[Sim
         for k, trial in enumerate(fields.children("trials"))
     ]
     _check_names(path, trials)
-    return tuple(sorted(trials, key=lambda trial: trial.submit_s))
+    ends = [pruned_after(trial, pruned, [seed, k]) for k, trial in enumerate(trials)]
+    return tuple(sorted(ends, key=lambda trial: trial.submit_s))
+
+
+def pruned_after(trial: SimulatedTrial, share: float, seed: Sequence[int]) -> SimulatedTrial:
+    """The trial as it will be, if a share of trials is pruned at each epoch's end.
+
+    What it draws is its own, whatever becomes of the others.
+    """
+    if not share:
+        return trial
+    end = int(np.random.default_rng(seed).geometric(share))
+    return replace(trial, epochs=min(trial.epochs, end))
+
+
+def _lengths(trial: Fields) -> dict[str, Any]:
+    most = trial.whole("max_epochs", least=1) if trial.has("max_epochs") else None
+    epochs = trial.whole("epochs", least=1, default=most)
+    if most is None:
+        return {"epochs": epochs}
+    if epochs > most:
+        raise trial.refuse("epochs", f"<= {most}, as `max_epochs` is")
+    return {"epochs": epochs, "max_epochs": most}
 
 
 def _all_rates(trial: Fields, kinds: Sequence[str], widest: int) -> dict[str, Any]:

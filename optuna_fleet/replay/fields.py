@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,13 +49,20 @@ class Fields:
         return isinstance(self._data.get(name), Mapping)
 
     def number(
-        self, name: str, *, least: float = 0.0, above: bool = False, default: float | None = None
+        self,
+        name: str,
+        *,
+        least: float = 0.0,
+        above: bool = False,
+        most: float = math.inf,
+        default: float | None = None,
     ) -> float:
-        """A finite number of at least `least`, or above it."""
+        """A finite number of at least `least`, or above it, and at most `most`."""
         value = self._get(name, default)
-        if _is_number(value) and (value > least or (value == least and not above)):
+        if _is_number(value) and (least < value <= most or (value == least and not above)):
             return float(value)
         rule = f"a number {'>' if above else '>='} {least:g}"
+        rule += f" and <= {most:g}" if most < math.inf else ""
         raise self._error(name, value, rule)
 
     def whole(self, name: str, *, least: int, default: int | None = None) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,7 @@ class ShardLoader:
         self._split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
+        self._reached: FirstBatchRequested | None = None  # as told last
         self._has_trained = False
         self._seeded_for: tuple[int, int] | None = None
         self._samples_per_epoch = 0
@@ -258,29 +259,35 @@ class ShardLoader:
     # -- what the driver is told ------------------------------------------------------------------
 
     def _reach(self, name: str, batch_size: int) -> None:
-        """Tells what the trial trains on; if it evaluates first, once more when it trains."""
+        """Tells what the trial trains on; if it evaluates first, once more when it trains.
+
+        And in each further loop over `FleetTrial.epochs`, how long that goes on.
+        """
         assert self._pipeline is not None
         trains = self._pipeline.is_shuffled(name)
+        max_epochs = self._position.num_epochs if self._position.is_inside else None
         is_first = self.reached_after_s is None
         if not is_first and (self._has_reached_training or not trains):
+            if self._reached and max_epochs not in (None, self._reached.max_epochs):
+                self._reached = replace(self._reached, resumable=True, max_epochs=max_epochs)
+                self._session.send(self._reached)
             return
         if is_first:
             self.reached_after_s = time.perf_counter() - self._session.began
         self._has_reached_training = trains
         self._samples_per_epoch = samples = self._pipeline.sample_count(name)
         if self._run.rank == 0:
-            self._session.send(
-                FirstBatchRequested(
-                    run_id=self._run.run_id,
-                    structure=self._structure(name, batch_size),
-                    resumable=self._position.is_inside,
-                    batch_size=batch_size,
-                    samples_per_epoch=samples,
-                    max_epochs=self._position.num_epochs if self._position.is_inside else None,
-                    min_devices=self.bounds.min_devices,
-                    max_devices=self.bounds.max_devices,
-                )
+            self._reached = FirstBatchRequested(
+                run_id=self._run.run_id,
+                structure=self._structure(name, batch_size),
+                resumable=self._position.is_inside,
+                batch_size=batch_size,
+                samples_per_epoch=samples,
+                max_epochs=max_epochs,
+                min_devices=self.bounds.min_devices,
+                max_devices=self.bounds.max_devices,
             )
+            self._session.send(self._reached)
         if self._position.is_inside and self.bounds.min_devices > self._run.world_size:
             self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
         if batch_size > samples:

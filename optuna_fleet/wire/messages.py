@@ -244,7 +244,7 @@ class RunTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstBatchRequested:
-    """The run reached its first request for data."""
+    """The run reached its first request for data; again if its next loop has other epochs."""
 
     run_id: int
     structure: str

@@ -1,60 +1,103 @@
-"""How long trials will still train, learnt from those that have ended."""
+"""How long trials will still train: what they say, and what those that have ended teach."""
 
-import numpy as np
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc.lengths import (
-    LONGEST,
-    MAX_CORRECTION,
-    expected_lengths,
-    remaining_epochs,
-)
+from optuna_fleet.alloc.lengths import MAX_CORRECTION, survival_curve
 
-epochs = st.lists(st.integers(0, 1200), max_size=40)
+epochs = st.lists(st.integers(0, 3000), max_size=40)
+bounds = st.none() | st.integers(1, 10**9)
+
+
+def hazard(curve, k):
+    return 1 - curve.goes_on[k]
+
+
+def test_the_share_that_ends_is_kaplan_and_meiers_where_many_were_seen():
+    # After 3 epochs 100 of 1,000 end, after 5 half of the 600 that may go on beyond them.
+    curve = survival_curve([3] * 100 + [5] * 300, [4] * 200 + [8] * 300, [5] * 100)
+    assert hazard(curve, 3) == pytest.approx(100 / 1000, rel=0.01)
+    assert hazard(curve, 5) == pytest.approx(300 / 600, rel=0.01)
+    assert hazard(curve, 4) < 0.01
+    assert hazard(curve, 8) < 0.01
+
+
+def test_who_went_on_to_its_bound_is_seen_up_to_there():
+    pruned = [2] * 10
+    few, many = (survival_curve(pruned, [], [20] * n).remaining_epochs(0, 20) for n in (0, 90))
+    assert few < 8 < many
+
+
+def test_without_ends_a_trial_goes_on_to_its_bound():
+    for bound in (1, 2, 30, 1000, 10**6, 10**9):
+        assert survival_curve([], [], []).remaining_epochs(0, bound) > 0.7 * min(bound, 40)
+    assert survival_curve([], [30] * 50, []).remaining_epochs(10, 40) == pytest.approx(
+        30, rel=0.02
+    )
+    curve = survival_curve([], [], [17] * 100)
+    assert curve.remaining_epochs(0, 17) == pytest.approx(17, rel=0.02)
+
+
+@pytest.mark.parametrize("done", [0, 5, 14])
+def test_the_more_are_pruned_the_sooner_a_trial_is_expected_to_end(done):
+    curves = [survival_curve([2] * n, [done] * 10, [15] * (50 - n)) for n in (0, 10, 40)]
+    never, some, most = (curve.remaining_epochs(done, 15) for curve in curves)
+    assert never >= some >= most
+    assert never > most or done == 14
+
+
+def test_one_that_may_run_to_its_bound_counts_for_more_than_the_mean():
+    ended = [min(k, 20) for k in range(1, 100)]  # evenly, then all at 20
+    curve = survival_curve([e for e in ended if e < 20], [], [20] * 80)
+    lives = ended
+    assert sum(lives) / len(lives) < curve.remaining_epochs(0, 20) < 20
 
 
 @pytest.mark.parametrize("truth", [4, 8, 30])
-def test_the_expectation_goes_to_the_truth_as_trials_end(truth):
-    under_way = [truth // 2] * 32
-    errors = [
-        abs(expected_lengths([truth] * ended, under_way[ended:])[0] - truth)
-        for ended in (0, 1, 4, 16, 32)
-    ]
-    assert errors[0] > 0.2 * truth
-    assert errors[0] > errors[1] > errors[3]
-    assert errors[-1] < 0.05 * truth
+def test_lengths_that_nobody_tells_are_learnt(truth):
+    curves = [survival_curve([truth] * n, [truth // 2] * (64 - n)) for n in (0, 1, 8, 64)]
+    errors = [abs(curve.remaining_epochs(0) - truth) for curve in curves]
+    assert errors[3] <= errors[2] <= max(errors[:2])
+    assert errors[-1] < 0.1 * truth
 
 
-def test_trials_that_go_on_make_all_trials_look_longer():
-    few, many = (expected_lengths([], [done] * 10)[0] for done in (5, 20))
-    assert few < many
+def test_while_none_has_ended_trials_go_on_for_as_long_as_the_furthest_has_come():
+    few, many = (survival_curve([], [done] * 10) for done in (20, 40))
+    assert 15 < few.remaining_epochs(0) <= 20 < many.remaining_epochs(0) <= 40
 
 
-@settings(max_examples=40)
-@given(ended=epochs, under_way=epochs)
-def test_any_history_gives_finite_lengths_beyond_what_is_done(ended, under_way):
-    expected = expected_lengths(ended, under_way)
-    assert expected.shape == (LONGEST + 1,)
-    assert np.isfinite(expected).all()
-    assert (expected > np.arange(LONGEST + 1)).all()
-    assert (np.diff(expected) >= -1e-6).all()
+@pytest.mark.parametrize("done", [7, 8, 30, 10**7])
+def test_one_that_goes_on_beyond_its_bound_ends_soon(done):
+    assert survival_curve([5], [done], [7] * 3).remaining_epochs(done, 7) == 1.0
 
 
-@pytest.mark.parametrize("done", [0, 1, LONGEST, LONGEST + 1, 1000])
-def test_at_least_one_epoch_is_left_whatever_is_done_or_predicted(done):
-    expected = expected_lengths([1], [done])
-    for predicted in (None, 0.0, float(done), float("nan"), float("inf")):
-        assert remaining_epochs(expected, done, predicted) >= 1.0
+@settings(max_examples=60, deadline=None)
+@given(
+    ended=epochs, under_way=epochs, bounded=epochs, done=st.integers(0, 3000), max_epochs=bounds
+)
+def test_any_history_gives_finite_lengths_within_the_bound(
+    ended, under_way, bounded, done, max_epochs
+):
+    curve = survival_curve(ended, under_way, bounded)
+    for predicted in (None, 0.0, float(done), 1e9, math.nan, math.inf):
+        left = curve.remaining_epochs(done, max_epochs, predicted)
+        assert 1.0 <= left < math.inf
+        if max_epochs is not None:
+            assert left <= max(1.0, (max_epochs - done) * (1 + 1e-9))
 
 
 def test_a_prediction_counts_within_bounds():
-    expected = expected_lengths([20] * 10, [])
-    own = remaining_epochs(expected, 0, None)
-    assert own == pytest.approx(20, rel=0.05)
-    assert remaining_epochs(expected, 0, 25.0) == 25.0
-    assert remaining_epochs(expected, 5, 25.0) == 20.0
-    assert remaining_epochs(expected, 0, 1e6) == own * MAX_CORRECTION
-    assert remaining_epochs(expected, 0, 1.0) == own / MAX_CORRECTION
-    assert remaining_epochs(expected, 0, float("nan")) == own
+    curve = survival_curve([20] * 10, [])
+    own = curve.remaining_epochs(0)
+    assert own == pytest.approx(20, rel=0.25)
+    assert curve.remaining_epochs(0, predicted=own + 1) == own + 1
+    assert curve.remaining_epochs(5, predicted=15.0) == 10.0
+    assert curve.remaining_epochs(0, predicted=1.0) == own / MAX_CORRECTION
+    assert curve.remaining_epochs(0, predicted=math.nan) == own
+    told = survival_curve([2] * 50, [], [40] * 50)
+    own = told.remaining_epochs(0, 400)
+    assert told.remaining_epochs(0, 400, predicted=1e6) == pytest.approx(own * MAX_CORRECTION)
+    assert told.remaining_epochs(0, 40, predicted=1e6) == 40

@@ -10,9 +10,11 @@ import pytest
 
 from optuna_fleet import FleetExecutor, policies
 from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, Plan
+from optuna_fleet.executor import driver
+from optuna_fleet.executor.runs import model_of
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
-from tests.fleets import small_pipeline, train
+from tests.fleets import small_model, small_pipeline, train
 
 
 def short(trial: Any) -> float:
@@ -99,3 +101,24 @@ def test_plans_are_told_how_long_trials_go_on_and_how_many_are_to_come() -> None
         assert fleet.summary is not None
         reasons = [decision.reason for decision in fleet.summary.decisions]
     assert "({40}, 1)" in reasons
+
+
+def test_a_further_loop_says_how_long_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int | None] = []
+
+    def listening(message: Any) -> Any:
+        told.append(message.max_epochs)
+        return model_of(message)
+
+    def objective(trial: Any) -> float:
+        trial.prepare(small_model())
+        for num_epochs in (2, 4):
+            for _ in trial.epochs(num_epochs):
+                assert len(list(trial.batches("train", batch_size=20))) == 3
+        return 0.0
+
+    monkeypatch.setattr(driver, "model_of", listening)
+    study = optuna.create_study()
+    with FleetExecutor(small_pipeline(), devices=1, device_type="cpu") as fleet:
+        study.optimize(objective, n_trials=1, executor=fleet)
+    assert told == [2, 4]

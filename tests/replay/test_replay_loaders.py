@@ -110,6 +110,8 @@ def test_an_ensemble_is_read_in_order_of_submission(tmp_path):
         ({"rescale_s": -1}, ": `rescale_s` is -1, but must be a number >= 0."),
         ({"rescale_s": NAN}, ": `rescale_s` is NaN, but must be a number >= 0."),
         ({"rescale_s": None}, ": `rescale_s` is null, but must be a number >= 0."),
+        ({"pruned": 1.5}, ": `pruned` is 1.5, but must be a number >= 0 and <= 1."),
+        ({"pruned": NAN}, ": `pruned` is NaN, but must be a number >= 0 and <= 1."),
         ({"trials": []}, ": `trials` is [], but must be a list that is not empty."),
         ({"trials": {"a": 1}}, ': `trials` is {"a": 1}, but must be a list'),
         ({"trials": [TRIAL, 7]}, ": `trials[1]` is 7, but must be a JSON object."),
@@ -128,6 +130,8 @@ def test_wrong_fields_of_an_ensemble(changes, line, tmp_path):
         ({"epochs": 0}, "`epochs` is 0, but must be a whole number >= 1."),
         ({"epochs": 1.5}, "`epochs` is 1.5, but must be a whole number >= 1."),
         ({"epochs": True}, "`epochs` is true, but must be a whole number >= 1."),
+        ({"max_epochs": 0}, "`max_epochs` is 0, but must be a whole number >= 1."),
+        ({"max_epochs": 9}, "`epochs` is 14, but must be <= 9, as `max_epochs` is."),
         ({"submit_s": -0.5}, "`submit_s` is -0.5, but must be a number >= 0."),
         ({"min_devices": 5}, "`min_devices` is 5, but must be <= 4, the devices there are."),
         ({"rates": 100}, "`rates` is 100, but must be a JSON object."),
@@ -151,6 +155,23 @@ def test_a_missing_field_names_those_there_are(name, tmp_path):
     content = {k: v for k, v in ENSEMBLE.items() if k != name}
     line = refused(load_ensemble, written(tmp_path, content), 4)
     assert line == f" has no field `{name}`; its fields are {', '.join(map(repr, content))}."
+
+
+def test_a_trial_may_say_when_it_ends_at_the_latest(tmp_path):
+    told = [{**TRIAL, "max_epochs": 20}, {"rates": {"1": 10}, "max_epochs": 30}, TRIAL]
+    trials = load_ensemble(written(tmp_path, {**ENSEMBLE, "trials": told}), 1)
+    assert [(t.epochs, t.max_epochs) for t in trials] == [(14, 20), (30, 30), (14, None)]
+
+
+def test_a_share_of_trials_is_pruned_at_each_epochs_end(tmp_path):
+    many = [{**TRIAL, "epochs": 20, "max_epochs": 20}] * 2000
+    path = written(tmp_path, {**ENSEMBLE, "pruned": 0.1, "trials": many})
+    lengths = [trial.epochs for trial in load_ensemble(path, 1)]
+    assert 0.08 < lengths.count(1) / 2000 < 0.12
+    assert 0.9**19 * 0.7 < lengths.count(20) / 2000 < 0.9**19 * 1.3
+    assert max(lengths) == 20
+    assert lengths == [trial.epochs for trial in load_ensemble(path, 1)]
+    assert lengths != [trial.epochs for trial in load_ensemble(path, 1, seed=1)]
 
 
 def test_trials_of_one_name_have_equal_rates(tmp_path):

@@ -13,6 +13,7 @@ from replay_cases import (
 
 from optuna_fleet.alloc import ElasticAllocator
 from optuna_fleet.replay.bound import lower_bound_s
+from optuna_fleet.replay.ensemble import pruned_after
 from optuna_fleet.replay.report import common_report, utilisation
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.workload import FleetChange, Rules, believed_profiles
@@ -255,3 +256,31 @@ def test_what_trials_say_of_their_lengths_is_planned_with():
 
     simulate([trial(epochs=2, max_epochs=5)], [all_join(2)], Seeing(), num_devices=2)
     assert set(seen) == {5}
+
+
+def test_trials_that_went_on_to_their_bound_are_told_apart_from_those_that_ended_before():
+    seen = []
+
+    class Seeing(ElasticAllocator):
+        def allocate(self, problem):
+            seen.append((problem.finished_epochs, problem.bounded_epochs))
+            return super().allocate(problem)
+
+    lengths = [(2, 2), (3, 5), (4, None), (9, 9)]
+    trials = [
+        trial(f"t{k}", LINEAR[:1], epochs=e, max_epochs=m) for k, (e, m) in enumerate(lengths)
+    ]
+    simulate(trials, [all_join(4)], Seeing(), num_devices=4)
+    assert seen[-1] == ((3, 4), (2,))
+
+
+def test_survivors_of_a_sweep_that_prunes_end_together():
+    def told(k, share):
+        curve = [100 / (1 + k % 5) * m * 0.96 ** (m - 1) for m in range(1, 9)]
+        whole = trial(f"t{k}", curve, epochs=6 + 3 * k % 13, max_epochs=6 + 3 * k % 13)
+        return pruned_after(whole, share, [k])
+
+    for share, most in ((0.0, 1.1), (0.1, 1.15)):
+        trials = [told(k, share) for k in range(16)]
+        outcome = simulate(trials, [all_join(24)], ElasticAllocator(), num_devices=24)
+        assert outcome.end_s / lower_bound_s(trials, 24) < most
