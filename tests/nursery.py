@@ -81,12 +81,24 @@ class Nursery:
             script: A file, or the name of a module.
             folder: Where it is run.
         """
-        files, argv = tempfile.TemporaryFile, [str(script), *arguments]
-        with files() as out, files() as err, open(os.devnull) as nowhere:
-            fds = (nowhere.fileno(), out.fileno(), err.fileno())
-            code = self._fork(str(script), fds, os.environ, argv=argv, folder=folder).wait(240)
+        files = tempfile.TemporaryFile
+        with files() as out, files() as err:
+            code = self.start([str(script), *arguments], os.environ, out, err, folder).wait(240)
             said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
-        return subprocess.CompletedProcess(argv, code, *said)
+        return subprocess.CompletedProcess([str(script), *arguments], code, *said)
+
+    def start(
+        self,
+        argv: list[str],
+        environment: Mapping[str, str],
+        out: IO[Any],
+        err: IO[Any],
+        folder: Path,
+    ) -> Forked:
+        """As `run`, but not waited for."""
+        with open(os.devnull) as nowhere:
+            fds = (nowhere.fileno(), out.fileno(), err.fileno())
+            return self._fork(argv[0], fds, environment, argv=argv, folder=folder)
 
     def close(self) -> None:
         """End it; what it forked ends by itself."""
@@ -218,8 +230,11 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
 
     def _read(self) -> int:
         return int(_NUMBER.unpack(self._status.recv(_NUMBER.size))[0])
@@ -338,6 +353,7 @@ def _take(order: Order, fds: list[int]) -> None:
     os.chdir(order.folder)
     os.environ.clear()
     os.environ.update(order.environment)
+    tempfile.tempdir = None  # by the environment
 
 
 def _run(order: Order, way: socket.socket) -> None:
