@@ -34,6 +34,8 @@ from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 AGENT = "optuna_fleet.executor.cluster.agent"
 SERVER = "optuna_fleet.pipeline.standalone.main"
 SOLVER = "optuna_fleet.alloc.solver_process"
+FIRST = "OPTUNA_FLEET_TESTS_FIRST"
+"""Environment variable: a script that agents, servers and solvers run first, as `sitecustomize`."""
 
 _ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {**_DEFAULTS, "OMP_NUM_THREADS": "1"}  # heeded by what is imported
@@ -366,6 +368,8 @@ def _run(order: Order, way: socket.socket) -> None:
                 runpy.run_module(order.module, run_name="__main__", alter_sys=True)
             atexit._run_exitfuncs()
         return
+    if first := order.environment.get(FIRST):
+        runpy.run_path(first)
     me, getppid = os.getpid(), os.getppid
     os.getppid = lambda: order.parent if os.getpid() == me else getppid()
     importlib.import_module(order.module).main()
