@@ -35,7 +35,7 @@ AGENT = "optuna_fleet.executor.cluster.agent"
 SERVER = "optuna_fleet.pipeline.standalone.main"
 SOLVER = "optuna_fleet.alloc.solver_process"
 FIRST = "OPTUNA_FLEET_TESTS_FIRST"
-"""Environment variable: a script that agents, servers and solvers run first, as `sitecustomize`."""
+"""Environment variable: a script that agents, servers and solvers run first."""
 
 _ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {**_DEFAULTS, "OMP_NUM_THREADS": "1"}  # heeded by what is imported
