@@ -152,6 +152,6 @@ def _fleet(checkpoints: str) -> FleetExecutor:
         policy=policies.Own(allocator=WatchedAllocator(), paradigm="elastic"),
         max_trials=3,  # so that one of them may have two devices
         checkpoints=Checkpoints(checkpoints, interval_s=0.0),
-        limits=Limits(max_restarts=100, hang_s=5.0),
+        limits=Limits(max_restarts=100, hang_s=3.0),
         seed=5,
     )
