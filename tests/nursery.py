@@ -35,6 +35,8 @@ from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 AGENT = "optuna_fleet.executor.cluster.agent"
 SERVER = "optuna_fleet.pipeline.standalone.main"
 SOLVER = "optuna_fleet.alloc.solver_process"
+FIRST = "OPTUNA_FLEET_TESTS_FIRST"
+"""Environment variable: a script that agents, servers and solvers run first."""
 
 _ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = {**_DEFAULTS, "OMP_NUM_THREADS": "1"}  # heeded by what is imported
@@ -82,12 +84,24 @@ class Nursery:
             script: A file, or the name of a module.
             folder: Where it is run.
         """
-        files, argv = tempfile.TemporaryFile, [str(script), *arguments]
-        with files() as out, files() as err, open(os.devnull) as nowhere:
-            fds = (nowhere.fileno(), out.fileno(), err.fileno())
-            code = self._fork(str(script), fds, os.environ, argv=argv, folder=folder).wait(240)
+        files = tempfile.TemporaryFile
+        with files() as out, files() as err:
+            code = self.start([str(script), *arguments], os.environ, out, err, folder).wait(240)
             said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
-        return subprocess.CompletedProcess(argv, code, *said)
+        return subprocess.CompletedProcess([str(script), *arguments], code, *said)
+
+    def start(
+        self,
+        argv: list[str],
+        environment: Mapping[str, str],
+        out: IO[Any],
+        err: IO[Any],
+        folder: Path,
+    ) -> Forked:
+        """As `run`, but not waited for."""
+        with open(os.devnull) as nowhere:
+            fds = (nowhere.fileno(), out.fileno(), err.fileno())
+            return self._fork(argv[0], fds, environment, argv=argv, folder=folder)
 
     def close(self) -> None:
         """End it; what it forked ends by itself."""
@@ -219,8 +233,11 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
 
     def _read(self) -> int:
         return int(_NUMBER.unpack(self._status.recv(_NUMBER.size))[0])
@@ -339,6 +356,7 @@ def _take(order: Order, fds: list[int]) -> None:
     os.chdir(order.folder)
     os.environ.clear()
     os.environ.update(order.environment)
+    tempfile.tempdir = None  # by the environment
 
 
 def _run(order: Order, way: socket.socket) -> None:
@@ -351,6 +369,8 @@ def _run(order: Order, way: socket.socket) -> None:
                 runpy.run_module(order.module, run_name="__main__", alter_sys=True)
             atexit._run_exitfuncs()
         return
+    if first := order.environment.get(FIRST):
+        runpy.run_path(first)
     me, getppid = os.getpid(), os.getppid
     os.getppid = lambda: order.parent if os.getpid() == me else getppid()
     importlib.import_module(order.module).main()

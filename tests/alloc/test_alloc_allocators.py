@@ -1,6 +1,7 @@
 """What every allocator must keep to."""
 
 import math
+import re
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -50,13 +51,15 @@ ALLOCATORS = [
     EqualSplitAllocator(),
     EqualSplitAllocator(published=True),
 ]
-every_allocator = pytest.mark.parametrize("allocator", ALLOCATORS, ids=repr)
+every_allocator = pytest.mark.parametrize(
+    "allocator", ALLOCATORS, ids=lambda allocator: re.sub(" at 0x[0-9a-f]+", "", repr(allocator))
+)
 every_starting_allocator = pytest.mark.parametrize("allocator", STARTING, ids=repr)
 every_gaining_allocator = pytest.mark.parametrize("allocator", GAINING, ids=repr)
 
 
 @every_allocator
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(problem=ruled_problems())
 def test_plans_can_be_flown_and_say_why(allocator, problem):
     plan = allocator.allocate(problem)
@@ -81,7 +84,7 @@ def assert_rules_seen_without_validate(problem, plan):
 
 
 @every_allocator
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(problem=ruled_problems(pinning=False))
 def test_something_flies_whatever_the_preprocessors_can_do(allocator, problem):
     assume(any(c.min_devices <= problem.num_devices for c in problem.candidates))
@@ -115,7 +118,7 @@ def test_no_device_idles_while_a_starting_trial_gains_from_it(allocator, problem
 
 
 @every_allocator
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(problem=ruled_problems(), order=st.randoms())
 def test_plans_do_not_depend_on_the_order_of_candidates(allocator, problem, order):
     shuffled = list(problem.candidates)

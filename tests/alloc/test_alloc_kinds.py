@@ -71,7 +71,7 @@ def mixed_problems(draw, **limits):
 
 
 @every_allocator
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(problem=mixed_problems())
 def test_plans_of_mixed_fleets_can_be_flown_and_say_why(allocator, problem):
     plan = allocator.allocate(problem)
@@ -87,7 +87,7 @@ def test_plans_of_mixed_fleets_can_be_flown_and_say_why(allocator, problem):
 
 
 @every_allocator
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(problem=mixed_problems(pinning=False))
 def test_something_flies_in_a_mixed_fleet(allocator, problem):
     fits = any(
@@ -97,7 +97,7 @@ def test_something_flies_in_a_mixed_fleet(allocator, problem):
 
 
 @every_allocator
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(problem=mixed_problems(), order=st.randoms())
 def test_plans_of_mixed_fleets_do_not_depend_on_the_order_of_candidates(allocator, problem, order):
     shuffled = list(problem.candidates)
@@ -107,7 +107,7 @@ def test_plans_of_mixed_fleets_do_not_depend_on_the_order_of_candidates(allocato
 
 
 @every_allocator
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(problem=ruled_problems())
 def test_with_one_type_the_plan_is_that_of_the_inner_allocator(allocator, problem):
     plan = allocator.inner.allocate(problem)

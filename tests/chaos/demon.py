@@ -21,12 +21,10 @@ from typing import Any
 
 from tests.chaos.faults import KINDS, Fault
 from tests.executor.storage_servers import Postgres
+from tests.nursery import Forked
 
-# A disk that is full, or a storage that is gone, has no logical end: only time will do.
-_DISK_S = 2.0
-_OUTAGE_S = 60.0
+_DISK_S = 2.0  # a disk that is full has no logical end: only time will do
 _AT_WORK = ("batch", "report", "sample")
-_AGENT = b"optuna_fleet.executor.cluster.agent"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +70,7 @@ class Demon:
 
     Attributes:
         driver: The sweep's first process, while it runs.
+        processes: Tells all its processes.
         database: Where its study is, if that is a server.
         pending: What is still to be played.
         strikes: What was played, in order.
@@ -80,7 +79,8 @@ class Demon:
     """
 
     def __init__(self, path: Path, folder: Path, faults: list[Fault], seed: int) -> None:
-        self.driver: subprocess.Popen[str] | None = None
+        self.driver: subprocess.Popen[str] | Forked | None = None
+        self.processes: Callable[[], list[int]] = list
         self.database: Postgres | None = None
         self.strikes: list[Strike] = []
         self.widths: Counter[int] = Counter()
@@ -92,6 +92,7 @@ class Demon:
         self._counts: Counter[tuple[str, int | None]] = Counter()
         self._at_work: dict[int, dict[str, Any]] = {}  # the last moment of each, the latest last
         self._timers: list[threading.Timer] = []
+        self._until_noticed: list[Callable[[], Any]] = []
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen(64)
@@ -105,6 +106,7 @@ class Demon:
         self._listener.close()
         for timer in self._timers:
             timer.join()
+        self._end_what_was_noticed()
         self.pending += self._overdue
 
     def _serve(self) -> None:
@@ -121,6 +123,8 @@ class Demon:
         key = moment["site"], moment.get("trial") if moment["site"] == "write" else None
         self._counts[key] += 1
         self._note(moment)
+        if moment["site"] == "gone":
+            self._end_what_was_noticed()
         overdue, self._overdue = self._overdue, []
         for fault in overdue:
             self._kill_role(fault)
@@ -223,13 +227,11 @@ class Demon:
             return []
         if role == "driver":
             return [self.driver.pid]
-        children = _children(self.driver.pid)
-        agents = [pid for pid in children if _AGENT in _command_of(pid)]
-        if role == "agent":
-            return agents
-        others = [pid for agent in agents for pid in _children(agent)]
+        others = [pid for pid in self.processes() if pid != self.driver.pid]
         if role == "any":
-            return children + others
+            return others
+        if role == "agent":
+            return [*{parent for pid in others if (parent := _parent(pid)) in others}]
         wanted = "sample" if role == "preprocessor" else "batch report"
         at_work = dict(self._at_work)
         return [pid for pid in at_work if pid in others and at_work[pid]["site"] in wanted]
@@ -272,16 +274,28 @@ class Demon:
             time.sleep(0.01)
         self._later(_DISK_S, lambda: subprocess.run([*command, "remount,rw", disk]))
 
-    def _lock_storage(self, moment: dict[str, Any], for_s: str) -> None:
+    def _lock_storage(self, moment: dict[str, Any], for_s: str = "") -> None:
         path = self._folder / "study.db"
         storage = sqlite3.connect(path, timeout=30, check_same_thread=False, isolation_level=None)
         storage.execute("BEGIN EXCLUSIVE")
-        self._later(float(for_s), storage.close)
+        self._end_outage(for_s, storage.close)
 
-    def _stop_database(self, moment: dict[str, Any]) -> None:
+    def _stop_database(self, moment: dict[str, Any], for_s: str = "") -> None:
         assert self.database is not None
         self.database.stop()
-        self._later(_OUTAGE_S, self.database.start)
+        self._end_outage(for_s, self.database.start)
+
+    def _end_outage(self, after_s: str, end: Callable[[], Any]) -> None:
+        """After so many seconds, or as soon as the driver has said that the storage is gone."""
+        if after_s:
+            self._later(float(after_s), end)
+        else:
+            self._until_noticed.append(end)
+
+    def _end_what_was_noticed(self) -> None:
+        ends, self._until_noticed = self._until_noticed, []
+        for end in ends:
+            end()
 
     def _later(self, after_s: float, then: Callable[[], Any]) -> None:
         timer = threading.Timer(after_s, then)
@@ -298,21 +312,6 @@ def _parent(pid: int) -> int | None:
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return None
-
-
-def _children(pid: int) -> list[int]:
-    """Of all its threads."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found
-
-
-def _command_of(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 def _damage(file: Path, how: str, chance: random.Random) -> None:

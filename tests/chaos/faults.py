@@ -99,11 +99,14 @@ KINDS: dict[str, Kind] = {
     "disk full": Kind(verb="fill_disk", needs="namespace", alone=True),
     "checkpoints read-only": Kind(verb="make_read_only", needs="namespace", alone=True),
     "/dev/shm full": Kind(verb="fill_shared_memory", needs="namespace", alone=True),
-    "storage locked": Kind(verb="lock_storage", argument="8", needs="sqlite", alone=True),
+    "storage locked": Kind(verb="lock_storage", needs="sqlite", alone=True),
     "storage locked for a minute": Kind(
         verb="lock_storage", argument="60", needs="sqlite", alone=True
     ),
-    "storage gone for a minute": Kind(verb="stop_database", needs="postgres", alone=True),
+    "storage gone": Kind(verb="stop_database", needs="postgres", alone=True),
+    "storage gone for a minute": Kind(
+        verb="stop_database", argument="60", needs="postgres", alone=True
+    ),
     # -- others -----------------------------------------------------------------------------------
     "a second driver comes": Kind(verb="order", argument="second driver", site="told", alone=True),
     # -- clocks -----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.chaos.faults import KINDS, Fault, draw
 from tests.chaos.moments import SOCKET
 from tests.chaos.sweep import STUDY, open_storage
 from tests.executor.storage_servers import Postgres, has_postgres
+from tests.nursery import Forked, Nursery
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 400.0
@@ -77,7 +77,12 @@ def _unshare() -> list[str]:
 
 
 def run(
-    *, num_trials: int, faults: list[Fault], seed: int = 0, storage: str = "journal"
+    *,
+    num_trials: int,
+    faults: list[Fault],
+    seed: int = 0,
+    storage: str = "journal",
+    nursery: Nursery | None = None,
 ) -> Result:
     """Run a sweep to its end, by the same command again where a fault ended it.
 
@@ -86,6 +91,8 @@ def run(
         faults: What strikes it.
         seed: Decides what is open about them, such as which bit is flipped.
         storage: Where its study is: "journal", "sqlite" or "postgres", a server of its own.
+        nursery: Forks its processes, unless faults need mounts of its own; else each starts
+            afresh.
     """
     with tempfile.TemporaryDirectory(prefix="chaos-") as name, contextlib.ExitStack() as stack:
         urls = {"journal": f"{name}/journal", "sqlite": f"sqlite:///{name}/study.db"}
@@ -93,7 +100,8 @@ def run(
         if storage == "postgres":
             database = stack.enter_context(contextlib.closing(Postgres()))
             urls[storage] = database.new_database("chaos")
-        return _Sweep(Path(name), num_trials, faults, seed, urls[storage], database).run()
+        sweep = _Sweep(Path(name), num_trials, faults, seed, urls[storage], database, nursery)
+        return sweep.run()
 
 
 def storage_for(kinds: Iterable[str], default: str = "journal") -> str:
@@ -112,14 +120,16 @@ class _Sweep:
         seed: int,
         url: str,
         database: Postgres | None,
+        nursery: Nursery | None,
     ) -> None:
         self._folder = folder
         self._num_trials = num_trials
         self._faults = faults
         self._seed = seed
-        self._mark = f"OPTUNA_FLEET_SWEEP={uuid.uuid4()}"
         self._url = url
         self._database = database
+        self._needs_mounts = any(KINDS[fault.kind].needs == "namespace" for fault in faults)
+        self._nursery = None if self._needs_mounts else nursery
         self._problems: list[str] = []
 
     def run(self) -> Result:
@@ -127,7 +137,7 @@ class _Sweep:
             (self._folder / name).mkdir()
         began_s = time.monotonic()
         demon = Demon(self._folder / "demon", self._folder, self._faults, self._seed)
-        demon.database = self._database
+        demon.database, demon.processes = self._database, self._processes
         try:
             self._run_commands(demon, began_s + LIMIT_S)
         finally:
@@ -172,24 +182,24 @@ class _Sweep:
             self._end_all()
         self._problems.append(f"not done after {_MOST_COMMANDS} commands")
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[str] | Forked:
         checkpoints = str(self._folder / "checkpoints")
-        arguments = [self._url, checkpoints, str(self._num_trials)]
-        command = [sys.executable, "-c", _COMMAND, *arguments]
-        if has_namespaces():
-            # Gone with the driver, so only where the driver lives.
-            disk = any(KINDS[fault.kind].needs == "namespace" for fault in self._faults)
-            script = f'{_DISK if disk else "true"} && {_MEMORY} && exec "$@"'
-            command = [*_unshare(), "sh", "-c", script, checkpoints, *command]
-        name, _, value = self._mark.partition("=")
+        (self._folder / "sweep.py").write_text(_COMMAND)
+        command = [str(self._folder / "sweep.py"), self._url, checkpoints, str(self._num_trials)]
         environment = {
             **os.environ,
-            name: value,
             SOCKET: str(self._folder / "demon"),
             "TMPDIR": str(self._folder / "tmp"),
             "PYTHONPATH": str(ROOT),
         }
         with (self._folder / "log").open("a") as log:
+            if self._nursery is not None:
+                return self._nursery.start(command, environment, log, log, self._folder)
+            command = [sys.executable, *command]
+            if has_namespaces():
+                # Gone with the driver, so only where the driver lives.
+                script = f'{_DISK if self._needs_mounts else "true"} && {_MEMORY} && exec "$@"'
+                command = [*_unshare(), "sh", "-c", script, checkpoints, *command]
             return subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, text=True, cwd=self._folder
             )
@@ -202,7 +212,7 @@ class _Sweep:
         return [path.name for path in left if path not in kept[:1]]
 
     def _processes(self) -> list[int]:
-        """Every living process of the sweep."""
+        """Every living process of the sweep: those that work in its folder."""
         found = []
         for folder in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -211,9 +221,7 @@ class _Sweep:
         return found
 
     def _owns(self, folder: Path) -> bool:
-        if (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return False
-        return self._mark.encode() in (folder / "environ").read_bytes().split(b"\0")
+        return os.readlink(folder / "cwd") == str(self._folder)
 
     def _end_all(self) -> None:
         for pid in self._processes():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from optuna.storages.journal import JournalFileBackend
 
 from optuna_fleet import Checkpoints, FleetExecutor, Limits, SharedPipeline, policies
 from optuna_fleet.alloc import EqualSplitAllocator
+from optuna_fleet.sampler_bridge.compat import fleet_logger
 from tests.chaos.moments import reach, watch_checkpoints
 from tests.fleets import Noise, evaluate, small_model, train_epoch
 from tests.samplers import ByNumber
@@ -98,9 +100,10 @@ def _reach(trial: Any, site: str, epoch: int) -> None:
 
 
 def open_storage(url: str) -> optuna.storages.BaseStorage:
-    """A database, or a journal file."""
+    """A database, or a journal file; a lock on SQLite is soon said to be one."""
     if "://" in url:
-        return optuna.storages.RDBStorage(url)
+        soon = {"connect_args": {"timeout": 0.5}} if url.startswith("sqlite") else {}
+        return optuna.storages.RDBStorage(url, engine_kwargs=soon)
     return JournalStorage(JournalFileBackend(url))
 
 
@@ -108,6 +111,7 @@ def main() -> None:
     """Run the sweep, or what is left of it: ``url, checkpoint folder, number of trials``."""
     faulthandler.register(signal.SIGUSR1)
     url, checkpoints, num_trials = sys.argv[1:]
+    fleet_logger.addFilter(_reach_gone)
     reach("begin")
     memory_is_ours = not os.listdir(_SHARED_MEMORY)
     with _fleet(checkpoints) as fleet:
@@ -122,6 +126,12 @@ def main() -> None:
     left = set(os.listdir(_SHARED_MEMORY)) - {"filler"}  # the demon's
     if memory_is_ours and left:
         raise SystemExit(f"Left in {_SHARED_MEMORY}: {left}")
+
+
+def _reach_gone(record: logging.LogRecord) -> bool:
+    if "storage is gone" in record.getMessage():
+        reach("gone")
+    return True
 
 
 def _study(url: str) -> Any:
@@ -142,6 +152,6 @@ def _fleet(checkpoints: str) -> FleetExecutor:
         policy=policies.Own(allocator=WatchedAllocator(), paradigm="elastic"),
         max_trials=3,  # so that one of them may have two devices
         checkpoints=Checkpoints(checkpoints, interval_s=0.0),
-        limits=Limits(max_restarts=100, hang_s=5.0),
+        limits=Limits(max_restarts=100, hang_s=3.0),
         seed=5,
     )

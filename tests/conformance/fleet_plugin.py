@@ -43,6 +43,7 @@ class _Redirected:
         self._left_out: dict[str, str] = orders["left out"]
         self._inline: list[str] = orders["inline"]
         self._storages: list[str] | None = orders["storages"]
+        self._once: list[str] = orders["once"]
         self._report: Path = config.getoption("--fleet-report")
         self._width: int = config.getoption("--fleet-width")
         self._executors = _Executors(self._width)
@@ -73,6 +74,12 @@ class _Redirected:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if self._applies(item)]
+        last = {_name(item.nodeid): item for item in items}.values()
+        items[:] = [item for item in items if item in last or not self._is_once(item)]
+
+    def _is_once(self, item: Any) -> bool:
+        """Whether one set of its parameters is enough."""
+        return any(words in _name(item.nodeid) for words in self._once)
 
     def _applies(self, item: Any) -> bool:
         if not _can_optimize(item) or not self._has_wanted_storage(item):

@@ -36,6 +36,7 @@ SAMPLERS = ("samplers_tests", "importance_tests")
 OTHERS = ("visualization_tests", "test_cli.py")
 TIERS = {"quick": CORE, "core": CORE, "samplers": SAMPLERS, "others": OTHERS}
 QUICK_STORAGES = ["inmemory", "sqlite"]
+QUICK_ONCE = ["test_upgrade_", "stale_trial"]  # a second or more each; the storage alone differs
 
 _LIMIT_S = {"quick": 600, "core": 1800, "samplers": 3600, "others": 1800}
 
@@ -126,6 +127,7 @@ def run(root: Path, tier: str, width: int) -> Report:
                 "left out": {row.test: row.reason for row in declared("left out")},
                 "inline": [row.test for row in declared("inline")],
                 "storages": QUICK_STORAGES if tier == "quick" else None,
+                "once": QUICK_ONCE if tier == "quick" else [],
             }
         )
     )

@@ -67,9 +67,9 @@ def flown(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Any:
     def fly(port: str) -> str:
         folder = tmp_path_factory.mktemp(port)
         storage = f"sqlite:///{folder}/study.db"
-        options = ["--fleet", "--trials", "3", "--devices", "2", "--storage", storage]
+        options = ["--fleet", "--trials", "2", "--devices", "2", "--storage", storage]
         printed = printed_in(nursery.run(PORTS / f"{port}.py", *options, folder=folder))
-        assert "3 complete" in printed
+        assert "2 complete" in printed
         assert "Traceback" not in printed
         return storage
 
@@ -79,7 +79,7 @@ def flown(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("port", [*PLAIN, "pytorch_simple_fleet"])
 def test_a_port_runs_on_a_fleet(flown: Any, port: str) -> None:
     trials = trials_of(flown(port))
-    assert [trial.state for trial in trials] == 3 * [TrialState.COMPLETE]
+    assert [trial.state for trial in trials] == 2 * [TrialState.COMPLETE]
     assert all(0 <= trial.values[-1] <= 1 for trial in trials)
     if port == "pytorch_multi_objective":
         assert all(trial.values[0] > 2 * 64 * 4 for trial in trials)
@@ -131,11 +131,11 @@ def test_the_plain_distributed_port_runs_under_torchrun(tmp_path: Path) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     for attempt in range(5):
         storage = f"sqlite:///{tmp_path}/study{attempt}.db"
-        ended = run(tmp_path, *torchrun, script, "--trials", 2, "--storage", storage)
+        ended = run(tmp_path, *torchrun, script, "--trials", 1, "--storage", storage)
         if TORN_DOWN not in ended.stderr:
             break
     assert ended.returncode == 0, ended.stderr
-    assert [trial.state for trial in trials_of(storage)] == 2 * [TrialState.COMPLETE]
+    assert [trial.state for trial in trials_of(storage)] == [TrialState.COMPLETE]
 
 
 def test_collectives_of_the_objectives_own_are_those_of_its_trial() -> None:
@@ -204,13 +204,15 @@ for package, port in (pair.split(":") for pair in sys.argv[1:]):
 """
 
 
-def test_a_missing_package_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_package_is_named_in_one_line(nursery: Nursery, tmp_path: Path) -> None:
     missing = (
         "lightning.pytorch:pytorch_lightning_simple",
         "ignite.engine:pytorch_ignite_simple",
         "optuna_integration:pytorch_distributed_simple",
     )
-    lines = run(tmp_path, "-c", MISSING, *missing).stdout.splitlines()
+    script = tmp_path / "missing.py"
+    script.write_text(MISSING)
+    lines = printed_in(nursery.run(script, *missing)).splitlines()
     assert [line.rpartition("; ")[2] for line in lines] == [
         "please: pip install lightning optuna-integration",
         "please: pip install pytorch-ignite optuna-integration",

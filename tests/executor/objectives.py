@@ -646,11 +646,11 @@ def sums_in_each_step(trial: Any) -> float:
     return 0.0
 
 
-def bounded(trial: Any, batch_size: int = 10, **bounds: int) -> float:
+def bounded(trial: Any, batch_size: int = 10, epochs: int = 20, **bounds: int) -> float:
     model = convnet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer = trial.prepare(model, optimizer, **bounds)
-    for _ in trial.epochs(20):
+    for _ in trial.epochs(epochs):
         for images, labels in trial.batches("train", batch_size=batch_size):
             train_on(trial, model, optimizer, images, labels)
     return 0.0

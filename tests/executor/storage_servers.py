@@ -8,7 +8,6 @@ import pwd
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,11 @@ from typing import Any
 import optuna
 import pytest
 
+from tests.nursery import Nursery
+
 _PROXY = """
-import sys, optuna
+import sys, optuna, warnings
+warnings.simplefilter("ignore")
 from concurrent.futures import ThreadPoolExecutor
 storage = optuna.storages.get_storage(sys.argv[1])
 optuna.storages.run_grpc_proxy_server(storage, host="localhost", port=int(sys.argv[2]))
@@ -102,17 +104,22 @@ class Postgres:
 
 
 class Proxy:
-    """Optuna's gRPC proxy before a storage given by its URL."""
+    """Optuna's gRPC proxy before a storage given by its URL; its script is kept in a folder."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, folder: Path, nursery: Nursery) -> None:
         with socket.create_server(("localhost", 0)) as free:
             self.port = free.getsockname()[1]
-        self._url = url
+        self._folder, self._nursery = folder, nursery
+        script = folder / "proxy.py"
+        script.write_text(_PROXY)
+        self._command = [str(script), url, str(self.port)]
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-W", "ignore", "-c", _PROXY, self._url, str(self.port)]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        with open(os.devnull, "w") as nowhere:
+            self._process = self._nursery.start(
+                self._command, os.environ, nowhere, nowhere, self._folder
+            )
         storage = self.connect()
         storage.wait_server_ready(timeout=60)
         storage.close()

@@ -70,7 +70,7 @@ def test_elastic_moves_a_trial_in_mid_sweep_and_its_losses_stay() -> None:
         small_pipeline(), devices=2, device_type="cpu", policy=policies.Elastic(rescale_s=0.0)
     ) as fleet:
         study.optimize(lambda trial: 0.0, n_trials=4, executor=fleet)  # both trainers are up
-        study.optimize(lambda trial: train(trial, epochs=40), n_trials=1, executor=fleet)
+        study.optimize(lambda trial: train(trial, epochs=12), n_trials=1, executor=fleet)
         assert fleet.summary is not None
         assert fleet.summary.rescales >= 1
     flights = flights_of(study)[study.trials[-1].number]
@@ -78,7 +78,7 @@ def test_elastic_moves_a_trial_in_mid_sweep_and_its_losses_stay() -> None:
     alone = optuna.create_study()
     with FleetExecutor(small_pipeline(), devices=1, device_type="cpu") as fleet:
         alone.optimize(lambda trial: 0.0, n_trials=4, executor=fleet)
-        alone.optimize(lambda trial: train(trial, epochs=40), n_trials=1, executor=fleet)
+        alone.optimize(lambda trial: train(trial, epochs=12), n_trials=1, executor=fleet)
     losses, alike = (s.trials[-1].user_attrs["losses"] for s in (study, alone))
     assert losses == pytest.approx(alike, rel=1e-10)
 
@@ -97,10 +97,10 @@ def test_plans_are_told_how_long_trials_go_on_and_how_many_are_to_come() -> None
     study = optuna.create_study()
     policy = policies.Own(allocator=Telling())
     with FleetExecutor(small_pipeline(), devices=1, device_type="cpu", policy=policy) as fleet:
-        study.optimize(lambda trial: train(trial, epochs=40), n_trials=2, executor=fleet)
+        study.optimize(lambda trial: train(trial, epochs=12), n_trials=2, executor=fleet)
         assert fleet.summary is not None
         reasons = [decision.reason for decision in fleet.summary.decisions]
-    assert "({40}, 1)" in reasons
+    assert "({12}, 1)" in reasons
 
 
 def test_a_further_loop_says_how_long_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.nursery import Nursery
+
 SPAWNING = """
 import functools, multiprocessing, pickle, sys
 import optuna
@@ -32,36 +34,43 @@ class Objective:
 
 """
 OPTIMIZE = """
-for what in objective, functools.partial(objective), Objective():
+for what in {what}:
     study = optuna.create_study()
     study.optimize(what, n_trials=1, executor=fleet)
     print("value", study.trials[0].value)
 """
-UNGUARDED = SPAWNING + "fleet = FleetExecutor(devices=1)" + OPTIMIZE
+UNGUARDED = SPAWNING + "fleet = FleetExecutor(devices=1)" + OPTIMIZE.format(what="[objective]")
 GUARDED = (
     SPAWNING
     + "if __name__ == '__main__':\n"
     + " with FleetExecutor(devices=1) as fleet:"
-    + OPTIMIZE.replace("\n", "\n  ")
+    + OPTIMIZE.format(what="objective, functools.partial(objective), Objective()").replace(
+        "\n", "\n  "
+    )
 )
 
 
-def run(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    nursery: Nursery, folder: Path, script: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     path = folder / "script.py"
     path.write_text(script)
-    command = [sys.executable, str(path), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return nursery.run(path, *arguments, folder=folder)
 
 
-def test_an_objective_may_pickle_and_spawn_what_its_script_defines(tmp_path: Path) -> None:
-    ended = run(tmp_path, GUARDED)
+def test_an_objective_may_pickle_and_spawn_what_its_script_defines(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    ended = run(nursery, tmp_path, GUARDED)
     assert ended.stdout.split() == 3 * ["value", "2.0"], ended.stderr
 
 
-def test_a_script_without_a_main_guard_is_told_so_by_what_it_spawns(tmp_path: Path) -> None:
-    ended = run(tmp_path, UNGUARDED)
+def test_a_script_without_a_main_guard_is_told_so_by_what_it_spawns(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    ended = run(nursery, tmp_path, UNGUARDED)
     assert 'put that under `if __name__ == "__main__":`' in ended.stderr
-    assert ended.stdout.split() == 3 * ["value", "-1.0"]
+    assert ended.stdout.split() == ["value", "-1.0"]
 
 
 ARGUMENTS = """
@@ -74,8 +83,8 @@ print("value", study.best_value, len(sys.argv))
 """
 
 
-def test_an_objective_sees_the_arguments_of_its_script(tmp_path: Path) -> None:
-    ended = run(tmp_path, ARGUMENTS, "--lr", "0.5")
+def test_an_objective_sees_the_arguments_of_its_script(nursery: Nursery, tmp_path: Path) -> None:
+    ended = run(nursery, tmp_path, ARGUMENTS, "--lr", "0.5")
     assert ended.stdout.split() == ["value", "0.5", "3"], ended.stderr
 
 

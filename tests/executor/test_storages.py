@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from optuna_fleet import FleetConfigError, Limits, StorageLostError
 from optuna_fleet.sampler_bridge import retrying_storage
 from optuna_fleet.sampler_bridge.retrying_storage import RetryingStorage, is_gone
 from tests.executor.storage_servers import Postgres, Proxy
+from tests.nursery import Nursery
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
@@ -32,7 +32,6 @@ pytestmark = [
 
 KINDS = ["memory", "sqlite", "journal", "grpc", "postgres"]
 GRID = {"x": [0, 1, 2, 3], "kind": ["a", "b"]}
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +44,10 @@ def postgres() -> Iterator[Postgres]:
 class Storages:
     """Makes storages of every kind, and makes them go away and come back."""
 
-    def __init__(self, folder: Path, postgres: Callable[[], Postgres]) -> None:
+    def __init__(self, folder: Path, postgres: Callable[[], Postgres], nursery: Nursery) -> None:
         self._folder = folder
         self._postgres = postgres
+        self._nursery = nursery
         self._closers: list[Callable[[], Any]] = []
         self.leave: Callable[[], Any]
         self.come_back: Callable[[], Any]
@@ -93,7 +93,7 @@ class Storages:
         )
 
     def _new_grpc(self) -> Any:
-        proxy = Proxy(f"sqlite:///{self._folder}/behind.db")
+        proxy = Proxy(f"sqlite:///{self._folder}/behind.db", self._folder, self._nursery)
         storage = proxy.connect()
         self._closers += [proxy.stop, storage.close]
         self.leave, self.come_back = proxy.stop, proxy.start
@@ -102,8 +102,10 @@ class Storages:
 
 
 @pytest.fixture
-def storages(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Storages]:
-    made = Storages(tmp_path, functools.partial(request.getfixturevalue, "postgres"))
+def storages(
+    tmp_path: Path, nursery: Nursery, request: pytest.FixtureRequest
+) -> Iterator[Storages]:
+    made = Storages(tmp_path, functools.partial(request.getfixturevalue, "postgres"), nursery)
     yield made
     made.close()
 
@@ -170,8 +172,7 @@ warnings.simplefilter("ignore")
 study = optuna.load_study(study_name="shared", storage=storage_at(json.loads(sys.argv[1])))
 ended = []
 note = lambda study, trial: ended.append(trial.number)
-print("ready", flush=True)
-sys.stdin.readline()
+open(sys.argv[2]).close()  # once the other opens it too
 with FleetExecutor(devices=2) as fleet:
     study.optimize(whose("second"), n_trials=5, callbacks=[note], executor=fleet)
 print(json.dumps(ended))
@@ -200,21 +201,23 @@ def whose(name: str) -> Callable[[Any], float]:
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_two_drivers_share_a_study(kind: str, storages: Storages, fleet: Any) -> None:
+def test_two_drivers_share_a_study(
+    kind: str, storages: Storages, fleet: Any, nursery: Nursery, tmp_path: Path
+) -> None:
     study = optuna.create_study(study_name="shared", storage=storages.new(kind))
     for x in range(4):  # which both want
         study.enqueue_trial({"x": x / 4})
-    command = [sys.executable, "-c", DRIVER, json.dumps(storages.address)]
-    pipe = subprocess.PIPE
+    script, together, printed = (tmp_path / name for name in ("driver.py", "together", "printed"))
+    script.write_text(DRIVER)
+    os.mkfifo(together)
     ended: list[int] = []
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as second:
-        assert second.stdin is not None
-        assert second.stdout is not None
-        assert second.stdout.readline() == "ready\n"
-        second.stdin.write("go\n")
-        second.stdin.flush()
-        fleet.optimize(study, whose("first"), 5, callbacks=[lambda s, t: ended.append(t.number)])
-        theirs = json.loads(second.stdout.read())
+    with printed.open("w") as out:
+        argv = [str(script), json.dumps(storages.address), str(together)]
+        second = nursery.start(argv, os.environ, out, out, tmp_path)
+    together.open("w").close()
+    fleet.optimize(study, whose("first"), 5, callbacks=[lambda s, t: ended.append(t.number)])
+    assert second.wait() == 0, printed.read_text()
+    theirs = json.loads(printed.read_text().splitlines()[-1])
     assert [trial.number for trial in study.trials] == list(range(10))
     assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}
     assert sorted(ended + theirs) == list(range(10))

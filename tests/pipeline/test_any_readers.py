@@ -85,7 +85,7 @@ def join(agent: Agent, data) -> Reader:
     spilled=st.booleans(),
     order=st.sampled_from(["canonical", "rolling"]),
 )
-@settings(max_examples=40, database=None)
+@settings(max_examples=25, database=None)
 def test_every_reader_gets_its_epoch_whatever_the_others_do(
     data, n, memory_bytes, num_preprocessors, spilled, order, tmp_path_factory
 ):

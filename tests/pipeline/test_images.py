@@ -3,8 +3,6 @@
 import hashlib
 import io
 import random
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -193,7 +191,7 @@ def test_image_that_claims_to_be_huge(monkeypatch):
     assert torch.equal(read_image(data), by_pil(data))
 
 
-def test_same_pixels_in_another_process(tmp_path):
+def test_same_pixels_in_another_process(nursery, tmp_path):
     (tmp_path / "image.jpg").write_bytes(encoded(photograph(400, 300)))
     code = (
         "import sys, hashlib, torch; from optuna_fleet import read_image, RandomResizedCrop;"
@@ -202,11 +200,12 @@ def test_same_pixels_in_another_process(tmp_path):
         "print(hashlib.sha256(image.numpy().tobytes() + crop.numpy().tobytes()).hexdigest())"
     )
     path = str(tmp_path / "image.jpg")
-    run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, check=True)
+    (tmp_path / "script.py").write_text(code)
+    run = nursery.run(tmp_path / "script.py", path)
     torch.manual_seed(3)
     crop = RandomResizedCrop(32)(path)
     pixels = read_image(path, min_side=150).numpy().tobytes() + crop.numpy().tobytes()
-    assert run.stdout.decode().strip() == hashlib.sha256(pixels).hexdigest()
+    assert run.stdout.strip() == hashlib.sha256(pixels).hexdigest()
 
 
 def test_loader_of_an_image_folder(tmp_path):

@@ -7,9 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 from functools import partial
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -264,12 +262,28 @@ from pipeline_harness import serving
 from test_pipeline_faults import labels
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.order import permutation
+
+with serving(SharedPipeline(train=Counted(150)), chunk_bytes=1000) as agent:
+    assert labels(agent.client()) == permutation(0, "train", 0, 150).tolist()
+
+pipeline = SharedPipeline(train=Counted(150), spill_dir={disk!r})
+options = dict(memory_bytes=6000, spill_bytes=1 << 20, chunk_bytes=1000)
+with serving(pipeline, **options) as agent:
+    for epoch in (0, 1, 2, 0):
+        assert labels(agent.client(), epoch=epoch) == permutation(0, "train", epoch, 150).tolist()
+    notices = agent.notices()
+    assert "No space left" in notices[0], notices
+    assert "no longer spilled" in notices[0], notices
 """
 
 
-def in_namespace(tmp_path: Path, mounts: str, script: str) -> None:
-    """Runs a script where file systems are mounted that only it sees."""
-    code = _IN_NAMESPACE.format(path=sys.path) + textwrap.dedent(script)
+def test_full_shared_memory_does_not_matter_and_a_full_disk_ends_spilling_with_a_notice(tmp_path):
+    (tmp_path / "disk").mkdir()
+    mounts = (
+        "mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && "
+        f"mount -t tmpfs -o size=8k none {tmp_path / 'disk'}"
+    )
+    code = _IN_NAMESPACE.format(path=sys.path, disk=str(tmp_path / "disk"))
     (tmp_path / "script.py").write_text(code)
     command = f"{mounts} && exec {sys.executable} {tmp_path / 'script.py'}"
     unshare = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -277,37 +291,6 @@ def in_namespace(tmp_path: Path, mounts: str, script: str) -> None:
         pytest.skip("no namespaces here")
     done = subprocess.run([*unshare, command], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def test_full_shared_memory_folder_does_not_matter(tmp_path):
-    in_namespace(
-        tmp_path,
-        "mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full",
-        """
-        with serving(SharedPipeline(train=Counted(150)), chunk_bytes=1000) as agent:
-            assert labels(agent.client()) == permutation(0, "train", 0, 150).tolist()
-        """,
-    )
-
-
-def test_full_disk_ends_spilling_with_a_notice(tmp_path):
-    (tmp_path / "disk").mkdir()
-    in_namespace(
-        tmp_path,
-        f"mount -t tmpfs -o size=8k none {tmp_path / 'disk'}",
-        f"""
-        from dataclasses import replace
-        pipeline = SharedPipeline(train=Counted(150), spill_dir={str(tmp_path / "disk")!r})
-        options = dict(memory_bytes=6000, spill_bytes=1 << 20, chunk_bytes=1000)
-        with serving(pipeline, **options) as agent:
-            for epoch in (0, 1, 2, 0):
-                wanted = permutation(0, "train", epoch, 150).tolist()
-                assert labels(agent.client(), epoch=epoch) == wanted
-            notices = agent.notices()
-            assert "No space left" in notices[0], notices
-            assert "no longer spilled" in notices[0], notices
-        """,
-    )
 
 
 def test_image_bytes_of_a_data_set_without_a_transform():

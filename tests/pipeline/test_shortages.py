@@ -9,8 +9,7 @@ from pipeline_datasets import Counted
 
 from optuna_fleet import FleetError, FleetExecutor, SharedPipeline
 from optuna_fleet.pipeline.chunks import view
-
-pytestmark = pytest.mark.usefixtures("afresh")
+from tests.nursery import FIRST
 
 _FAILING = """
 import errno, os, socket, sys
@@ -41,12 +40,12 @@ socket.send_fds = lambda sock, data, fds: (with_descriptor if fds else plain)(so
 
 @pytest.fixture
 def short(tmp_path, monkeypatch):
-    """Has calls fail a few times in each process that is started afresh."""
+    """Has calls fail a few times in each agent and each server."""
 
     def fail(*, fork=0, pidfd_open=0, send=0, errno="errno.ETOOMANYREFS"):
         code = _FAILING.format(fork=fork, pidfd_open=pidfd_open, send=send, errno=errno)
-        (tmp_path / "sitecustomize.py").write_text(code)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        (tmp_path / "first.py").write_text(code)
+        monkeypatch.setenv(FIRST, str(tmp_path / "first.py"))
 
     return fail
 

@@ -39,7 +39,7 @@ def _serve(pipe: Any, folder: str) -> None:
 class RankPool:
     def __init__(self, num_ranks: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch"])
+        context.set_forkserver_preload(["torch._dynamo", "optuna_fleet.trainer.training"])
         self.pipes, self.processes = [], []
         for _ in range(num_ranks):
             ours, theirs = context.Pipe()
