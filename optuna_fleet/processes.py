@@ -79,15 +79,6 @@ def state_in_words(pid: int | None) -> str:
     return _STATES.get(stat.rpartition(")")[2].split()[0], "")
 
 
-def num_out_of_memory() -> int:
-    """Return how many processes the kernel has killed for want of memory since it started."""
-    try:
-        counters = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in counters if line.startswith("oom_kill ")), 0)
-
-
 def fill_standard_streams() -> None:
     """Open what is closed of standard input, output and error, on the null device.
 

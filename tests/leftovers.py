@@ -20,8 +20,8 @@ def children() -> set[str]:
 
 
 def shared_memory() -> set[str]:
-    """Names of shared-memory segments."""
-    return set(os.listdir("/dev/shm"))
+    """Names of shared-memory segments; Python's own semaphores lose theirs as they are made."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def sockets() -> set[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.fleet_executor import _packed
+from optuna_fleet.executor.fleet_runner import _packed
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.wire.packing import pack
 from optuna_fleet.wire.unpicklable import explained, first_unpicklable, variable

@@ -242,7 +242,7 @@ class Driver:
                 run_id=message.run_id,
                 device=message.device,
                 ending=message.ending,
-                is_leaving=message.is_last,
+                is_leaving=message.is_last or self._runtime.trainers.is_killed(message.device),
             )
         )
         if message.is_last:  # before anything else is launched there

@@ -49,7 +49,7 @@ class FleetRunner:
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
         """See `Runner`."""
-        options, objective = self._options, _packed(func, loop)
+        options, objective = self._options, _packed(func, loop.study)
         runtime = self._started(_uses_torch(func, objective))
         job = Job(
             options=options,
@@ -111,8 +111,8 @@ class FleetRunner:
             self._finalizer()
 
 
-def _packed(func: Any, loop: Loop) -> bytes:
-    names = compat.names_of(loop.study)
+def _packed(func: Any, study: Any) -> bytes:
+    names = compat.names_of(study)
     try:
         return pack_objective(func, names)
     except Exception as error:

@@ -18,20 +18,26 @@ class _Version:
         limit: Most bytes the processes of a group may use.
         used: Those they use, the page cache of files they have read or written included.
         page_cache: Lines of ``memory.stat`` with what the kernel takes back when it is needed.
+        kills: Its line ``oom_kill`` counts those that the kernel has killed.
     """
 
     limit: str
     used: str
     page_cache: tuple[str, ...]
+    kills: str
 
 
 _V1 = _Version(
     limit="memory.limit_in_bytes",
     used="memory.usage_in_bytes",
     page_cache=("total_inactive_file", "total_active_file"),  # of the groups below it too
+    kills="memory.oom_control",
 )
 _V2 = _Version(
-    limit="memory.max", used="memory.current", page_cache=("inactive_file", "active_file")
+    limit="memory.max",
+    used="memory.current",
+    page_cache=("inactive_file", "active_file"),
+    kills="memory.events.local",
 )
 
 
@@ -55,6 +61,29 @@ def cgroup_headrooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> lis
         for level in _levels(mount, group)
     ]
     return [room for room in found if room is not None]
+
+
+def num_out_of_memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
+    """Returns how many processes the kernel has killed for want of memory.
+
+    Of this process' control group or, where that does not say, of the whole machine; arguments as
+    of `cgroup_headrooms`.
+    """
+    groups = [
+        level / version.kills
+        for version, mount, group in _memberships(root, membership)
+        for level in _levels(mount, group)
+    ]
+    counts = map(_num_killed, [*groups, Path("/proc/vmstat")])
+    return next((count for count in counts if count is not None), 0)
+
+
+def _num_killed(counters: Path) -> int | None:
+    try:
+        lines = counters.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def _memberships(root: Path, membership: Path) -> Iterator[tuple[_Version, Path, str]]:

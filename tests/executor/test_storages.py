@@ -10,6 +10,7 @@ import random
 import signal
 import sqlite3
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,8 @@ def test_patience_has_an_end(
     storages: Storages, fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     study = new_study(storages.new("journal"))
-    monkeypatch.setattr(fleet, "_limits", Limits(storage_patience_s=0.3))
+    options = replace(fleet._options, limits=Limits(storage_patience_s=0.3))
+    monkeypatch.setattr(fleet, "_options", options)
     leave = after_trial(2, storages.leave)
     with pytest.raises(StorageLostError, match=r"0.3 s.*storage_patience_s.*FileNotFoundError"):
         fleet.optimize(study, objective, catch=ZeroDivisionError, callbacks=[leave])

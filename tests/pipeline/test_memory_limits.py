@@ -12,7 +12,11 @@ import torch
 from pipeline_harness import serving
 
 from optuna_fleet.pipeline import SharedPipeline, limits
-from optuna_fleet.pipeline.machine_memory import available_bytes, cgroup_headrooms
+from optuna_fleet.pipeline.machine_memory import (
+    available_bytes,
+    cgroup_headrooms,
+    num_out_of_memory,
+)
 
 GIB = 1 << 30
 
@@ -150,3 +154,17 @@ def test_the_budget_is_kept_in_real_memory(decoded_bytes: int) -> None:
         assert agent.stats().num_dropped > 0
         assert (agent.stats().decoded_bytes > 0) == (decoded_bytes > 0)
     assert 0.6 * budget < max(taken) <= 1.05 * budget
+
+
+@pytest.mark.parametrize(
+    ("membership", "counters"),
+    [("4:memory:/job", "memory/job/memory.oom_control"), ("0::/job", "job/memory.events.local")],
+)
+def test_processes_killed_for_want_of_memory_are_those_of_this_group(
+    tmp_path: Path, membership: str, counters: str
+) -> None:
+    (tmp_path / "cgroup").write_text(f"{membership}\n")
+    (tmp_path / counters).parent.mkdir(parents=True)
+    (tmp_path / counters).write_text("under_oom 0\noom_kill 7\n")
+    assert num_out_of_memory(tmp_path, tmp_path / "cgroup") == 7
+    assert num_out_of_memory(tmp_path, tmp_path / "none") >= 0

@@ -1,11 +1,11 @@
-"""Whether the kernel has just killed a process of this machine for want of memory."""
+"""Whether the kernel has just killed a process of this control group for want of memory."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from optuna_fleet.processes import num_out_of_memory
+from optuna_fleet.pipeline.machine_memory import num_out_of_memory
 
 LOOK_EVERY_S = 5.0
 
@@ -13,7 +13,7 @@ LOOK_EVERY_S = 5.0
 class MemoryKills:
     """Compares the kernel's counter with what it was a few seconds ago.
 
-    It counts the kills of the whole machine, so one that was long ago says nothing about a process
+    It counts the kills of a whole group, so one that was long ago says nothing about a process
     that has died now; but one that was killed may take seconds to give its memory back and die.
     """
 
