@@ -44,8 +44,8 @@ class FleetExecutor:
         devices: Number of devices; None for all visible GPUs, or one CPU slot per core without
             any.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
-        policy: Who trains where, and when that is decided: "mip" (rounds, python-mip), "elastic"
-            (at each event), "greedy", "fleet-g" and "fleet-l" (as published), "homogeneous" (all
+        policy: Who trains where, and when that is decided: "elastic" (at each event), "mip"
+            (rounds, python-mip), "greedy", "fleet-g" and "fleet-l" (as published), "homogeneous" (all
             alike), "equal-split" (as many for everyone), "baseline" (one device each), or one of
             `optuna_fleet.policies` with options of its own; see docs/allocation.md.
         cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in
@@ -74,7 +74,7 @@ class FleetExecutor:
         *,
         devices: int | None = None,
         device_type: Literal["cpu", "cuda"] | None = None,
-        policy: str | Policy = "mip",
+        policy: str | Policy = "elastic",
         cluster: str | Cluster = "local",
         checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         limits: Limits | None = None,
