@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import secrets
+import select
 import selectors
 import socket
 from collections.abc import Iterator
@@ -55,14 +57,11 @@ class Connections:
 
     def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
         """Yield messages, waiting at most `timeout_s`; stop early if one of `others` is ready."""
-        for other in others:
-            self._selector.register(other, selectors.EVENT_READ, other)
-        try:
-            ready = self._selector.select(timeout_s)
-        finally:
-            for other in others:
-                self._selector.unregister(other)
-        for key, mask in ready:
+        waiting = select.poll()  # for this time only: a Ctrl-C leaves nothing half registered
+        for one in (self._selector, *others):
+            waiting.register(one, select.POLLIN)
+        waiting.poll(None if timeout_s is None else math.ceil(1e3 * max(0.0, timeout_s)))
+        for key, mask in self._selector.select(0):
             if key.fileobj is self._wake:
                 self._hear_news()
             elif isinstance(key.data, Channel) and not key.data.is_closed:

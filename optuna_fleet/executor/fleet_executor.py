@@ -45,9 +45,9 @@ class FleetExecutor:
             any.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
         policy: Who trains where, and when that is decided: "elastic" (at each event), "mip"
-            (rounds, python-mip), "greedy", "fleet-g" and "fleet-l" (as published), "homogeneous" (all
-            alike), "equal-split" (as many for everyone), "baseline" (one device each), or one of
-            `optuna_fleet.policies` with options of its own; see docs/allocation.md.
+            (rounds, python-mip), "greedy", "fleet-g" and "fleet-l" (as published), "homogeneous"
+            (all alike), "equal-split" (as many for everyone), "baseline" (one device each), or one
+            of `optuna_fleet.policies` with options of its own; see docs/allocation.md.
         cluster: "local" runs trials in processes on this machine; "inline" runs them one by one in
             the calling process, on the CPU, under your debugger; or a cluster with options, as
             `LocalCluster(slots_per_device=2)`, or of your own

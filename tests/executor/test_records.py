@@ -9,17 +9,20 @@ from typing import Any
 import optuna
 import pytest
 
+from optuna_fleet import FleetExecutor
 from optuna_fleet.events import MoveMeasured
 from optuna_fleet.executor.moves import Moves
 from optuna_fleet.sampler_bridge.ledger import flights_of
-from tests.fleets import Leg, small_model, train
+from tests.fleets import Leg, small_model, small_pipeline, train
 
 
-def test_flights_and_decisions_are_recorded(fleet: Any, log: Any) -> None:
+def test_flights_and_decisions_are_recorded(log: Any) -> None:
     optuna.logging.set_verbosity(optuna.logging.INFO)
     study = optuna.create_study()
-    # More than the 48 batches that are timed at most, so that there is something to decide on.
-    study.optimize(functools.partial(train, epochs=12), n_trials=5, executor=fleet)
+    with FleetExecutor(small_pipeline(), devices=4, device_type="cpu", policy="mip") as fleet:
+        # More than the 48 batches that are timed at most, so that there is something to decide on.
+        study.optimize(functools.partial(train, epochs=12), n_trials=5, executor=fleet)
+    assert fleet.summary is not None
     for trial in study.trials:
         assert not trial.system_attrs  # it would be a column in `study.trials_dataframe()`
         flights = flights_of(study)[trial.number]
