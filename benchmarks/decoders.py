@@ -2,6 +2,7 @@
 
 python benchmarks/decoders.py           # about a minute
 python benchmarks/decoders.py --quick   # every row once; for trying out
+python benchmarks/decoders.py --only decoded    # the crop alone
 
 CPU microseconds per image of one thread, the decoders in alternation: each row is the median of
 the rounds, with the lowest and the highest. One JSON line per row. The photographs are cut from
@@ -15,9 +16,11 @@ import importlib.util
 import io
 import json
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +30,9 @@ from sklearn.datasets import load_sample_images
 from torchvision import io as torchvision_io
 from torchvision.transforms import v2
 
-from optuna_fleet import RandomResizedCrop, read_image
+from optuna_fleet import RandomResizedCrop, Reencoded, pipeline, read_image
 
-Decode = Callable[[bytes], Any]
+Decode = Callable[[Any], Any]
 
 NUM_PHOTOGRAPHS = 8
 OUTPUT_PX = 224
@@ -81,20 +84,50 @@ def decoders(kind: str) -> dict[str, Decode]:
     return found | {"read_image": read_image}
 
 
-def crops() -> dict[str, Decode]:
+def crops(folder: str) -> dict[str, Decode]:
     """Ways from a JPEG file to a random crop of it."""
     crop = v2.RandomResizedCrop(OUTPUT_PX, antialias=True)
+    ours = RandomResizedCrop(OUTPUT_PX)
+    reencoded = Reencoded(folder)
+
+    def by_path(data: bytes) -> torch.Tensor:
+        path = Path(folder) / f"{len(data)}.jpg"  # they are of unlike length
+        if not path.exists():
+            path.write_bytes(data)
+        return ours(reencoded(path))
+
     return {
         "pillow, v2": lambda data: crop(by_pillow(data)),
         "PIL image, v2": lambda data: crop(Image.open(io.BytesIO(data)).convert("RGB")),
         "torchvision, v2": lambda data: crop(by_torchvision(data)),
         "read_image, v2": lambda data: crop(read_image(data)),
         "ours, full decoding": RandomResizedCrop(OUTPUT_PX, scaled_decoding=False),
-        "ours": RandomResizedCrop(OUTPUT_PX),
+        "ours": ours,
+        "ours of Reencoded": by_path,
     }
 
 
-def cpu_us(decode: Decode, files: Sequence[bytes]) -> float:
+def decoded_crops() -> dict[str, Decode]:
+    """Ways from a decoded image to a random crop of it, flipped and with channels first."""
+    flip = v2.RandomHorizontalFlip()
+    theirs = v2.Compose([v2.RandomResizedCrop(OUTPUT_PX, antialias=True), flip])
+    ours = RandomResizedCrop(OUTPUT_PX, flip=0.5)
+    return {
+        "v2": lambda image: theirs(image).contiguous(),
+        "ours": ours,
+        "ours without a compiler": lambda image: _without_compiler(ours, image),
+    }
+
+
+def _without_compiler(crop: RandomResizedCrop, image: torch.Tensor) -> torch.Tensor:
+    compiled, pipeline.crops._resample = pipeline.crops._resample, None
+    try:
+        return crop(image)
+    finally:
+        pipeline.crops._resample = compiled
+
+
+def cpu_us(decode: Decode, files: Sequence[Any]) -> float:
     """CPU microseconds per image; the same crops for everyone."""
     torch.manual_seed(0)
     begin = time.process_time()
@@ -104,7 +137,7 @@ def cpu_us(decode: Decode, files: Sequence[bytes]) -> float:
 
 
 def compare(
-    what: str, size: tuple[int, int], ways: dict[str, Decode], files: Sequence[bytes], rounds: int
+    what: str, size: tuple[int, int], ways: dict[str, Decode], files: Sequence[Any], rounds: int
 ) -> None:
     """Prints a row for each way, measured in alternation after one warm-up."""
     measured: dict[str, list[float]] = {name: [] for name in ways}
@@ -117,7 +150,6 @@ def compare(
         row = {
             "what": what,
             "size": "x".join(map(str, size)),
-            "file_bytes": round(statistics.mean(map(len, files))),
             "way": name,
             "cpu_us": round(statistics.median(costs)),
             "lowest": round(min(costs)),
@@ -126,20 +158,38 @@ def compare(
         print(json.dumps(row), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one round, few images")
-    quick = parser.parse_args().quick
-    rounds = 1 if quick else 7
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", DeprecationWarning)  # torchvision's decoders
+def measure_decoding(rounds: int, quick: bool) -> None:
     for kind in FORMATS:
         files = photographs(500, 375, kind, NUM_PHOTOGRAPHS) * (1 if quick else 4)
         compare(f"decode {kind}", (500, 375), decoders(kind), files, rounds)
+
+
+def measure_files(rounds: int, quick: bool) -> None:
     for size, times in (((500, 375), 8), ((2000, 1500), 1), ((4000, 3000), 0.5)):
         count = 2 if quick else min(NUM_PHOTOGRAPHS, int(NUM_PHOTOGRAPHS * times))
         files = photographs(*size, "JPEG", count) * (1 if quick else max(1, int(times)))
-        compare(f"JPEG to a crop of {OUTPUT_PX}", size, crops(), files, rounds)
+        with tempfile.TemporaryDirectory() as folder:
+            compare(f"JPEG to a crop of {OUTPUT_PX}", size, crops(folder), files, rounds)
+
+
+def measure_decoded(rounds: int, quick: bool) -> None:
+    images = [read_image(data) for data in photographs(500, 375, "JPEG", 4 if quick else 32)]
+    what = f"decoded to a crop of {OUTPUT_PX}"
+    compare(what, (500, 375), decoded_crops(), images, 3 * rounds)
+
+
+MEASURES = {"decoding": measure_decoding, "files": measure_files, "decoded": measure_decoded}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round, few images")
+    parser.add_argument("--only", choices=MEASURES, action="append", help="may be repeated")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", DeprecationWarning)  # torchvision's decoders
+    for name in arguments.only or MEASURES:
+        MEASURES[name](1 if arguments.quick else 7, arguments.quick)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ python benchmarks/sharing.py --quick                 # every row once, short; fo
 
 Trials are processes that read every byte of their batches and do nothing else. The data are
 photographs of 500 x 375 pixels (JPEG, quality 90) that are decoded, cropped at random to 224 x
-224, flipped and normalised. CPU time is that of all processes involved, from the moment when all
-trials are ready to the end of the last one. Systems run in alternation; values are medians of the
-rounds. The ring is what a machine can do at best: see `scripts/sharing_ring.py`.
+224, flipped and normalised, by torchvision; in the rows of several epochs also by
+`optuna_fleet.RandomResizedCrop`, to the same bits (systems "...+fused"). CPU time is that of all
+processes involved, from the moment when all trials are ready to the end of the last one. Systems
+run in alternation; values are medians of the rounds. The ring is what a machine can do at best:
+see `scripts/sharing_ring.py`.
 TensorSocket is left out if it is not installed (`pip install tensorsocket`).
 """
 
@@ -41,6 +43,8 @@ from scripts.sharing_runs import (
 TRIALS = (1, 2, 4, 8)
 SLOW_S = 1 / 32
 LONGEST = 4
+CROPPED = ("dataloader", "dataloader+fused", "ours", "ours+fused")
+"""Where most samples are cropped anew from decoded photographs, the crop counts."""
 
 
 # -- the rows ---------------------------------------------------------------------------------
@@ -50,6 +54,7 @@ CPU = "us CPU per sample and trial"
 
 def measure_epoch(effort: Effort) -> Iterator[Row]:
     """One epoch, the same decoder everywhere; a single trial without any loader is the floor."""
+    plain = [system for system in effort.systems if "+" not in system]
     for trials, least in zip(TRIALS, (1.15, 2.3, 4.7, 8.5), strict=True):
         rows = list(
             compared(
@@ -58,7 +63,7 @@ def measure_epoch(effort: Effort) -> Iterator[Row]:
                 [{}] * trials,
                 lambda run: run.cpu_us,
                 CPU,
-                systems=(*effort.systems, *(["bare"] if trials == 1 else [])),
+                systems=(*plain, *(["bare"] if trials == 1 else [])),
             )
         )
         yield from rows
@@ -96,12 +101,12 @@ def measure_epochs(effort: Effort) -> Iterator[Row]:
             [{"epochs": 5}] * 8,
             lambda run: run.cpu_us,
             CPU,
-            systems=("dataloader", "ours"),
+            systems=[system for system in CROPPED if system in effort.systems],
             ours={"options": effort.room_for(5)},
         )
     )
     yield from rows
-    yield from times_less(rows, "five epochs", 8, least=16)
+    yield from times_less(rows, "five epochs", 8, least=20)
 
 
 def measure_sweep(effort: Effort) -> Iterator[Row]:
@@ -120,13 +125,13 @@ def measure_sweep(effort: Effort) -> Iterator[Row]:
             pruning_sweep(),
             value,
             CPU,
-            systems=("dataloader", "ours"),
+            systems=[system for system in CROPPED if system in effort.systems],
             dataloader={"slots": 4},
             ours={"slots": 4, "options": effort.room_for(LONGEST)},
         )
     )
     yield from rows
-    yield from times_less(rows, "pruning sweep", 24, least=22)
+    yield from times_less(rows, "pruning sweep", 24, least=28)
     yield Row(
         row="pruning sweep: samples made / (epochs x samples)",
         system="ours",
@@ -274,10 +279,11 @@ def main() -> None:
 
 
 def _installed() -> list[str]:
+    systems = ["dataloader", "ring", "tensorsocket", "ours", *CROPPED]
     if importlib.util.find_spec("tensorsocket") is None:
         note("TensorSocket is not installed: its rows are left out")
-        return ["dataloader", "ring", "ours"]
-    return ["dataloader", "ring", "tensorsocket", "ours"]
+        systems.remove("tensorsocket")
+    return list(dict.fromkeys(systems))
 
 
 def _options() -> argparse.Namespace:

@@ -118,7 +118,8 @@ def main() -> None:
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=2),
         storage=arguments.storage,
     )
-    with FleetExecutor(SharedPipeline(train=train, val=val), devices=arguments.devices) as fleet:
+    pipeline = SharedPipeline(train=train, val=val, split=True)
+    with FleetExecutor(pipeline, devices=arguments.devices) as fleet:
         study.optimize(
             functools.partial(objective, num_epochs=arguments.epochs),
             n_trials=arguments.trials,

@@ -336,6 +336,7 @@ def search(
     train, val = split(classes)
     pipeline = SharedPipeline(
         seed=arguments.seed,
+        split=True,
         train=PhotographFolder(train, image_size=arguments.image_size, augment=True),
         val=PhotographFolder(val, image_size=arguments.image_size, augment=False),
     )

@@ -3,6 +3,7 @@
 Importing it gives `optuna.Study.optimize` the keyword ``executor=``.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet import policies, visualization
@@ -19,7 +20,11 @@ from optuna_fleet.exceptions import (
     TrialError,
     TrialTimeoutError,
 )
+from optuna_fleet.executor.cluster.join import JoinCluster
 from optuna_fleet.executor.cluster.local import LocalCluster
+from optuna_fleet.executor.cluster.ray.cluster import RayCluster
+from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster
+from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.fleet_executor import FleetExecutor
 from optuna_fleet.executor.summary import FleetSummary
@@ -38,13 +43,18 @@ __all__ = [
     "FleetExecutor",
     "FleetSummary",
     "FleetTrial",
+    "HarvestCluster",
+    "JoinCluster",
     "LaunchError",
     "Limits",
     "LocalCluster",
     "OutOfMemoryError",
     "PreprocessingError",
     "RandomResizedCrop",
+    "Reencoded",
+    "RayCluster",
     "SharedPipeline",
+    "SlurmCluster",
     "StorageLostError",
     "TrainerLostError",
     "TrialError",
@@ -58,15 +68,16 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.images import RandomResizedCrop, read_image
+    from optuna_fleet.pipeline.crops import RandomResizedCrop
+    from optuna_fleet.pipeline.images import read_image
+    from optuna_fleet.pipeline.reencoded import Reencoded
 else:
 
     def __getattr__(name: str) -> Any:
         """What imports torch, which not every driver needs."""
-        if name in ("RandomResizedCrop", "read_image"):
-            from optuna_fleet.pipeline import images
-
-            return getattr(images, name)
+        rooms = {"RandomResizedCrop": "crops", "Reencoded": "reencoded", "read_image": "images"}
+        if name in rooms:
+            return getattr(import_module(f"optuna_fleet.pipeline.{rooms[name]}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""The command line: `optuna-fleet simulate`, `optuna-fleet replay`, `optuna-fleet checkpoints`."""
+"""The command line: `optuna-fleet agent`, `simulate`, `replay`, `checkpoints`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 from optuna_fleet.checkpoints.folder import holder_of
 from optuna_fleet.checkpoints.inventory import entries, prune, table
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.cluster.agent.command import add_agent
+from optuna_fleet.executor.cluster.slurm.submit import add_submit
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.gantt import save_gantt
@@ -32,7 +34,11 @@ from optuna_fleet.replay.trace import load_trace
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, others = parser.parse_known_args(arguments)
+    if others and not hasattr(options, "passes_on"):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.others = others
     try:
         return options.run(options)  # type: ignore[no-any-return]
     except (FleetConfigError, ImportError) as error:
@@ -116,12 +122,14 @@ def _write(path: Path, text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="optuna-fleet",
-        description="Simulate how sweeps would run on a fleet; look after checkpoints.",
+        description="Join a fleet; simulate how sweeps would run on one; look after checkpoints.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_agent(commands)
     _add_simulate(commands)
     _add_replay(commands)
     _add_checkpoints(commands)
+    add_submit(commands)
     return parser
 
 

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
+from optuna_fleet.resources import Device
 
 
 class EpochDecision(Enum):
@@ -52,6 +53,7 @@ class Model:
         max_epochs: Epochs of the loop it is in; None if it does not say.
         rescale_up_s: Seconds of training a move to more devices costs; None for the policy's.
         rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
+        movable: It can leave them within an epoch too.
     """
 
     structure: str
@@ -62,6 +64,7 @@ class Model:
     max_epochs: int | None = None
     rescale_up_s: float | None = None
     rescale_down_s: float | None = None
+    movable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +155,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEnded:
-    """One rank of a run left the objective; its device is free again.
+    """One rank of a run left the objective; its device is free with that of the last one.
 
     Unless its trainer `is_leaving`: then `DeviceLost` follows.
     """
@@ -164,19 +167,46 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceLost:
-    """The trainer of a device died; what ran there is lost.
+class RunLingers:
+    """Ranks of a run take longer to end than others did: what these have left is free."""
 
-    `by_order` when the driver killed it because another rank of its run had failed.
+    run_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLost:
+    """The trainer of a device died; what ran there is lost, and a successor is expected.
+
+    `by_order` when the driver killed it because another rank of its run had failed, `with_node`
+    when its whole node was taken away: that does not count against the trial.
     """
 
     device: int
     by_order: bool = False
+    with_node: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceLeftOut:
-    """A device is lost and will not come back; the event may be repeated."""
+class GrowthExpected:
+    """Whether devices may join that were never there: a trial that needs more of them waits."""
+
+    is_expected: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLeaving:
+    """A device will be gone soon: its trial leaves as soon as it can, and no other comes."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceGone:
+    """A device is no part of the fleet until it joins anew; the event may be repeated.
+
+    It is left out for good, or its node has left: what may still run there, or is lost at this
+    moment, is lost with the node.
+    """
 
     device: int
 
@@ -190,9 +220,9 @@ class RunFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceJoined:
-    """A trainer is ready on a device."""
+    """A trainer is ready on a device, which belongs to the fleet from now on."""
 
-    device: int
+    device: Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,8 +244,11 @@ Event: TypeAlias = (
     | CheckpointSaved
     | EpochEnded
     | RankEnded
+    | RunLingers
     | DeviceLost
-    | DeviceLeftOut
+    | DeviceGone
+    | DeviceLeaving
+    | GrowthExpected
     | RunFailed
     | DeviceJoined
     | PlanDecided
@@ -260,9 +293,13 @@ class AnswerEpoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupt:
-    """The run must yield its devices between two batches (`Policy.moves_within_epochs`)."""
+    """The run must yield its devices between two batches, or else at the end of its epoch.
+
+    Its trial is about to get these `devices`: ranks that have theirs among them may wait there.
+    """
 
     run_id: int
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,8 @@ class Policy:
         phases: Only trials in the same epoch may share a stream of data within a flotilla.
         preprocess_samples_per_s: What the preprocessors can deliver to all streams of data; plans
             keep to it. None if that never limits.
+        moves_within_epochs: Trials that read ``trial.batches(..., movable=True)`` move between two
+            batches, others at the end of an epoch.
 
     Raises:
         FleetConfigError: An argument is out of range.
@@ -69,6 +71,7 @@ class Policy:
     time_limit_s: float = 1.0
     phases: bool = False
     preprocess_samples_per_s: float | None = None
+    moves_within_epochs: bool = False
 
     def __post_init__(self) -> None:
         check_choice("paradigm", self.paradigm, PARADIGMS)
@@ -76,7 +79,8 @@ class Policy:
         check_number("rate_spread", self.rate_spread, least=1)
         check_number("rescale_s", self.rescale_s, least=0)
         check_number("time_limit_s", self.time_limit_s, above=0)
-        check_that("phases", self.phases, is_a(bool), "be True or False")
+        for name in ("phases", "moves_within_epochs"):
+            check_that(name, getattr(self, name), is_a(bool), "be True or False")
         given = self.preprocess_samples_per_s
         check_number("preprocess_samples_per_s", given, above=0, optional=True)
 
@@ -94,6 +98,7 @@ class Policy:
             solver_time_limit_s=self.time_limit_s,
             phases=self.phases,
             preprocess_samples_per_s=self.preprocess_samples_per_s,
+            moves_within_epochs=self.moves_within_epochs,
             **more,
         )
 
@@ -165,6 +170,7 @@ class EqualSplit(Policy):
 
     allocator_type: ClassVar[type[Allocator]] = EqualSplitAllocator
     paradigm: Paradigm = "elastic"
+    moves_within_epochs: bool = True
 
 
 @suggests_options
@@ -178,6 +184,7 @@ class Elastic(Policy):
     """
 
     paradigm: Paradigm = "elastic"
+    moves_within_epochs: bool = True
     objective: str | Objective = "makespan"
 
     def __post_init__(self) -> None:

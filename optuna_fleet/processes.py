@@ -51,6 +51,14 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def dying_with_parent(*command: str) -> list[str]:
+    """A command that the kernel kills when the thread that started it is gone."""
+    code = (_DIE_WITH + _IF_ORPHAN + "os.execv(sys.argv[1], sys.argv[1:])").format(
+        signal=_PR_SET_PDEATHSIG, kill=int(signal.SIGKILL), parent=os.getpid()
+    )
+    return [sys.executable, "-c", code, *command]
+
+
 def clean_up_after_parent() -> None:
     """Have the kernel wake this process, instead of killing it, when its parent is gone.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -20,12 +21,14 @@ class Device:
         node: Number of the node it is on, from 0.
         kind: Device type; rates are only comparable within one kind ("cpu", or a GPU's name).
         visible: What ``CUDA_VISIBLE_DEVICES`` must say for a process to see just this GPU.
+        node_name: Name of its node, for people.
     """
 
     index: int
     node: int
     kind: str
     visible: str = ""
+    node_name: str = ""
 
 
 def share_gpu(devices: Iterable[Device]) -> bool:
@@ -63,13 +66,14 @@ class Fleet:
 
 
 def cpu_count() -> int:
-    """Return how many cores this process may use, by its affinity and its container's quota."""
-    cores = len(os.sched_getaffinity(0))
-    try:
+    """Return how many cores this process may use: by affinity, container's quota, Slurm's word."""
+    cores = [len(os.sched_getaffinity(0))]
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or "max"
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return cores
+        cores.append(max(1, math.ceil(int(quota) / int(period))))
+    with contextlib.suppress(KeyError, ValueError):  # few sites let affinity say it
+        cores.append(int(os.environ["SLURM_CPUS_ON_NODE"]))
+    return min(cores)
 
 
 def num_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet.checkpoints.file import Owner, replacing, written
 from optuna_fleet.events import (
     Abort,
     AnswerEpoch,
@@ -24,14 +26,17 @@ from optuna_fleet.events import (
     Event,
     FinishTrial,
     Instruction,
+    Interrupt,
     Launch,
     ProposalsExhausted,
     Propose,
     RankEnded,
+    RateMeasured,
     Requeue,
     RunFailed,
     TrialProposed,
 )
+from optuna_fleet.trainer import checkpoint
 
 
 class Noise(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -118,13 +123,37 @@ def train(trial: Any, *, epochs: int = 6, batch_size: int = 10) -> float:
     return losses[-1]
 
 
+def write_checkpoint(path: Path, content: checkpoint.Checkpoint, owner: Owner) -> None:
+    """As a trainer does that sees the folder."""
+    with written(path), replacing(path) as file:
+        checkpoint.write(file, checkpoint.snapshot(content), owner)
+
+
 @dataclass(slots=True)
 class Leg:
-    """Fly on these devices until that many epochs are done in all (None: to the end)."""
+    """Fly on these devices until that many epochs are done in all (None: to the end).
+
+    Or `until_asked`: see `ask_to_move`. It is told then that the trial goes on on the devices of
+    the next leg, or those `promised`.
+    """
 
     devices: tuple[int, ...]
     until_epoch: int | None = None
     measure: bool = False
+    until_asked: bool = False
+    promised: tuple[int, ...] | None = None
+
+
+def ask_to_move(trial: Any, *, wait: bool = True) -> None:
+    """Have the scripted controller interrupt the run; called by all ranks.
+
+    With `wait`, the driver has done so when this returns.
+    """
+    session = trial._session
+    if trial.rank == 0:
+        session.send(RateMeasured(run_id=session.run.run_id, samples_per_s=1.0))
+    if wait:
+        trial.should_prune()
 
 
 @dataclass
@@ -134,6 +163,7 @@ class ScriptedController:
     script: dict[int, Sequence[Leg]]
     run_ids: Any = field(default_factory=itertools.count)
     events: list[Event] = field(default_factory=list)
+    most_usable: int | None = None
 
     def __post_init__(self) -> None:
         self._idle: set[int] = set()
@@ -142,6 +172,7 @@ class ScriptedController:
         self._ended: dict[int, dict[int, Ending]] = {}
         self._epochs: dict[int, int] = dict.fromkeys(self.script, 0)
         self._live: set[int] = set()
+        self._interrupted: set[int] = set()
         self._checkpoints: dict[int, str | None] = {}
         self._asked = 0
         self._exhausted = False
@@ -153,11 +184,11 @@ class ScriptedController:
     def handle(self, *events: Event) -> list[Instruction]:
         return [instruction for event in events for instruction in self._take(event)]
 
-    def _take(self, event: Event) -> list[Instruction]:
+    def _take(self, event: Event) -> list[Instruction]:  # noqa: C901 - one arm per event
         self.events.append(event)
         match event:
             case DeviceJoined():
-                self._idle.add(event.device)
+                self._idle.add(event.device.index)
             case TrialProposed():
                 self._live.add(event.number)
                 self._checkpoints[event.number] = event.checkpoint
@@ -167,9 +198,16 @@ class ScriptedController:
             case EpochEnded():
                 number, leg = self._flying[event.run_id]
                 self._epochs[number] += 1
-                done = self._epochs[number] == leg.until_epoch
+                done = event.run_id in self._interrupted or self._epochs[number] == leg.until_epoch
                 decision = EpochDecision.YIELD if done else EpochDecision.GO
                 return [AnswerEpoch(run_id=event.run_id, decision=decision)]
+            case RateMeasured(run_id=run_id) if run_id in self._flying:
+                number, leg = self._flying[run_id]
+                if leg.until_asked and run_id not in self._interrupted:
+                    self._interrupted.add(run_id)
+                    following = self._legs[number][0].devices if self._legs[number] else ()
+                    devices = following if leg.promised is None else leg.promised
+                    return [Interrupt(run_id=run_id, devices=devices)]
             case CheckpointSaved():
                 self._checkpoints[self._flying[event.run_id][0]] = event.location
             case RunFailed():

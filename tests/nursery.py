@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import importlib
 import os
@@ -28,18 +29,19 @@ from typing import IO, Any, NoReturn
 import pytest
 
 from optuna_fleet.alloc import IsolatedAllocator
+from optuna_fleet.executor.cluster.agent.command import _START
+from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.config import modules_to_preload
-from optuna_fleet.executor.cluster.local import _DEFAULTS
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 
-AGENT = "optuna_fleet.executor.cluster.agent"
+AGENT = "optuna_fleet.executor.cluster.agent.main"
 SERVER = "optuna_fleet.pipeline.standalone.main"
 SOLVER = "optuna_fleet.alloc.solver_process"
 FIRST = "OPTUNA_FLEET_TESTS_FIRST"
 """Environment variable: a script that agents, servers and solvers run first."""
 
 _ROOT = Path(__file__).parents[1]
-_ENVIRONMENT = {**_DEFAULTS, "OMP_NUM_THREADS": "1"}  # heeded by what is imported
+_ENVIRONMENT = environment(1, {})  # heeded by what is imported
 _AFRESH: dict[type, Any] = {
     ModuleProcess: ModuleProcess._started,
     IsolatedAllocator: IsolatedAllocator._started,
@@ -96,16 +98,19 @@ class Nursery:
         environment: Mapping[str, str],
         out: IO[Any],
         err: IO[Any],
-        folder: Path,
+        folder: Path = _ROOT,
+        *,
+        inside: int | None = None,
     ) -> Forked:
-        """As `run`, but not waited for."""
+        """As `run`, but not waited for; perhaps in the namespaces of the process `inside`."""
         with open(os.devnull) as nowhere:
             fds = (nowhere.fileno(), out.fileno(), err.fileno())
-            return self._fork(argv[0], fds, environment, argv=argv, folder=folder)
+            return self._fork(argv[0], fds, environment, argv=argv, folder=folder, inside=inside)
 
     def close(self) -> None:
         """End it; what it forked ends by itself."""
         if self._orders is not None:
+            self._orders.shutdown(socket.SHUT_RDWR)  # forks of this process may have it open
             self._orders.close()
         if self._process is not None:
             self._process.wait()
@@ -137,6 +142,7 @@ class Nursery:
         argv: list[str] | None = None,
         folder: Path | None = None,
         pass_fds: Sequence[int] = (),
+        inside: int | None = None,
     ) -> Forked:
         order = Order(
             module=module,
@@ -146,6 +152,7 @@ class Nursery:
             sys_path=sys.path,
             parent=os.getpid(),
             numbers=(0, 1, 2, *pass_fds),
+            inside=inside,
         )
         status, their_status = socket.socketpair()
         with their_status:
@@ -193,6 +200,7 @@ class Order:
         argv: Of a script, which is run as ``__main__``; of other modules ``main()`` is called.
         parent: Who would be its parent, were it not forked.
         numbers: Those that the descriptors sent along are to have there.
+        inside: A process in whose namespaces it is to be; None: in those of the nursery.
     """
 
     module: str
@@ -202,6 +210,7 @@ class Order:
     sys_path: list[str]
     parent: int
     numbers: tuple[int, ...]
+    inside: int | None
 
 
 class Forked:
@@ -330,6 +339,8 @@ def _become(order: Order, fds: list[int], status: socket.socket, way: socket.soc
             status.send(_NUMBER.pack(os.getpid()))
         if order.argv is None:
             way.close()
+        if order.inside is not None:
+            _enter(order.inside)
         _take(order, fds)
         _run(order, way)
         code = 0
@@ -341,6 +352,19 @@ def _become(order: Order, fds: list[int], status: socket.socket, way: socket.soc
     finally:
         flush_prints()
         os._exit(code)
+
+
+def _enter(pid: int) -> None:
+    """Go on in the namespaces of that process, in a child: this process only waits for it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "pid", "mnt"):
+        with open(f"/proc/{pid}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns: {kind}")
+    if child := os.fork():
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _take(order: Order, fds: list[int]) -> None:
@@ -362,6 +386,8 @@ def _take(order: Order, fds: list[int]) -> None:
 def _run(order: Order, way: socket.socket) -> None:
     if order.argv is not None:
         sys.argv[:] = order.argv
+        # A command of ours that would begin anew has all that it would import here.
+        os.execve = _become_agent
         with Nursery(way).bears_all():
             if order.module.endswith(".py"):
                 runpy.run_path(order.module, run_name="__main__")
@@ -374,3 +400,12 @@ def _run(order: Order, way: socket.socket) -> None:
     me, getppid = os.getpid(), os.getppid
     os.getppid = lambda: order.parent if os.getpid() == me else getppid()
     importlib.import_module(order.module).main()
+
+
+def _become_agent(path: str, argv: list[str], environment: Mapping[str, str]) -> NoReturn:
+    """In the place of `os.execve`, which only the command ``optuna-fleet agent`` calls."""
+    assert argv[1:] == ["-c", _START]
+    os.environ.clear()
+    os.environ.update(environment)
+    importlib.import_module(AGENT).main()
+    os._exit(0)

@@ -15,6 +15,7 @@ import struct
 import threading
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +23,69 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
-from optuna_fleet.events import DeviceJoined
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.executor import listener as listeners
-from optuna_fleet.executor import runtime as runtimes
+from optuna_fleet.executor.cluster.agent.main import versions
+from optuna_fleet.executor.cluster.config import machine
 from optuna_fleet.executor.connections import Connections
 from optuna_fleet.executor.listener import Listener
-from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.resources import Device
 from optuna_fleet.wire import channel as channels
 from optuna_fleet.wire.channel import HELLO, Channel, connect
-from optuna_fleet.wire.messages import AgentReady, TrainerExited, TrainerReady
+from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.messages import TrainerReady
+from optuna_fleet.wire.node_messages import AgentJoining, ProcessId, TrainerExited
+from optuna_fleet.wire.tls import Certificate, make_certificate
 
 SECRET = b"s" * 32
 HELLO_BYTES = len(HELLO) + 32
 ANSWER_BYTES = HELLO_BYTES + 32
-PATIENCE_S = 20.0
+PATIENCE_S = 240.0
 
-AGENT = 5
+AGENT = "5"
 
 
 def ready(pid: int) -> TrainerReady:
-    return TrainerReady(device=0, pid=pid, agent=AGENT)
+    return TrainerReady(device=0, process=ProcessId(AGENT, pid))
+
+
+def exited(cause: str = "signal SIGKILL") -> TrainerExited:
+    return TrainerExited(device=0, process=ProcessId(AGENT, 7), cause=cause)
+
+
+def joining() -> AgentJoining:
+    return AgentJoining(
+        agent=AGENT,
+        node="here",
+        host="127.0.0.1",
+        devices=(Device(index=0, node=0, kind="cpu"),),
+        cores=1,
+        machine=machine(),
+        pid=5,
+        versions=versions(),
+    )
 
 
 class Welcomed:
     """A listener, the channels it let in, and what it said about those it did not."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Certificate | None = None) -> None:
         self.channels: queue.Queue[Channel] = queue.Queue()
         self.lines: queue.Queue[str] = queue.Queue()
-        self.listener = Listener("127.0.0.1", SECRET, self.channels.put, self.lines.put)
+        self.listener = Listener(
+            "127.0.0.1", SECRET, self.channels.put, self.lines.put, certificate=certificate
+        )
         self.address = (self.listener.host, self.listener.port)
+        self.invitation = Invitation(
+            addresses=(self.address,),
+            secret=SECRET,
+            fingerprint=certificate.fingerprint if certificate else None,
+        )
+
+    def close(self) -> None:
+        self.listener.close()
+        while not self.channels.empty():  # let in, and gone before it heard of it
+            self.channels.get().close()
 
     def works(self) -> bool:
         """A client that knows the secret gets in, and is the first who did."""
@@ -65,7 +97,7 @@ class Welcomed:
         return same and self.channels.empty()
 
     def pair(self) -> tuple[Channel, Channel]:
-        mine = connect(*self.address, SECRET)
+        mine = connect(self.invitation)
         return mine, self.channels.get(timeout=PATIENCE_S)
 
 
@@ -73,7 +105,15 @@ class Welcomed:
 def welcomed() -> Iterator[Welcomed]:
     made = Welcomed()
     yield made
-    made.listener.close()
+    made.close()
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def either(request: pytest.FixtureRequest) -> Iterator[Welcomed]:
+    """On loopback, and beyond it."""
+    made = Welcomed(make_certificate() if request.param == "TLS" else None)
+    yield made
+    made.close()
 
 
 def stranger(address: tuple[str, int]) -> socket.socket:
@@ -96,8 +136,8 @@ def answer(hello: bytes, secret: bytes) -> bytes:
     return HELLO + client + channels.derived(secret, b"client", client, server)
 
 
-def test_messages_pass_both_ways(welcomed: Welcomed) -> None:
-    mine, theirs = welcomed.pair()
+def test_messages_pass_both_ways(either: Welcomed) -> None:
+    mine, theirs = either.pair()
     for message in ({"a": 1}, b"", os.urandom(5 << 20), None):
         threading.Thread(target=mine.send, args=(message,)).start()
         assert theirs.receive() == message
@@ -107,11 +147,11 @@ def test_messages_pass_both_ways(welcomed: Welcomed) -> None:
     theirs.close()
 
 
-def test_a_wrong_secret_is_refused_on_both_ends(welcomed: Welcomed) -> None:
+def test_a_wrong_secret_is_refused_on_both_ends(either: Welcomed) -> None:
     with pytest.raises(ProtocolError, match="different sweeps"):
-        connect(*welcomed.address, b"x" * 32)
-    assert "does not know this sweep's secret" in welcomed.lines.get(timeout=PATIENCE_S)
-    assert welcomed.works()
+        connect(replace(either.invitation, secret=b"x" * 32))
+    assert "does not know this sweep's secret" in either.lines.get(timeout=PATIENCE_S)
+    assert either.works()
 
 
 def test_a_client_refuses_a_listener_that_does_not_know_the_secret() -> None:
@@ -128,7 +168,7 @@ def test_a_client_refuses_a_listener_that_does_not_know_the_secret() -> None:
         thread = threading.Thread(target=impostor)
         thread.start()
         with pytest.raises(ProtocolError, match="different sweeps"):
-            connect(*server.getsockname(), SECRET)
+            connect(Invitation(addresses=(server.getsockname(),), secret=SECRET))
         thread.join(PATIENCE_S)
 
 
@@ -151,14 +191,14 @@ def test_a_client_refuses_a_listener_that_does_not_know_the_secret() -> None:
         *("huge", "megabyte", "noise"),
     ],
 )
-def test_garbage_is_dropped(welcomed: Welcomed, garbage: bytes) -> None:
-    with stranger(welcomed.address) as sock:
+def test_garbage_is_dropped(either: Welcomed, garbage: bytes) -> None:
+    with stranger(either.address) as sock:
         with contextlib.suppress(OSError):  # hung up on us already
             sock.sendall(garbage)
             sock.shutdown(socket.SHUT_WR)
         assert hangs_up(sock)
-    assert "A stranger was refused" in welcomed.lines.get(timeout=PATIENCE_S)
-    assert welcomed.works()
+    assert "A stranger was refused" in either.lines.get(timeout=PATIENCE_S)
+    assert either.works()
 
 
 @settings(
@@ -202,23 +242,41 @@ def test_a_proof_played_back_is_refused(welcomed: Welcomed) -> None:
     assert welcomed.works()
 
 
-def test_half_open_connections_keep_nobody_out(welcomed: Welcomed) -> None:
+def test_half_open_connections_keep_nobody_out(either: Welcomed) -> None:
     """More than are waited for at a time; and those who wait longest go first."""
     with contextlib.ExitStack() as open_ones:
-        crowd = [open_ones.enter_context(stranger(welcomed.address)) for _ in range(300)]
+        crowd = [open_ones.enter_context(stranger(either.address)) for _ in range(300)]
         crowd[0].settimeout(PATIENCE_S)
         assert hangs_up(crowd[0])
         crowd[-1].sendall(HELLO[:3])
-        assert welcomed.works()
-        assert len(welcomed.listener._applicants) <= 128
+        assert either.works()
+        assert len(either.listener._applicants) <= 128
 
 
-def test_a_stalled_handshake_is_dropped(
+def test_of_a_crowd_that_comes_at_once_none_is_refused(
     welcomed: Welcomed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As when a large fleet starts: who finds no place waits for one."""
+    monkeypatch.setattr(listeners, "HANDSHAKE_LIMIT_S", 1000.0)
+    monkeypatch.setattr(listeners, "_TURN_S", 1000.0)
+    with contextlib.ExitStack() as open_ones:
+        crowd = [open_ones.enter_context(stranger(welcomed.address)) for _ in range(300)]
+        for sock in crowd:
+            sock.sendall(answer(sock.recv(HELLO_BYTES, socket.MSG_WAITALL), SECRET))
+            assert len(sock.recv(32, socket.MSG_WAITALL)) == 32
+            welcomed.channels.get(timeout=PATIENCE_S).close()
+    assert welcomed.lines.empty()
+    assert welcomed.works()
+
+
+def test_a_stalled_handshake_is_dropped(either: Welcomed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte now and then is no excuse."""
-    monkeypatch.setattr(listeners, "HANDSHAKE_LIMIT_S", 1.0)
-    with stranger(welcomed.address) as silent, stranger(welcomed.address) as slow:
+    with (
+        monkeypatch.context() as patch,
+        stranger(either.address) as silent,
+        stranger(either.address) as slow,
+    ):
+        patch.setattr(listeners, "HANDSHAKE_LIMIT_S", 1.0)
         slow.settimeout(0.1)
         with contextlib.suppress(ConnectionError):
             for byte in itertools.cycle(HELLO + bytes(32)):
@@ -227,15 +285,15 @@ def test_a_stalled_handshake_is_dropped(
                     if not slow.recv(HELLO_BYTES):
                         break
         assert hangs_up(silent)
-    assert welcomed.works()
+    assert either.works()
 
 
-def test_a_flood_is_told_in_one_line(welcomed: Welcomed) -> None:
+def test_a_flood_is_told_in_one_line(either: Welcomed) -> None:
     for _ in range(2000):
-        stranger(welcomed.address).close()
-    assert welcomed.works()
-    assert "A stranger was refused" in welcomed.lines.get(timeout=PATIENCE_S)
-    assert welcomed.lines.empty()
+        stranger(either.address).close()
+    assert either.works()
+    assert "A stranger was refused" in either.lines.get(timeout=PATIENCE_S)
+    assert either.lines.empty()
 
 
 def test_what_came_after_a_line_is_told_later(
@@ -255,32 +313,32 @@ def test_what_came_after_a_line_is_told_later(
     assert "does not speak this protocol" in told
 
 
-def test_a_stranger_takes_no_memory_and_no_thread(welcomed: Welcomed) -> None:
-    assert welcomed.works()
+def test_a_stranger_takes_no_memory_and_no_thread(either: Welcomed) -> None:
+    assert either.works()
     threads = threading.active_count()
     tracemalloc.start()
     with contextlib.ExitStack() as open_ones:
         for prefix in (struct.pack("!Q", 1 << 40), struct.pack("!i", 0x7FFFFFFF), HELLO) * 10:
-            sock = open_ones.enter_context(stranger(welcomed.address))
+            sock = open_ones.enter_context(stranger(either.address))
             with contextlib.suppress(OSError):
                 sock.sendall(prefix + bytes(1 << 18))
         assert threading.active_count() == threads
-        assert welcomed.works()
+        assert either.works()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 << 20
 
 
-def test_nothing_is_unpickled_from_a_stranger(welcomed: Welcomed, tmp_path: Path) -> None:
+def test_nothing_is_unpickled_from_a_stranger(either: Welcomed, tmp_path: Path) -> None:
     bomb = pickle.dumps(Bomb(tmp_path / "boom"))
     frame = struct.pack("!Q", len(bomb)) + bytes(32) + bomb
     for words in (bomb, frame, HELLO + bomb, answer(bytes(32), b"x" * 32) + frame):
-        with stranger(welcomed.address) as sock:
+        with stranger(either.address) as sock:
             sock.sendall(words)
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
             assert hangs_up(sock)
-    assert welcomed.works()
+    assert either.works()
     assert not list(tmp_path.iterdir())
     pickle.loads(bomb)
     assert list(tmp_path.iterdir())  # it would have gone off
@@ -465,13 +523,13 @@ class Peers:
     def __init__(self) -> None:
         self.connections = Connections()
         self.agent = self.connect()
-        self.agent.send(AgentReady(node=0, pid=1))
+        self.agent.send(joining())
         self.trainer = self.connect()
         self.trainer.send(ready(7))
         self.collect(2)
 
     def connect(self) -> Channel:
-        return connect(self.connections.host, self.connections.port, self.connections.secret)
+        return connect(self.connections.invitation)
 
     def collect(self, number: int) -> list[Any]:
         got: list[Any] = []
@@ -490,7 +548,7 @@ def peers() -> Iterator[Peers]:
 
 
 def test_last_words_come_before_the_death(peers: Peers) -> None:
-    peers.agent.send(TrainerExited(device=0, pid=7, cause="signal SIGKILL"))
+    peers.agent.send(exited())
     peers.trainer.send("last words")
     peers.trainer.close()
     got = peers.collect(2)
@@ -501,7 +559,7 @@ def test_last_words_come_before_the_death(peers: Peers) -> None:
 def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
     """Both are pending, the agent's word first: as when two trainers die at one time."""
     peers.agent.send("of another trainer")
-    peers.agent.send(TrainerExited(device=0, pid=7, cause="signal SIGKILL"))
+    peers.agent.send(exited())
     assert peers.collect(1) == ["of another trainer"]
     peers.trainer.close()
     (death,) = peers.collect(1)
@@ -514,9 +572,7 @@ def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
 def test_a_hub_that_is_closed_closes_those_who_have_not_said_who_they_are() -> None:
     files = set(os.listdir("/proc/self/fd"))
     connections = Connections()
-    admitted, waiting = (
-        connect(connections.host, connections.port, connections.secret) for _ in range(2)
-    )
+    admitted, waiting = (connect(connections.invitation) for _ in range(2))
     with stranger((connections.host, connections.port)) as sock:
         sock.recv(HELLO_BYTES, socket.MSG_WAITALL)
         list(connections.messages(PATIENCE_S))  # it hears of the first, perhaps of both
@@ -531,7 +587,7 @@ def test_a_hub_that_is_closed_closes_those_who_have_not_said_who_they_are() -> N
 def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:
     """As of a trainer that is stopped while it sends."""
     with socket.socket(fileno=os.dup(peers.trainer.fileno())) as raw:
-        frame = peers.trainer._frame("of the trainer")
+        frame = b"".join(peers.trainer._frame(pickle.dumps("of the trainer")))
         for part in (frame[:5], frame[5:30]):
             raw.sendall(part)
             assert list(peers.connections.messages(PATIENCE_S)) == []
@@ -544,8 +600,8 @@ def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:
 def test_a_peer_that_does_not_read_does_not_hold_up_the_hub(peers: Peers) -> None:
     """As a trainer that is stopped before it is sent an objective of some size."""
     large = os.urandom(30 << 20)
-    peers.connections.send(peers.connections.trainers[7], large)
-    peers.connections.send(peers.connections.trainers[7], "and this")
+    peers.connections.send(peers.connections.trainers[ProcessId(AGENT, 7)], large)
+    peers.connections.send(peers.connections.trainers[ProcessId(AGENT, 7)], "and this")
     peers.agent.send("of the agent")
     while (got := list(peers.connections.messages(PATIENCE_S))) == []:
         pass
@@ -605,61 +661,3 @@ def said() -> Iterator[list[logging.LogRecord]]:
     logger.addHandler(handler)
     yield records
     logger.removeHandler(handler)
-
-
-# -- the runtime's books -------------------------------------------------------------------------
-
-
-class FakeAgent:
-    pid = AGENT
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def close(self) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
-
-
-def runtime_in(folder: Path | None, start_agent: Any) -> runtimes.Runtime:
-    fleet = Fleet(devices=(Device(index=0, node=0, kind="cpu"),))
-    allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
-    return runtimes.Runtime(fleet, None, allocator, folder, start_agent, preload=False)
-
-
-@pytest.fixture
-def runtime(tmp_path: Path) -> Iterator[runtimes.Runtime]:
-    made = runtime_in(tmp_path, FakeAgent)
-    yield made
-    made.close()
-
-
-def test_a_successor_is_announced_after_the_loss(runtime: runtimes.Runtime) -> None:
-    assert runtime.device_events(ready(7)) == [DeviceJoined(device=0)]
-    assert runtime.device_events(ready(8)) == []
-    lost, joined = runtime.device_events(TrainerExited(device=0, pid=7, cause="exit code 1"))
-    assert joined == DeviceJoined(device=0)
-    assert lost != joined
-
-
-def test_a_trainer_whose_death_was_told_before_its_hello_is_never_announced(
-    runtime: runtimes.Runtime,
-) -> None:
-    """Its hello is still in its socket when the agent tells of its death: it is not up."""
-    assert runtime.device_events(TrainerExited(device=0, pid=7, cause="signal SIGKILL")) == []
-    assert runtime.device_events(ready(7)) == []
-    assert runtime.device_events(ready(8)) == [DeviceJoined(device=0)]
-
-
-def test_no_temporary_folder_stays_if_the_agent_cannot_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def refuse(config: Any) -> Any:
-        raise OSError("no more processes")
-
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(OSError, match="no more processes"):
-        runtime_in(None, refuse)
-    assert not list(tmp_path.iterdir())

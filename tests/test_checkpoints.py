@@ -21,11 +21,12 @@ from optuna.trial import TrialState
 from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
 from optuna_fleet.checkpoints.file import Owner
 from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
+from optuna_fleet.checkpoints.names import FileName, newest_first
 from optuna_fleet.cli import main
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer import checkpoint
-from tests.fleets import Leg, fleet_of, small_model, train
+from tests.fleets import Leg, fleet_of, small_model, train, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,12 @@ def test_a_compiled_models_weights_fit_any(keeping: Any) -> None:
         assert total.item() == study.best_trial.user_attrs["total"]
 
 
+def unfinished(folder: StudyFolder, number: int, epoch: int, **more: Any) -> Path:
+    """Where a run writes its checkpoint."""
+    run = {"run": "0123abcd-1"} | more
+    return folder.at(FileName(trial=number, position=(1, epoch), **run))
+
+
 def leave(folder: StudyFolder, study: optuna.Study, values: list[float]) -> None:
     """A trial that has just been told, and its final checkpoint."""
     trial = study.ask()
@@ -170,7 +177,7 @@ def test_the_worst_of_the_best_make_room(root: Path, log: io.StringIO) -> None:
         leave(folder, study, [value])
         number = study.trials[-1].number
         folder.final(number).write_bytes(bytes(size))
-        folder.checkpoint(99).write_bytes(bytes(5000))  # of one under way: does not count
+        unfinished(folder, 99, 1).write_bytes(bytes(5000))  # of one under way: does not count
         retention.settled(number)
         assert 99 in folder.unfinished()
         return folder.finals()
@@ -277,14 +284,16 @@ def remove(path: Path) -> None:
 
 def replace_by_a_strangers(path: Path) -> None:
     content = checkpoint.Checkpoint(loop=1, epoch=3, objects=[], state={}, rng=[], history={})
-    owner = Owner(study="another", trial=0)
-    checkpoint.save(path, checkpoint.snapshot(content), owner, keep_previous=False)
+    write_checkpoint(path, content, Owner(study="another", trial=0))
 
 
 class Dying:
-    """Trains; after the third epoch, once, damages what the disk has of it and dies."""
+    """Trains; after the third epoch, once, damages what the disk has of it and dies.
 
-    def __init__(self, folder: Path, damages: dict[str, Any], flag: Path) -> None:
+    Of its checkpoints, the newest first, each gets one of the damages.
+    """
+
+    def __init__(self, folder: Path, damages: list[Any], flag: Path) -> None:
         self.folder, self.damages, self.flag = folder, damages, flag
 
     def __call__(self, trial: Any) -> float:
@@ -302,18 +311,21 @@ class Dying:
 
     def _die(self, trial: Any) -> None:
         self.flag.touch()
-        for name, damage in self.damages.items():
-            damage(self.folder / name)
+        found = [FileName.parse(path.name) for path in self.folder.iterdir()]
+        names = newest_first(name for name in found if name and not name.kind)
+        assert names[0].position == (1, 3)
+        for name, damage in zip(names, self.damages, strict=False):
+            damage(self.folder / str(name))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
     ("damages", "words"),
     [
-        ({"trial-0.pt": tear}, ["torn"]),
-        ({"trial-0.pt": remove}, []),
-        ({"trial-0.pt": replace_by_a_strangers}, ["is of another study"]),
-        ({"trial-0.pt": flip, "trial-0.pt.previous": flip}, ["corrupt", "corrupt"]),
+        ([tear], ["torn"]),
+        ([remove], ["can't be read"]),
+        ([replace_by_a_strangers], ["is of another study"]),
+        ([flip, flip], ["corrupt", "corrupt"]),
     ],
     ids=["newest torn", "newest gone", "a stranger's", "both flipped"],
 )
@@ -323,7 +335,7 @@ def test_a_damaged_checkpoint_costs_nothing_but_time(
     tmp_path: Path,
     undisturbed: dict[str, Any],
     log: io.StringIO,
-    damages: dict[str, Any],
+    damages: list[Any],
     words: list[str],
 ) -> None:
     study = optuna.create_study()
@@ -334,7 +346,7 @@ def test_a_damaged_checkpoint_costs_nothing_but_time(
     assert study.trials[0].user_attrs == undisturbed
     assert len(study.trials[0].intermediate_values) == 4
     text = log.getvalue()
-    assert text.count("can't be read") == 0
+    assert text.count("The checkpoint ") == len(words)
     for word in words:
         assert word in text
     assert kept(root, study) == {"trial-0.final.pt"}
@@ -350,17 +362,17 @@ def folder(tmp_path: Path) -> StudyFolder:
     folder.record_call(CallRecord(study=folder.study_name, id="1", n_trials=9, timeout=None))
     for path, epoch in [
         (folder.final(3), 20),
-        (folder.checkpoint(12), 6),
-        (folder.checkpoint(12), 7),
-        (folder.best(12), 5),
+        (unfinished(folder, 12, 6), 6),
+        (unfinished(folder, 12, 7), 7),
+        (unfinished(folder, 12, 5, kind="best"), 5),
     ]:
         content = checkpoint.Checkpoint(
             loop=1, epoch=epoch, objects=[], state={}, rng=[], history={}
         )
         owner = Owner(study=folder.study_name, trial=3 if epoch == 20 else 12)
-        checkpoint.save(path, checkpoint.snapshot(content), owner)
-    (folder.path / ".trial-12.pt.abc").touch()
-    (folder.path / ".trial-12.best.pt.abc").touch()
+        write_checkpoint(path, content, owner)
+    (folder.path / ".trial-12.1-8.0123abcd-1.pt.abc").touch()
+    (folder.path / ".trial-12.1-8.0123abcd-1.best.pt.abc").touch()
     return folder
 
 
@@ -371,8 +383,8 @@ def test_checkpoints_are_listed(folder: StudyFolder, capsys: pytest.CaptureFixtu
     rows = [" ".join(line.split()) for line in lines[1:5]]
     assert rows == [
         "a study/with a name 12 5 0.0 MB 0.0 h unfinished, at its best not verified",
+        "a study/with a name 12 6 0.0 MB 0.0 h unfinished not verified",
         "a study/with a name 12 7 0.0 MB 0.0 h unfinished not verified",
-        "a study/with a name 12 6 0.0 MB 0.0 h unfinished, the one before not verified",
         "a study/with a name 3 20 0.0 MB 0.0 h final not verified",
     ]
     assert "driver of the unfinished ones died" in lines[5]
@@ -394,7 +406,7 @@ def test_checkpoints_are_verified(folder: StudyFolder, capsys: pytest.CaptureFix
 def test_a_file_under_another_trials_name_is_shown_as_damaged(
     folder: StudyFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder.checkpoint(12).rename(folder.final(12))
+    unfinished(folder, 12, 7).rename(folder.final(12))
     assert main(["checkpoints", str(folder.root)]) == 0
     folder.final(12).replace(folder.final(3))
     assert main(["checkpoints", str(folder.root)]) == 1
@@ -418,30 +430,28 @@ def test_checkpoints_are_pruned(folder: StudyFolder, capsys: pytest.CaptureFixtu
 
 
 def test_a_trial_can_not_go_on_with_its_best_alone(folder: StudyFolder) -> None:
-    assert 12 in folder.unfinished()
-    folder.checkpoint(12).unlink()
-    assert 12 in folder.unfinished()  # with the one before
-    folder.drop_unfinished(12)
-    for name in ("trial-12.best.pt", ".trial-12.best.pt.abc", ".trial-12.pt.abc"):
-        (folder.path / name).touch()
+    assert folder.unfinished() == {12: str(unfinished(folder, 12, 7))}
+    unfinished(folder, 12, 7).unlink()
+    assert folder.unfinished() == {12: str(unfinished(folder, 12, 6))}
+    unfinished(folder, 12, 6).unlink()
     assert 12 not in folder.unfinished()
 
 
 def test_what_is_not_ours_is_left_alone(
     folder: StudyFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = {"best-trial-3.final.pt", "trial-3.final.pt.bak", "trial-x.pt", "my-trial-notes"}
+    mine = {"best-trial-3.final.pt", "trial-3.final.pt.bak", "trial-3.pt", "my-trial-notes"}
     for name in mine:
         (folder.path / name).touch()
-    (folder.path / "trial-5.pt").mkdir()
-    os.mkfifo(folder.path / "trial-6.pt")  # nobody will ever write to it
+    (folder.path / "trial-5.final.pt").mkdir()
+    os.mkfifo(folder.path / "trial-6.final.pt")  # nobody will ever write to it
     assert main(["checkpoints", str(folder.root), "--verify"]) == 0
     assert main(["checkpoints", str(folder.root), "--prune"]) == 0
-    assert mine | {"trial-5.pt"} <= set(os.listdir(folder.path))
+    assert mine | {"trial-5.final.pt"} <= set(os.listdir(folder.path))
     (folder.path / ".call.json.abc").touch()  # a driver was killed as it wrote it
     folder.drop(3)
     folder.drop_all_but(unfinished=set(), finals=set())
-    assert set(os.listdir(folder.path)) == mine | {"call.json", "trial-5.pt"}
+    assert set(os.listdir(folder.path)) == mine | {"call.json", "trial-5.final.pt"}
     capsys.readouterr()
     assert main(["checkpoints", str(folder.path)]) == 0  # one folder too deep
     assert "give the folder that" in capsys.readouterr().out
@@ -453,7 +463,7 @@ def test_a_name_that_a_terminal_would_obey_is_written_out(
     for name in ("bell\a\n\x1b[2J", "x" * 100, ""):
         folder = StudyFolder(tmp_path, name)
         folder.record_call(CallRecord(study=name, id="1", n_trials=9, timeout=None))
-        folder.checkpoint(0).touch()
+        unfinished(folder, 0, 1).touch()
     assert main(["checkpoints", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     rows = [line for line in out.splitlines()[1:] if line.endswith("damaged")]

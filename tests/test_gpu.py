@@ -17,7 +17,7 @@ from torch import nn
 from optuna_fleet import Limits, LocalCluster
 from optuna_fleet.events import RateMeasured
 from optuna_fleet.pipeline.reader.batches import Batch
-from optuna_fleet.trainer.feed import CudaStage, ahead
+from optuna_fleet.trainer.feed import feed
 from tests.fleets import Leg, fleet_of, small_model, train
 
 NUM_GPUS = torch.cuda.device_count()
@@ -208,9 +208,8 @@ def stages(trial: Any) -> float:
     batches = (
         Batch(data={"x": torch.full((size,), n)}, local_size=1, global_size=1) for n in range(20)
     )
-    stage = CudaStage(torch.device("cuda", 0), lambda data: data["x"] + 1)
     totals = []
-    for _, data in ahead(batches, stage):
+    for _, data in feed(batches, torch.device("cuda", 0), lambda data: data["x"] + 1):
         assert data.device.type == "cuda"
         totals.append((data * 1.0).sqrt().square().sum())
         del data

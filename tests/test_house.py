@@ -50,7 +50,7 @@ def at_import_time(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("library", "rooms"),
     [
-        ("torch", ("trainer", "pipeline", "checkpoints")),
+        ("torch", ("trainer", "pipeline", "checkpoints", "integrations")),
         ("mip", ("alloc",)),
         (
             "optuna",
@@ -60,6 +60,7 @@ def at_import_time(path: Path) -> set[str]:
                 "executor.fleet_executor",
                 "visualization",
                 "checkpoints",
+                "integrations",
             ),
         ),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from optuna_fleet.resources import num_gpus
+from optuna_fleet.resources import cpu_count, num_gpus
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,11 @@ def test_gpus_that_are_visible(tmp_path: Path, visible: str | None, number: int)
 
 def test_a_machine_without_gpus(tmp_path: Path) -> None:
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == 0
+
+
+def test_slurm_says_how_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_CPUS_ON_NODE", raising=False)
+    there = cpu_count()
+    for said, expected in {"1": 1, "1000000": there, "": there}.items():
+        monkeypatch.setenv("SLURM_CPUS_ON_NODE", said)
+        assert cpu_count() == expected

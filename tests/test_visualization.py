@@ -1,5 +1,6 @@
 """Timelines of made-up studies: what the bars say, and that both pictures show it."""
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -13,11 +14,16 @@ from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState
 
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import FLIGHTS_KEY, PIPELINE_KEY
+from optuna_fleet.sampler_bridge.ledger import (
+    DEVICES_KEY,
+    FLIGHTS_KEY,
+    PIPELINE_KEY,
+    DeviceSpan,
+)
 from optuna_fleet.visualization import plot_timeline, save_timeline
 from optuna_fleet.visualization.bars import Mark, bars_of, round_starts
 from optuna_fleet.visualization.lane import Curve, Lane, lane_of, steps
-from optuna_fleet.visualization.style import NO_FLIGHTS, colour_of
+from optuna_fleet.visualization.style import IS_THERE, NO_FLIGHTS, colour_of
 
 START = 1.7e9
 
@@ -378,3 +384,85 @@ def test_it_is_there_after_import_optuna_fleet_alone():
     script = "import optuna_fleet; print(optuna_fleet.visualization.plot_timeline.__name__)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "plot_timeline\n", done.stderr
+
+
+# -- nodes ---------------------------------------------------------------------------------------
+
+
+def add_stays(study, *stays):
+    """Of devices: (device, node, start, end)."""
+    spans = [
+        DeviceSpan(
+            device=device,
+            node=node,
+            kind="cpu",
+            start=START + start,
+            end=None if end is None else START + end,
+        )
+        for device, node, start, end in stays
+    ]
+    records = [dataclasses.asdict(span) for span in spans]
+    compat.set_study_record(study, DEVICES_KEY.format(began=START, index=0), records)
+
+
+@pytest.fixture
+def on_nodes(study):
+    """Node b comes late, leaves at 22 s and comes back; device 1 is on it at last."""
+    stays = [
+        (0, "a", 5, None),
+        (4, "b", 9, 22),
+        (7, "b", 9, 22),
+        (1, "a", 5, 25),
+        (4, "b", 26, 31),
+    ]
+    add_stays(study, *stays, (1, "b", 26, None))
+    return study
+
+
+def test_bars_know_their_nodes(on_nodes):
+    nodes = {(b.number, b.flight, b.device): b.node for b in bars_of(on_nodes)}
+    assert nodes[(0, 1, 0)] == nodes[(0, 1, 1)] == "a"
+    assert nodes[(1, 1, 4)] == "b"
+    assert nodes[(1, 3, 1)] == "b"
+
+
+def test_rows_are_grouped_by_node_and_say_which(on_nodes):
+    figure = plot_timeline(on_nodes)
+    assert figure.layout.yaxis.ticktext == ("a  0", "1", "b  1", "4", "7")
+    assert "on 4 devices of 2 nodes" in figure.layout.title.text
+    assert [line.y0 for line in figure.layout.shapes if line.xref == "paper"] == [1.5]
+    (there,) = [trace for trace in figure.data if trace.name == IS_THERE]
+    shown = sorted(zip(there.y, there.base, there.x, strict=True))
+    assert shown == [
+        (0, 0.0, 30.0),  # without an end: to the last flight's
+        (1, 0.0, 15.0),
+        (2, 16.0, 14.0),
+        (3, 0.0, 12.0),
+        (3, 16.0, 5.0),
+        (4, 0.0, 12.0),  # though no trial was on it
+    ]
+    assert any("node: b" in text for trace in figure.data for text in trace.customdata or ())
+
+
+def test_what_a_dead_driver_left_open_ends_where_the_next_call_begins(study):
+    add_stays(study, (0, "a", 10, None), (4, "b", 10, 30), (0, "b", 20, 30))
+    figure = plot_timeline(study)
+    (there,) = [trace for trace in figure.data if trace.name == IS_THERE]
+    assert sorted(zip(there.base, there.x, strict=True)) == [
+        (0.0, 10.0),
+        (0.0, 20.0),
+        (10.0, 10.0),
+    ]
+
+
+def test_one_node_changes_nothing(study):
+    before = plot_timeline(study)
+    add_stays(study, *[(device, "a", 5, 40) for device in (0, 1, 4, 5)])
+    assert plot_timeline(study) == before
+
+
+def test_a_picture_has_room_for_the_names_of_nodes(on_nodes, tmp_path):
+    save_timeline(on_nodes, tmp_path / "nodes.svg")
+    text = (tmp_path / "nodes.svg").read_text()
+    assert all(f"<!-- {label} -->" in text for label in ("a  0", "b  1", IS_THERE))
+    assert "of 2 nodes" in text

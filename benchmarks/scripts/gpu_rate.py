@@ -81,7 +81,7 @@ def main() -> None:
         "| trial on the fleet | bare loop with a DataLoader | fleet / bare (time) |\n|---|---|---|"
     )
     ratios = []
-    pipeline = SharedPipeline(num_preprocessors=num_workers, **datasets)
+    pipeline = SharedPipeline(split=True, num_preprocessors=num_workers, **datasets)
     with FleetExecutor(pipeline, **options) as fleet:
         batches = loader(dataset, batch_size, device, num_workers)
         for name in names:
@@ -90,7 +90,7 @@ def main() -> None:
             print(f"| {own:.0f} | {bare:.0f} | {ratios[-1]:.3f} |", flush=True)
     print(f"\nMedian without the first: {statistics.median(ratios[1:]):.3f}.\n", flush=True)
     # With two slots there is something to decide, so rates are measured.
-    pipeline = SharedPipeline(num_preprocessors=num_workers, train=dataset)
+    pipeline = SharedPipeline(split=True, num_preprocessors=num_workers, train=dataset)
     with FleetExecutor(pipeline, cluster=LocalCluster(slots_per_device=2), **options) as fleet:
         own = rate_on(fleet, "train")
         profiles: Any = fleet._runner._runtime.profiles  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ def main() -> None:
     if device == "cuda":
         tell("plain copy from pinned memory", *plain_copy(batch_size, size_px))
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    pipeline = SharedPipeline(train=dataset, num_preprocessors=num_workers)
+    pipeline = SharedPipeline(train=dataset, split=True, num_preprocessors=num_workers)
     with FleetExecutor(pipeline, devices=1, device_type=device, policy="greedy") as fleet:
         objective = partial(read_through, num_epochs=num_epochs, batch_size=batch_size)
         study = optuna.create_study()

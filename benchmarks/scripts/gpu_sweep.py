@@ -25,7 +25,11 @@ Sweep = tuple[Callable[[], SharedPipeline], Callable[[Any], float], int]
 def digits_sweep(is_small: bool) -> Sweep:
     train, val = digits.load_datasets()
     objective = partial(digits.objective, num_epochs=1 if is_small else 4)
-    return lambda: SharedPipeline(train=train, val=val), objective, 2 if is_small else 12
+    return (
+        lambda: SharedPipeline(train=train, val=val, split=True),
+        objective,
+        2 if is_small else 12,
+    )
 
 
 def images_sweep(is_small: bool) -> Sweep:
@@ -45,7 +49,11 @@ def images_sweep(is_small: bool) -> Sweep:
         num_classes=len(classes),
         num_epochs=1 if is_small else 3,
     )
-    return lambda: SharedPipeline(train=train, val=val), objective, 2 if is_small else 8
+    return (
+        lambda: SharedPipeline(train=train, val=val, split=True),
+        objective,
+        2 if is_small else 8,
+    )
 
 
 def main() -> None:

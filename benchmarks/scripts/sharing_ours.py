@@ -20,6 +20,7 @@ def setup(request: dict[str, Any]) -> Iterator[tuple[Epochs, Callable[[], Any]]]
     pipeline = SharedPipeline(
         train=dataset_of(request),
         warm=Ready(WARM_SAMPLES),
+        split=True,
         shuffled=[] if request["data"] == "ready" else ["train"],
         num_preprocessors=request["preprocessors"],
         **request.get("options", {}),

@@ -45,12 +45,11 @@ def make_photographs(folder: Path, number: int) -> None:
 class Photographs(Dataset[tuple[Any, int]]):
     """`size` samples (image, index) of the files of a folder, which are used over and over."""
 
-    def __init__(self, folder: str, *, size: int, decoder: str, dtype: str) -> None:
+    def __init__(self, folder: str, *, size: int, decoder: str, crop: str, dtype: str) -> None:
         self.paths = sorted(map(str, Path(folder).glob("*.jpg")))
         self.size = size
         self.decode = DECODERS[decoder]
-        steps: list[Any] = [v2.RandomResizedCrop(CROP_PX, antialias=True)]
-        steps.append(v2.RandomHorizontalFlip())
+        steps = CROPS[crop]()
         if dtype == "float32":
             steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
         self.transform = v2.Compose(steps)
@@ -97,6 +96,26 @@ DECODERS = {
 }
 
 
+def _crop_torchvision() -> list[Any]:
+    return [v2.RandomResizedCrop(CROP_PX, antialias=True), v2.RandomHorizontalFlip()]
+
+
+def _crop_fused() -> list[Any]:
+    from optuna_fleet import RandomResizedCrop
+    from optuna_fleet.pipeline import crops
+
+    if crops._resample is None:
+        raise RuntimeError(
+            "The crop was not compiled: python setup.py build_ext --inplace, or install with a "
+            "C compiler."
+        )
+    return [RandomResizedCrop(CROP_PX, flip=0.5)]
+
+
+CROPS = {"torchvision": _crop_torchvision, "fused": _crop_fused}
+"""Ways to crop and flip at random, to the same bits."""
+
+
 def dataset_of(request: dict[str, Any]) -> Dataset[tuple[Any, int]]:
     """The data set that a request of `sharing.py` asks for."""
     if request["data"] == "ready":
@@ -105,5 +124,6 @@ def dataset_of(request: dict[str, Any]) -> Dataset[tuple[Any, int]]:
         request["folder"],
         size=request["samples"],
         decoder=request["decoder"],
+        crop=request["crop"],
         dtype=request["dtype"],
     )

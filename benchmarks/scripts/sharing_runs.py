@@ -20,7 +20,11 @@ NAMES = {
     "ours": "SharedPipeline",
     "ring": "a ring without features",
     "bare": "no loader: samples made and read",
+    "dataloader+fused": "DataLoaders with our crop",
+    "ours+fused": "SharedPipeline with our crop",
 }
+"""A script, and after a plus the way to crop (`sharing_photos.CROPS`) that it is asked for."""
+
 DECODED_BYTES = 3 * SIZE_PX[0] * SIZE_PX[1]
 RELEASE_BYTES, RELEASE_S = 64 << 20, 0.05
 SAMPLE_BYTES = {"uint8": 3 * CROP_PX**2, "float32": 12 * CROP_PX**2}
@@ -84,7 +88,7 @@ class Row:
 
     Attributes:
         row: Which line of the table.
-        system: One of `NAMES`; "ratio" compares ours with the DataLoaders.
+        system: One of `NAMES`.
         trials: Number of trials.
         unit: Unit of the values.
         runs: One value per round.
@@ -177,17 +181,19 @@ class WarmMemory:
 
 def run(system: str, effort: Effort, trials: Sequence[dict[str, Any]], **more: Any) -> Run:
     """Start a system, let its trials read, end it."""
+    script, _, crop = system.partition("+")
     request = {
         "data": "photographs",
         "folder": effort.folder,
         "samples": effort.samples,
         "decoder": effort.decoder,
+        "crop": crop or "torchvision",
         "dtype": effort.dtype,
         "preprocessors": effort.preprocessors,
         "trials": list(trials),
         **more,
     }
-    with Served(f"sharing_{system}.py") as served:
+    with Served(f"sharing_{script}.py") as served:
         memory = WarmMemory(effort.warm_bytes)
         served.ask(request)
         with memory.released():
@@ -219,7 +225,8 @@ def compared(
     runs: dict[str, list[float]] = {system: [] for system in systems}
     for _ in range(effort.rounds):
         for system in systems:
-            runs[system].append(value(run(system, effort, trials, **more.get(system, {}))))
+            own = more.get(system.partition("+")[0], {})
+            runs[system].append(value(run(system, effort, trials, **own)))
     for system in systems:
         yield Row(row=row, system=system, trials=len(trials), unit=unit, runs=tuple(runs[system]))
 
@@ -227,16 +234,17 @@ def compared(
 def times_less(
     rows: Sequence[Row], row: str, trials: int, *, least: float | None = None
 ) -> Iterator[Row]:
-    """How many times less ours takes than the DataLoaders, and the ring, round by round."""
+    """How many times less the others take than the DataLoaders, round by round."""
     runs = {r.system: r.runs for r in rows if r.row == row and r.trials == trials}
-    for system in ("ring", "ours"):
+    ours = [system for system in runs if system.startswith("ours")]
+    for system in ("ring", "dataloader+fused", *ours):
         if not {"dataloader", system} <= set(runs):
             continue
         yield Row(
             row=f"{row}: times less than DataLoaders",
-            system=system if system == "ring" else "ratio",
+            system=system,
             trials=trials,
             unit="x",
             runs=tuple(a / b for a, b in zip(runs["dataloader"], runs[system], strict=True)),
-            least=least if system == "ours" else None,
+            least=least if system == ours[-1] else None,
         )

@@ -21,7 +21,7 @@ def main() -> None:
         sampler=optuna.samplers.TPESampler(seed=seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=2),
     )
-    pipeline = SharedPipeline(train=train, val=val)
+    pipeline = SharedPipeline(train=train, val=val, split=True)
     with FleetExecutor(pipeline, devices=num_slots, device_type="cpu") as fleet:
         study.optimize(digits.objective, n_trials=num_trials, executor=fleet)
     assert fleet.summary is not None

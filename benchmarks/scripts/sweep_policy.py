@@ -32,7 +32,7 @@ class PrunedByNumber(optuna.pruners.BasePruner):
 
 def sweep_digits(pruner: optuna.pruners.BasePruner) -> tuple[Any, ...]:
     train, val = digits.load_datasets()
-    return SharedPipeline(train=train, val=val), digits.objective, 24, pruner
+    return SharedPipeline(train=train, val=val, split=True), digits.objective, 24, pruner
 
 
 def sweep_photographs(folder: Path) -> tuple[Any, ...]:
@@ -40,6 +40,7 @@ def sweep_photographs(folder: Path) -> tuple[Any, ...]:
     space = nas_images.SPACES["small"]
     train, val = nas_images.split(classes)
     pipeline = SharedPipeline(
+        split=True,
         train=nas_images.PhotographFolder(train, image_size=space.image_size, augment=True),
         val=nas_images.PhotographFolder(val, image_size=space.image_size, augment=False),
     )

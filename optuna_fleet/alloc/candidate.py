@@ -25,6 +25,7 @@ class Candidate:
         predicted_epochs: Epochs in all that somebody predicts; None if nobody does.
         max_epochs: Epochs after which it ends at the latest; None if that is not known.
         movable: Whether its devices can change now; if not, it stays where it flies.
+        is_within_epoch: Whether it flies, and its epoch has not ended.
         rescale_up_s: Seconds of training lost when it gets more devices, or its first.
         rescale_down_s: Seconds of training lost when it gets fewer devices.
         rates_by_kind: Device type -> rates there, as many as ``rates``; empty if those hold on
@@ -46,6 +47,7 @@ class Candidate:
     predicted_epochs: float | None = None
     max_epochs: int | None = None
     movable: bool = True
+    is_within_epoch: bool = False
     rescale_up_s: float = 0.0
     rescale_down_s: float = 0.0
     rates_by_kind: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)

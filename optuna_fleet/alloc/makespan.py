@@ -76,6 +76,7 @@ def _to_come(problem: AllocationProblem, known: Sequence[Candidate]) -> list[Can
             epochs_done=0,
             predicted_epochs=None,
             movable=True,
+            is_within_epoch=False,
         )
         for k, c in enumerate(models, 1)
     ]
@@ -109,12 +110,22 @@ def _rounded(
 ) -> list[int]:
     """Useful widths: rounded up first for those who have these devices already, then by remainder.
 
-    Whoever is rounded down so far that it could not fly leaves its devices to the others.
+    Whoever is rounded down so far that it could not fly leaves its devices to the others, but not
+    within an epoch: trials would take turns at each event, and none would get anywhere.
     """
     useful = [c.useful_widths(problem.num_devices) for c in candidates]
     shares = (fluid + _ROUNDING).tolist()
     widths = [_widest(u, share) for u, share in zip(useful, shares, strict=True)]
     held = [problem.kept_width(c) or 0 for c in candidates]
+    least = [
+        _narrowest(u, h) if c.is_within_epoch else 0
+        for c, u, h in zip(candidates, useful, held, strict=True)
+    ]
+    widths = [max(pair) for pair in zip(widths, least, strict=True)]
+    while sum(widths) > problem.num_devices:
+        spare = [i for i, m in enumerate(widths) if m > least[i]]
+        i = min(spare, key=lambda i: (fluid[i] / widths[i], candidates[i].number))
+        widths[i] = max(least[i], _widest(useful[i], widths[i] - 1))
     left, before = problem.num_devices - sum(widths), 0
     while left != before:
         before = left
@@ -128,6 +139,11 @@ def _rounded(
                 left -= int(wider) - widths[i]
                 widths[i] = int(wider)
     return widths
+
+
+def _narrowest(widths: Sequence[int], limit: int) -> int:
+    """The narrowest up to the limit; 0 if there is none."""
+    return min((m for m in widths if m <= limit), default=0)
 
 
 def _widest(widths: Sequence[int], limit: float) -> int:

@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 DEFAULT_SCALING = 0.95
 """r(m+1)/r(m) * m/(m+1) where nothing is known: how one more device lowers the rate per device."""
@@ -32,8 +32,10 @@ class RateProfile:
     Attributes:
         structure: Name of the structure (parameter shapes, batch size); trials of equal structure
             share one profile.
-        measured: Devices m -> samples/s, at least one width.
-        kind: Device type it was measured on; "" where all are alike.
+        measured: Devices m of one node -> samples/s.
+        kind: Device type it was measured on.
+        across: Devices m, and more than one node that they are on -> samples/s.
+        anywhere: `measured` holds on any number of nodes, as in a simulation.
 
     Raises:
         ValueError: Nothing was measured, a width is below 1, or a rate is not finite and positive.
@@ -42,11 +44,14 @@ class RateProfile:
     structure: str
     measured: Mapping[int, float]
     kind: str = ""
+    across: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    anywhere: bool = False
 
     def __post_init__(self) -> None:
-        if not self.measured:
+        if not self.measured and not self.across:
             raise ValueError("The value of `measured` is {}, but must hold at least one width.")
-        for m, rate in self.measured.items():
+        across = ((m, rate) for (m, _), rate in self.across.items())
+        for m, rate in (*self.measured.items(), *across):
             if m < 1 or not (math.isfinite(rate) and rate > 0):
                 raise ValueError(
                     f"The value of `measured` holds r({m}) = {rate}, but widths must be >= 1 "
@@ -54,7 +59,7 @@ class RateProfile:
                 )
 
     def rates(self, max_devices: int, scaling: float = DEFAULT_SCALING) -> tuple[float, ...]:
-        """Rates for every width up to ``max_devices``.
+        """Rates on one node for every width up to ``max_devices``.
 
         Measured where measured, linear between two measured widths, proportional to m below the
         smallest one, and Eq. 5 beyond the largest: ``r(m) = m * r(w)/w * factor**(m - w)``. The
@@ -81,9 +86,16 @@ class RateProfile:
             for m in range(1, max_devices + 1)
         )
 
-    def with_measurement(self, m: int, samples_per_s: float) -> RateProfile:
+    def is_measured(self, m: int, num_nodes: int = 1) -> bool:
+        """Whether r(``m``) on so many nodes was measured."""
+        on_one = num_nodes == 1 or self.anywhere
+        return m in self.measured if on_one else (m, num_nodes) in self.across
+
+    def with_measurement(self, m: int, samples_per_s: float, num_nodes: int = 1) -> RateProfile:
         """The same profile with r(``m``) set to ``samples_per_s``, replacing an older value."""
-        return replace(self, measured={**self.measured, m: samples_per_s})
+        if num_nodes == 1 or self.anywhere:
+            return replace(self, measured={**self.measured, m: samples_per_s})
+        return replace(self, across={**self.across, (m, num_nodes): samples_per_s})
 
     def _rate(self, m: int, widths: Sequence[int], factor: float) -> float:
         if m in self.measured:
@@ -99,8 +111,8 @@ class RateProfile:
 
 
 def profile_key(structure: str, kind: str) -> str:
-    """What a profile is filed under; of a structure alone where all device types are alike."""
-    return f"{structure} on {kind}" if kind else structure
+    """What a profile is filed under."""
+    return f"{structure} on {kind}"
 
 
 def pooled_scaling(profiles: Iterable[RateProfile]) -> float:

@@ -57,44 +57,51 @@ class Header:
     digest: bytes
 
 
-def write(
-    path: str | os.PathLike[str],
-    dump: Callable[[IO[bytes]], None],
-    *,
-    owner: Owner,
-    epoch: int,
-    keep_previous: bool = True,
-) -> None:
-    """Write a checkpoint to `path` (mode 0600), or leave what was there; never half of it.
+def write(file: IO[bytes], dump: Callable[[IO[bytes]], None], *, owner: Owner, epoch: int) -> None:
+    """Write a checkpoint into an empty file.
 
     Args:
-        path: The file; its folder is made.
-        dump: Writes the payload to a file.
+        file: The file.
+        dump: Writes the payload into it.
         owner: Whose it is.
         epoch: For the header.
-        keep_previous: Keep the checkpoint before it beside it.
 
     Raises:
-        CheckpointError: The file can't be written.
+        OSError: It can't be written.
     """
-    target = Path(path)
+    file.write(bytes(_HEADER.size))
+    hashing = _Hashing(file)
     try:
-        with replacing(target, keep_as=previous(target) if keep_previous else None) as file:
-            _write(file, dump, owner, epoch)
+        dump(hashing)  # type: ignore[arg-type]  # it only needs to write
+    except RuntimeError as error:  # torch raises it for any failed write
+        raise hashing.error or error from None
+    hashing.digest.update(_KNOWN.pack(epoch, owner.trial, owner.study_digest))
+    about = FORMAT_VERSION, epoch, hashing.num_bytes, owner.trial, owner.study_digest
+    file.seek(0)
+    file.write(_HEADER.pack(_MAGIC, *about, hashing.digest.digest()))
+
+
+@contextmanager
+def written(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Say of an error in it that the checkpoint can't be written.
+
+    Raises:
+        CheckpointError: The error was an `OSError`.
+    """
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoint {target} can't be written ({error}): check that its folder exists, "
+            f"The checkpoint {path} can't be written ({error}): check that its folder exists, "
             "may be written to and has space."
         ) from error
 
 
 @contextmanager
-def replacing(target: Path, keep_as: Path | None = None) -> Iterator[IO[bytes]]:
+def replacing(target: Path) -> Iterator[IO[bytes]]:
     """Write a file (mode 0600) that replaces `target` once it is whole, and on the disk.
 
-    Args:
-        target: The file; its folder is made.
-        keep_as: Where to keep the file that was there.
+    Its folder is made.
 
     Raises:
         OSError: It can't be written; `target` is what it was.
@@ -106,9 +113,6 @@ def replacing(target: Path, keep_as: Path | None = None) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if keep_as is not None:
-            with suppress(FileNotFoundError):
-                os.replace(target, keep_as)
         os.replace(temporary, target)
     except BaseException:
         with suppress(OSError):
@@ -121,21 +125,38 @@ def replacing(target: Path, keep_as: Path | None = None) -> Iterator[IO[bytes]]:
         os.close(folder)
 
 
-def previous(path: str | os.PathLike[str]) -> Path:
-    """Where the checkpoint before the one at `path` is kept."""
-    return Path(f"{os.fspath(path)}.previous")
-
-
-def read(path: str | os.PathLike[str], owner: Owner) -> memoryview:
-    """Read the payload of a checkpoint and verify it.
+def contents(path: str | os.PathLike[str]) -> bytes:
+    """All that is in a file.
 
     Raises:
-        CheckpointError: The file is missing, torn, altered, of another format or owner.
+        CheckpointError: It can't be read.
+    """
+    with readable(path):
+        return Path(path).read_bytes()
+
+
+@contextmanager
+def readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Say of an error in it that the checkpoint can't be read.
+
+    Raises:
+        CheckpointError: The error was an `OSError`.
     """
     try:
-        data = Path(path).read_bytes()
+        yield
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise CheckpointError(
+            f"The checkpoint {path} can't be read ({error}): check the folder, or start the trial "
+            "again from its first epoch."
+        ) from error
+
+
+def verified(path: str | os.PathLike[str], data: bytes | bytearray, owner: Owner) -> memoryview:
+    """The payload of the checkpoint at `path`, which has `data` in it.
+
+    Raises:
+        CheckpointError: It is torn, altered, of another format or owner.
+    """
     header = _header(path, owner, data[: _HEADER.size], len(data))
     payload = memoryview(data)[_HEADER.size :]
     _compare(path, header, hashlib.sha256(payload))
@@ -153,31 +174,15 @@ def inspect(path: str | os.PathLike[str], owner: Owner | None, *, verify: bool) 
     Raises:
         CheckpointError: What is wrong with it.
     """
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header = _header(path, owner, file.read(_HEADER.size), size)
-            digest = hashlib.sha256()
-            while verify and (block := file.read(_BLOCK_BYTES)):
-                digest.update(block)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with readable(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header = _header(path, owner, file.read(_HEADER.size), size)
+        digest = hashlib.sha256()
+        while verify and (block := file.read(_BLOCK_BYTES)):
+            digest.update(block)
     if verify:
         _compare(path, header, digest)
     return header
-
-
-def _write(file: IO[bytes], dump: Callable[[IO[bytes]], None], owner: Owner, epoch: int) -> None:
-    file.write(bytes(_HEADER.size))
-    hashing = _Hashing(file)
-    try:
-        dump(hashing)  # type: ignore[arg-type]  # it only needs to write
-    except RuntimeError as error:  # torch raises it for any failed write
-        raise hashing.error or error from None
-    hashing.digest.update(_KNOWN.pack(epoch, owner.trial, owner.study_digest))
-    about = FORMAT_VERSION, epoch, hashing.num_bytes, owner.trial, owner.study_digest
-    file.seek(0)
-    file.write(_HEADER.pack(_MAGIC, *about, hashing.digest.digest()))
 
 
 class _Hashing:
@@ -202,17 +207,12 @@ class _Hashing:
         self._file.flush()
 
 
-def _unreadable(path: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint {path} can't be read ({error}): check the folder, or start the trial "
-        "again from its first epoch."
-    )
-
-
 ADVICE = "the trial goes on from its checkpoint before, or from its first epoch"
 
 
-def _header(path: str | os.PathLike[str], owner: Owner | None, start: bytes, size: int) -> Header:
+def _header(
+    path: str | os.PathLike[str], owner: Owner | None, start: bytes | bytearray, size: int
+) -> Header:
     if size < _HEADER.size:
         raise CheckpointError(f"The checkpoint {path} is truncated: {ADVICE}.")
     magic, version, epoch, num_bytes, trial, study_digest, digest = _HEADER.unpack(start)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import tempfile
 from collections.abc import Iterable
@@ -15,15 +16,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from optuna_fleet.checkpoints.file import replacing
+from optuna_fleet.checkpoints.names import (
+    FileName,
+    newest_first,
+    resumable,
+    superfluous,
+    trial_of,
+)
 from optuna_fleet.exceptions import FleetConfigError
 
 _LOCK = "lock"
 _CALL = "call.json"
-_UNFINISHED = re.compile(r"trial-(\d+)\.pt(?:\.previous)?")
-_FINAL = re.compile(r"trial-(\d+)\.final\.pt\Z")
-# What we write, and what is left when that is cut short; a copy that the user made is not ours.
-CHECKPOINT = re.compile(r"trial-(\d+)\.(pt|pt\.previous|best\.pt|final\.pt)")
-_CUT_SHORT = re.compile(r"\.trial-(\d+)\.(?:pt|best\.pt|final\.pt)\.\w+")
+_TOKEN = "token"
 
 
 class FolderLock:
@@ -99,6 +103,22 @@ def _lock(descriptor: int, root: Path) -> None:
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
+def mark(root: Path) -> str:
+    """Leave a token in a driver's folder, by which others know whether they see the same one."""
+    token = secrets.token_hex(16)
+    with contextlib.suppress(OSError), replacing(root / _TOKEN) as file:  # else none sees it
+        file.write(token.encode())
+    return token
+
+
+def is_shared(root: Path, token: str) -> bool:
+    """Whether the folder at this path is, from here too, the one that has this token."""
+    try:
+        return (root / _TOKEN).read_text() == token and os.access(root, os.W_OK)
+    except (OSError, ValueError):
+        return False
+
+
 def holder_of(root: Path) -> str | None:
     """Who holds a folder now, in words, or None."""
     try:
@@ -140,12 +160,7 @@ def files_in(folder: Path) -> list[Path]:
         found = [entry for entry in os.scandir(folder) if not entry.is_dir()]
     except OSError:
         return []
-    return sorted(folder / entry.name for entry in found if _number_of(entry.name) is not None)
-
-
-def _number_of(name: str) -> int | None:
-    match = CHECKPOINT.fullmatch(name) or _CUT_SHORT.fullmatch(name)
-    return None if match is None else int(match[1])
+    return sorted(folder / entry.name for entry in found if trial_of(entry.name) is not None)
 
 
 def _study_of(folder: Path) -> str:
@@ -200,22 +215,17 @@ class StudyFolder:
         readable = re.sub(r"[^A-Za-z0-9_-]", "_", self.study_name)[:60]
         return self.root / f"{readable}-{digest}"
 
-    def checkpoint(self, number: int) -> Path:
-        """Where the checkpoint of a trial is that is not done."""
-        return self.path / f"trial-{number}.pt"
-
-    def best(self, number: int) -> Path:
-        """Where a trial that is not done keeps its state at its best reported value."""
-        return self.path / f"trial-{number}.best.pt"
+    def at(self, name: FileName) -> Path:
+        """Where the checkpoint of this name is."""
+        return self.path / str(name)
 
     def final(self, number: int) -> Path:
         """Where the checkpoint is that a trial leaves when it is done."""
-        return self.path / f"trial-{number}.final.pt"
+        return self.at(FileName(trial=number, kind="final"))
 
     def finals(self) -> set[int]:
         """Numbers of the trials that have left one."""
-        matches = (_FINAL.match(name) for name in self._names())
-        return {int(match[1]) for match in matches if match}
+        return {name.trial for name in self._found() if not name.run}
 
     def final_bytes(self, number: int) -> int:
         """Size of the checkpoint that a trial has left; 0 if it has none."""
@@ -225,22 +235,43 @@ class StudyFolder:
             return 0
 
     def unfinished(self) -> dict[int, str]:
-        """Where checkpoints are, good or bad, of trials that are not done; by number."""
-        matches = (_UNFINISHED.fullmatch(name) for name in self._names())
-        numbers = {int(match[1]) for match in matches if match}
-        return {number: str(self.checkpoint(number)) for number in numbers}
+        """Where the newest checkpoints are, good or bad, of trials that are not done."""
+        names = [name for name in self._found() if not name.kind]
+        return {name.trial: str(self.at(name)) for name in reversed(newest_first(names))}
+
+    def resumable(self, location: str) -> tuple[str, ...]:
+        """What a trial whose checkpoint is there can go on from: that, and those before it."""
+        newest = FileName.parse(Path(location).name)
+        before = [] if newest is None else resumable(self._found(), newest)[1:]
+        return (location, *(str(self.at(name)) for name in before))
+
+    def bests(self, number: int) -> tuple[str, ...]:
+        """Where a trial that is not done has kept its state at its best, the newest first."""
+        bests = [n for n in self._found() if n.trial == number and n.kind == "best"]
+        return tuple(str(self.at(name)) for name in newest_first(bests))
+
+    def saved(self, location: str) -> None:
+        """A trial's checkpoint is there now: remove what it does not need beside it."""
+        if (newest := FileName.parse(Path(location).name)) is not None:
+            self._remove(map(str, superfluous(self._found(), newest)))
+
+    def left(self, number: int, run: str) -> None:
+        """The last run of a trial was this one: what it has left is what the trial leaves."""
+        with contextlib.suppress(OSError):
+            os.replace(self.at(FileName(trial=number, run=run, kind="final")), self.final(number))
 
     def drop_unfinished(self, number: int) -> None:
         """Remove all of a trial but its final checkpoint."""
-        self._remove(n for n in self._names() if _number_of(n) == number and not _FINAL.match(n))
+        final = self.final(number).name
+        self._remove(n for n in self._names() if trial_of(n) == number and n != final)
 
     def drop(self, number: int) -> None:
         """Remove all of a trial."""
-        self._remove(name for name in self._names() if _number_of(name) == number)
+        self._remove(name for name in self._names() if trial_of(name) == number)
 
     def drop_all_but(self, *, unfinished: set[int], finals: set[int]) -> None:
         """Remove all checkpoints but those of these trials, and what writing them left."""
-        found = {_number_of(name) for name in self._names()}
+        found = {trial_of(name) for name in self._names()}
         for number in found - unfinished:
             if number is not None:
                 self.drop_unfinished(number)
@@ -267,6 +298,9 @@ class StudyFolder:
         """
         with replacing(self.path / _CALL) as file:
             file.write(json.dumps(asdict(call)).encode())
+
+    def _found(self) -> list[FileName]:
+        return [name for text in self._names() if (name := FileName.parse(text)) is not None]
 
     def _names(self) -> list[str]:
         try:

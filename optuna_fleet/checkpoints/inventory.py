@@ -9,22 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optuna_fleet.checkpoints.file import CheckpointError, Owner, inspect
-from optuna_fleet.checkpoints.folder import (
-    CHECKPOINT,
-    FolderLock,
-    StudyFolder,
-    files_in,
-    study_folders,
-)
+from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder, files_in, study_folders
+from optuna_fleet.checkpoints.names import FileName
 from optuna_fleet.exceptions import FleetConfigError
 
 _LONGEST_NAME = 40
-_KINDS = {
-    "final.pt": "final",
-    "best.pt": "unfinished, at its best",
-    "pt": "unfinished",
-    "pt.previous": "unfinished, the one before",
-}
+_KINDS = {"": "unfinished", "best": "unfinished, at its best", "final": "unfinished, at its end"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +25,7 @@ class Entry:
         path: The file.
         study: Name of its study.
         trial: Number of its trial.
-        kind: "final", or "unfinished": by itself, "the one before" it, or the trial "at its best".
+        kind: "final", or "unfinished": by itself, or the trial "at its best" or "at its end".
         epoch: Epochs that its trial had done, in its last loop; None if that can't be read.
         num_bytes: Size of the file.
         age_s: Seconds since it was written.
@@ -63,8 +53,8 @@ def entries(root: Path, *, verify: bool) -> list[Entry]:
 
 
 def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
-    match = CHECKPOINT.fullmatch(path.name)
-    if match is None:
+    name = FileName.parse(path.name)
+    if name is None:
         return None
     epoch, problem = None, None
     try:
@@ -72,7 +62,7 @@ def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
         if not stat.S_ISREG(status.st_mode):  # a pipe, say, which could block
             return None
         is_named = StudyFolder(path.parents[1], study).path.name == path.parent.name
-        owner = Owner(study=study, trial=int(match[1])) if is_named else None
+        owner = Owner(study=study, trial=name.trial) if is_named else None
         epoch = inspect(path, owner, verify=verify).epoch
     except FileNotFoundError:  # its driver has just removed it
         return None
@@ -81,8 +71,8 @@ def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
     return Entry(
         path=path,
         study=study,
-        trial=int(match[1]),
-        kind=_KINDS[match[2]],
+        trial=name.trial,
+        kind=_KINDS[name.kind] if name.run else "final",
         epoch=epoch,
         num_bytes=status.st_size,
         age_s=max(0.0, time.time() - status.st_mtime),

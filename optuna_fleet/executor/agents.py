@@ -1,72 +1,279 @@
-"""The agent's process: which one it is, whether it is late, and when another is started."""
+"""Lets nodes join, and tells what becomes of them: by engine, channels, and silence."""
 
 from __future__ import annotations
 
-import os
-import signal
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.config import AgentConfig
-from optuna_fleet.executor.cluster.protocol import StartAgent
+from optuna_fleet.executor.cluster.agent.main import versions
+from optuna_fleet.executor.cluster.config import machine, node_setup
+from optuna_fleet.executor.cluster.engine import Departure, Engine, Network, Readable
+from optuna_fleet.executor.connections import Connections
+from optuna_fleet.executor.leases import DRIVER_LEASE_S, LEASE_S, giving_signs
+from optuna_fleet.executor.nodes import Node, Nodes
 from optuna_fleet.executor.startup import Startup
-from optuna_fleet.processes import cause_of_death
+from optuna_fleet.options import Limits
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.resources import Device
+from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.wire.node_messages import (
+    AgentJoining,
+    ConnectionEnded,
+    NodeLeaving,
+    NoticeGiven,
+    Quit,
+    Refused,
+    SignOfLife,
+    TrainerStarted,
+)
+
+NOTICE_S = 60.0
+"""A node that is known to leave gets no more trials for so long before, and those there leave."""
 
 _MAX_FAILED = 3
 
 
-class AgentKeeper:
-    """Starts the agent, and another one where it was killed.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """What all nodes are told alike.
 
     Attributes:
-        process: The agent.
-        startup: Which of its processes are awaited, the agent itself among them.
-        has_worked: A trainer of this agent was ready.
+        pipeline: The data.
+        preload: Import torch once, for all trainers.
+        private_folder: What the last agent removes, where it is on the driver's machine.
+        limits: Of the executor.
+        network: How agents reach the driver.
     """
 
-    def __init__(self, config: AgentConfig, start: StartAgent, limit_s: float | None) -> None:
-        self._config = config
-        self._start = start
-        self._limit_s = limit_s
-        self._num_failed = 0
-        self.start()
+    pipeline: SharedPipeline | None
+    preload: bool
+    private_folder: str | None
+    limits: Limits
+    network: Network
 
-    def start(self) -> None:
-        """Start one."""
-        self.process = self._start(self._config)
-        self.startup = Startup(self._limit_s)
-        self.startup.started(self.process.pid, "The fleet's agent process")
-        self.has_worked = False
-        self._unheard = {device.index for device in self._config.devices}
-        self._why_killed = ""
 
-    def has_started(self, device: int) -> None:
-        """It has tried to start the trainer of a device, the last thing to do until it is up."""
-        self._unheard.discard(device)
-        if not self._unheard:
-            self.startup.over(self.process.pid)
+class Agents:
+    """The agents of one executor.
 
-    def kill(self, why: str = "") -> None:
-        """Kill it; its end is heard of."""
-        self._why_killed = why
-        os.kill(self.process.pid, signal.SIGKILL)
+    Attributes:
+        nodes: Those that are there.
+        devices: All devices that ever were there, by number.
+        startup: Which agents and trainers are awaited.
+    """
 
-    def replace(self) -> str:
-        """Start another one, since this has ended; return with what.
+    def __init__(self, engine: Engine, connections: Connections, options: NodeOptions) -> None:
+        self.nodes = Nodes(LEASE_S if options.network.has_leases else None)
+        self.devices: dict[int, Device] = {}
+        self.startup = Startup(options.limits.start_s)
+        self._engine = engine
+        self._connections = connections
+        self._options = options
+        self._failed_starts: Counter[str] = Counter()
+        self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
+        self._why_ended: dict[str, str] = {}
+        self._notices: dict[str, Departure] = {}
+        self._wanted: int | None = None
+        engine.open(connections.invitation)
+        self._stop_signs = giving_signs(connections.agents) if options.network.has_leases else None
+        for name in engine.expected():
+            self._await(name)
+
+    def readables(self) -> Iterable[Readable]:
+        """What becomes readable when `lost` has news."""
+        return self._engine.readables()
+
+    @property
+    def awaits_nodes(self) -> bool:
+        """Whether nodes may join that were never there."""
+        if self._options.network.more_may_join:
+            return True
+        there = {node.name for node in self.nodes}
+        return not there.issuperset(self._engine.expected())
+
+    def tell(self, agent: str, message: Any) -> None:
+        """Send to an agent, if it is there."""
+        self._connections.send(self._connections.agents.get(agent), message)
+
+    def tell_node_of(self, device: int, message: Any) -> None:
+        """Send to the agent of a device's node, if it is there."""
+        if (node := self.nodes.of(device)) is not None:
+            self.tell(node.agent, message)
+
+    def note(self, message: Any) -> None:
+        """Note what is about agents and nodes."""
+        match message:
+            case AgentJoining():
+                self._joining(message)
+            case Refused(problem=problem):
+                fleet_logger.warning(f"A node can't take part: {problem}")
+            case SignOfLife():
+                self.nodes.hear(message.agent)
+            case NoticeGiven():
+                if (node := self.nodes.get(message.agent)) is not None:
+                    by, cause = time.time() + message.in_s, "its agent was told so by a SIGTERM"
+                    self._notices[node.name] = Departure(node=node.name, cause=cause, by=by)
+            case ConnectionEnded():
+                self.nodes.cut_off(message.agent)
+            case TrainerStarted():
+                if (node := self.nodes.of(message.device)) is not None:
+                    self.nodes.hear(node.agent)  # from now on silence is none of a start
+                    if node.has_tried_all(message.device):
+                        self.startup.over(node.name)
+
+    def has_worked(self, node: Node) -> None:
+        """A trainer of a node was ready: should its agent end, another one is worth a try."""
+        self._have_worked.add(node.name)
+
+    # -- joining ----------------------------------------------------------------------------------
+
+    def _joining(self, joining: AgentJoining) -> None:
+        if self._connections.has_ended(joining.agent):  # its successor may be there by now
+            self._connections.give_up(joining.agent)
+            return
+        if problem := self._objection(joining):
+            fleet_logger.warning(problem)
+            self.tell(joining.agent, Refused(problem=problem))
+            self._connections.give_up(joining.agent)
+            return
+        options, devices = self._options, self.nodes.numbered(joining)
+        self.devices.update({device.index: device for device in devices})
+        setup = node_setup(
+            joining,
+            devices,
+            options.pipeline,
+            preload=options.preload,
+            private_folder=options.private_folder,
+            stuck_s=options.limits.stuck_s,
+            silence_s=DRIVER_LEASE_S if options.network.has_leases else None,
+        )
+        self.nodes.join(joining, devices, is_here=joining.machine == machine())
+        self._await(joining.node)
+        self.tell(joining.agent, setup)
+
+    def _objection(self, joining: AgentJoining) -> str:
+        """Why a node can't take part, in words, or ""."""
+        unlike = [
+            f"{name} {theirs} (here {ours})"
+            for name, ours in versions().items()
+            if (theirs := joining.versions.get(name)) != ours
+        ]
+        if unlike:
+            return (
+                f"Node {joining.node} can't take part: it has {', '.join(unlike)}. Give it the "
+                "same Python environment as the driver."
+            )
+        if self.nodes.named(joining.node) is not None:
+            return (
+                f"Another node named {joining.node} asks to join: give it another name, as in "
+                "`optuna-fleet agent --name node-2`."
+            )
+        return ""
+
+    def _await(self, node: str) -> None:
+        self.startup.started(node, f"The agent of node {node}")
+
+    # -- leaving ----------------------------------------------------------------------------------
+
+    def lost(self) -> Iterator[tuple[Node, str, bool]]:
+        """Yield nodes that are lost, why in words, and whether another agent is started there.
 
         Raises:
-            LaunchError: It ended before any trainer was ready: by itself, or killed several times
-                in a row.
+            LaunchError: An agent ended before any trainer was ready: by itself, or killed several
+                times in a row.
         """
-        exit_code = self.process.exit_code or 0
-        cause = cause_of_death(exit_code)
-        self.process.close()
-        self._num_failed = 0 if self.has_worked else self._num_failed + 1
+        for departure in self._engine.gone():
+            if departure.by is not None:
+                self._notices[departure.node] = departure
+            else:
+                self._ended(departure)
+                if (node := self.nodes.named(departure.node)) is not None:
+                    yield node, departure.cause, departure.is_replaced
+        for node, cause in self.nodes.lost():
+            self._engine.end(node.name)
+            self.startup.over(node.name)
+            yield node, cause, False
+
+    def replaced_by(self, joining: AgentJoining) -> Node | None:
+        """The node whose agent is gone, which may be unread, if this one joins in its place."""
+        node = self.nodes.named(joining.node)
+        return node if node is not None and self._connections.has_ended(node.agent) else None
+
+    def leaving(self) -> Iterator[NodeLeaving]:
+        """Yield nodes that will be gone soon; each is told once."""
+        for name, notice in list(self._notices.items()):
+            node, by = self.nodes.named(name), notice.by or 0.0
+            if node is not None and by - time.time() <= NOTICE_S:
+                del self._notices[name]
+                at = time.strftime("%H:%M:%S", time.localtime(by))
+                yield NodeLeaving(
+                    text=f"Node {name} leaves at {at} ({notice.cause}); its trials move away.",
+                    devices=tuple(device.index for device in node.devices),
+                )
+
+    def patience_s(self) -> float | None:
+        """Seconds until the next look at what no message tells of; None if there is nothing."""
+        now, there = time.time(), {node.name for node in self.nodes}
+        notices = (notice for name, notice in self._notices.items() if name in there)
+        waits = [max(0.0, (notice.by or 0.0) - NOTICE_S - now) for notice in notices]
+        others = (self.startup.patience_s(), self.nodes.patience_s())
+        return min([*waits, *(wait for wait in others if wait is not None)], default=None)
+
+    def _ended(self, departure: Departure) -> None:
+        name = departure.node
+        self.startup.over(name)
+        self._notices.pop(name, None)
+        why = self._why_ended.pop(name, "")
+        has_worked = name in self._have_worked
+        self._have_worked.discard(name)
+        if not departure.is_replaced:
+            return
+        self._failed_starts[name] = 0 if has_worked else self._failed_starts[name] + 1
         # One that was killed is tried again; one that ended by itself would do so again.
-        if self._num_failed >= (_MAX_FAILED if exit_code < 0 else 1):
+        was_killed = departure.exit_code is not None and departure.exit_code < 0
+        if self._failed_starts[name] >= (_MAX_FAILED if was_killed else 1):
             raise LaunchError(
-                f"The fleet's agent process ended with {cause} before any trainer was ready, "
-                f"{self._num_failed} times in a row; "
-                + (f"{self._why_killed}." if self._why_killed else "what it printed says why.")
+                f"Node {name} can't be used: {departure.cause} before any trainer was ready, "
+                f"{self._failed_starts[name]} times in a row; "
+                + (f"{why}." if why else "what it printed says why.")
             )
-        self.start()
-        return cause
+        self._await(name)
+
+    def want(self, num_devices: int | None) -> None:
+        """So many devices would be used now; None: as many as there are."""
+        nodes, num_there = None, len(self.nodes.devices)
+        if num_devices is not None and num_there:
+            nodes = math.ceil(num_devices * len(self.nodes) / num_there)
+        if nodes != self._wanted:
+            self._wanted = nodes
+            self._engine.want(nodes)
+
+    def forget(self, node: Node) -> None:
+        """A node has left: nothing more is heard of it."""
+        self._connections.give_up(node.agent)
+        self.nodes.leave(node)
+        self.startup.forget_trainers(node.agent)
+
+    def end(self, name: str, why: str = "") -> None:
+        """End the agent of a node; `lost` tells when it has, be it out of the engine's reach."""
+        if why:
+            self._why_ended[name] = why
+        self._engine.end(name)
+        if (node := self.nodes.named(name)) is not None:
+            self._connections.cut(node.agent)
+
+    def close(self) -> None:
+        """End all agents."""
+        if self._stop_signs is not None:
+            self._stop_signs()
+        for node in self.nodes:
+            self.tell(node.agent, Quit())
+        for name in self._engine.expected():
+            if self.nodes.named(name) is None:
+                self._engine.end(name)  # it is still starting, and would meet with no one
+        self._connections.close()
+        self._engine.close()

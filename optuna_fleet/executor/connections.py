@@ -9,21 +9,26 @@ import secrets
 import select
 import selectors
 import socket
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from optuna_fleet.executor.addresses import is_loopback, own_addresses
+from optuna_fleet.executor.cluster.engine import Readable
 from optuna_fleet.executor.listener import Listener
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.messages import AgentReady, TrainerExited, TrainerReady
+from optuna_fleet.wire.invitation import SECRET_BYTES, Invitation
+from optuna_fleet.wire.messages import TrainerReady
+from optuna_fleet.wire.node_messages import (
+    AgentJoining,
+    ConnectionEnded,
+    ProcessId,
+    TrainerExited,
+)
+from optuna_fleet.wire.tls import make_certificate
+from optuna_fleet.wire.transfer import OpenTransfer
 
-
-class Readable(Protocol):
-    """Something a selector can wait for."""
-
-    def fileno(self) -> int:
-        """Its file descriptor."""
-        ...
+_ALL = ("", "*", "0.0.0.0", "::")
 
 
 class Connections:
@@ -31,24 +36,45 @@ class Connections:
 
     It never waits for one of them: not for the rest of a message, nor until one takes a message.
 
+    Args:
+        host: Address to listen on; None for all. Beyond loopback there is TLS.
+        port: To listen on; 0 for any that is free.
+
     Attributes:
         secret: What agents and trainers must know.
-        agents: Channels by node.
-        trainers: Channels by process id: a device's next trainer is another one.
+        invitation: What lets an agent connect.
+        agents: Channels by incarnation.
+        trainers: Channels by process: a device's next trainer is another one.
+        on_transfer: Is given the connections that carry checkpoints.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self.secret = secrets.token_bytes(32)
-        self.trainers: dict[int, Channel] = {}
-        self.agents: dict[int, Channel] = {}
+    def __init__(self, host: str | None = "127.0.0.1", port: int = 0) -> None:
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        host = None if host in _ALL else host
+        certificate = None if is_loopback(host) else make_certificate()
+        self.trainers: dict[ProcessId, Channel] = {}
+        self.agents: dict[str, Channel] = {}
+        self.on_transfer: Callable[[Channel], None] = Channel.close
         self._news: queue.SimpleQueue[Channel | str] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
         self._wake.setblocking(False)
         self._waker.setblocking(False)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
-        self._listener = Listener(host, self.secret, self._note, self._note)
+        try:
+            self._listener = Listener(
+                host, self.secret, self._note, self._note, port=port, certificate=certificate
+            )
+        except BaseException:
+            self._close_own()
+            raise
         self.host, self.port = self._listener.host, self._listener.port
+        hosts = own_addresses() if host is None else (host,)
+        self.invitation = Invitation(
+            addresses=tuple((one, self.port) for one in hosts),
+            secret=self.secret,
+            fingerprint=certificate.fingerprint if certificate else None,
+        )
 
     def _note(self, news: Channel | str) -> None:  # on the listener's thread
         self._news.put(news)
@@ -88,28 +114,57 @@ class Connections:
         except (EOFError, OSError) as error:
             if isinstance(error, ConnectionAbortedError):
                 fleet_logger.warning(str(error))
-            self._drop(channel)
+            yield from self._drop(channel)
             return
         match message:
-            case AgentReady():
-                self.agents[message.node] = channel
+            case OpenTransfer():
+                self._selector.unregister(channel)
+                self.on_transfer(channel)
+                return
+            case AgentJoining():
+                self.agents[message.agent] = channel
             case TrainerReady():
-                self.trainers[message.pid] = channel
+                self.trainers[message.process] = channel
             case TrainerExited():
-                yield from self.last_words(message.pid)
+                yield from self.last_words(message.process)
         yield message
 
-    def last_words(self, pid: int) -> Iterator[Any]:
+    def last_words(self, process: ProcessId) -> Iterator[Any]:
         """Yield what a trainer said before it died: that comes before the news of its death."""
-        channel = self.trainers.get(pid)
+        channel = self.trainers.get(process)
         while channel is not None and not channel.is_closed and channel.has_message():
             yield from self._receive(channel)
 
-    def _drop(self, channel: Channel) -> None:
+    def _drop(self, channel: Channel) -> Iterator[ConnectionEnded]:
         self._selector.unregister(channel)
         channel.close()
-        self.trainers = {pid: c for pid, c in self.trainers.items() if c is not channel}
-        self.agents = {node: c for node, c in self.agents.items() if c is not channel}
+        self.trainers = {process: c for process, c in self.trainers.items() if c is not channel}
+        ended = [agent for agent, c in self.agents.items() if c is channel]
+        for agent in ended:
+            del self.agents[agent]
+            yield ConnectionEnded(agent=agent)
+
+    def give_up(self, agent: str) -> None:
+        """Close the connections of an agent and its trainers: nothing more is heard of them."""
+        trainers = [c for process, c in self.trainers.items() if process.agent == agent]
+        for channel in [*trainers, *self._agent_channels(agent)]:
+            for _ in self._drop(channel):
+                pass
+
+    def has_ended(self, agent: str) -> bool:
+        """Whether an agent is gone, though what it has said may not all have been read."""
+        hung_up = select.poll()
+        for channel in self._agent_channels(agent):
+            hung_up.register(channel, select.POLLRDHUP)
+        return agent not in self.agents or bool(hung_up.poll(0))
+
+    def cut(self, agent: str) -> None:
+        """End the connection of an agent, whose end is read like any other."""
+        for channel in self._agent_channels(agent):
+            channel.cut()
+
+    def _agent_channels(self, agent: str) -> list[Channel]:
+        return [self.agents[agent]] if agent in self.agents else []
 
     def send(self, channel: Channel | None, message: Any) -> None:
         """Send a message; a peer that is gone is found out by its end of stream."""
@@ -134,6 +189,9 @@ class Connections:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Channel):
                 key.data.close()
+        self._close_own()
+
+    def _close_own(self) -> None:
         self._selector.close()
         self._wake.close()
         self._waker.close()

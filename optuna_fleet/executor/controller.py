@@ -22,8 +22,9 @@ from optuna_fleet.events import (
     AnswerEpoch,
     CheckpointSaved,
     DataRequested,
+    DeviceGone,
     DeviceJoined,
-    DeviceLeftOut,
+    DeviceLeaving,
     DeviceLost,
     Ending,
     EpochDecision,
@@ -31,6 +32,7 @@ from optuna_fleet.events import (
     Event,
     FinishTrial,
     GiveUp,
+    GrowthExpected,
     Instruction,
     Launch,
     MoveMeasured,
@@ -44,35 +46,40 @@ from optuna_fleet.events import (
     Requeue,
     ReturnToQueue,
     RunFailed,
+    RunLingers,
     TrialProposed,
     WidthLimited,
 )
 from optuna_fleet.executor.planner import Planner
+from optuna_fleet.executor.presence import Presence
 from optuna_fleet.executor.problem_builder import ProblemBuilder
 from optuna_fleet.executor.profiles import Profiles
 from optuna_fleet.executor.roster import Roster
 from optuna_fleet.executor.trials import Policy, Run, Stage, Status, Trial
-from optuna_fleet.resources import Fleet
 
 
 class Controller:
-    """The state machine of one `optimize` call; profiles outlive it and may be shared by calls."""
+    """The state machine of one `optimize` call, on the devices that have joined.
+
+    Profiles outlive it and may be shared by calls.
+    """
 
     def __init__(
         self,
-        fleet: Fleet,
         policy: Policy,
         *,
         profiles: dict[str, RateProfile] | None = None,
         run_ids: Iterator[int] | None = None,
     ) -> None:
-        self.fleet = fleet
         self.policy = policy
-        self._profiles = Profiles({} if profiles is None else profiles, fleet)
+        self._presence = Presence()
+        self._profiles = Profiles({} if profiles is None else profiles, self._presence)
         self._roster = Roster(count() if run_ids is None else run_ids)
-        self._problems = ProblemBuilder(fleet, policy, self._profiles)
+        self._problems = ProblemBuilder(policy, self._profiles, self._presence)
         self._planner = Planner(policy, self._problems, self._roster)
         self._joins = count()
+        self._lost: set[int] = set()  # at this moment, as the next
+        self._gone: set[int] = set()
         self._exhausted = False
         self._proposing = False
         self._proposal_delayed = False
@@ -87,12 +94,22 @@ class Controller:
         """No trial is left, none may be started, and no plan is awaited."""
         return self._exhausted and not self._roster.trials and not self._planner.is_deciding
 
+    @property
+    def most_usable(self) -> int | None:
+        """How many devices its trials could use at once; None while more may be proposed."""
+        if not self._exhausted:
+            return None
+        trials = self._roster.trials.values()
+        return sum(1 if trial.model is None else trial.most_devices for trial in trials)
+
     def statuses(self) -> dict[int, Status]:
         """Where each unfinished trial is."""
         return {number: trial.status for number, trial in self._roster.trials.items()}
 
     def handle(self, *events: Event) -> list[Instruction]:
         """Take events that happened at once; return what to do now, in order."""
+        self._lost = {e.device for e in events if isinstance(e, DeviceLost | DeviceGone)}
+        self._gone = {e.device for e in events if isinstance(e, DeviceGone)}
         instructions = [i for event in events for i in self._take(event)]
         return instructions + self._advance()
 
@@ -102,24 +119,35 @@ class Controller:
         match event:
             case RankEnded():
                 return self._rank_ended(event)
+            case RunLingers():
+                if run := self._roster.runs.get(event.run_id):
+                    self._roster.linger(run)
+                    self._planner.has_news = True
             case DeviceLost():
                 return self._device_lost(event)
-            case DeviceLeftOut():
-                self._planner.has_news |= self._problems.leave_out(event.device)
+            case DeviceGone():
+                return self._device_gone(event.device)
             case RunFailed():
                 return self._fail_run(event.run_id)
+            case DeviceLeaving():
+                return self._device_leaving(event.device)
+            case GrowthExpected():
+                self._problems.may_grow = event.is_expected
+                self._planner.has_news = True
             case DeviceJoined():
-                self._roster.idle.add(event.device)
-                self._planner.joined[event.device] = next(self._joins)
+                self._presence.join(event.device)
+                self._roster.leaving.discard(event.device.index)
+                self._roster.idle.add(event.device.index)
+                self._planner.joined[event.device.index] = next(self._joins)
                 self._planner.has_news = True
             case TrialProposed():
                 self._trial_proposed(event)
             case ProposalDelayed():
                 self._proposing, self._proposal_delayed = False, True
-                self._expect(0)  # none before another trial ends
+                self._planner.num_to_come = 0  # none before another trial ends
             case ProposalsExhausted():
                 self._proposing, self._exhausted = False, True
-                self._expect(0)
+                self._planner.num_to_come = 0
             case DataRequested():
                 self._data_requested(event)
             case RateMeasured():
@@ -149,14 +177,7 @@ class Controller:
         trial = Trial(number=event.number, model=event.model, checkpoint=event.checkpoint)
         self._planner.has_news |= trial.model is not None
         self._roster.trials[event.number] = trial
-        self._expect(event.num_to_come)
-
-    def _expect(self, num_to_come: int) -> None:
-        """So many trials are to come, but no more than may be under way where these are few."""
-        most = self.policy.max_trials
-        if most is not None and most < len(self.fleet):
-            num_to_come = min(num_to_come, max(0, most - len(self._roster.trials)))
-        self._planner.num_to_come = num_to_come
+        self._planner.num_to_come = event.num_to_come
 
     def _data_requested(self, event: DataRequested) -> None:
         run = self._roster.runs.get(event.run_id)
@@ -210,9 +231,9 @@ class Controller:
         decision = EpochDecision.GO
         if event.converged:
             decision = EpochDecision.STOP
-        elif run.is_moving:
+        elif run.is_moving or self._roster.has_to_leave(run):
             decision = EpochDecision.YIELD
-            if run.stage is Stage.ASKED:
+            if run.stage is not Stage.LEAVING:
                 run.become(Stage.LEAVING)
         elif self._planner.may_rest(trial):
             run.become(Stage.AT_REST)
@@ -225,9 +246,10 @@ class Controller:
         if run is None or event.device in run.endings:
             return []
         ending = event.ending
-        if ending is not Ending.YIELDED or not self._planner.has_planned_for(run):
-            self._planner.has_news = True
+        run.is_news |= ending is not Ending.YIELDED or not self._planner.has_planned_for(run)
         self._roster.end_rank(run, event.device, ending, is_leaving=event.is_leaving)
+        if run.is_over or run.lingers:
+            self._planner.has_news |= run.is_news
         if run.is_over:
             return self._run_ended(run)
         if ending not in (Ending.RETURNED, Ending.YIELDED) and not run.is_aborted:
@@ -237,8 +259,10 @@ class Controller:
     def _abort(self, run: Run, stage: Stage = Stage.ABORTED) -> list[Instruction]:
         if stage is Stage.FAILED or not run.is_aborted:
             run.become(stage)
+            self._planner.has_news = True  # a plan that is awaited may have devices for it
         at_once = run.is_lost or stage is Stage.FAILED
-        return [Abort(run_id=run.run_id, devices=run.remaining, lost=at_once)]
+        devices = tuple(device for device in run.remaining if device not in self._lost)
+        return [Abort(run_id=run.run_id, devices=devices, lost=at_once)] if devices else []
 
     def _fail_run(self, run_id: int) -> list[Instruction]:
         run = self._roster.runs.get(run_id)
@@ -254,10 +278,28 @@ class Controller:
             # By order, but meant for the run before this one: lost all the same.
             ending = Ending.KILLED if event.by_order and run.is_aborted else Ending.LOST
             ended = RankEnded(run_id=run.run_id, device=device, ending=ending)
+            run.lost_with_node |= event.with_node or device in self._gone
             instructions = self._rank_ended(ended)
         if roster.is_promised([device]):
             self._planner.call_off()
         return instructions
+
+    def _device_leaving(self, device: int) -> list[Instruction]:
+        self._roster.leaving.add(device)
+        if self._roster.is_promised([device]):
+            self._planner.call_off()
+        self._planner.has_news = True
+        run = self._roster.run_on(device)
+        if run is None or not self._problems.can_leave(self._roster.trials[run.number]):
+            return []
+        run.clears = True
+        rest = (own for own in run.devices if own not in self._roster.leaving)
+        return self._planner.leave(run, tuple(rest))
+
+    def _device_gone(self, device: int) -> list[Instruction]:
+        if not self._presence.leave(device):
+            return []
+        return self._device_lost(DeviceLost(device=device))
 
     def _run_ended(self, run: Run) -> list[Instruction]:
         is_too_wide = self._roster.trials[run.number].is_too_wide
@@ -268,7 +310,7 @@ class Controller:
         if is_too_wide and not has_failed:
             return [Requeue(**names)]
         if run.is_lost and not has_failed:
-            trial.restarts += 1
+            trial.restarts += not run.lost_with_node
             if trial.restarts > self.policy.max_restarts:
                 self._roster.remove(run.number)
                 return [GiveUp(**names, restarts=trial.restarts)]
@@ -306,14 +348,18 @@ class Controller:
             return False
         if self._roster.num_without_run() < self.policy.lookahead:
             return True
-        return not self._roster.waiting() and self._roster.has_free()
+        waiting = self._roster.waiting()
+        if any(self._problems.fits_fleet(trial) for trial in waiting):
+            return False
+        # Those that wait for more devices to join leave these to others, up to a point.
+        return len(waiting) <= len(self._presence) and self._roster.has_free()
 
     def _give_back_unlaunched(self) -> list[Instruction]:
         """Once nothing more may start, give back to the study what was never launched."""
         unlaunched = [
             trial.number
             for trial in self._roster.with_status(Status.PROPOSED)
-            if trial.run is None and trial.restarts == 0
+            if trial.run is None and not trial.was_launched
         ]
         for number in unlaunched:
             self._roster.remove(number)

@@ -1,6 +1,8 @@
-"""Which devices fail by themselves, and are left out at last."""
+"""Which devices fail by themselves, and which devices are left out at last."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.sampler_bridge.compat import fleet_logger
@@ -11,38 +13,48 @@ _MAX_IN_A_ROW = 3
 class DeviceFaults:
     """Counts the errors of devices themselves, in a row for each of them.
 
-    Args:
-        num_devices: How many there are.
-
     Attributes:
-        left_out: Those that get no more trials.
+        left_out: Those that get no more trials, for these errors or with their node.
+        reasons: Why devices and nodes are left out, by their names.
     """
 
-    def __init__(self, num_devices: int) -> None:
-        self._num_devices = num_devices
+    def __init__(self) -> None:
         self._in_a_row: dict[int, int] = {}
         self.left_out: set[int] = set()
+        self.reasons: dict[str, str] = {}
 
     def worked(self, device: int) -> None:
         """A trial has left a device without such an error."""
         self._in_a_row.pop(device, None)
 
-    def failed(self, device: int, problem: str) -> bool:
+    def failed(self, device: int, problem: str, *, there: Iterable[int]) -> bool:
         """A device has failed; return whether it is left out from now on.
+
+        Args:
+            device: Which.
+            problem: How, in words.
+            there: All devices of the fleet.
 
         Raises:
             LaunchError: It was the last.
         """
         number = self._in_a_row[device] = self._in_a_row.get(device, 0) + 1
-        is_bad = number >= _MAX_IN_A_ROW
-        verdict = "it is left out from now on" if is_bad else f"{number} in a row"
-        fleet_logger.warning(f"Device {device} itself has failed, {verdict}: {problem}")
-        if not is_bad:
+        if number < _MAX_IN_A_ROW:
+            fleet_logger.warning(
+                f"Device {device} itself has failed, {number} in a row: {problem}"
+            )
             return False
-        self.left_out.add(device)
-        if len(self.left_out) == self._num_devices:
+        why = f"it has failed {number} times in a row, the last time with: {problem}"
+        self.leave_out([device], f"device {device}", why)
+        if self.left_out.issuperset(there):
             raise LaunchError(
                 f"No device is left: each has failed {_MAX_IN_A_ROW} times in a row, the last one "
                 f"with: {problem}"
             )
         return True
+
+    def leave_out(self, devices: Iterable[int], name: str, why: str) -> None:
+        """These get no more trials: a device, or a whole node."""
+        fleet_logger.warning(f"{name.capitalize()} is left out from now on: {why}")
+        self.left_out.update(devices)
+        self.reasons[name] = why

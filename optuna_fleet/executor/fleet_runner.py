@@ -1,4 +1,4 @@
-"""Runs the calls of an executor in trainers, which agents start where the cluster places these."""
+"""Runs the calls of an executor in trainers, which agents start where the engine places these."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from optuna_fleet.alloc import ByKind, GreedyAllocator, IsolatedAllocator
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.protocol import Options, StartAgent
+from optuna_fleet.executor.cluster.engine import Engine, Network
+from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.driver import Driver
 from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import FleetSummary
-from optuna_fleet.resources import Fleet
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
@@ -28,23 +28,29 @@ from optuna_fleet.wire.unpicklable import explained, variable
 
 _objective_ids = itertools.count()
 
+_LEFT_WHOLE = (
+    "The samples of data set '{name}' are made anew in each epoch. What is not random in its "
+    "transform would be kept with SharedPipeline(..., split=True), if its class only puts what "
+    "the transform gives into the sample. split=False says that it does more."
+)
+
 
 class FleetRunner:
     """A `Runner` whose agents and trainers stay up between calls.
 
     Args:
         options: What the executor was given.
-        fleet: The devices that the cluster has found.
-        start_agent: How the cluster starts an agent.
+        engine: Places the agents.
+        network: How they reach the driver.
     """
 
     makes_checkpoints = True
 
-    def __init__(self, options: Options, fleet: Fleet, start_agent: StartAgent) -> None:
+    def __init__(self, options: Options, engine: Engine, network: Network | None = None) -> None:
         self.summary: FleetSummary | None = None
         self._options = options
-        self._fleet = fleet
-        self._start_agent = start_agent
+        self._engine = engine
+        self._network = network or Network()
         self._runtime: Runtime | None = None
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
@@ -70,38 +76,35 @@ class FleetRunner:
                 driver.run()
             report = runtime.pipeline_report() if options.pipeline else None
             used = driver.pipeline_log.finish(report, time.time()) if report else None
-            self.summary = driver.tally.summary(len(self._fleet), used)
+            self.summary = driver.tally.summary(used)
             compat.fleet_logger.info(str(self.summary))
         finally:
-            if not (driver.has_freed_devices and runtime.is_alive()):
+            if not driver.has_freed_devices:
                 self.close()
         if driver.failure is not None:
             raise driver.failure
 
     def _new_controller(self, runtime: Runtime) -> Controller:
-        return Controller(
-            self._fleet, self._options.policy, profiles=runtime.profiles, run_ids=runtime.run_ids
-        )
+        return Controller(self._options.policy, profiles=runtime.profiles, run_ids=runtime.run_ids)
 
     def _started(self, preload: bool) -> Runtime:
-        if self._runtime is not None and not self._runtime.is_alive():
-            self.close()
         if self._runtime is None:
             options = self._options
             self._runtime = Runtime(
-                self._fleet,
+                self._engine,
                 options.pipeline,
                 IsolatedAllocator(
                     ByKind(inner=options.allocator),
                     ByKind(inner=GreedyAllocator(keep_flying=True), cautious=True),
                 ),
                 options.checkpoint_dir,
-                self._start_agent,
+                options.limits,
+                self._network,
                 preload=preload or options.pipeline is not None,
-                stuck_s=options.limits.stuck_s,
-                start_s=options.limits.start_s,
             )
             self._finalizer = weakref.finalize(self, self._runtime.close_if_owner)
+            for name in options.pipeline.left_whole() if options.pipeline else ():
+                compat.fleet_logger.info(_LEFT_WHOLE.format(name=name))
         return self._runtime
 
     def close(self) -> None:

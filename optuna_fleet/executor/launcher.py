@@ -6,14 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from optuna_fleet.events import Launch
+from optuna_fleet.checkpoints.folder import mark
+from optuna_fleet.events import FinishTrial, Launch
 from optuna_fleet.executor.runs import Job
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.resources import share_gpu
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.settings import Settings
+from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
+from optuna_fleet.wire.node_messages import KeepObjective, ObjectiveKept
 
 
 class Launcher:
@@ -31,47 +33,92 @@ class Launcher:
         self._job = job
         self._retention = retention
         self._waiting: list[tuple[int, RunTrial]] = []
-        self._knows_objective: set[int] = set()
+        self._objective_at: dict[str, str | None] = {}  # by agent; None until it has answered
         self.launched: set[int] = set(adopted)
         self._without_checkpoint: set[int] = set()
+        self._token = mark(retention.folder.root)
 
-    def launch(self, launch: Launch, *, trial_id: int, parameters: Mapping[str, Any]) -> None:
-        """Start a run of a trial, with what was suggested to it before, on its devices."""
+    def trial_ended(self, last: FinishTrial) -> None:
+        """What its last run has left is the trial's."""
+        self._retention.folder.left(last.number, self._run_name(last.run_id))
+
+    def _run_name(self, run_id: int) -> str:
+        """Name of a run, in what it writes, unlike that of any run of another call or driver."""
+        return f"{self._token[:8]}-{run_id}"
+
+    def launch(
+        self,
+        launch: Launch,
+        *,
+        trial_id: int,
+        parameters: Mapping[str, Any],
+        follows: int | None = None,
+        num_stay: int = 0,
+        saves: bool = False,
+    ) -> None:
+        """Start a run of a trial, with what was suggested to it before, on its devices.
+
+        It `follows` the run of that id, where the first `num_stay` of its ranks wait, and `saves`
+        a checkpoint there.
+        """
         if launch.number not in self.launched:
             self._retention.folder.drop(launch.number)  # of another study of that name
             self.launched.add(launch.number)
+        common = self._order(launch, trial_id, parameters)
+        common = replace(common, follows=follows, num_stay=num_stay, saves=saves)
         for rank, device in enumerate(launch.devices):
-            order = self._order(launch, rank, trial_id, parameters)
-            self._waiting.append((device, order))
+            self._waiting.append((device, replace(common, rank=rank)))
         self.send_waiting()
 
-    def _order(
-        self, launch: Launch, rank: int, trial_id: int, parameters: Mapping[str, Any]
-    ) -> RunTrial:
-        job, options, device = self._job, self._job.options, launch.devices[rank]
-        is_new = device not in self._knows_objective
-        self._knows_objective.add(device)
+    def rehearse(
+        self,
+        launch: Launch,
+        *,
+        trial_id: int,
+        parameters: Mapping[str, Any],
+        follows: int,
+        answers: Mapping[int, tuple[str, Reply]],
+    ) -> None:
+        """Have the objective's beginning run on the launch's last device, as its last rank."""
+        order = replace(
+            self._order(launch, trial_id, parameters),
+            rank=len(launch.devices) - 1,
+            follows=follows,
+            rehearses=True,
+            answers=answers,
+            leaves_final=False,
+        )
+        self._waiting.append((launch.devices[-1], order))
+        self.send_waiting()
+
+    def call_off(self, run_id: int) -> None:
+        """What was not sent yet of this run is not needed."""
+        self._waiting = [item for item in self._waiting if item[1].run_id != run_id]
+
+    def _order(self, launch: Launch, trial_id: int, parameters: Mapping[str, Any]) -> RunTrial:
+        """What the ranks of a run are told alike."""
+        job, options, location = self._job, self._job.options, launch.checkpoint
         folder, keeps_any = self._retention.folder, self._retention.keeps_any
         return RunTrial(
             run_id=launch.run_id,
             number=launch.number,
             trial_id=trial_id,
-            rank=rank,
+            rank=0,
             world_size=len(launch.devices),
             seed=options.seed,
             objective_id=job.objective_id,
-            objective=job.objective if is_new else None,
-            settings=job.settings if is_new else Settings(),
             measure=launch.measure,
             group=self._runtime.group_name(launch.run_id),
             store=None,
             study_name=folder.study_name,
-            shares_gpu=share_gpu(self._runtime.fleet.devices[d] for d in launch.devices),
+            shares_gpu=share_gpu(self._runtime.agents.devices[d] for d in launch.devices),
             parameters=parameters,
-            checkpoint=launch.checkpoint,
-            checkpoint_to=str(folder.checkpoint(launch.number)),
-            final_to=str(folder.final(launch.number)) if keeps_any else None,
-            best_to=str(folder.best(launch.number)) if keeps_any else None,
+            run_name=self._run_name(launch.run_id),
+            folder=str(folder.path),
+            folder_token=self._token,
+            checkpoints=() if location is None else folder.resumable(location),
+            bests=() if location is None else folder.bests(launch.number),
+            leaves_final=keeps_any,
             gc_after_trial=job.gc_after_trial,
             maximize=job.maximize,
             heartbeat_s=options.limits.heartbeat_s,
@@ -80,15 +127,42 @@ class Launcher:
         )
 
     def send_waiting(self) -> None:
-        """Send what can be sent: runs on several devices wait for the store of the rendezvous."""
-        kept = []
+        """Send what can be sent.
+
+        Runs wait until their nodes have the objective, those on several devices for the store of
+        the rendezvous too.
+        """
+        kept, rendezvous = [], self._runtime.rendezvous
         for device, order in self._waiting:
-            if order.world_size > 1 and self._runtime.rendezvous.store is None:
-                self._runtime.rendezvous.open()
+            objective_at = self._objective_on(device)
+            if order.world_size > 1:
+                rendezvous.open()
+            if objective_at is None or (order.world_size > 1 and rendezvous.store is None):
                 kept.append((device, order))
             else:
-                self._runtime.send(device, replace(order, store=self._runtime.rendezvous.store))
+                order = replace(order, store=rendezvous.store, objective_at=objective_at)
+                self._runtime.send(device, order)
         self._waiting = kept
+
+    def _objective_on(self, device: int) -> str | None:
+        """Where the objective is on a device's node, to which it is sent once; None until then."""
+        process = self._runtime.trainers.process_on(device)
+        if process is None:
+            return None
+        if process.agent not in self._objective_at:
+            self._objective_at[process.agent] = None
+            job = self._job
+            message = KeepObjective(
+                objective_id=job.objective_id, objective=job.objective, settings=job.settings
+            )
+            self._runtime.agents.tell(process.agent, message)
+        return self._objective_at[process.agent]
+
+    def objective_kept(self, message: ObjectiveKept) -> None:
+        """A node has the objective."""
+        if message.objective_id == self._job.objective_id:
+            self._objective_at[message.agent] = message.path
+            self.send_waiting()
 
     def checkpoint_failed(self, launch: Launch, message: CheckpointFailed) -> None:
         """Say so once per trial."""
@@ -101,7 +175,6 @@ class Launcher:
             )
 
     def trainer_died(self, device: int) -> None:
-        """The device's next trainer knows nothing, and no run that waited for its store begins."""
-        self._knows_objective.discard(device)
+        """No run that waited to be sent there begins."""
         over = {order.run_id for waiting, order in self._waiting if waiting == device}
         self._waiting = [item for item in self._waiting if item[1].run_id not in over]

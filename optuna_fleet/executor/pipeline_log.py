@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optuna_fleet.sampler_bridge.ledger import PipelineSpan
-from optuna_fleet.wire.messages import PipelineReport
+from optuna_fleet.wire.node_messages import PipelineReport
 
 MIN_SPAN_S = 2.0
 """No span is shorter, except the last."""
@@ -35,10 +35,6 @@ class PipelineLog:
         """A report came in; it ends a span if enough time has passed."""
         if now - self._noted >= max(MIN_SPAN_S, (now - self._began) / RESOLUTION):
             self._end_span(report, now)
-
-    def restart(self) -> None:
-        """The pipeline begins to count anew; what it did before is not in the call's total."""
-        self._base = self._last = PipelineReport()
 
     def finish(self, report: PipelineReport, now: float) -> PipelineReport:
         """The call is over; returns what the pipeline did for it."""

@@ -32,7 +32,7 @@ class Planner:
         joined: Device -> when it joined, as an ordinal.
         finished_epochs: Epochs of each trial that ended by itself, though it could go on.
         bounded_epochs: Epochs of each trial that ended because it was to have no more.
-        num_to_come: Trials that will still be proposed.
+        num_to_come: Trials that will still be proposed, as far as the study knows.
     """
 
     def __init__(self, policy: Policy, problems: ProblemBuilder, roster: Roster) -> None:
@@ -91,7 +91,9 @@ class Planner:
         if not candidates or not self._problems.usable(roster, candidates):
             return False
         if self._policy.paradigm == "elastic":
-            return any(self._problems.is_movable(trial) for trial in candidates)
+            return not roster.is_clearing() and any(
+                self._problems.is_movable(trial) for trial in candidates
+            )
         if self.round > 0 and roster.has_free() and roster.waiting():
             return True
         return self._is_void or (
@@ -114,9 +116,16 @@ class Planner:
             joined=self.joined,
             finished_epochs=tuple(self.finished_epochs),
             bounded_epochs=tuple(self.bounded_epochs),
-            num_to_come=self.num_to_come,
+            num_to_come=self._num_to_come(),
         )
         return [Allocate(problem=self._problem)]
+
+    def _num_to_come(self) -> int:
+        """As many as are to come, but no more than may be under way where these are few."""
+        most = self._policy.max_trials
+        if most is None or most >= self._problems.num_devices:
+            return self.num_to_come
+        return min(self.num_to_come, max(0, most - len(self._roster.trials)))
 
     def carry_out(self, plan: Plan) -> list[Instruction]:
         """Begin with the plan that was asked for."""
@@ -130,7 +139,8 @@ class Planner:
                 trial.waited_rounds += assignment is None
                 trial.previous_devices = ()
             elif assignment is None or set(assignment.devices) != set(trial.run.devices):
-                instructions += self._leave(trial.run)
+                devices = () if assignment is None else assignment.devices
+                instructions += self.leave(trial.run, devices)
             else:
                 instructions += self._stay(trial.run)
                 continue
@@ -157,13 +167,14 @@ class Planner:
             if fits and roster.can_serve(assignment):
                 roster.pending[number] = assignment
 
-    def _leave(self, run: Run) -> list[Instruction]:
+    def leave(self, run: Run, devices: tuple[int, ...] = ()) -> list[Instruction]:
+        """Tell a run to yield as soon as it can; its trial is to have these devices."""
         was_at_rest = run.stage is Stage.AT_REST
-        within = self._policy.moves_within_epochs
+        within = self._problems.moves_within_epoch(self._roster.trials[run.number])
         run.become(Stage.LEAVING if was_at_rest or within else Stage.ASKED)
         if was_at_rest:
             return [AnswerEpoch(run_id=run.run_id, decision=EpochDecision.YIELD)]
-        return [Interrupt(run_id=run.run_id)] if within else []
+        return [Interrupt(run_id=run.run_id, devices=devices)] if within else []
 
     def _stay(self, run: Run) -> list[Instruction]:
         if run.stage is not Stage.AT_REST:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.wire.messages import StoreLost, StoreReady
+from optuna_fleet.wire.node_messages import StoreLost, StoreReady
 
 _MAX_IN_A_ROW = 3
 
@@ -14,31 +14,36 @@ class Rendezvous:
     """What is known of it.
 
     Args:
-        ask: Asks the agent for another one.
+        ask: Asks an agent for another one, and returns which; None if there is none.
 
     Attributes:
         store: Its address, once it is open.
     """
 
-    def __init__(self, ask: Callable[[], None]) -> None:
+    def __init__(self, ask: Callable[[], str | None]) -> None:
         self.store: StoreReady | None = None
         self._ask = ask
-        self._is_asked = False
+        self._asked: str | None = None
         self._num_lost = 0  # in a row, without one that was ready
 
     def open(self) -> None:
         """Have it started, once."""
-        if not self._is_asked:
-            self._is_asked = True
-            self._ask()
+        if self._asked is None:
+            self._asked = self._ask()
 
     def void(self) -> None:
-        """It is no use, or who was asked is dead: the next who wants one asks again."""
-        self.store, self._is_asked = None, False
+        """It is no use: the next who wants one asks again."""
+        self.store = self._asked = None
+
+    def node_lost(self, agent: str) -> None:
+        """An agent is gone, and what it has kept."""
+        if self._asked == agent:
+            self.void()
 
     def ready(self, store: StoreReady) -> None:
         """It is open."""
-        self.store, self._num_lost = store, 0
+        if store.process.agent == self._asked:
+            self.store, self._num_lost = store, 0
 
     def lost(self, message: StoreLost) -> None:
         """Its process has ended.
@@ -46,6 +51,8 @@ class Rendezvous:
         Raises:
             LaunchError: As others did before they were ready.
         """
+        if message.agent != self._asked:
+            return
         self._num_lost += 1
         if self._num_lost >= _MAX_IN_A_ROW:
             raise LaunchError(

@@ -11,10 +11,12 @@ from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.executor.ranks import parted
+from optuna_fleet.executor.stop_lines import StopLine
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 from optuna_fleet.settings import Settings
 from optuna_fleet.wire.calls import EndEpoch
-from optuna_fleet.wire.messages import Ended, FirstBatchRequested, TrainerExited
+from optuna_fleet.wire.messages import Ended, FirstBatchRequested
+from optuna_fleet.wire.node_messages import TrainerExited
 from optuna_fleet.wire.packing import unpack, unpack_error
 
 
@@ -40,6 +42,7 @@ class RunRecord:
 
     Attributes:
         start: When it was launched, seconds since the epoch.
+        has_one_clock: All its ranks are on one node.
         ended: How its ranks ended, in order of arrival.
         lost: Devices whose trainers died before their ranks had ended.
         causes: What became of ranks that were lost.
@@ -47,11 +50,14 @@ class RunRecord:
         started: When it was launched, likewise.
         pending_epoch: Rank 0's unanswered question what to do after an epoch.
         verdict: The error that the trial fails with, if it broke a limit.
+        stop_line: Where it leaves its devices within an epoch.
+        stays: The ranks that do not leave, but wait there.
     """
 
     launch: Launch
     start: float
     calls: RunCalls
+    has_one_clock: bool = True
     saved: float = field(default_factory=time.monotonic)
     started: float = field(default_factory=time.monotonic)
     ended: list[Ended] = field(default_factory=list)
@@ -59,6 +65,8 @@ class RunRecord:
     causes: list[str] = field(default_factory=list)
     pending_epoch: EndEpoch | None = None
     verdict: BaseException | None = None
+    stop_line: StopLine = field(default_factory=StopLine)
+    stays: tuple[int, ...] = ()
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """The value that rank 0 returned, or the exception that ended the trial.
@@ -73,11 +81,15 @@ class RunRecord:
         raised = [ended for ended in all_ended if ended.ending is not Ending.DISCONNECTED]
         raised = [ended for ended in raised or all_ended if ended.error is not None]
         if raised:
-            return None, self._unpacked(min(raised, key=lambda ended: ended.time_s))
+            return None, self._unpacked(self._first(raised))
         if self.causes:
             return None, TrainerLostError(f"Trial {self.launch.number}: {self.cause}.")
         (leader,) = (ended for ended in self.ended if ended.rank == 0)
         return unpack(leader.value), None
+
+    def _first(self, ended: list[Ended]) -> Ended:
+        """The earliest, by their own clock; on several machines there is none for all."""
+        return min(ended, key=lambda one: one.time_s) if self.has_one_clock else ended[0]
 
     def _all_ended(self) -> list[Ended]:
         return [self.calls.at_its_end(ended) for ended in self.ended]
@@ -187,4 +199,5 @@ def model_of(message: FirstBatchRequested) -> Model:
         max_devices=most,
         samples_per_epoch=message.samples_per_epoch,
         max_epochs=message.max_epochs,
+        movable=message.movable,
     )

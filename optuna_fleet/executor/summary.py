@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from optuna_fleet.executor.device_log import DeviceLog
 from optuna_fleet.executor.moves import Moves
 from optuna_fleet.pipeline.stats import PipelineUse
 from optuna_fleet.sampler_bridge.ledger import Decision
-from optuna_fleet.wire.messages import PipelineReport, Usage
+from optuna_fleet.wire.messages import Usage
+from optuna_fleet.wire.node_messages import PipelineReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -19,7 +21,9 @@ class FleetSummary:
 
     Attributes:
         trials: Number of trials by how they ended ("complete", "pruned", "fail", "given back").
-        num_devices: Device slots of the fleet.
+        num_devices: Device slots that were there, be it for a while.
+        num_nodes: Nodes they are on.
+        there_s: Seconds each device was there.
         duration_s: Wall time of the call.
         busy_s: Seconds each device had a run.
         waited_s: Seconds of these its run waited for data.
@@ -33,10 +37,13 @@ class FleetSummary:
             train. 0 if none was measured.
         pipeline: What the shared pipeline did for this call, how its processes spent their time,
             how full its queues were and what went wrong; None without a pipeline.
+        left_out: Nodes and devices that get no more trials because they kept failing, and why.
     """
 
     trials: dict[str, int]
     num_devices: int
+    num_nodes: int
+    there_s: dict[int, float]
     duration_s: float
     busy_s: dict[int, float]
     waited_s: dict[int, float]
@@ -46,6 +53,7 @@ class FleetSummary:
     rescales: int
     move_s: float
     pipeline: PipelineReport | None
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def preprocessed(self) -> int:
@@ -65,8 +73,13 @@ class FleetSummary:
     @property
     def probing_share(self) -> float:
         """Share of device time spent before trials asked for data."""
-        device_s = self.num_devices * self.duration_s
+        device_s = sum(self.there_s.values())
         return self.probing_s / device_s if device_s else 0.0
+
+    @property
+    def mean_devices(self) -> float:
+        """Devices that were there on average."""
+        return sum(self.there_s.values()) / self.duration_s if self.duration_s else 0.0
 
     def __str__(self) -> str:
         return "; ".join(self._in_words()) + "."
@@ -76,10 +89,13 @@ class FleetSummary:
 
     def _in_words(self) -> Iterator[str]:
         ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
-        idle = [self.duration_s - self.busy_s.get(d, 0.0) for d in range(self.num_devices)]
+        idle = [there_s - self.busy_s.get(d, 0.0) for d, there_s in self.there_s.items()]
+        devices = f"{self.num_devices} devices"
+        if self.num_nodes > 1:
+            devices += f" of {self.num_nodes} nodes ({self.mean_devices:.1f} there on average)"
         yield (
             f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s "
-            f"on {self.num_devices} devices in {len(self.decisions)} rounds"
+            f"on {devices} in {len(self.decisions)} rounds"
         )
         yield (
             f"a device was idle for {_mean(idle):.1f} s and waited for data for "
@@ -91,8 +107,15 @@ class FleetSummary:
         if self.pipeline and self.consumed:
             yield f"sharing factor {self.sharing_factor:.1f}"
             yield _in_words(self.pipeline.use)
+            if self.pipeline.num_received:
+                yield (
+                    f"{self.pipeline.num_received} of the samples came from other nodes "
+                    f"({self.pipeline.exchange})"
+                )
         if self.pipeline and (trouble := _trouble(self.pipeline)):
             yield trouble
+        for name, why in self.left_out.items():
+            yield f"{name} was left out: {why}"
         if self.decisions:
             solver_s = sum(decision.solve_time_s for decision in self.decisions)
             yield f"solver {solver_s:.2f} s"
@@ -103,6 +126,7 @@ class Tally:
     """Adds up what a `FleetSummary` says."""
 
     began: float = field(default_factory=time.monotonic)
+    devices: DeviceLog = field(default_factory=DeviceLog)
     trials: Counter[str] = field(default_factory=Counter)
     busy_s: dict[int, float] = field(default_factory=dict)
     waited_s: dict[int, float] = field(default_factory=dict)
@@ -111,6 +135,7 @@ class Tally:
     decisions: list[Decision] = field(default_factory=list)
     rescales: int = 0
     moves: Moves = field(default_factory=Moves)
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def add_stay(self, device: int, seconds: float, usage: Usage, *, probe: bool) -> None:
         """A rank was on a device for that long."""
@@ -119,11 +144,14 @@ class Tally:
         self.probing_s += usage.probing_s if probe else 0.0
         self.profiling_s += usage.profiling_s
 
-    def summary(self, num_devices: int, pipeline: PipelineReport | None) -> FleetSummary:
+    def summary(self, pipeline: PipelineReport | None) -> FleetSummary:
         """The summary of everything added, up to now."""
+        there_s = self.devices.there_s(time.time())
         return FleetSummary(
             trials=dict(self.trials),
-            num_devices=num_devices,
+            num_devices=len(there_s),
+            num_nodes=len({span.node for span in self.devices.spans}),
+            there_s=there_s,
             duration_s=time.monotonic() - self.began,
             busy_s=dict(self.busy_s),
             waited_s=dict(self.waited_s),
@@ -133,6 +161,7 @@ class Tally:
             rescales=self.rescales,
             move_s=_mean(self.moves.seconds),
             pipeline=pipeline,
+            left_out=dict(self.left_out),
         )
 
 

@@ -7,12 +7,14 @@ heard before what the other said earlier.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.resources import Device
+from optuna_fleet.wire.node_messages import ProcessId
 
 MAX_FAILED_STARTS = 3
 _KILL_LIMIT_S = 10.0
@@ -47,10 +49,9 @@ _JOINED = (_S.SERVING, _S.KILLED)
 
 @dataclass(slots=True, kw_only=True)
 class _Trainer:
-    pid: int
+    process: ProcessId
     device: int
     status: TrainerStatus = _S.STARTING
-    kill_due: float | None = None  # by when it should be gone, where it is killed
 
     def become(self, status: TrainerStatus) -> None:
         assert status in TRANSITIONS[self.status], f"{self.status} can't become {status}"
@@ -61,63 +62,72 @@ class Trainers:
     """Those of all devices. Each device has at most one that has joined.
 
     Args:
+        devices: Those they are on, by number.
         clock: Seconds since any time.
+
+    Attributes:
+        have_served: Devices on which one has joined.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, devices: Mapping[int, Device], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._devices = devices
         self._clock = clock
-        self._on: dict[int, dict[int, _Trainer]] = {}
+        self._on: dict[int, dict[ProcessId, _Trainer]] = {}
         self._failed_starts: dict[int, int] = {}
+        self._kills_due: dict[ProcessId, float] = {}
+        self.have_served: set[int] = set()
 
     # -- what is so -------------------------------------------------------------------------------
 
     def _all(self) -> Iterator[_Trainer]:
         return (trainer for on_device in self._on.values() for trainer in on_device.values())
 
-    def _get(self, device: int, pid: int) -> _Trainer:
+    def _get(self, device: int, process: ProcessId) -> _Trainer:
         """What is known of it; a process that nobody has named before was started."""
-        new = _Trainer(pid=pid, device=device)
-        return self._on.setdefault(device, {}).setdefault(pid, new)
+        new = _Trainer(process=process, device=device)
+        return self._on.setdefault(device, {}).setdefault(process, new)
 
     def _joined(self, device: int) -> _Trainer | None:
         on_device = self._on.get(device, {}).values()
         return next((trainer for trainer in on_device if trainer.status in _JOINED), None)
 
-    def pid_on(self, device: int) -> int | None:
-        """Process id of the one that has joined."""
+    def process_on(self, device: int) -> ProcessId | None:
+        """The one that has joined."""
         trainer = self._joined(device)
-        return None if trainer is None else trainer.pid
+        return None if trainer is None else trainer.process
 
-    def device_of(self, pid: int) -> int:
+    def device_of(self, process: ProcessId) -> int:
         """The device of one that was started."""
-        return next(trainer.device for trainer in self._all() if trainer.pid == pid)
+        return next(trainer.device for trainer in self._all() if trainer.process == process)
 
     @property
-    def live(self) -> dict[int, int]:
-        """Process ids of all that have joined, by device."""
-        return {t.device: t.pid for t in self._all() if t.status in _JOINED}
+    def live(self) -> dict[int, ProcessId]:
+        """All that have joined, by device."""
+        return {t.device: t.process for t in self._all() if t.status in _JOINED}
 
     def is_killed(self, device: int) -> bool:
         """Whether the one that has joined is killed by us: its death is no news."""
         trainer = self._joined(device)
         return trainer is not None and trainer.status is _S.KILLED
 
-    def kills_due(self) -> list[float]:
+    def kills_due(self) -> list[tuple[float, ProcessId]]:
         """By when those that are killed should be gone, by the clock."""
-        return [t.kill_due for t in self._all() if t.kill_due is not None]
+        return [(due, process) for process, due in self._kills_due.items()]
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def started(self, device: int, pid: int) -> bool:
+    def started(self, device: int, process: ProcessId) -> bool:
         """Its agent has started one; say whether it is still to be waited for."""
-        known = self._on.get(device, {}).get(pid)
+        known = self._on.get(device, {}).get(process)
         if known is not None and known.status is _S.UNHEARD:
             self._end(known)  # the number is another process' now
-        return self._get(device, pid).status is _S.STARTING
+        return self._get(device, process).status is _S.STARTING
 
-    def ready(self, device: int, pid: int) -> list[Event]:
+    def ready(self, device: int, process: ProcessId) -> list[Event]:
         """One is ready; it joins when the one before it has left."""
-        trainer = self._get(device, pid)
+        trainer = self._get(device, process)
         if trainer.status is _S.UNHEARD:
             self._end(trainer)
         elif trainer.status is _S.STARTING:
@@ -130,18 +140,19 @@ class Trainers:
         if self._joined(device) is not None or (successor := next(ready, None)) is None:
             return []
         successor.become(_S.SERVING)
-        return [DeviceJoined(device=device)]
+        self.have_served.add(device)
+        return [DeviceJoined(device=self._devices[device])]
 
-    def kill(self, device: int, pid: int) -> None:
+    def kill(self, device: int, process: ProcessId) -> None:
         """One is killed: because it is not ready in time, or while it serves."""
-        trainer = self._get(device, pid)
+        trainer = self._get(device, process)
         if trainer.status in (_S.STARTING, _S.SERVING):
             trainer.become(_S.OVERDUE if trainer.status is _S.STARTING else _S.KILLED)
-        trainer.kill_due = self._clock() + _KILL_LIMIT_S
+        self._kills_due[process] = self._clock() + _KILL_LIMIT_S
 
-    def retire(self, device: int, pid: int) -> list[Event]:
+    def retire(self, device: int, process: ProcessId) -> list[Event]:
         """One has said that it ends, which the controller knows; its successor may be there."""
-        trainer = self._get(device, pid)
+        trainer = self._get(device, process)
         if trainer.status is _S.UNHEARD:
             self._end(trainer)
         elif trainer.status is not _S.RETIRED:
@@ -154,29 +165,31 @@ class Trainers:
             if trainer.status is _S.SUCCESSOR:
                 trainer.become(_S.RETIRED)
 
-    def ended(self, device: int, pid: int, cause: str) -> list[Event]:
+    def ended(self, device: int, process: ProcessId, cause: str) -> list[Event]:
         """One has ended.
 
         Raises:
             LaunchError: As others of its device did, before they were of use.
         """
-        trainer = self._get(device, pid)
+        trainer = self._get(device, process)
         had_joined, is_killed = trainer.status in _JOINED, trainer.status is _S.KILLED
         if trainer.status in (_S.STARTING, _S.OVERDUE):
             trainer.become(_S.UNHEARD)
-            trainer.kill_due = None
+            self._kills_due.pop(process, None)
             self._count_failed_start(device, cause)
             return []
-        if trainer.status is _S.SUCCESSOR:
-            self._count_failed_start(device, cause)
+        was_ready = trainer.status is not _S.SUCCESSOR
         if trainer.status is not _S.UNHEARD:
             self._end(trainer)
+        if not was_ready:
+            self._count_failed_start(device, cause)
         lost: list[Event] = [DeviceLost(device=device, by_order=is_killed)] * had_joined
         return lost + self._succeed(device)
 
     def _end(self, trainer: _Trainer) -> None:
         trainer.become(_S.GONE)
-        del self._on[trainer.device][trainer.pid]
+        self._kills_due.pop(trainer.process, None)
+        del self._on[trainer.device][trainer.process]
 
     def _count_failed_start(self, device: int, cause: str) -> None:
         number = self._failed_starts[device] = self._failed_starts.get(device, 0) + 1
@@ -186,9 +199,10 @@ class Trainers:
                 f"ready, the last time with {cause}; what it printed says why."
             )
 
-    def agent_ended(self) -> None:
-        """All are dead; the ends of those that have joined are still to be told."""
-        for device, on_device in self._on.items():
-            self._on[device] = {p: t for p, t in on_device.items() if t.status in _JOINED}
-            for trainer in self._on[device].values():
-                trainer.kill_due = None
+    def node_lost(self, agent: str) -> dict[int, ProcessId]:
+        """All of this agent are dead; return those whose ends are still to be told."""
+        for trainer in [t for t in self._all() if t.process.agent == agent]:
+            self._kills_due.pop(trainer.process, None)
+            if trainer.status not in _JOINED:
+                del self._on[trainer.device][trainer.process]
+        return {device: process for device, process in self.live.items() if process.agent == agent}

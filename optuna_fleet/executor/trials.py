@@ -34,8 +34,10 @@ class Policy:
         preprocess_samples_per_s: What the preprocessors deliver to all streams; None for any rate.
         rescale_s: Seconds of training that a move costs, where the model does not say and no move
             was measured.
-        moves_within_epochs: Trainers can yield between two batches, not only at the end of an
+        moves_within_epochs: Movable trials yield between two batches, not only at the end of an
             epoch.
+        more_may_join: A trial that needs more devices than there are waits for them; else it is
+            launched all the same, to fail and say so.
     """
 
     paradigm: Paradigm = "global"
@@ -49,6 +51,7 @@ class Policy:
     preprocess_samples_per_s: float | None = None
     rescale_s: float = 1.0
     moves_within_epochs: bool = False
+    more_may_join: bool = False
 
     def __post_init__(self) -> None:
         check_choice("paradigm", self.paradigm, PARADIGMS)
@@ -99,7 +102,12 @@ STAGES_AFTER = {
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """A run that has not ended on all its devices; `endings` are those of its ranks, by device."""
+    """A run that has not ended on all its devices; `endings` are those of its ranks, by device.
+
+    `lost_with_node` if a whole node was taken from it; `clears` if it was told to leave
+    one that goes; `lingers` if its last ranks are not waited for any more; `is_news` if the last
+    plan did not know how it would end.
+    """
 
     run_id: int
     number: int
@@ -107,6 +115,10 @@ class Run:
     measured: bool
     stage: Stage = Stage.TRAINING
     endings: dict[int, Ending] = field(default_factory=dict)
+    lost_with_node: bool = False
+    clears: bool = False
+    lingers: bool = False
+    is_news: bool = False
 
     def become(self, stage: Stage) -> None:
         """Enter another stage."""
@@ -148,6 +160,11 @@ class Run:
         return tuple(d for d in self.devices if self.endings.get(d) not in _GONE)
 
     @property
+    def left(self) -> tuple[int, ...]:
+        """The devices on which it has ended, but not their processes."""
+        return tuple(device for device, how in self.endings.items() if how not in _GONE)
+
+    @property
     def is_ending(self) -> bool:
         """Whether its devices fall free without a further decision."""
         return self.is_moving or self.is_aborted or bool(self.endings)
@@ -159,8 +176,8 @@ class Trial:
 
     `checkpoint` is where its last one is, and `epochs_saved` the epochs that are in it.
     `rescale_s` is what its last move was measured to cost, `previous_devices` what is left of the
-    devices that a lost run had; `max_devices` bounds it besides its model, where it has shown that
-    it must not have more.
+    devices that a run had which lost some, or is about to; `max_devices` bounds it besides its
+    model, where it has shown that it must not have more.
     """
 
     number: int
@@ -170,6 +187,7 @@ class Trial:
     epochs_saved: int = 0
     predicted_epochs: float | None = None
     restarts: int = 0
+    was_launched: bool = False
     waited_rounds: int = 0
     rescale_s: float | None = None
     run: Run | None = None

@@ -7,6 +7,7 @@ computes for long: only its life is watched, unless it waits for its peers.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from optuna_fleet.exceptions import OutOfMemoryError, TrialError, TrialTimeoutEr
 from optuna_fleet.executor.ranks import out_of_step, way_out
 from optuna_fleet.options import NUM_HEARTBEATS, Limits
 from optuna_fleet.wire.messages import Ended, Heartbeat, Phase
+
+_LOOK_EVERY_S = 1.0  # at runs of which nothing is heard: there may be hundreds
+_CLOCK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,9 @@ class Watchdog:
         self._clock = clock
         self._runs: dict[int, _Watched] = {}
         self._flown_s: dict[int, float] = {}
-        self._checked = clock()
+        self._checked = self._looked = clock()
+        self._heard: set[int] = set()  # runs of which there is news since the last check
+        self._due = math.inf  # when the first may have flown for too long
 
     def launched(self, launch: Launch) -> None:
         """A run begins."""
@@ -86,6 +92,9 @@ class Watchdog:
         self._runs[launch.run_id] = _Watched(
             launch=launch, launched=now, progressed=now, heard=heard
         )
+        if self._limits.trial_s is not None:
+            left_s = self._limits.trial_s - self._flown_s.get(launch.number, 0.0)
+            self._due = min(self._due, now + left_s)
 
     def ended(self, run_id: int, *, is_done: bool) -> None:
         """A run has ended, and with it the trial if that `is_done`."""
@@ -103,6 +112,7 @@ class Watchdog:
         if run := self._runs.get(ended.run_id):
             run.heard.pop(ended.rank, None)
             run.ended[ended.rank] = ended
+            self._heard.add(ended.run_id)
 
     def hear(self, heartbeat: Heartbeat) -> None:
         """A rank gives a sign of life."""
@@ -110,6 +120,7 @@ class Watchdog:
         if run is None or heartbeat.rank not in run.heard:
             return
         now = self._clock()
+        self._heard.add(heartbeat.run_id)
         run.heard[heartbeat.rank] = now
         run.heartbeats[heartbeat.rank] = heartbeat
         progress = heartbeat.progress
@@ -123,11 +134,11 @@ class Watchdog:
 
     def patience_s(self) -> float | None:
         """Seconds until the next `check`; None if there is nothing to check."""
-        limits = self._limits
-        waits = [limits.hang_s / NUM_HEARTBEATS] if limits.hang_s is not None else []
-        if limits.trial_s is not None:
-            waits += [limits.trial_s - self._flown(run) for run in self._runs.values()]
-        return max(0.0, min(waits)) if waits and self._runs else None
+        waits = [self._due - self._clock()]
+        if self._limits.hang_s is not None:
+            waits.append(self._limits.hang_s / NUM_HEARTBEATS)
+        wait_s = max(0.0, min(waits))
+        return wait_s if self._runs and wait_s < math.inf else None
 
     def check(self) -> list[Hung | Broken]:
         """Returns what is wrong now; each run is named once."""
@@ -135,10 +146,24 @@ class Watchdog:
         self._checked = now
         if self._limits.hang_s is not None and now - before > self._limits.hang_s / 2:
             self._pardon(now)  # we were away ourselves, and signs of life wait to be read
-        found = [fault for run in self._runs.values() if (fault := self._fault(run, now))]
+        found = [fault for run in self._to_look_at(now) if (fault := self._fault(run, now))]
         for fault in found:
             self.ended(fault.run_id, is_done=isinstance(fault, Broken))
         return found
+
+    def _to_look_at(self, now: float) -> list[_Watched]:
+        """Those of which there is news; all, where time alone may have told."""
+        heard, self._heard = self._heard, set()
+        limits, is_due = self._limits, now >= self._due
+        if limits.hang_s is not None:
+            is_due |= now - self._looked >= min(limits.hang_s / NUM_HEARTBEATS, _LOOK_EVERY_S)
+        if not is_due:
+            return [self._runs[run_id] for run_id in heard & self._runs.keys()]
+        self._looked = now
+        if limits.trial_s is not None:
+            ends = (now + limits.trial_s - self._flown(run) for run in self._runs.values())
+            self._due = max(now + _CLOCK_S, min(ends, default=math.inf))
+        return list(self._runs.values())
 
     def _pardon(self, now: float) -> None:
         for run in self._runs.values():

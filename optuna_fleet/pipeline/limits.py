@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 from dataclasses import dataclass
 
@@ -76,7 +75,6 @@ class Budgets:
         is_adaptive: Run as many of them as are needed, not all.
         niceness: What is added to theirs, so that trials that compute on the CPU go first.
         chunk_bytes: Size of a chunk to aim at.
-        max_chunks: Most chunks at a time, each being an open file.
     """
 
     memory_bytes: int
@@ -88,13 +86,12 @@ class Budgets:
     is_adaptive: bool = False
     niceness: int = 0
     chunk_bytes: int
-    max_chunks: int
 
 
 def budgets(
     wanted: Wanted, *, num_preprocessors: int, is_adaptive: bool = False, niceness: int = 0
 ) -> Budgets:
-    """Returns what a pipeline may take on this machine; raises the limit on open files.
+    """Returns what a pipeline may take on this machine.
 
     Args:
         wanted: What the user asks for.
@@ -105,7 +102,6 @@ def budgets(
     Raises:
         FleetConfigError: The machine does not have what was asked for.
     """
-    max_chunks = raise_file_limit()
     memory_bytes = wanted.memory_bytes or default_memory_bytes()
     decoded_bytes = wanted.decoded_bytes
     if decoded_bytes is None:
@@ -122,8 +118,7 @@ def budgets(
         num_preprocessors=num_preprocessors,
         is_adaptive=is_adaptive,
         niceness=niceness,
-        chunk_bytes=wanted.chunk_bytes or default_chunk_bytes(memory_bytes, max_chunks),
-        max_chunks=max_chunks,
+        chunk_bytes=wanted.chunk_bytes or default_chunk_bytes(memory_bytes),
     )
 
 
@@ -214,23 +209,11 @@ def default_memory_bytes() -> int:
     return max(LEAST_MEMORY_BYTES, int(MEMORY_SHARE * available_bytes()))
 
 
-def default_chunk_bytes(memory_bytes: int, max_chunks: int) -> int:
-    """Returns the chunk size for a budget: smaller if it is tiny, larger if files are scarce."""
-    return max(min(CHUNK_BYTES, max(4096, memory_bytes // 16)), memory_bytes // max_chunks)
+def default_chunk_bytes(memory_bytes: int) -> int:
+    """Returns the chunk size for a budget: smaller if it is tiny."""
+    return min(CHUNK_BYTES, max(4096, memory_bytes // 16))
 
 
 def guess_sample_bytes(chunk_bytes: int) -> int:
     """Returns a sample's size to assume where none could be measured."""
     return max(1, chunk_bytes // 32)
-
-
-def raise_file_limit() -> int:
-    """Raises the soft limit on open files to the hard one, and returns the chunks it allows.
-
-    Each resident chunk is an open file of the agent; half of the files are left to all else.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    files = 1 << 20 if hard == resource.RLIM_INFINITY else hard
-    return max(16, files // 2)

@@ -5,8 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.server.decoded import Extent, Stored
-from optuna_fleet.pipeline.spec import ChunkKey, Place
+from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.spec import ChunkKey
+
+Extent = tuple[int, int]
+"""Address and length of a piece of the arena, in bytes."""
+
+Stored = tuple[int, int, int]
+"""Index of a sample, and the address and length of its record in the decoded store."""
 
 MAX_TEXT = 10_000
 """Characters of a remote traceback that are kept, so that a message fits into one packet."""
@@ -96,11 +102,22 @@ class ClosePass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaOpened:
+    """Comes first: where chunks lie, with the descriptors of it."""
+
+    extents: Extents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassOpened:
-    """Answers OpenPass with the number of samples per chunk of that data set on this node."""
+    """Answers OpenPass with the number of samples per chunk of that epoch on this node.
+
+    The reader may ask for ``num_ahead`` chunks before it needs them.
+    """
 
     pass_id: int
     chunk_size: int
+    num_ahead: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +130,15 @@ class HeadFound:
 
 
 class ChunkReady(NamedTuple):
-    """Carries a chunk's file descriptor.
+    """Tells where a chunk lies.
 
     ``brief`` if memory is short: copy what is needed and give the chunk back at once.
     """
 
     pass_id: int
     chunk: int
+    address: int
+    nbytes: int
     brief: bool = False
 
 
@@ -160,6 +179,7 @@ class SampleMeasured:
         header_bytes: Bytes a chunk takes beyond its samples.
         prepared_bytes: Bytes of a sample after the deterministic beginning of its transform, in
             the decoded store; None if that is not worth it, or no beginning can be told apart.
+        chunk_size: Samples of a chunk, if another node has decided on that.
     """
 
     key: ChunkKey
@@ -167,6 +187,7 @@ class SampleMeasured:
     header_bytes: int
     sample_s: float = 0.0
     prepared_bytes: int | None = None
+    chunk_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,27 +197,31 @@ class ProduceChunk:
     Attributes:
         key: The chunk.
         chunk_size: Samples of a chunk of this data set.
-        max_bytes: What the chunk's file may take.
-        place: Where to put it.
+        address: Where to write it.
+        max_bytes: What it may take there.
         split: Whether the data set is in the decoded store.
         extents: Pieces of the decoded store that may be filled.
+        fetch: Get it from the node that owns it.
     """
 
     key: ChunkKey
     chunk_size: int
+    address: int
     max_bytes: int
-    place: Place = "memory"
     split: bool = False
     extents: tuple[Extent, ...] = ()
+    fetch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkProduced:
-    """Carries the sealed file of a chunk.
+    """A chunk lies where it was to be written.
 
     Attributes:
         key: The chunk.
+        nbytes: The bytes that it takes.
         num_samples: Its samples.
+        num_made: Those of them that were not at hand.
         busy_s: Seconds it took.
         stored: What was put into the decoded store.
         num_loaded: Samples whose beginning came from the decoded store.
@@ -206,13 +231,37 @@ class ChunkProduced:
     """
 
     key: ChunkKey
+    nbytes: int
     num_samples: int
+    num_made: int
     busy_s: float
     stored: tuple[Stored, ...] = ()
     num_loaded: int = 0
     skipped: tuple[int, ...] = ()
     complaint: ChunkError | None = None
     mismatch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkFetched:
+    """A chunk that another node has made lies where it was to be written.
+
+    Attributes:
+        key: The chunk.
+        nbytes: Its bytes, as they came.
+        seconds: From the question to their end.
+    """
+
+    key: ChunkKey
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkNotFetched:
+    """The owner of a chunk is gone, slow, or has refused: it is to be made here."""
+
+    key: ChunkKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,11 @@ from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
 from optuna_fleet.arguments import did_you_mean
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.pipeline.preprocessor.samplers import Weights
 
 _NO_DATA = (type(None), bool, int, float, str, bytes, PathLike)
 _OF_A_LOADER = {
@@ -18,15 +21,17 @@ _OF_A_LOADER = {
     "shuffle": "`shuffled` takes the names of the data sets that get a new order in every epoch",
     "num_workers": "`num_preprocessors` is the most there may be; left out, there are as many as "
     "trials need",
-    "sampler": "trials read each sample once per epoch, in an order that they share; to choose "
-    "samples, give a torch.utils.data.Subset",
+    "batch_sampler": "each trial has a batch size of its own, which it gives to "
+    "trial.batches(name, batch_size=...); `sampler` takes a sampler of "
+    "single indices, whose order all trials share",
     "pin_memory": "batches for a GPU always pass through pinned memory",
     "prefetch_factor": "how much is preprocessed in advance follows from `memory_bytes`",
     "generator": "`seed` decides on order and augmentation",
-    "worker_init_fn": "torch, NumPy and random are seeded before each sample, from `seed`",
+    "worker_init_fn": "torch, NumPy and random are seeded before each sample, from `seed`; what "
+    "each process needs for itself (open files, connections, libraries' threads) a data set sets "
+    "up in __setstate__, which is called once in each of them, or at its first __getitem__",
     "transform": "a data set has its own, or give `prepare` and `augment`",
 }
-_OF_A_LOADER["batch_sampler"] = _OF_A_LOADER["sampler"]
 _OF_A_LOADER["persistent_workers"] = "preprocessors stay for the whole sweep"
 
 
@@ -42,7 +47,7 @@ def length_of(name: str, value: Any, names: Collection[str], options: Collection
     Raises:
         FleetConfigError: It is none, as it is empty, an iterable, or an option that is misspelt.
     """
-    if not _is_map_style(value, names):
+    if name in _OF_A_LOADER or not _is_map_style(value, names):
         raise FleetConfigError(_complaint(name, value, options))
     length = len(value)
     if not length:
@@ -112,6 +117,81 @@ _PURPOSES = {
     "augment": "it does with a prepared sample what is random",
     "finish": "it makes the elementwise end of a sample, or of a batch",
 }
+
+
+def sampler_by_name(
+    argument: str, given: Any, names: Collection[str], shuffled: Collection[str]
+) -> dict[str, Any]:
+    """Returns a sampler, or weights, per name; one alone is for the shuffled data set.
+
+    Raises:
+        FleetConfigError: There is no such data set, or more than one that it could be for.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        if len(shuffled) != 1:
+            raise FleetConfigError(
+                f"For which data set is `{argument}`? {len(shuffled)} of them are shuffled. Say "
+                f"it by name: {argument}={{{sorted(shuffled or names)[0]!r}: ...}}."
+            )
+        given = dict.fromkeys(shuffled, given)
+    _check_names(argument, given, names)
+    return dict(given)
+
+
+def weights_of(name: str, given: Any, length: int) -> Weights:
+    """Returns what draws samples by their weights.
+
+    Raises:
+        FleetConfigError: They are no weights, or not one for each sample.
+    """
+    try:
+        weights = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        weights = np.empty(())
+    if weights.shape != (length,):
+        what = f"of shape {[*weights.shape]}" if weights.shape else f"{given!r:.60}"
+        raise FleetConfigError(
+            f"The `weights` of data set {name!r} are {what}, but must be {length} numbers, one "
+            "for each sample."
+        )
+    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+        raise FleetConfigError(
+            f"The `weights` of data set {name!r} must be numbers >= 0, and one of them > 0, but "
+            f"the least is {weights.min()} and the largest {weights.max()}."
+        )
+    return Weights(cumulated=np.cumsum(weights))
+
+
+def num_drawn(name: str, sampler: Any) -> int:
+    """Returns how many samples a sampler draws in an epoch.
+
+    Raises:
+        FleetConfigError: It is none, or none that all trials can share.
+    """
+    whose = f"The `sampler` of data set {name!r} is a {type(sampler).__name__}"
+    if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+        raise FleetConfigError(
+            f"{whose}, which draws one rank's share. Leave it out: trial.batches divides each "
+            "batch among the trial's devices, however many these are at the time."
+        )
+    if hasattr(sampler, "batch_size") and hasattr(sampler, "drop_last"):
+        raise FleetConfigError(f"{whose}, but {_OF_A_LOADER['batch_sampler']}.")
+    try:
+        number = len(sampler)
+        is_sampler = hasattr(sampler, "__iter__") and not isinstance(sampler, (str, bytes))
+    except TypeError:
+        is_sampler = False
+    if not is_sampler:
+        raise FleetConfigError(
+            f"{whose}, but must be a torch.utils.data.Sampler, or another iterable of indices, "
+            "with a len(): the samples of an epoch. Of one that never ends, say how many of its "
+            "indices are an epoch."
+        )
+    if not number:
+        raise FleetConfigError(f"{whose} with a len() of 0, but must draw at least one sample.")
+    return number
 
 
 _FIXED = re.compile("(val|valid|validation|test|eval|evaluation)(?![a-z])")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from optuna_fleet.arguments import check_choice, check_number, check_that, is_a, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import limits, options
+from optuna_fleet.pipeline.exchange.plan import SCHEMES, Scheme
 from optuna_fleet.pipeline.limits import Wanted
-from optuna_fleet.pipeline.preprocessor import payload
-from optuna_fleet.pipeline.preprocessor.order import own_randomness, seed_sample
+from optuna_fleet.pipeline.preprocessor import decisions, payload, samplers
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, Stages, decide, may_split
+from optuna_fleet.pipeline.preprocessor.splitting import Stages, may_split
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSetup, PipelineSpec
 from optuna_fleet.settings import settings_here
 from optuna_fleet.wire.packing import pack
@@ -46,21 +46,32 @@ class SharedPipeline:
             by default those whose name starts with "train". All others have one epoch, in the
             order of the data set, that is preprocessed once per sweep. It must be given where a
             name says neither that nor "val", "test" or "eval".
+        sampler: Says which samples an epoch has, and in which order: a ``Sampler`` of torch's, or
+            another iterable of indices with a ``len()``, for the shuffled data set, or one per
+            name. Its epoch e is the same for all trials. It runs seeded, with ``set_epoch(e)``
+            called if it has that. A sample that comes several times is augmented anew each time.
+        weights: How often to draw each sample, with replacement, as a ``WeightedRandomSampler``
+            does: one number per sample, for the shuffled data set, or such a sequence per name.
         prepare: The deterministic beginning of the preprocessing of ``dataset[index]``, whose
             results are kept in the *decoded store*: one callable for all data sets, or one per
-            name. A data set whose ``transform`` is a torchvision ``Compose`` is split at its first
-            random step by itself.
+            name. Without it and ``augment``, see ``split``.
         augment: The random rest; one callable (for the shuffled data sets), or one per name. With
             it ``dataset[index]`` must give the same in every epoch.
         finish: The deterministic, elementwise end, such as a change of type or scale; it must give
             the same for a sample and for a batch. One callable for all data sets, or one per name.
-        split: False leaves the data sets' own transforms whole. Splitting does not change a bit of
-            the samples: it is tried on one of them first, and left where that comes out different.
+        split: Whose transforms, where they are torchvision's, are split into what is kept and
+            what is random. By default those of torchvision's own data sets, and of ``Subset`` and
+            ``ConcatDataset`` of them. True: also those of your classes, whose ``__getitem__`` must
+            do nothing with what the transform gives but put it into the sample, and change nothing
+            in the transform. False: none. Splitting does not change a bit of the samples.
         on_error: "raise" tells the trials that wait for a sample that raised, with index and
             traceback; "skip" lets the next sample take its place and counts.
         order: "canonical" gives every trial the same epochs, each from its beginning; "rolling" is
             for shuffled data of which too little can be kept for that: one endless stream, which
             a trial joins at each of its epochs wherever it is. See docs/preprocessing.md.
+        exchange: Which nodes of a fleet preprocess for the others (Pittman et al., SC18): none
+            ("local"), all ("all-shared"), the first ("single-broadcast") or some
+            ("multi-broadcast"); "auto" takes what costs least by the rates measured.
         num_preprocessors: Most processes that preprocess, per node. If not given there are as many
             as trials need, within what their cores allow: measured, and adapted while they run.
         memory_bytes: Memory per node for preprocessed data; a quarter of what is available if not
@@ -88,10 +99,13 @@ class SharedPipeline:
         prepare: Stage | Mapping[str, Stage] | None = None,
         augment: Stage | Mapping[str, Stage] | None = None,
         finish: Stage | Mapping[str, Stage] | None = None,
-        split: bool = True,
+        split: bool | None = None,
         on_error: OnError = "raise",
         order: Order = "canonical",
+        exchange: Scheme | Literal["auto"] = "auto",
         shuffled: Collection[str] | None = None,
+        sampler: Iterable[int] | Mapping[str, Iterable[int]] | None = None,
+        weights: Sequence[float] | Mapping[str, Sequence[float]] | None = None,
         num_preprocessors: int | None = None,
         memory_bytes: int | None = None,
         decoded_bytes: int | None = None,
@@ -110,6 +124,7 @@ class SharedPipeline:
             for name, dataset in datasets.items()
         }
         self._shuffled = options.shuffled_among(shuffled, datasets)
+        self._samplers = self._checked_samplers(sampler, weights)
         by_name = options.by_name
         self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
         self._stages = {
@@ -121,7 +136,9 @@ class SharedPipeline:
         self.num_preprocessors = _optional("num_preprocessors", num_preprocessors)
         check_choice("on_error", on_error, ("raise", "skip"))
         check_choice("order", order, ("canonical", "rolling"))
-        check_that("split", split, is_a(bool), "be True or False")
+        check_choice("exchange", exchange, ("auto", *SCHEMES))
+        self.exchange = exchange
+        check_that("split", split, is_a(bool), "be True or False, or None", optional=True)
         self._on_error, self._order, self._split = on_error, order, split
         self._wanted = Wanted(
             memory_bytes=_optional("memory_bytes", memory_bytes),
@@ -130,6 +147,22 @@ class SharedPipeline:
             spill_bytes=_optional("spill_bytes", spill_bytes),
         )
         limits.check_sense(self._wanted)
+
+    def _checked_samplers(self, sampler: Any, weights: Any) -> dict[str, Any]:
+        names, shuffled = self._datasets, self._shuffled
+        samplers = options.sampler_by_name("sampler", sampler, names, shuffled)
+        self._num_samples = {
+            **self._lengths,
+            **{name: options.num_drawn(name, each) for name, each in samplers.items()},
+        }
+        given = options.sampler_by_name("weights", weights, names, shuffled)
+        for name, each in given.items():
+            if name in samplers:
+                raise FleetConfigError(
+                    f"Data set {name!r} has `weights` and a `sampler`: leave one of them out."
+                )
+            samplers[name] = options.weights_of(name, each, self._lengths[name])
+        return samplers
 
     def setup(
         self,
@@ -173,46 +206,27 @@ class SharedPipeline:
             return self._spec()
         return self._decided(self.payload(), finish_on_device=True)
 
-    def _decided(self, packed: bytes, *, finish_on_device: bool) -> PipelineSpec:
-        """The description with what has to be the same in all processes: decided here, once."""
-        spec, stages = self._spec(), self._source().stages
-        wanted = [
-            each
-            for each in spec.datasets
-            if (finish_on_device or each.shuffled or stages[each.name].in_parts)
-            and may_split(self._datasets[each.name], stages[each.name], by_itself=self._split)
+    def left_whole(self) -> list[str]:
+        """Names of the data sets that only ``split=True`` would take apart, as nobody has said."""
+        if self._split is not None:
+            return []
+        source = self._source()
+        return [
+            name
+            for name in sorted(self._shuffled)
+            if may_split(source.datasets[name], source.stages[name], by_itself=True)
+            and not may_split(source.datasets[name], source.stages[name], by_itself=None)
         ]
-        splits: dict[str, SplitDataset | None] = {}
-        if wanted:
-            # A copy: what data sets open lazily (HDF5) must not be open when they are pickled.
-            # Of bytes that can be written to, as data sets may write into their arrays.
-            source: Source = payload.unpack(memoryview(bytearray(packed)))
-            splits = {each.name: self._decide(source, each) for each in wanted}
-        datasets = []
-        for each in spec.datasets:
-            found = splits.get(each.name)
-            each = replace(each, cut=found.cut if found is not None else None)
-            # With a collate_fn, samples must be finished before they are collated.
-            if finish_on_device and each.collate is None:
-                end = stages[each.name].finish if found is None else found.finisher()
-                if found is not None and not found.has_finish:
-                    end = None
-                each = replace(each, finish=_packed("transform", each.name, end))
-            datasets.append(each)
-        return replace(spec, datasets=tuple(datasets))
 
-    def _decide(self, source: Source, spec: DatasetSpec) -> SplitDataset | None:
-        def seed(index: int) -> None:
-            seed_sample(self.seed, spec.name, 0, index, source.generators)
-
-        with own_randomness():
-            return decide(
-                spec.name,
-                source.datasets[spec.name],
-                source.stages[spec.name],
-                num_samples=spec.num_samples,
-                seed=seed,
-            )
+    def _decided(self, packed: bytes, *, finish_on_device: bool) -> PipelineSpec:
+        return decisions.decided(
+            self._spec(),
+            self._source(),
+            packed,
+            by_itself=self._split,
+            finish_on_device=finish_on_device,
+            pack=_packed,
+        )
 
     def _spec(self) -> PipelineSpec:
         return PipelineSpec(
@@ -220,7 +234,9 @@ class SharedPipeline:
             datasets=tuple(
                 DatasetSpec(
                     name=name,
-                    num_samples=length,
+                    num_samples=self._num_samples[name],
+                    length=length,
+                    sampled=name in self._samplers,
                     shuffled=name in self._shuffled,
                     collate=_packed("collate_fn", name, self._collates.get(name)),
                 )
@@ -237,9 +253,10 @@ class SharedPipeline:
         source = self._source()
         source = replace(source, generators=payload.generators_in(source))
         spec = self.spec()
+        samplers.check(source, spec)
         for each in spec.datasets:
             if source.stages[each.name].in_parts:
-                self._decide(source, each)  # for its errors
+                decisions.split_of(source, spec, each)  # for its errors
         return InlineClient(spec, source, self._collates)
 
     def payload(self) -> bytes:
@@ -253,7 +270,8 @@ class SharedPipeline:
                 for what, given in self._stages.items()
                 for name, stage in given.items()
             }
-            wholes = {**self._datasets, **stages}
+            drawing = {f"sampler[{name!r}]": each for name, each in self._samplers.items()}
+            wholes = {**self._datasets, **stages, **drawing}
             raise _unpicklable("data sets of the SharedPipeline", wholes, error) from error
 
     def _source(self) -> Source:
@@ -261,7 +279,7 @@ class SharedPipeline:
         for name in self._datasets:
             given = {what: found.get(name) for what, found in self._stages.items()}
             stages[name] = Stages(**given)
-        return Source(datasets=self._datasets, stages=stages)
+        return Source(datasets=self._datasets, stages=stages, samplers=self._samplers)
 
     # Alone, without an executor
 

@@ -25,9 +25,6 @@ MAX_CHUNK_SAMPLES = 4096
 SLOW_CHUNK_S = 30.0
 """Unless they take longer than this: who is at one chunk for minutes counts as stuck."""
 
-Place = Literal["memory", "disk"]
-"""Where a chunk is: in a memory file, or in a file of the spill folder."""
-
 OnError = Literal["raise", "skip"]
 """A sample that raises: tell those who wait for it, or let the next one take its place."""
 
@@ -56,14 +53,12 @@ class Cut:
         end: The first of those that are elementwise, up to the last.
         num_steps: How many there are.
         place: Where in a sample the transform's result is.
-        restless: Attributes that the steps change themselves, see ``Attributes``.
     """
 
     begin: int
     end: int
     num_steps: int
     place: Path
-    restless: frozenset[tuple[int, Any]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +67,11 @@ class DatasetSpec:
 
     Attributes:
         name: The keyword it was given under.
-        num_samples: Its length.
+        num_samples: Samples of an epoch.
+        length: Its length: its indices are from 0 to ``length - 1``.
         shuffled: Permuted and augmented anew in every epoch; if not: identity order, epoch 0.
+        sampled: A sampler of the user's says which samples an epoch has, and in which order.
+        gives_many: Its samples are fetched many at once, with ``__getitems__``.
         collate: The user's ``collate_fn`` as cloudpickle bytes, or None for torch's default.
         finish: What trainers on accelerators do with each batch, as cloudpickle bytes; None where
             preprocessors finish the samples. Some chunks come finished all the same, and say so.
@@ -82,10 +80,18 @@ class DatasetSpec:
 
     name: str
     num_samples: int
+    length: int
     shuffled: bool
+    sampled: bool = False
+    gives_many: bool = False
     collate: bytes | None = None
     finish: bytes | None = None
     cut: Cut | None = None
+
+    @property
+    def has_order(self) -> bool:
+        """Whether an epoch's order is another than that of the data set."""
+        return self.shuffled or self.sampled
 
     def canonical_epoch(self, epoch: int) -> int:
         """Returns the epoch whose content is served as ``epoch``: 0 for a fixed data set."""

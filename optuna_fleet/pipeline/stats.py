@@ -73,6 +73,11 @@ class PipelineUse:
         names = [each.name for each in fields(self)]
         return PipelineUse(**{name: getattr(self, name) - getattr(last, name) for name in names})
 
+    def plus(self, other: PipelineUse) -> PipelineUse:
+        """Returns the sum of both: two nodes' pipelines."""
+        names = [each.name for each in fields(self)]
+        return PipelineUse(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
@@ -93,7 +98,9 @@ class PipelineStats:
         num_lost: Preprocessors that died.
         repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
         num_loaded: Samples whose beginning came from the decoded store.
-        received: Samples that other nodes preprocessed.
+        num_received: Samples that other nodes preprocessed.
+        received_bytes: Bytes of these.
+        link_bytes_per_s: How fast the fastest of their chunks came, from the question on.
         num_skipped: Samples that raised and whose place others took, in all epochs.
         lent_bytes: Bytes of ``resident_bytes`` that readers hold, which can't be dropped.
         decoded_bytes: Bytes of ``resident_bytes`` in the decoded store.
@@ -111,7 +118,9 @@ class PipelineStats:
     num_lost: int
     repeated: int = 0
     num_loaded: int = 0
-    received: int = 0
+    num_received: int = 0
+    received_bytes: int = 0
+    link_bytes_per_s: float = 0.0
     num_skipped: int = 0
     lent_bytes: int = 0
     decoded_bytes: int = 0
@@ -133,10 +142,11 @@ class Counts:
     busy_s: float = 0.0
     waited_s: float = 0.0
     peak_bytes: int = 0
-    num_dropped: int = 0
     repeated: int = 0
     num_loaded: int = 0
-    received: int = 0
+    num_received: int = 0
+    received_bytes: int = 0
+    link_bytes_per_s: float = 0.0
     num_skipped: int = 0
 
     def snapshot(
@@ -146,6 +156,7 @@ class Counts:
         lent_bytes: int,
         decoded_bytes: int,
         spilled_bytes: int,
+        num_dropped: int,
         num_lost: int,
         use: PipelineUse,
     ) -> PipelineStats:
@@ -156,6 +167,7 @@ class Counts:
             lent_bytes=lent_bytes,
             decoded_bytes=decoded_bytes,
             spilled_bytes=spilled_bytes,
+            num_dropped=num_dropped,
             num_lost=num_lost,
             use=use,
         )

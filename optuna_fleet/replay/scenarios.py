@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from optuna_fleet.alloc import Allocator, ElasticAllocator, EqualSplitAllocator
@@ -17,8 +17,6 @@ from optuna_fleet.replay.simulation import Outcome, Simulation
 from optuna_fleet.replay.trace import NodeTrace
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles
 from optuna_fleet.resources import Device, Fleet
-
-_NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,8 @@ class EnsembleScenario:
         named = policy_of(self.policy)
         lookahead = len(self.trials) if self.lookahead is None else self.lookahead
         allocator = self.allocator or named.new_allocator(self.seed)
-        policy = named.rules(max_restarts=_NO_LIMIT, lookahead=lookahead)
+        policy = named.rules(lookahead=lookahead)
+        policy = replace(policy, moves_within_epochs=False)  # no trial says that it is movable
         fleet = self._fleet()
         profiles = believed_profiles(
             self.trials,
@@ -146,15 +145,15 @@ class TraceScenario:
             rate_spread=math.inf,
             max_trials=self.max_trials,
             lookahead=self.max_trials,
-            max_restarts=_NO_LIMIT,
             moves_within_epochs=True,
         )
+        fleet = self.trace.fleet()
         simulation = Simulation(
-            self.trace.fleet(),
+            fleet,
             self.trials,
             policy,
             self._allocator(),
-            believed_profiles(self.trials),
+            believed_profiles(self.trials, fleet.kinds),
             Rules(cost="old rate", seen_at=self.events),
         )
         until_s = None if self.to_the_end else self.trace.end_s

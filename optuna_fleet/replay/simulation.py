@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from typing_extensions import assert_never
@@ -24,8 +24,8 @@ from optuna_fleet.events import (
     AnswerEpoch,
     CheckpointSaved,
     DataRequested,
+    DeviceGone,
     DeviceJoined,
-    DeviceLost,
     Ending,
     EpochDecision,
     EpochEnded,
@@ -90,9 +90,10 @@ class Simulation:
         profiles: dict[str, RateProfile],
         rules: Rules,
     ) -> None:
-        self._controller = Controller(fleet, policy, profiles=profiles)
+        waits = replace(policy, more_may_join=True)  # `run` knows when none will
+        self._controller = Controller(waits, profiles=profiles)
         self._allocator = ByKind(inner=allocator)
-        self._kind_of = {device.index: device.kind for device in fleet.devices}
+        self._devices = {device.index: device for device in fleet.devices}
         self._trials = trials
         self._probes = policy.lookahead == 0  # as in a real sweep
         self._rules = rules
@@ -140,12 +141,12 @@ class Simulation:
     # -- what happens -----------------------------------------------------------------------------
 
     def _change_fleet(self, change: FleetChange) -> None:
-        losses = tuple(DeviceLost(device=d) for d in change.left)
+        losses = tuple(DeviceGone(device=d) for d in change.left)
         for device in change.left:
             self._totals.add_presence(device, self._now - self._present.pop(device))
         for device in change.joined:
             self._present[device] = self._now
-        joins = tuple(DeviceJoined(device=d) for d in change.joined)
+        joins = tuple(DeviceJoined(device=self._devices[d]) for d in change.joined)
         self._events.append((*self._unseen, *losses, *joins))
         self._unseen.clear()
         self._work()
@@ -250,7 +251,7 @@ class Simulation:
 
     def _launch(self, launch: Launch) -> None:
         progress = self._progress[launch.number]
-        width, kind = len(launch.devices), self._kind_of[launch.devices[0]]
+        width, kind = len(launch.devices), self._devices[launch.devices[0]].kind
         charge_start(progress, width, kind, self._now, self._rules)
         rate = progress.trial.rates_on(kind)[width - 1]
         if progress.begun_s is None:

@@ -100,7 +100,7 @@ class Rules:
 
 def believed_profiles(
     trials: Sequence[SimulatedTrial],
-    kinds: Sequence[str] = ("",),
+    kinds: Sequence[str],
     *,
     noise: float = 0.0,
     seed: int = 0,
@@ -119,8 +119,7 @@ def believed_profiles(
     profiles: dict[str, RateProfile] = {}
     for trial in trials:
         for kind in kinds:
-            told_apart = kind if len(kinds) > 1 else ""
-            key = profile_key(trial.name, told_apart)
+            key = profile_key(trial.name, kind)
             if key not in profiles:
                 rates = trial.rates_on(kind)
                 factors = np.exp(noise * generator.standard_normal(len(rates))).tolist()
@@ -129,6 +128,7 @@ def believed_profiles(
                 profiles[key] = RateProfile(
                     structure=trial.name,
                     measured=dict(islice(measured, widest)),
-                    kind=told_apart,
+                    kind=kind,
+                    anywhere=True,
                 )
     return profiles

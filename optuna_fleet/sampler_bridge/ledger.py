@@ -36,8 +36,10 @@ REASON_KEY = "optuna_fleet:reason"
 DECISION_KEY = "optuna_fleet:decision:{began:.3f}:{round}"
 PIPELINE_PREFIX = "optuna_fleet:pipeline:"
 PIPELINE_KEY = PIPELINE_PREFIX + "{began:.3f}:{index}"
+DEVICES_PREFIX = "optuna_fleet:devices:"
+DEVICES_KEY = DEVICES_PREFIX + "{began:.3f}:{index}"
 
-_FLIGHTS_PER_RECORD = 20
+_PER_RECORD = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,25 @@ class PipelineSpan:
     queue: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpan:
+    """When a device was there, as recorded with the study.
+
+    Attributes:
+        device: Its number.
+        node: Name of its node.
+        kind: Its type.
+        start: When it joined, seconds since the epoch; or the call began.
+        end: When it was gone, or the call ended; None if that is not known.
+    """
+
+    device: int
+    node: str
+    kind: str
+    start: float
+    end: float | None = None
+
+
 def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
     """The recorded flights of each trial by its number, in order; the fields are `Flight`'s."""
     flights: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -112,6 +133,12 @@ def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
     for record in sorted(records, key=lambda record: record["start"]):
         flights[record["trial"]].append(record)
     return flights
+
+
+def device_spans_of(study: optuna.Study) -> list[DeviceSpan]:
+    """When which device was there, as recorded, by start."""
+    records = chain.from_iterable(compat.study_records(study, DEVICES_PREFIX))
+    return sorted((DeviceSpan(**record) for record in records), key=lambda span: span.start)
 
 
 class Ledger:
@@ -210,7 +237,7 @@ class Ledger:
         self._flights.append({"trial": number, **asdict(flight), "devices": devices})
         key = FLIGHTS_KEY.format(began=self._began, index=self._num_flight_records)
         compat.set_study_record(self.study, key, list(self._flights))
-        if len(self._flights) == _FLIGHTS_PER_RECORD:
+        if len(self._flights) == _PER_RECORD:
             self._flights = []
             self._num_flight_records += 1
 
@@ -218,6 +245,13 @@ class Ledger:
         """Store an allocation with the study; a record each, so that long sweeps stay cheap."""
         key = DECISION_KEY.format(began=self._began, round=decision.round)
         compat.set_study_record(self.study, key, asdict(decision))
+
+    def record_devices(self, spans: Sequence[DeviceSpan], changed: Iterable[int]) -> None:
+        """Store when devices were there, as far as that has changed; a few to a record."""
+        for index in sorted({position // _PER_RECORD for position in changed}):
+            few = spans[index * _PER_RECORD : (index + 1) * _PER_RECORD]
+            key = DEVICES_KEY.format(began=self._began, index=index)
+            compat.set_study_record(self.study, key, [asdict(span) for span in few])
 
     def record_span(self, span: PipelineSpan) -> None:
         """Store what the pipeline did with the study; a record each too."""

@@ -6,20 +6,22 @@ import io
 import math
 import os
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from optuna_fleet.checkpoints import file as checkpoint_file
-from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner, previous
+from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer import tracked
-from optuna_fleet.trainer.groups import group_size, wire_device
+from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
 from optuna_fleet.trainer.randomness import rng_state, set_rng_state
+
+Read = Callable[[Any], bytes | bytearray]
 
 _PLAIN_TYPES = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
@@ -41,6 +43,8 @@ class Checkpoint:
         modules: Which of the objects are modules, by position.
         remainder: What the ``state_dict`` of each object leaves out (`states`).
         parameters: What was suggested to the trial, but for choices that are objects.
+        step: The batch of the epoch's first pass to go on with; None for the epoch's beginning.
+        totals: What each rank has added to ``trial.totals`` before that step.
     """
 
     loop: int
@@ -52,6 +56,8 @@ class Checkpoint:
     modules: list[int] = field(default_factory=list)
     remainder: list[dict[str, Any]] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    totals: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,12 @@ class Snapshot:
 
     content: dict[str, Any]
     epoch: int
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        """How far the trial is in it: loop, epoch, and step where it left an epoch's midst."""
+        step = self.content.get("step")
+        return self.content["loop"], self.epoch, *(() if step is None else (step,))
 
 
 def snapshot(checkpoint: Checkpoint) -> Snapshot:
@@ -76,57 +88,56 @@ def snapshot(checkpoint: Checkpoint) -> Snapshot:
     content["objects"] = _portable(checkpoint.objects, "objects", own=False)
     content["remainder"] = _portable(checkpoint.remainder, "remainder", own=False)
     content["state"] = _portable(checkpoint.state, "trial.state", own=True)
+    content["totals"] = _portable(checkpoint.totals, "trial.totals", own=False)
     content["history"] = dict(checkpoint.history)
     return Snapshot(content=content, epoch=checkpoint.epoch)
 
 
-def save(
-    path: str | os.PathLike[str],
-    snapshot: Snapshot,
-    owner: Owner,
-    *,
-    keep_previous: bool = True,
-) -> None:
-    """Write a snapshot to `path`, whole or not at all; see `checkpoint_file.write`.
+def write(file: IO[bytes], snapshot: Snapshot, owner: Owner) -> None:
+    """Write a snapshot into an empty file.
 
     Raises:
-        CheckpointError: The file can't be written.
+        OSError: It can't be written.
     """
     checkpoint_file.write(
-        path,
-        lambda file: torch.save(snapshot.content, file),
+        file,
+        lambda payload: torch.save(snapshot.content, payload),
         owner=owner,
         epoch=snapshot.epoch,
-        keep_previous=keep_previous,
     )
 
 
 def load_newest(
-    path: str | os.PathLike[str], owner: Owner, parameters: Mapping[str, Any] | None = None
+    paths: Iterable[str],
+    owner: Owner,
+    parameters: Mapping[str, Any] | None = None,
+    read: Read = checkpoint_file.contents,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Read the newest good checkpoint: that at `path`, else the one before it.
+    """Read the newest good checkpoint of several.
 
     Args:
-        path: Where the trial has its checkpoint.
+        paths: Where the trial has its checkpoints, the newest first.
         owner: The trial; what is another's is not good.
         parameters: What the study has suggested to it so far; likewise.
+        read: Reads the file of a checkpoint.
 
     Returns:
-        The checkpoint, or None if neither is good; and what was wrong with those passed over.
+        The checkpoint, or None if none is good; and what was wrong with those passed over.
     """
     problems: list[str] = []
-    # A writer killed between the two names leaves only the one before.
-    there = [candidate for candidate in (path, previous(path)) if os.path.exists(candidate)]
-    for candidate in there or [path]:
+    for path in paths:
         try:
-            return load(candidate, owner, parameters), problems
+            return load(path, owner, parameters, read), problems
         except CheckpointError as error:
             problems.append(str(error))
     return None, problems
 
 
 def load(
-    path: str | os.PathLike[str], owner: Owner, parameters: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str],
+    owner: Owner,
+    parameters: Mapping[str, Any] | None = None,
+    read: Read = checkpoint_file.contents,
 ) -> Checkpoint:
     """Read and verify a checkpoint; its tensors are on the CPU.
 
@@ -134,7 +145,7 @@ def load(
         CheckpointError: If the file is missing, torn, altered, of another format, or another
             trial's; or of a trial of that number that had other `parameters`.
     """
-    payload = checkpoint_file.read(path, owner)
+    payload = checkpoint_file.verified(path, read(path), owner)
     content = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     loaded = Checkpoint(**content)
     if parameters is not None:
@@ -163,11 +174,16 @@ def _same(value: Any, other: Any) -> bool:
 
 def gather_rng() -> list[dict[str, Any]]:
     """``rng_state`` of every rank of the default group, on every rank."""
+    return gather(rng_state())
+
+
+def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank of the default group gives, plain values and tensors, on every rank."""
     if group_size() == 1:
-        return [rng_state()]
+        return [own]
     # Not all_gather_object: it unpickles, and torch's connections prove nothing of their peers.
     buffer = io.BytesIO()
-    torch.save(rng_state(), buffer)
+    torch.save(own, buffer)
     mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(wire_device())
     sizes = [torch.tensor(0, device=mine.device) for _ in range(group_size())]
     dist.all_gather(sizes, torch.tensor(len(mine), device=mine.device))
@@ -179,6 +195,21 @@ def gather_rng() -> list[dict[str, Any]]:
         torch.load(io.BytesIO(state[:length].cpu().numpy().tobytes()), weights_only=True)
         for state, length in zip(states, lengths, strict=True)
     ]
+
+
+def broadcast(own: Checkpoint | None) -> Checkpoint:
+    """What rank 0 gives, on every rank; all must call it."""
+    sent = io.BytesIO()
+    if own is not None:
+        torch.save(snapshot(own).content, sent)
+    data = torch.frombuffer(bytearray(sent.getbuffer()) or bytearray(1), dtype=torch.uint8)
+    (size,) = of_first_rank([len(data)])
+    data = (data if own is not None else torch.empty(size, dtype=torch.uint8)).to(wire_device())
+    dist.broadcast(data, src=0)
+    if own is not None:
+        return own
+    received = io.BytesIO(data.cpu().numpy().tobytes())
+    return Checkpoint(**torch.load(received, map_location="cpu", weights_only=True))
 
 
 def restore_rng(states: list[dict[str, Any]]) -> None:

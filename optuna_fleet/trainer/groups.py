@@ -6,11 +6,13 @@ in an objective means "this trial". The store outlives the trainers: the agent o
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -28,11 +30,14 @@ from torch._C._distributed_c10d import (
 )
 
 from optuna_fleet.exceptions import TrainerLostError, TrialError
+from optuna_fleet.wire.messages import RunTrial
 
 _logger = logging.getLogger(__name__)
 
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+_leaving: threading.Thread | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +126,71 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
         sys.excepthook = excepthook
 
 
+def join_group_of(run: RunTrial, device_kind: str) -> None:
+    """Join the group of a run's ranks, the default group of ``torch.distributed`` from now on."""
+    is_alone = run.rehearses
+    spec = GroupSpec(
+        rank=0 if is_alone else run.rank,
+        world_size=1 if is_alone else run.world_size,
+        prefix=run.group,
+        store_host=run.store.host if run.store else "",
+        store_port=run.store.port if run.store else None,
+    )
+    by_gloo = device_kind == "cpu" or run.shares_gpu
+    join_group(spec, "gloo" if by_gloo else "nccl", run.collective_s)
+
+
 def leave_group() -> None:
-    """Destroy the default group, if any; afterwards this process can join another one.
+    """Leave the default group, if any; afterwards this process can join another one.
 
     Safe to call when there is none, and for gloo when peers of the group are dead.
     """
     if not dist.is_initialized():
         return
+    if dist.get_backend() == "gloo":
+        _leave_aside()
+        return
     try:
         dist.destroy_process_group()
     except Exception:
         _logger.debug("The process group could not be shut down; forgetting it.", exc_info=True)
-        _forget_group()
+        _abort_group()
+
+
+def _leave_aside() -> None:
+    """Forget the default group at once, and shut it down in a thread.
+
+    Gloo waits for 10 ms per peer there, which is most of the time that a regrouping takes.
+    """
+    global _leaving
+    groups = list(dist.distributed_c10d._world.pg_names)
+    _forget_group()
+    wait_until_left()
+    thread = threading.Thread(
+        target=_shut_down, args=(groups,), name="optuna-fleet-leave", daemon=True
+    )
+    try:
+        thread.start()
+        _leaving = thread
+    except RuntimeError:  # too many threads, or processes
+        _shut_down(groups)
+
+
+def wait_until_left() -> None:
+    """Wait until nothing is left of the group that was left last."""
+    global _leaving
+    if _leaving is not None:
+        _leaving.join()
+    _leaving = None
+
+
+atexit.register(wait_until_left)  # a thread of gloo's that is still there would abort the process
+
+
+def _shut_down(groups: list[dist.ProcessGroup]) -> None:
+    while groups:
+        with suppress(Exception):  # its peers may be dead
+            groups.pop().shutdown()
 
 
 def group_size() -> int:
@@ -213,18 +271,23 @@ def _choose_interface(spec: GroupSpec) -> None:
         _chose_interface = False
 
 
-def _forget_group() -> None:
-    """Drop a group that can't be shut down from torch's books, to make room for the next."""
+def _abort_group() -> None:
+    """Drop a group that can't be shut down, to make room for the next."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if abort is not None:
         with suppress(Exception):
             abort()
     if dist.is_initialized():
-        world = dist.distributed_c10d._world
-        for book in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_to_tag):
-            book.clear()
-        world.tags_to_pg.clear()
-        world.pg_backend_config.clear()
-        _unregister_all_process_groups()
-        world.group_count = 0
-        dist.distributed_c10d._update_default_pg(None)
+        _forget_group()
+
+
+def _forget_group() -> None:
+    """Remove the default group, and those made of it, from torch's books."""
+    world = dist.distributed_c10d._world
+    for book in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_to_tag):
+        book.clear()
+    world.tags_to_pg.clear()
+    world.pg_backend_config.clear()
+    _unregister_all_process_groups()
+    world.group_count = 0
+    dist.distributed_c10d._update_default_pg(None)

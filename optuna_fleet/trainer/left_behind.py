@@ -1,4 +1,4 @@
-"""Tells of what changes from epoch to epoch but is in no checkpoint.
+"""Tells of what changes from epoch to epoch, or from batch to batch, but is in no checkpoint.
 
 A trial that moves runs its objective again from the first line: such things begin anew there, and
 nothing else would say so.
@@ -29,7 +29,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from optuna_fleet.trainer.carried import Variables, carried, marks_in
-from optuna_fleet.trainer.loops import looping_frame, users_frames, variables_of
+from optuna_fleet.trainer.loops import Loop, looping_frame, users_frames, variables_of
 
 _NUM_EPOCHS = 2
 _DEPTH = 6
@@ -50,7 +50,7 @@ class _Seen:
 
 
 class LeftBehind:
-    """Looks at the first two epochs of a loop.
+    """Looks at the first two epochs of a loop, and at the first batches of a movable one.
 
     Args:
         objects: What was prepared so far; grows while the objective runs.
@@ -73,10 +73,13 @@ class LeftBehind:
         self._first: _Seen | None = None
         self._begun: _Seen | None = None
         self._num_epochs = 0
+        self._batches: list[Variables] = []  # before each of the first ones
         self._told: set[str] = set()
 
     def begin_epoch(self, frame: FrameType) -> None:
         """An epoch begins; `frame` has asked for it."""
+        if len(self._batches) <= _NUM_EPOCHS:  # a variable may change from epoch to epoch
+            self._batches.clear()
         if self._num_epochs == _NUM_EPOCHS or not self._modules():
             return
         with contextlib.suppress(Exception):  # whatever an objective's objects are like
@@ -98,12 +101,34 @@ class LeftBehind:
         with contextlib.suppress(Exception):
             self._tell_of_objects(frame, self._first, begun)
 
+    def begin_batch(self, frame: FrameType) -> None:
+        """A pass that may be left in its midst begins its next batch; `frame` has asked for it."""
+        if len(self._batches) > _NUM_EPOCHS or not self._modules():
+            return
+        with contextlib.suppress(Exception):
+            loop = looping_frame(frame)
+            if loop is None:
+                return
+            if len(self._batches) == _NUM_EPOCHS:
+                self._tell_of_batches(loop, *self._batches)
+            self._batches.append(Variables.of(loop))
+
+    def _tell_of_batches(self, loop: FrameType, first: Variables, second: Variables) -> None:
+        names = [f"`{name}`" for name in carried(loop, first, second, marks_in(self._kept()))]
+        names += ["what `enumerate` counts"] if Loop(loop).enumerates else []
+        place = _place_of(loop)
+        self._tell(
+            "Local variables that change from batch to batch begin",
+            {name: f"{name} {place}" for name in names},
+            f" ({place}). Keep them in trial.totals or trial.state, or read without movable=True.",
+        )
+
     def _tell_of_variables(self, frame: FrameType, first: _Seen, begun: _Seen) -> None:
         loop = looping_frame(frame)
         if loop is None or first.variables is None or begun.variables is None:
             return
         names = carried(loop, first.variables, begun.variables, marks_in(self._kept()))
-        place = f"in {loop.f_code.co_name}, {Path(loop.f_code.co_filename).name}:{loop.f_lineno}"
+        place = _place_of(loop)
         self._tell(
             "Local variables that change from epoch to epoch begin",
             {f"`{name}`": f"{name} {place}" for name in names},
@@ -196,6 +221,10 @@ class LeftBehind:
             own = {key: tensors[key] for key, place in places.items() if place not in known}
             if own and not trained & {places[key] for key in own}:
                 yield thing, name, own
+
+
+def _place_of(loop: FrameType) -> str:
+    return f"in {loop.f_code.co_name}, {Path(loop.f_code.co_filename).name}:{loop.f_lineno}"
 
 
 def _tensors(thing: Any) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ PACKAGE = str(Path(__file__).parents[1])
 NOT_THE_USERS = (PACKAGE, *map(sysconfig.get_path, ("stdlib", "purelib")))
 _ACCESS = re.compile("(LOAD|STORE|DELETE)_(FAST|DEREF)")
 _JUMPS = frozenset([*dis.hasjrel, *dis.hasjabs])
+_ENDS_A_STATEMENT = re.compile("STORE|DELETE|POP|RETURN|RAISE|JUMP|RESUME|FOR_ITER")
 _NO_STEPS = ("EXTENDED_ARG", "CACHE")
 _CACHE = dis.opmap.get("CACHE", 0)
 _GO_NOWHERE_ELSE = re.compile("RETURN|RAISE|RERAISE|JUMP_(FORWARD|BACKWARD|ABSOLUTE)")
@@ -98,6 +99,16 @@ class Loop:
                 return True
             if kind is None:
                 todo += self._next(index)
+        return False
+
+    @property
+    def enumerates(self) -> bool:
+        """Whether it counts what it is given: ``for step, batch in enumerate(...)``."""
+        for step in reversed(self._steps[: self._header]):
+            if _ENDS_A_STATEMENT.match(step.opname):
+                return False
+            if step.argval == "enumerate":
+                return True
         return False
 
     def _accesses(self, index: int) -> list[tuple[str, str]]:

@@ -6,11 +6,13 @@ import contextlib
 import gc
 import importlib
 import os
+import pickle
 import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optuna import TrialPruned
@@ -31,11 +33,21 @@ from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Adoption, Settings
 from optuna_fleet.trainer.heartbeat import sending_heartbeats
+from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
-from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
+from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded, no_driver
 from optuna_fleet.trainer.trial import FleetTrial, Remote
 from optuna_fleet.wire.channel import Channel, connect
-from optuna_fleet.wire.messages import Ended, Quit, RunTrial, TrainerReady, TrainerUnfit, Usage
+from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.messages import (
+    Ended,
+    Rehearsed,
+    RunTrial,
+    TrainerReady,
+    TrainerUnfit,
+    Usage,
+)
+from optuna_fleet.wire.node_messages import KeepObjective, ProcessId, Quit
 from optuna_fleet.wire.packing import pack, pack_error, plain, unpack_objective
 
 if TYPE_CHECKING:
@@ -47,10 +59,16 @@ class Trainer:
     """One device slot's process; lives through many runs, so torch and CUDA are set up once."""
 
     def __init__(
-        self, device: Device, channel: Channel, pipeline: PipelineClient | None, num_threads: int
+        self,
+        device: Device,
+        channel: Channel,
+        pipeline: PipelineClient | None,
+        num_threads: int,
+        dial: Callable[[], Channel] = no_driver,
     ) -> None:
         self._device = device
-        self._channel = channel
+        self._dial = dial
+        self._inbox = Inbox(channel)
         self._pipeline = pipeline
         self._num_threads = num_threads
         self._objectives: dict[int, Any] = {}
@@ -62,23 +80,26 @@ class Trainer:
     def serve(self) -> None:
         """Run trials until told to quit, or the driver is gone."""
         while True:
-            message = self._channel.receive()
+            message = self._inbox.next_order()
             match message:
                 case RunTrial():
                     ended = self._run(message)
                     flush_prints()  # trainers are killed in the end
                     collect = message.gc_after_trial
                     is_last = self._is_spent or not self._clean_up(collect=collect)
-                    self._channel.send(replace(ended, is_last=is_last))
+                    if self._session is not None and self._session.run.rehearses:
+                        self._inbox.send(_not_ready(self._session))
+                    elif ended is not None:
+                        self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
                         return
                 case Quit():
                     return
-                case _:
-                    pass  # a late reply to a run that is over
 
-    def _run(self, run: RunTrial) -> Ended:
-        session = self._session = Session(self._channel, run)
+    def _run(self, run: RunTrial) -> Ended | None:
+        """Run the objective; return how that ended, unless it was told of."""
+        session = Session(self._inbox, run, self._dial, self._device.index)
+        self._session = session
         try:
             with sending_heartbeats(session, run.heartbeat_s):
                 return self._run_in(session)
@@ -92,7 +113,7 @@ class Trainer:
                 error=pack_error(error),
             )
 
-    def _run_in(self, session: Session) -> Ended:
+    def _run_in(self, session: Session) -> Ended | None:
         run = session.run
         training: Training | None = None
 
@@ -102,7 +123,6 @@ class Trainer:
                 training = self._training(session)
             return training
 
-        waited_s = self._waited_s()
         value, error = b"", None
         has_device_failed = False
         alone = False  # at its end, while the other ranks go on
@@ -123,7 +143,7 @@ class Trainer:
         except RetryableError as trouble:
             ending, error, alone = Ending.ABORTED, pack_error(trouble), True
         except BaseException as raised:
-            ending, error = _ending_of(raised, run), pack_error(raised)
+            ending, error = _ending_of(raised, session.run), pack_error(raised)
             alone = not isinstance(raised, TrialPruned)
             has_device_failed = is_of_device(raised)
             self._is_spent = has_device_failed or is_out_of_memory(raised)
@@ -133,9 +153,11 @@ class Trainer:
         if training is not None:
             usage = training.end(alone=alone)
             self._is_spent = self._is_spent or training.is_stuck
+        if session.waits:
+            return None
         return Ended(
-            run_id=run.run_id,
-            rank=run.rank,
+            run_id=session.run.run_id,
+            rank=session.run.rank,
             device=self._device.index,
             time_s=ended_s,
             ending=ending,
@@ -143,7 +165,7 @@ class Trainer:
             error=error,
             progress=session.progress,
             has_device_failed=has_device_failed,
-            usage=replace(usage, data_wait_s=self._waited_s() - waited_s),
+            usage=usage,
         )
 
     def _training(self, session: Session) -> Training:
@@ -154,9 +176,6 @@ class Trainer:
             self._adopt_numbers()
             seed_torch(session.run.seed, session.run.number)
         return Training(session, self._pipeline, self._device.kind)
-
-    def _waited_s(self) -> float:
-        return self._pipeline.waited_s if self._pipeline else 0.0
 
     def _clean_up(self, *, collect: bool) -> bool:
         """Free what the run held; return whether the process can serve another one.
@@ -177,9 +196,11 @@ class Trainer:
         return True
 
     def _objective(self, run: RunTrial) -> Any:
-        if run.objective is not None:
-            self._objectives = {run.objective_id: run.objective}
-            self._settings = run.settings
+        if run.objective_id not in self._objectives:
+            with open(run.objective_at, "rb") as file:
+                kept: KeepObjective = pickle.load(file)  # from our parent, the agent
+            self._objectives = {kept.objective_id: kept.objective}
+            self._settings = kept.settings
         packed = self._objectives[run.objective_id]
         if isinstance(packed, bytes):
             self._adoption.own_filters()
@@ -219,9 +240,8 @@ class Trainer:
 def trainer_main(
     device: Device,
     *,
-    host: str,
-    port: int,
-    secret: bytes,
+    agent: str,
+    invitation: Invitation,
     data: socket.socket,
     spec: PipelineSpec | None,
     num_threads: int,
@@ -234,17 +254,20 @@ def trainer_main(
         from optuna_fleet.pipeline.reader.client import PipelineClient  # imports torch
 
         pipeline = PipelineClient(data, spec)
+    dial = partial(connect, invitation)
     try:
-        channel = connect(host, port, secret)
+        channel = dial()
     except ConnectionRefusedError:
         return  # the sweep was over before this process had started
+    process = ProcessId(agent, os.getpid())
     if problem := ailment_of(device):
-        channel.send(TrainerUnfit(device=device.index, pid=os.getpid(), problem=problem))
+        channel.send(TrainerUnfit(device=device.index, process=process, problem=problem))
         return
-    channel.send(TrainerReady(device=device.index, pid=os.getpid(), agent=os.getppid()))
+    trainer = Trainer(device, channel, pipeline, num_threads, dial)
     # The end of the channel is the end of the sweep: the agent ends this process too.
-    with contextlib.suppress(EOFError, OSError, DriverGoneError):
-        Trainer(device, channel, pipeline, num_threads).serve()
+    with contextlib.suppress(OSError, DriverGoneError):
+        channel.send(TrainerReady(device=device.index, process=process))
+        trainer.serve()
 
 
 def ailment_of(device: Device) -> str:
@@ -263,12 +286,16 @@ def ailment_of(device: Device) -> str:
     return ""
 
 
+def _not_ready(session: Session) -> Rehearsed:
+    return Rehearsed(run_id=session.run.run_id, device=session.device, is_ready=False)
+
+
 def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Training]) -> None:
     """Make ``torch.distributed`` mean this trial from the objective's first line on."""
     if run.world_size > 1:
         open_training()
     elif "torch" in sys.modules:
-        from optuna_fleet.trainer.training import join_group_of
+        from optuna_fleet.trainer.groups import join_group_of
 
         join_group_of(run, device.kind)
 

@@ -23,11 +23,17 @@ def moves_itself(data: Any) -> bool:
     return not plain and hasattr(data, "to")
 
 
-def map_tensors(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The nested `data` with `function` applied to every tensor; what moves itself stays."""
+def map_tensors(
+    data: Any,
+    function: Callable[[torch.Tensor], torch.Tensor],
+    others: Callable[[Any], Any] = lambda data: data,
+) -> Any:
+    """The nested `data` with `function` applied to every tensor, `others` to what moves itself."""
     if isinstance(data, torch.Tensor):
         return function(data)
-    return data if moves_itself(data) else _map_children(data, lambda c: map_tensors(c, function))
+    if moves_itself(data):
+        return others(data)
+    return _map_children(data, lambda child: map_tensors(child, function, others))
 
 
 def map_leaves(data: Any, function: Callable[[Any], Any]) -> Any:

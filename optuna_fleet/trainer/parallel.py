@@ -57,16 +57,33 @@ def make_data_parallel(
         return module
     _check_initialised(module)
     module.to(device)
-    convert_batchnorm(module, shares)
-    calls.watch(module.modules())
+    check_same(module)
+    _broadcast([*module.parameters(), *module.buffers()])
+    attach(module, shares)
+    return module
+
+
+def check_same(module: torch.nn.Module) -> None:
+    """Compare the structure of a model over the ranks.
+
+    Raises:
+        TrialError: It differs.
+    """
     tensors = [*module.named_parameters(), *module.named_buffers()]
     check_agreement(
         ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
         f"The model {type(module).__name__}",
     )
-    _broadcast(tensor for _, tensor in tensors)
+
+
+def attach(module: torch.nn.Module, shares: BatchShares) -> None:
+    """Let a model that is alike on all ranks train data-parallel; it can't be undone.
+
+    In a group of one it trains as if nothing had been done.
+    """
+    convert_batchnorm(module, shares)
+    calls.watch(module.modules())
     _Reducer(module, shares)
-    return module
 
 
 OUT_OF_STEP = (

@@ -8,7 +8,9 @@ from contextlib import suppress
 
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
 from optuna_fleet.events import CheckpointSaved
+from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.files import RunFiles
 from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
 
@@ -21,11 +23,15 @@ def owner_of(run: RunTrial) -> Owner:
 
 
 class Saver:
-    """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial."""
+    """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial.
 
-    def __init__(self, session: Session) -> None:
+    Attributes:
+        files: Those of the run under way.
+    """
+
+    def __init__(self, session: Session, files: RunFiles) -> None:
         self._session = session
-        self._run = session.run
+        self.files = files
         self._owner = owner_of(session.run)
         self._thread: threading.Thread | None = None
         self._has_failed = False
@@ -33,9 +39,17 @@ class Saver:
         self._written_best: checkpoint.Snapshot | None = None
 
     @property
+    def _run(self) -> RunTrial:
+        return self._session.run
+
+    @property
     def is_busy(self) -> bool:
         """Whether a checkpoint is still being written."""
         return self._thread is not None and self._thread.is_alive()
+
+    def can_copy(self, make: Make) -> bool:
+        """Whether a checkpoint can be made of what `make` returns."""
+        return self._copied(make) is not None
 
     def save(self, make: Make) -> None:
         """Copy what `make` returns and begin to write it; `is_busy` must be false."""
@@ -57,6 +71,11 @@ class Saver:
             self._thread.join()
             self._thread = None
         return not self._has_failed
+
+    @property
+    def owes_best(self) -> bool:
+        """Whether the best is not written yet."""
+        return self._best is not self._written_best
 
     def keep_best(self, make: Make) -> None:
         """Copy what led to the best report so far; it is written with the next checkpoint."""
@@ -80,17 +99,17 @@ class Saver:
         left = left or self._copied(make)
         if left is None:
             return
-        assert self._run.final_to is not None
         try:
-            checkpoint.save(self._run.final_to, left, self._owner, keep_previous=False)
+            self._save(left, (), "final")
         except Exception as error:
             self._failed(error)
 
     def _best_of(self, value: float) -> checkpoint.Snapshot | None:
         """What `keep_best` has copied when `value` was reported, in this run or an earlier one."""
-        if self._best is None and self._run.best_to is not None:
-            with suppress(CheckpointError):
-                found = checkpoint.load(self._run.best_to, self._owner, self._run.parameters)
+        for path in self._run.bests if self._best is None else ():
+            with suppress(CheckpointError, RetryableError):
+                known = self._run.parameters
+                found = checkpoint.load(path, self._owner, known, self.files.read)
                 # One newer than the checkpoint that the trial went on with may be of another.
                 if next(reversed(found.history.values())) == value:
                     return checkpoint.snapshot(found)
@@ -107,16 +126,17 @@ class Saver:
         try:
             if best is not None and best is not self._written_best:
                 # First: no checkpoint tells of a report of which nothing is kept.
-                assert self._run.best_to is not None
-                checkpoint.save(self._run.best_to, best, self._owner, keep_previous=False)
+                self._save(best, copy.position, "best")
                 self._written_best = best
-            checkpoint.save(self._run.checkpoint_to, copy, self._owner)
+            location = self._save(copy, copy.position, "")
         except Exception as error:
             self._failed(error)
             return
-        run = self._run
-        self._tell(
-            CheckpointSaved(run_id=run.run_id, epoch=copy.epoch, location=run.checkpoint_to)
+        self._tell(CheckpointSaved(run_id=self._run.run_id, epoch=copy.epoch, location=location))
+
+    def _save(self, content: checkpoint.Snapshot, position: tuple[int, ...], kind: str) -> str:
+        return self.files.write(
+            position, kind, lambda file: checkpoint.write(file, content, self._owner)
         )
 
     def _failed(self, error: Exception) -> None:

@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+from optuna_fleet.exceptions import TrainerLostError
+from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.reports import Reports
+from optuna_fleet.trainer.stop_line import StopLine
 from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.messages import Progress, Remark, RunTrial
+from optuna_fleet.wire.messages import Ended, Progress, Rehearsed, Release, Remark, RunTrial
 from optuna_fleet.wire.packing import is_primitive, pack, unpack, unpack_error
 
 _MOST_UNANSWERED = 100  # so that neither end keeps more
@@ -27,16 +30,39 @@ class DriverGoneError(BaseException):
     """The control channel broke: nobody waits for this trial any more."""
 
 
+def no_driver() -> NoReturn:
+    """What makes connections to the driver where there is none."""
+    raise ConnectionRefusedError("this process has no driver to connect to")
+
+
 class Session:
     """Carries the calls of one rank to the driver.
 
     Calls are numbered; rank 0's call number i is carried out, the other ranks get its answer for
     theirs. So every rank sees the same suggestion, the same verdict of the pruner, the same
     exception.
+
+    Attributes:
+        run: The run under way; nobody else keeps it, as another one may take over.
+        device: What the driver calls this process's device.
+        waits: This rank has stopped, and said so, without leaving the objective.
+        joins: It runs the objective's beginning, to join others that are beyond it.
     """
 
-    def __init__(self, channel: Channel | None, run: RunTrial) -> None:
+    def __init__(
+        self,
+        inbox: Inbox | None,
+        run: RunTrial,
+        dial: Callable[[], Channel] = no_driver,
+        device: int = 0,
+    ) -> None:
         self.run = run
+        self.device = device
+        self.waits = False
+        self.joins = run.rehearses
+        self._answers = run.answers
+        self.dial = dial
+        self.stop_line = StopLine() if inbox is None else inbox.stop_line(run.run_id)
         self.began = time.perf_counter()
         self.reports = Reports(run.maximize)
         self.parameters: dict[str, Any] = {}  # suggested in this run, but for objects
@@ -47,7 +73,7 @@ class Session:
         self._thread = threading.get_ident()
         self._is_ordered = True
         self._left_at: Progress | None = None
-        self._channel = channel
+        self._inbox = inbox
         self._index = 0
         self._num_unanswered = 0
         self._unwinding: type[Yielded | DriverGoneError] | None = None
@@ -59,6 +85,8 @@ class Session:
         """How far the objective is, or was when it ended."""
         if self._left_at is not None:
             return self._left_at
+        if self.joins:
+            return Progress(is_ordered=False)  # it is not where the others are
         while True:  # the objective goes on while another thread reads this
             num_calls, collectives = self._index, self.collectives()
             if num_calls == self._index:
@@ -74,6 +102,66 @@ class Session:
             is_ordered=self._is_ordered,
         )
 
+    def wait(self, ended: Ended) -> RunTrial | Release | None:
+        """End the run here, and wait for what is to be done.
+
+        Returns:
+            A run that goes on here, `begin` is due; else the objective is to be left.
+        """
+        self.waits = True
+        return self._next_order(ended, self.run.run_id)
+
+    def rehearsed(self) -> RunTrial | None:
+        """Say that the objective's beginning is done, and wait for the run.
+
+        Returns:
+            That, `begin` is due; None if the objective is to be left.
+        """
+        ready = Rehearsed(run_id=self.run.run_id, device=self.device, is_ready=True)
+        order = self._next_order(ready, self.run.follows)
+        return order if isinstance(order, RunTrial) else None
+
+    def _next_order(self, message: Any, follows: int | None) -> RunTrial | Release | None:
+        assert self._inbox is not None
+        self.send(message)
+        while True:
+            order = self._inbox.next_order()
+            if isinstance(order, Release):
+                if order.run_id == self.run.run_id:
+                    return order
+            elif isinstance(order, RunTrial) and order.follows == follows and not order.rehearses:
+                return order
+            else:
+                self._inbox.put_back(order)
+                return None
+
+    def begin(self, run: RunTrial) -> None:
+        """Be a rank of another run of the same trial."""
+        assert self._inbox is not None
+        self.waits = False
+        self.stop_line = self._inbox.stop_line(run.run_id)
+        if not self.joins:
+            self._begin_to_count()
+        self.run = run  # at last: signs of life of the new run tell of nothing older
+
+    def has_joined(self) -> None:
+        """All ranks are at the same place."""
+        self._begin_to_count()
+        self.joins = False
+
+    def _begin_to_count(self) -> None:
+        self._index = self._num_unanswered = self.num_batches = 0
+
+    def cannot_join(self, why: str) -> NoReturn:
+        """Leave: the objective's beginning needs what only all ranks together can do.
+
+        Raises:
+            TrainerLostError: The run has begun: it begins anew.
+        """
+        if self.run.rehearses:
+            self.unwind(Yielded)
+        raise TrainerLostError(f"a rank that was to join it can't: {why}")
+
     def leave(self) -> None:
         """The objective has ended; what is still called is no progress of it."""
         self._left_at = self.progress
@@ -85,6 +173,8 @@ class Session:
 
     def check(self) -> None:
         """Raise again what unwinds the objective, if anything does."""
+        if self._unwinding is None and self._inbox is not None and self._inbox.is_over:
+            self._unwinding = DriverGoneError
         if self._unwinding is not None:
             raise self._unwinding
 
@@ -134,9 +224,9 @@ class Session:
     def send(self, message: Any) -> None:
         """Send a message that needs no answer."""
         with self._lock:
-            assert self._channel is not None
+            assert self._inbox is not None
             try:
-                self._channel.send(message)
+                self._inbox.send(message)
             except OSError:
                 self.unwind(DriverGoneError)
 
@@ -146,10 +236,10 @@ class Session:
         Raises:
             DriverGoneError: The control channel broke.
         """
-        if self._channel is None:
+        if self._inbox is None:
             return
         try:
-            self._channel.send(message)
+            self._inbox.send(message)
         except OSError as error:
             raise DriverGoneError from error
 
@@ -160,11 +250,25 @@ class Session:
             Exception: Whatever the call raised in the driver.
         """
         self.check()
+        if self.joins:
+            return self._recalled(kind(run_id=0, index=self._index, rank=0, **fields))
         self._is_ordered = self._is_ordered and threading.get_ident() == self._thread
         with self._lock:
             run, index = self.run, self._index
             self._index += 1
             return self.exchange(kind(run_id=run.run_id, index=index, rank=run.rank, **fields))
+
+    def _recalled(self, call: RankCall) -> Any:
+        """What all ranks were answered when they made this call."""
+        known, reply = self._answers.get(call.index, ("", None))
+        if reply is None or known != call.name:
+            self.cannot_join(f"it calls {call.name}, which the others have not called there")
+        self._index += 1
+        if not call.is_awaited:
+            return None
+        if reply.error is not None:
+            raise unpack_error(reply.error)
+        return unpack(reply.value)
 
     def exchange(self, call: RankCall) -> Any:
         """Send a call, and wait for its answer if it is awaited."""
@@ -179,14 +283,9 @@ class Session:
         return unpack(reply.value)
 
     def _await_reply(self, index: int) -> Reply:
-        assert self._channel is not None
+        assert self._inbox is not None
         while True:
-            try:
-                message = self._channel.receive()
-            except (EOFError, OSError):
+            if (reply := self._inbox.next_reply()) is None:
                 self.unwind(DriverGoneError)
-            if isinstance(message, Reply):
-                if (message.run_id, message.index) == (self.run.run_id, index):
-                    return message
-            else:
-                self.unwind(DriverGoneError)  # it said `Quit`
+            if (reply.run_id, reply.index) == (self.run.run_id, index):
+                return reply

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from optuna_fleet.arguments import check_number
+from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.events import RateMeasured
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
+from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.feed import feed
 from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.seeding import seed_gpu
@@ -24,54 +27,29 @@ from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.shares import BatchShares, Share
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.stopwatch import Stopwatch
-from optuna_fleet.wire.messages import FirstBatchRequested, Trained
+from optuna_fleet.trainer.within_epoch import WithinEpoch
+from optuna_fleet.wire.messages import FirstBatchRequested, RunTrial, Trained
 
-
-@dataclass(slots=True)
-class EpochPosition:
-    """Where the objective is in its epochs.
-
-    Attributes:
-        loop: How many loops over `FleetTrial.epochs` there were, with that under way.
-        epoch: The one under way, from 0.
-        num_epochs: How many there will be.
-        is_inside: Whether it is in a loop over `FleetTrial.epochs`.
-    """
-
-    loop: int = 0
-    epoch: int = 0
-    num_epochs: int = 1
-    is_inside: bool = False
+_LONG_S = 120.0
+_MOVABLE = (
+    "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
+    'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
+    "first thing that the epoch reads, and the loop keeps its sums in trial.totals, and what else "
+    "it carries from batch to batch in trial.state."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """Fewest and most devices that the objective wants; None for as many as it can use."""
+class _Pass:
+    """One pass over batches, from the step `first` on."""
 
-    min_devices: int = 1
-    max_devices: int | None = None
-
-    @classmethod
-    def checked(cls, min_devices: int | None, max_devices: int | None, num_devices: int) -> Bounds:
-        """What was given to `FleetTrial.prepare`.
-
-        Args:
-            min_devices: None for one.
-            max_devices: None for as many as it can use.
-            num_devices: Most devices that a trial can have in this fleet.
-
-        Raises:
-            FleetConfigError: They are no numbers >= 1, or contradict each other or the fleet.
-        """
-        check_number("min_devices", min_devices, least=1, whole=True, optional=True)
-        check_number("max_devices", max_devices, least=1, whole=True, optional=True)
-        least = min_devices or 1
-        for what, most in (("`max_devices` is", max_devices), ("the fleet has", num_devices)):
-            if most is not None and least > most:
-                raise FleetConfigError(
-                    f"`min_devices` is {least}, but {what} {most}: it must not be more."
-                )
-        return cls(least, max_devices)
+    arguments: tuple[str, int, bool]
+    number: int
+    batches: Any
+    first: int
+    is_shuffled: bool
+    can_leave: bool
+    world_size: int
 
 
 class ShardLoader:
@@ -82,7 +60,7 @@ class ShardLoader:
         pipeline: Where samples come from.
         device: Where the trial computes.
         modules: What was prepared so far; grows while the objective runs.
-        position: Kept up to date by whoever counts epochs.
+        within: Where the objective is in its epochs, and leaves them.
         shares: Told which part of each batch this rank holds.
         split_check: Told of training batches, if it is given.
 
@@ -96,36 +74,39 @@ class ShardLoader:
         pipeline: PipelineClient | InlineClient | None,
         device: torch.device,
         modules: list[torch.nn.Module],
-        position: EpochPosition,
+        within: WithinEpoch,
         shares: BatchShares,
         split_check: SplitCheck | None,
     ) -> None:
         self.shares = shares
         self.reached_after_s: float | None = None
-        self.stopwatch = Stopwatch(session.run.measure, device)
-        if isinstance(pipeline, PipelineClient):
-            pipeline.at_wait = self.stopwatch.wait
         self.bounds = Bounds()
         self._session = session
         session.collectives = lambda: self.shares.collectives
-        self._run = session.run
         self._pipeline = pipeline
         self._device = device
         self._modules = modules
-        self._position = position
-        self._split_check = split_check
+        self._within = within
+        self._position = within.position
+        self.split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
         self._reached: FirstBatchRequested | None = None  # as told last
-        self._has_trained = False
         self._seeded_for: tuple[int, int] | None = None
         self._samples_per_epoch = 0
         self._epoch_began = time.perf_counter()
         self._read_outside: Counter[str] = Counter()
-        self._num_passes = 0
         self._timed_pass: int | None = None
+        self._num_passes = 0
+        self.begin_run()
 
-    def batches(self, name: str, batch_size: int | None, *, drop_last: bool) -> Shards:
+    @property
+    def _run(self) -> RunTrial:
+        return self._session.run
+
+    def batches(
+        self, name: str, batch_size: int | None, *, drop_last: bool, movable: bool = False
+    ) -> Shards:
         """See `FleetTrial.batches`."""
         if self._pipeline is None:
             raise FleetConfigError(
@@ -140,7 +121,8 @@ class ShardLoader:
             )
         batch_size = self._batch_size if batch_size is None else batch_size
         assert batch_size is not None
-        shards = Shards(self, name, batch_size, drop_last)
+        check_that("movable", movable, is_a(bool), "be True or False")
+        shards = Shards(self, name, batch_size, drop_last, movable)
         len(shards)  # checks the arguments
         self._batch_size = batch_size
         return shards
@@ -149,8 +131,46 @@ class ShardLoader:
         """Number of global batches in an epoch."""
         return len(self._pass(name, batch_size, drop_last, self._position.epoch, 0))
 
-    def read(self, name: str, batch_size: int, drop_last: bool) -> Iterator[Any]:
+    def read(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> Iterator[Any]:
         """Yield this rank's shards, on the trial's device."""
+        one = self._open(name, batch_size, drop_last, movable)
+        try:
+            while (step := (yield from self._read(one))) is not None:
+                one = self._go_on(one, step)
+        finally:
+            self._close(one)
+        if movable:  # while all ranks are here: some may not look at the totals
+            self._within.totals.merge()
+
+    def _read(self, one: _Pass) -> Generator[Any, None, int | None]:
+        """Yield what is left of a pass; return the step that another run goes on with, if any."""
+        assert self._pipeline is not None
+        finish = self._pipeline.finisher(one.arguments[0])
+        with closing(feed(one.batches, self._device, finish)) as fed:
+            for step, (batch, data) in enumerate(fed, one.first):
+                self._session.check()
+                if one.can_leave and self._within.come_to(step, one.number, sys._getframe(2)):
+                    return step
+                self._session.num_batches += 1
+                trains = self._trains(one.is_shuffled)
+                in_step = trains or self._normalises()
+                # Every rank takes part in a step that trains, if need be with a padding sample.
+                if batch.local_size == 0 and not in_step:
+                    continue
+                share = Share(batch.local_size, batch.global_size)
+                self.shares.hand_out(one.number, share, data, lockstep=in_step, trains=trains)
+                timed = self.stopwatch.active and trains and one.number == self._timed_pass
+                if trains:
+                    self._begin_step(data, batch.global_size, one.batches)
+                yield data
+                if trains:
+                    self._tell_trained()
+                if timed:
+                    self._measure(batch.global_size)
+                    self.stopwatch.start()
+        return None
+
+    def _open(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> _Pass:
         assert self._pipeline is not None
         if not self._modules:
             raise TrialError(
@@ -158,44 +178,54 @@ class ShardLoader:
                 "optimizer): without it the model would not be trained on the trial's devices nor "
                 "checkpointed."
             )
-        self._reach(name, batch_size)
+        rolls = self._pipeline.rolls(name)
+        can_leave = self._within.begin_pass(movable=movable and not rolls)
+        self._reach(name, batch_size, movable=can_leave)
         is_shuffled = self._pipeline.is_shuffled(name)
-        self._check_order(name, is_shuffled and not self._pipeline.rolls(name))
+        self._check_order(name, is_shuffled and not rolls)
         self._num_passes += 1
-        number = self._num_passes
         if self._timed_pass is None and self._trains(is_shuffled):
-            self._timed_pass = number
+            self._timed_pass = self._num_passes
             self.stopwatch.start()
-        batches = self._pass(name, batch_size, drop_last, *self._begin(name))
-        try:
-            for batch, data in feed(batches, self._device, self._pipeline.finisher(name)):
-                self._session.num_batches += 1
-                trains = self._trains(is_shuffled)
-                in_step = trains or self._normalises()
-                # Every rank takes part in a step that trains, if need be with a padding sample.
-                if batch.local_size == 0 and not in_step:
-                    continue
-                share = Share(batch.local_size, batch.global_size)
-                self.shares.hand_out(number, share, data, lockstep=in_step, trains=trains)
-                timed = self.stopwatch.active and trains and number == self._timed_pass
-                if trains:
-                    self._begin_step(data, batch.global_size, batches)
-                yield data
-                if trains:
-                    self._tell_trained()
-                if timed:
-                    self._measure(batch.global_size)
-                    self.stopwatch.start()
-        finally:
-            self.shares.close(number)
-            if self._split_check is not None:
-                self._split_check.close()
-            if self._timed_pass == number:
-                self._timed_pass = None
+        first, goes_on = self._within.first_step(movable=can_leave)
+        if self._session.joins and self._position.is_inside:
+            self._session.cannot_join("the epoch begins with another pass than at first")
+        if goes_on:  # with the generator that the checkpoint has
+            self._seeded_for = (self._position.loop, self._position.epoch)
+        arguments = (name, batch_size, drop_last)
+        batches = self._pass(*arguments, *self._begin(name), first)
+        width = self._run.world_size
+        return _Pass(arguments, self._num_passes, batches, first, is_shuffled, can_leave, width)
+
+    def begin_run(self) -> None:
+        """Another run goes on here, or the first one."""
+        self._has_trained = False
+        self.stopwatch = Stopwatch(self._run.measure, self._device)
+        if isinstance(self._pipeline, PipelineClient):
+            self._pipeline.at_wait = self.stopwatch.wait
+
+    def _go_on(self, one: _Pass, step: int) -> _Pass:
+        """The pass from that step on, as it is read by the ranks of another run."""
+        if self._run.world_size != one.world_size:
+            self._seeded_for = None
+        if self.stopwatch.active:
+            self._timed_pass = one.number
+            self.stopwatch.start()
+        rest = self._pass(*one.arguments, self._position.epoch, 0, step)
+        return replace(one, batches=rest, first=step, world_size=self._run.world_size)
+
+    def _close(self, one: _Pass) -> None:
+        self.shares.close(one.number)
+        if one.can_leave:
+            self._within.end_pass()
+        if self.split_check is not None:
+            self.split_check.close()
+        if self._timed_pass == one.number:
+            self._timed_pass = None
 
     def _begin_step(self, data: Any, size: int, batches: Any) -> None:
-        if self._split_check is not None:
-            self._split_check.hand_out(data, size, batches.last_size)
+        if self.split_check is not None:
+            self.split_check.hand_out(data, size, batches.last_size)
         # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
         # all ranks: objectives decide by it.
         place = (self._position.loop, self._position.epoch)
@@ -231,7 +261,15 @@ class ShardLoader:
         epoch, origin = of_first_rank(head)
         return epoch, origin
 
-    def _pass(self, name: str, batch_size: int, drop_last: bool, epoch: int, origin: int) -> Any:
+    def _pass(
+        self,
+        name: str,
+        batch_size: int,
+        drop_last: bool,
+        epoch: int,
+        origin: int,
+        first_step: int = 0,
+    ) -> Any:
         assert self._pipeline is not None
         return self._pipeline.read(
             name,
@@ -242,6 +280,7 @@ class ShardLoader:
             world_size=self._run.world_size,
             drop_last=drop_last,
             dummy=True,
+            first_step=first_step,
             continues=self._position.epoch + 1 < self._position.num_epochs,
         )
 
@@ -258,7 +297,7 @@ class ShardLoader:
 
     # -- what the driver is told ------------------------------------------------------------------
 
-    def _reach(self, name: str, batch_size: int) -> None:
+    def _reach(self, name: str, batch_size: int, *, movable: bool) -> None:
         """Tells what the trial trains on; if it evaluates first, once more when it trains.
 
         And in each further loop over `FleetTrial.epochs`, how long that goes on.
@@ -269,15 +308,14 @@ class ShardLoader:
         is_first = self.reached_after_s is None
         if not is_first and (self._has_reached_training or not trains):
             if self._reached and max_epochs not in (None, self._reached.max_epochs):
-                self._reached = replace(self._reached, resumable=True, max_epochs=max_epochs)
-                self._session.send(self._reached)
+                self._tell_reached(replace(self._reached, resumable=True, max_epochs=max_epochs))
             return
         if is_first:
             self.reached_after_s = time.perf_counter() - self._session.began
         self._has_reached_training = trains
         self._samples_per_epoch = samples = self._pipeline.sample_count(name)
-        if self._run.rank == 0:
-            self._reached = FirstBatchRequested(
+        self._tell_reached(
+            FirstBatchRequested(
                 run_id=self._run.run_id,
                 structure=self._structure(name, batch_size),
                 resumable=self._position.is_inside,
@@ -286,8 +324,9 @@ class ShardLoader:
                 max_epochs=max_epochs,
                 min_devices=self.bounds.min_devices,
                 max_devices=self.bounds.max_devices,
+                movable=movable,
             )
-            self._session.send(self._reached)
+        )
         if self._position.is_inside and self.bounds.min_devices > self._run.world_size:
             self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
         if batch_size > samples:
@@ -295,6 +334,12 @@ class ShardLoader:
                 f"batch_size={batch_size} is larger than data set '{name}' with its {samples} "
                 f"samples: each epoch is one batch of {samples}."
             )
+
+    def _tell_reached(self, reached: FirstBatchRequested) -> None:
+        run = self._run
+        self._reached = replace(reached, run_id=run.run_id)
+        if run.rank == 0:
+            self._session.send(self._reached)
 
     def _structure(self, name: str, batch_size: int) -> str:
         """What decides the rate on devices of one type: parameter shapes, batch size, data."""
@@ -314,6 +359,8 @@ class ShardLoader:
         """An epoch without a training batch has a pace too: others wait for its rate."""
         now = time.perf_counter()
         seconds, self._epoch_began = now - self._epoch_began, now
+        if seconds >= _LONG_S and not self._within.is_movable and self._run.num_devices > 1:
+            self._session.remark(["long epochs"], _MOVABLE.format(seconds=seconds))
         if self.stopwatch.active and self.stopwatch.is_unused and self._samples_per_epoch:
             self.stopwatch.active = False
             self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
@@ -335,13 +382,16 @@ def _is_trained(module: torch.nn.Module) -> bool:
 class Shards:
     """One epoch's batches of a data set, this rank's share of each."""
 
-    def __init__(self, loader: ShardLoader, name: str, batch_size: int, drop_last: bool) -> None:
+    def __init__(
+        self, loader: ShardLoader, name: str, batch_size: int, drop_last: bool, movable: bool
+    ) -> None:
         self._loader = loader
         self._arguments = (name, batch_size, drop_last)
+        self._movable = movable
 
     def __len__(self) -> int:
         """Number of steps in the epoch, the same on every rank."""
         return self._loader.num_steps(*self._arguments)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._loader.read(*self._arguments)
+        return self._loader.read(*self._arguments, self._movable)

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.owners import Places, owners_behind
+from optuna_fleet.trainer.scaled import Scaled, drop_nans
 
 _MOST_AHEAD = 64
 
@@ -120,17 +121,25 @@ class BatchShares:
         collectives: Number, purpose and step of the last collectives of this rank.
         follows: Note which batches modules are called with on one device too.
         is_found: What a module was called with last is of a batch, or several, that are known.
+        at_collective: Told what a collective is for that is about to begin.
         on_too_wide: Told of what can't be done on so many devices, and on how many it can, before
             it is raised.
     """
 
     def __init__(self) -> None:
+        self.follows = False
+        self.on_too_wide: Callable[[str, int], None] = lambda text, max_devices: None
+        self.at_collective: Callable[[str], None] = lambda purpose: None
+        self._thread = threading.get_ident()
+        self._is_threaded = False
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """All ranks begin to count alike; nothing of an earlier batch is in use."""
         self.present = Share()
         self.lockstep = False
         self.step = 0
-        self.follows = False
         self.is_found = False
-        self.on_too_wide: Callable[[str, int], None] = lambda text, max_devices: None
         self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
         self._num_steps = 0
         self._open: dict[int, tuple[Share, bool]] = {}
@@ -139,8 +148,6 @@ class BatchShares:
         self._known: _Batch | None = None  # what calls since the last hand-out were about
         self._calls: list[weakref.ref[_Call]] = []
         self._kept: list[_Call] = []  # whose outputs hold nothing
-        self._thread = threading.get_ident()
-        self._is_threaded = False
         self._reference: Share | None = None
         self._is_weighted = False
         self._depth = 0
@@ -168,6 +175,7 @@ class BatchShares:
 
     def begin(self, purpose: str) -> None:
         """This rank begins a collective, of which others can tell how far it is."""
+        self.at_collective(purpose)
         latest = (self.collectives[-1][0] + 1, purpose, self.step)
         self.collectives = (*self.collectives[-7:], latest)  # at once: another thread reads it
 
@@ -199,6 +207,15 @@ class BatchShares:
             del self._passes[number]
         if self._open.pop(number, None) is not None and self._open:
             self._use_last()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether batches are being read."""
+        return bool(self._open)
+
+    def reads_only(self, number: int) -> bool:
+        """Whether no other pass than that of this number is under way."""
+        return self._open.keys() <= {number}
 
     def _use_last(self) -> None:
         self.present, self.lockstep = next(reversed(self._open.values()))
@@ -248,7 +265,7 @@ class BatchShares:
             return ratio if not is_inverse else 1 / ratio if ratio else 0.0
 
         def scale(value: Tensor) -> Tensor:
-            return value if value.grad_fn is None else _Scaled.apply(value, call, factor)
+            return value if value.grad_fn is None else Scaled.apply(value, call, factor)
 
         leaves = pytree.tree_leaves(values)
         has_any = any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves)
@@ -307,8 +324,8 @@ class BatchShares:
             return 0.0 if batch.dummy else weight / batch.weight
 
         self._is_weighted = True
-        _drop_nans(loss, weight == 0)
-        return _Scaled.apply(loss, None, factor)  # type: ignore[no-any-return]
+        drop_nans(loss, weight == 0)
+        return Scaled.apply(loss, None, factor)  # type: ignore[no-any-return]
 
     def settle(self) -> Share:
         """What gradients are multiplied with in the reduction that comes: the same until it ends.
@@ -355,40 +372,3 @@ class BatchShares:
         self._kept.clear()
         self._reference = None
         self._is_weighted = False
-
-
-class _Scaled(torch.autograd.Function):
-    """The same value; its gradient times `factor()`, if any, asked for when that is there."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, value: Tensor, call: _Call | None, factor: Callable[[], Tensor | float | None]
-    ) -> Tensor:
-        ctx.call, ctx.factor = call, factor  # `owners_behind` looks for the call
-        return value.detach()  # which, unlike a view, may be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        factor = ctx.factor()
-        return grad if factor is None else (grad * factor).to(grad.dtype), None, None
-
-
-def _drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:
-    """Of a rank without any weight nothing must count, also where its loss is 0 / 0.
-
-    Such a quotient lies between the loss and the sums that it is made of: among scalars.
-    """
-
-    def cleaned(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if grad is None else torch.where(is_unweighted, torch.zeros_like(grad), grad)
-            for grad in grads
-        )
-
-    nodes = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or any(item.shape for item in node._input_metadata):
-            continue
-        node.register_hook(cleaned)
-        nodes += [function for function, _ in node.next_functions]

@@ -25,12 +25,14 @@ class Steps:
 
     Attributes:
         optimizers: Those that have trained.
+        num_gradients: How many gradients of single parameters have arrived.
     """
 
     def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
         self._objects = objects
         self._warn = warn
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
+        self.num_gradients = 0
         self._stepped: set[int] = set()  # since the last gradient has arrived
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -46,13 +48,17 @@ class Steps:
         """Note when this module gets gradients."""
         for parameter in module.parameters():
             if parameter.is_floating_point() or parameter.is_complex():
-                hook_gradient(parameter, lambda _: self._stepped.clear())
+                hook_gradient(parameter, self._after_gradient)
 
     @property
     def are_pending(self) -> bool:
         """Whether gradients are waiting for a step of some optimizer, and must be kept."""
         optimizers = {id(o) for o in self._objects if isinstance(o, torch.optim.Optimizer)}
         return not optimizers <= self._stepped
+
+    def _after_gradient(self, _: torch.Tensor) -> None:
+        self._stepped.clear()
+        self.num_gradients += 1
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))

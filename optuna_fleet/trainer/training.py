@@ -5,7 +5,6 @@ Imports torch; a trainer imports this module when an objective first needs it.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -13,49 +12,30 @@ from typing import Any
 import torch
 
 from optuna_fleet.arguments import check_number
-from optuna_fleet.events import EpochDecision, MoveRefused, WidthLimited
-from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.events import EpochDecision, WidthLimited
+from optuna_fleet.exceptions import TrainerLostError, TrialError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import calls, checkpoint, reduction
-from optuna_fleet.trainer.groups import GroupSpec, join_group, leave_group
+from optuna_fleet.trainer.bounds import Bounds
+from optuna_fleet.trainer.files import RunFiles
+from optuna_fleet.trainer.groups import join_group_of, leave_group
 from optuna_fleet.trainer.left_behind import LeftBehind
-from optuna_fleet.trainer.parallel import make_data_parallel
+from optuna_fleet.trainer.moving import Moving
+from optuna_fleet.trainer.prepared import Prepared
+from optuna_fleet.trainer.regrouping import Regrouping
+from optuna_fleet.trainer.resuming import Resuming
 from optuna_fleet.trainer.saving import Saver, owner_of
 from optuna_fleet.trainer.session import Session, Yielded
-from optuna_fleet.trainer.shard_loader import Bounds, EpochPosition, ShardLoader
+from optuna_fleet.trainer.shard_loader import ShardLoader
 from optuna_fleet.trainer.shard_loader import Shards as Shards
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
-from optuna_fleet.trainer.states import (
-    add_groups,
-    load_state,
-    remainder_of,
-    restore_into,
-    restore_remainder,
-    state_of,
-)
 from optuna_fleet.trainer.steps import Steps
-from optuna_fleet.wire.calls import EndEpoch, IsAmongBest
+from optuna_fleet.trainer.totals import Totals
+from optuna_fleet.trainer.within_epoch import EpochPosition, WithinEpoch
+from optuna_fleet.wire.calls import EndEpoch
 from optuna_fleet.wire.messages import Remark, RunTrial, Usage
-from optuna_fleet.wire.packing import pack, plain
-
-_PREPARED = (
-    "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
-)
-
-
-def join_group_of(run: RunTrial, device_kind: str) -> None:
-    """Join the group of a run's ranks, the default group of ``torch.distributed`` from now on."""
-    spec = GroupSpec(
-        rank=run.rank,
-        world_size=run.world_size,
-        prefix=run.group,
-        store_host=run.store.host if run.store else "",
-        store_port=run.store.port if run.store else None,
-    )
-    by_gloo = device_kind == "cpu" or run.shares_gpu
-    join_group(spec, "gloo" if by_gloo else "nccl", run.collective_s)
 
 
 class Training:
@@ -71,42 +51,72 @@ class Training:
         self, session: Session, pipeline: PipelineClient | InlineClient | None, kind: str
     ) -> None:
         self._session = session
-        self._run = session.run
+        self._pipeline = pipeline
+        self._waited_s = pipeline.waited_s if pipeline else 0.0
         self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self._kind = kind
         self.is_stuck = False
-        self._objects: list[Any] = []
-        self._modules: list[torch.nn.Module] = []
         self._position = EpochPosition()
         self._shares = BatchShares()
-        self._shares.on_too_wide = self._go_on_with_fewer
+        self._shares.on_too_wide = self.go_on_with_fewer
+        self._objects: list[Any] = []
+        self._steps = Steps(self._objects, session.warn)
+        self._prepared = Prepared(self._objects, self._steps, self._shares, self.device)
+        self.totals = Totals(self._shares, self.device, checkpoint.gather)
+        self._within = WithinEpoch(
+            self._position,
+            self._shares,
+            self.totals,
+            self._steps,
+            lambda: session.stop_line,
+            counts=lambda: (session.progress.num_calls, session.progress.num_collectives),
+            leave=self._leave_within,
+            resume=self._resume_within,
+        )
         self._split_check = self._new_split_check()
         self._loader = ShardLoader(
             session,
             pipeline,
             self.device,
-            self._modules,
-            self._position,
+            self._prepared.modules,
+            self._within,
             self._shares,
             self._split_check,
         )
         calls.listen(self._split_check or self._shares)
-        self.state: dict[str, Any] = {}
-        self._checkpoint: checkpoint.Checkpoint | None = None
-        self._saver = Saver(session)
-        if self._run.best_to is not None and self._run.rank == 0:
-            session.reports.at_best = self._keep_best
+        self._state: dict[str, Any] = {}
+        self._resuming: Resuming | None = None
+        self._files = RunFiles(session.run, session.dial)
+        self._saver = Saver(session, self._files)
+        self._moving = Moving(
+            session,
+            self._saver,
+            self._objects,
+            self._state,
+            self._position,
+            self.totals,
+            self._steps,
+        )
+        self._moving.begin_run()
+        self._regrouping = Regrouping(
+            session, self._moving, self._saver, self._prepared, self._shares, self.totals, kind
+        )
         self._is_apart = False
-        self._steps = Steps(self._objects, session.warn)
         self._left_behind = LeftBehind(
             self._objects if self._run.rank == 0 else (),  # the others hold the same
-            self.state,
+            self._state,
             self._steps.optimizers,
             session.remark,
         )
+        self._within.at_step = self._left_behind.begin_batch
+        num_damaged = self._resume()  # may fail, so before anybody waits for it
         join_group_of(session.run, kind)
-        if self._run.checkpoint is not None:
-            self._resume(self._run.checkpoint)
+        if self._run.checkpoints:
+            self._check_alike(num_damaged)
+
+    @property
+    def _run(self) -> RunTrial:
+        return self._session.run
 
     def _new_split_check(self) -> SplitCheck | None:
         """On one device, unless the trial will never have more."""
@@ -118,7 +128,7 @@ class Training:
         self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))
         self._session.warn(why)
 
-    def _go_on_with_fewer(self, why: str, max_devices: int) -> None:
+    def go_on_with_fewer(self, why: str, max_devices: int) -> None:
         """This step can't be done on so many devices: the run ends, the trial goes on.
 
         Raises:
@@ -138,14 +148,28 @@ class Training:
         )
         self._session.send(remark)  # whichever rank finds it
 
-    def _resume(self, path: str) -> None:
+    def _resume(self) -> int:
+        """Read the newest good checkpoint; return how many were passed over."""
         run = self._run
-        self._checkpoint, problems = checkpoint.load_newest(path, owner_of(run), run.parameters)
+        saved, problems = checkpoint.load_newest(
+            run.checkpoints, owner_of(run), run.parameters, self._files.read
+        )
         for problem in problems:
             self._session.warn(problem)
-        if self._checkpoint is not None:
-            self.state.update(copy.deepcopy(self._checkpoint.state))
-            self._session.reports.begin_with(self._checkpoint.history)
+        if saved is not None:
+            self._take(saved)
+        return len(problems)
+
+    def _take(self, saved: checkpoint.Checkpoint) -> Resuming:
+        """Go on from that."""
+        self._resuming = Resuming(saved, self._objects, self._state, self._position, self._run)
+        self._session.reports.begin_with(saved.history)
+        return self._resuming
+
+    def _check_alike(self, num_damaged: int) -> None:
+        own = [num_damaged, num_damaged**2]  # of unlike numbers, no one equals both means
+        if reduction.all_reduce_sum(own) != [self._run.world_size * number for number in own]:
+            raise TrainerLostError("the ranks did not all read the same checkpoint")
 
     def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
@@ -153,7 +177,7 @@ class Training:
         Args:
             alone: The other ranks may not be at their end.
         """
-        self._session.reports.at_best = None  # it would keep the trial's memory
+        self._moving.end()
         self._steps.close()
         if self._split_check is not None:
             self._split_check.close()
@@ -163,10 +187,31 @@ class Training:
         self.is_stuck = alone and self._kind != "cpu" and self._run.world_size > 1
         if not self.is_stuck:
             leave_group()
+        return self._usage()
+
+    def _usage(self) -> Usage:
+        """Where the time went in this run."""
+        waited_s = self._pipeline.waited_s if self._pipeline else 0.0
+        spent_s, self._waited_s = waited_s - self._waited_s, waited_s
         return Usage(
             probing_s=self._loader.reached_after_s or 0.0,
             profiling_s=self._loader.stopwatch.total_s,
+            data_wait_s=spent_s,
         )
+
+    def leave_final_checkpoint(self, value: Any) -> None:
+        """The objective returned `value`: leave its weights behind, if they are among the best."""
+        self._moving.leave_final(value)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """See `FleetTrial.state`."""
+        self._arrive()
+        return self._state
+
+    def await_reports(self) -> None:
+        """Know what was reported in earlier runs."""
+        self._arrive()
 
     @property
     def shard_size(self) -> int:
@@ -180,55 +225,15 @@ class Training:
         self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
     ) -> Any:
         """See `FleetTrial.prepare`."""
-        if not objects:
-            raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_PREPARED}.")
         if min_devices is not None or max_devices is not None:
             self._loader.bounds = Bounds.checked(min_devices, max_devices, self._run.num_devices)
-        for thing in objects:  # before any optimizer's state is made to follow them
-            if isinstance(thing, torch.nn.Module):
-                thing.to(self.device)
-        prepared = tuple(self._prepare_one(thing) for thing in objects)
-        return prepared[0] if len(prepared) == 1 else prepared
-
-    def _prepare_one(self, thing: Any) -> Any:
-        has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-        if isinstance(thing, type) or not has_state:
-            kind = f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
-            raise FleetConfigError(f"trial.prepare() was given a `{kind}`, but takes {_PREPARED}.")
-        position = len(self._objects)
-        self._objects.append(thing)
-        if self._checkpoint is not None:
-            self._restore(thing, position)
-        elif isinstance(thing, torch.optim.Optimizer) and thing.state:
-            thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are now
-        return self._parallel(thing) if isinstance(thing, torch.nn.Module) else thing
-
-    def _restore(self, thing: Any, position: int) -> None:
-        assert self._checkpoint is not None
-        saved = self._checkpoint.objects
-        if position >= len(saved):
-            if self._position.loop >= self._checkpoint.loop:
-                return  # made after the loop that was checkpointed
-            raise TrialError(
-                f"trial.prepare() was called with more objects than when trial {self._run.number} "
-                f"was checkpointed ({len(saved)}): an objective must prepare the same objects "
-                "each time."
-            )
-        state = saved[position]
-        num_groups = len(state.get("param_groups", ()))
-        if isinstance(thing, torch.optim.Optimizer) and len(thing.param_groups) < num_groups:
-            return  # they were added later: see `_restore_all`
-        # Modules copy it; optimizers keep what they get.
-        load_state(thing, state if isinstance(thing, torch.nn.Module) else copy.deepcopy(state))
-
-    def _parallel(self, module: torch.nn.Module) -> torch.nn.Module:
-        self._modules.append(module)
-        self._steps.watch(module)
-        if self._split_check is not None:
-            calls.watch(module.modules())
-        if self._run.world_size == 1:
-            return module
-        return make_data_parallel(module, self._shares, self.device)
+        self._prepared.add(
+            objects,
+            self._resuming,
+            is_alone=self._run.world_size == 1 or self._session.joins,
+            is_checked=self._split_check is not None,
+        )
+        return objects[0] if len(objects) == 1 else objects
 
     # -- epochs -----------------------------------------------------------------------------------
 
@@ -239,17 +244,15 @@ class Training:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
+        self._arrive()
         self._position.loop += 1
-        first = 0
-        if self._checkpoint is not None:
-            if self._position.loop < self._checkpoint.loop:
-                return  # this loop was done before the checkpoint
-            if self._position.loop == self._checkpoint.loop:
-                first = self._checkpoint.epoch
-                self._restore_all(self._checkpoint)
+        first = 0 if self._resuming is None else self._resuming.begin_loop()
+        if first is None:
+            return
         self._position.is_inside, self._position.num_epochs = True, num_epochs
         for epoch in range(first, num_epochs):
             self._position.epoch = self._session.epoch = epoch
+            self._within.begin_epoch()
             self._left_behind.begin_epoch(sys._getframe(1))
             yield epoch
             self._loader.end_epoch()
@@ -260,27 +263,16 @@ class Training:
                 break
         self._position.is_inside = False
 
-    def _restore_all(self, saved: checkpoint.Checkpoint) -> None:
-        """Once more: what came after `prepare` began anew (weights, a scheduler's first rate)."""
-        for position, thing in enumerate(self._objects[: len(saved.objects)]):
-            if isinstance(thing, torch.optim.Optimizer):
-                add_groups(thing, saved.remainder[position], self._objects)
-            load_state(thing, saved.objects[position])
-            restore_remainder(thing, saved.remainder[position])
-            saved.objects[position] = saved.remainder[position] = {}  # their memory is needed
-        restore_into(self.state, saved.state)
-        checkpoint.restore_rng(saved.rng)
-
     def _goes_on_after(self, epoch: int) -> bool:
         if self._split_check is not None:
             self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
         decision = self._session.ask(EndEpoch, epoch=epoch)
         self._check_replicas()
-        if decision is EpochDecision.YIELD and self._has_left(epoch + 1):
+        if decision is EpochDecision.YIELD and self._moving.has_left():
             self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:
-            self._save(epoch + 1)
+            self._moving.save(epoch + 1)
         return decision is not EpochDecision.STOP
 
     def _check_replicas(self) -> None:
@@ -294,54 +286,42 @@ class Training:
             "trial.mean(loss) for it; prepare layers when the model is complete."
         )
 
-    def _has_left(self, next_epoch: int) -> bool:
-        """Write the checkpoint to leave with; a trial that can't keeps its devices."""
-        self._saver.finish()
-        self._save(next_epoch)
-        has_failed = bool(reduction.all_reduce_sum(int(not self._saver.finish())))
-        if has_failed and self._run.rank == 0:
-            self._session.send(MoveRefused(run_id=self._run.run_id))
-        return not has_failed
+    # -- moves within an epoch --------------------------------------------------------------------
 
-    def _save(self, next_epoch: int) -> None:
-        rng = checkpoint.gather_rng()
-        if self._run.rank == 0 and not self._saver.is_busy:
-            self._saver.save(lambda: self._checkpoint_at(next_epoch, rng))
+    def _resume_within(self) -> tuple[int, bool]:
+        if self._resuming is None:
+            return 0, False
+        place = self._resuming.begin_pass(self.totals)
+        if self._session.joins:
+            self._regrouping.settle()
+            self._loader.begin_run()
+        return place
 
-    def _checkpoint_at(self, next_epoch: int, rng: list[dict[str, Any]]) -> checkpoint.Checkpoint:
-        modules = [i for i, o in enumerate(self._objects) if isinstance(o, torch.nn.Module)]
-        return checkpoint.Checkpoint(
-            loop=self._position.loop,
-            epoch=next_epoch,
-            objects=[state_of(thing) for thing in self._objects],
-            state=self.state,
-            rng=rng,
-            history=self._session.reports.values,
-            modules=modules,
-            remainder=remainder_of(self._objects, with_gradients=self._steps.are_pending),
-            parameters=dict(self._session.parameters),
-        )
+    def _arrive(self) -> None:
+        """What comes now needs what the others have in memory, where there are others."""
+        if self._session.run.rehearses:
+            resuming = self._take(self._regrouping.arrive())
+            for position, thing in enumerate(self._objects):
+                resuming.prepared(thing, position)
 
-    # -- what is left in the end ------------------------------------------------------------------
+    def _leave_within(self, step: int) -> bool:
+        """Leave at that step; return whether another run goes on here, if not by leaving."""
+        if self._split_check is not None:
+            self._split_check.end_step()
+        if not self._regrouping.stop(step, self._usage, can_join=self._within.can_be_joined):
+            return False
+        if self._run.world_size > 1:
+            self._use_several()
+        self._loader.begin_run()
+        return True
 
-    def _as_it_is(self) -> checkpoint.Checkpoint:
-        return self._checkpoint_at(self._position.epoch + 1, [])
-
-    def _keep_best(self) -> None:
-        if self._objects:
-            self._saver.keep_best(self._as_it_is)
-
-    def leave_final_checkpoint(self, value: Any) -> None:
-        """The objective returned `value`: leave its weights behind, if they are among the best."""
-        if self._run.final_to is None or self._run.rank > 0 or not self._objects:
-            return
-        try:
-            value = plain(value)
-            is_wanted = self._session.ask(IsAmongBest, value=pack(value))
-        except Exception:  # it can't be sent, say; the study will be told and say so
-            return
-        if is_wanted:
-            self._saver.leave(value, self._as_it_is)
+    def _use_several(self) -> None:
+        """What was prepared on one device trains on several."""
+        if self._split_check is not None:
+            self._split_check.close()
+            self._split_check = self._loader.split_check = None
+            calls.listen(self._shares)
+        self._prepared.attach_all()
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -362,9 +342,11 @@ class Training:
 
     # -- data -------------------------------------------------------------------------------------
 
-    def batches(self, name: str, batch_size: int | None, *, drop_last: bool) -> Shards:
+    def batches(
+        self, name: str, batch_size: int | None, *, drop_last: bool, movable: bool
+    ) -> Shards:
         """See `FleetTrial.batches`."""
-        return self._loader.batches(name, batch_size, drop_last=drop_last)
+        return self._loader.batches(name, batch_size, drop_last=drop_last, movable=movable)
 
     # -- reductions -------------------------------------------------------------------------------
 

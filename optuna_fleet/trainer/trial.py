@@ -21,6 +21,7 @@ from optuna_fleet.wire.packing import is_primitive, plain
 if TYPE_CHECKING:
     import torch
 
+    from optuna_fleet.trainer.totals import Totals
     from optuna_fleet.trainer.training import Shards, Training
 
 
@@ -36,8 +37,8 @@ class FleetTrial(optuna.Trial):
     """An `optuna.Trial` whose every method is carried out on the real study, in the driver.
 
     On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`,
-    `epochs`, `batches`, `sum`, `mean`, `state`, `best_value` and `should_stop`. An objective that
-    uses none of them is a plain Optuna objective and runs unchanged, on one device.
+    `epochs`, `batches`, `totals`, `sum`, `mean`, `state`, `best_value` and `should_stop`. An
+    objective that uses none of them is a plain Optuna objective and runs unchanged, on one device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
@@ -189,6 +190,16 @@ class FleetTrial(optuna.Trial):
         )
 
     @property
+    def totals(self) -> Totals:
+        """Sums over an epoch, which follow the trial when it moves within one.
+
+        ``trial.totals["loss"] += loss.detach() * trial.shard_size`` in the loop over the batches;
+        after it `trial.totals["loss"]` is the sum over all devices, and
+        ``trial.totals.mean("loss", "samples")`` a quotient. All are 0 when an epoch begins.
+        """
+        return self._training.totals
+
+    @property
     def best_value(self) -> float | None:
         """The best value reported so far in the study's direction; None if there is none.
 
@@ -230,8 +241,8 @@ class FleetTrial(optuna.Trial):
             raise NotImplementedError(
                 f"Trial.{asked_by} is not supported for multi-objective optimization."
             )
-        if run.checkpoint is not None:  # it tells what was reported before
-            self._open_training()
+        if run.checkpoints or run.follows is not None:  # that tells what was reported before
+            self._open_training().await_reports()
         return self._session.reports
 
     def prepare(
@@ -296,7 +307,12 @@ class FleetTrial(optuna.Trial):
         return self._training.epochs(num_epochs)
 
     def batches(
-        self, name: str, batch_size: int | None = None, *, drop_last: bool = False
+        self,
+        name: str,
+        batch_size: int | None = None,
+        *,
+        drop_last: bool = False,
+        movable: bool = False,
     ) -> Shards:
         """Return this rank's share of the batches of one epoch from the shared pipeline.
 
@@ -305,12 +321,18 @@ class FleetTrial(optuna.Trial):
         gave last. `len()` of the result is the number of steps. With a pipeline of
         `order="rolling"` all ranks must begin to read the same batches in the same order.
 
+        `movable=True` says that the loop keeps nothing of its own from batch to batch, but in what
+        was prepared, `state` and `totals`. Then the trial may move to other devices between two
+        batches, if this is the first pass of an epoch. On devices that it had, the loop goes on as
+        if nothing had been; on others the objective runs again up to this loop, which goes on with
+        the next batch. What comes there before the first look at `state` is done in advance.
+
         Raises:
             FleetConfigError: No such data set, or a bad batch size, or none so far.
             TrialError: `prepare` was not called.
             PreprocessingError: A sample could not be preprocessed.
         """
-        return self._training.batches(name, batch_size, drop_last=drop_last)
+        return self._training.batches(name, batch_size, drop_last=drop_last, movable=movable)
 
     def sum(self, value: Any) -> Any:
         """Return the sum of `value` over the trial's ranks (number, tensor, or dict of these).

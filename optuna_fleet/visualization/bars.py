@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -13,6 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_fleet.events import Ending
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.visualization.rows import Row, node_of
 
 
 class Mark(Enum):
@@ -34,6 +35,7 @@ class Bar:
         values: The trial's objective values; empty if it has none.
         params: Names and values of the trial's parameters.
         device: The device of this bar.
+        node: Name of its node; "" where there is only one.
         devices: All devices of the flight.
         start_s: Start, in seconds since the first flight of the study.
         end_s: End, in the same.
@@ -50,6 +52,7 @@ class Bar:
     values: tuple[float, ...] = ()
     params: tuple[tuple[str, Any], ...] = ()
     device: int
+    node: str = ""
     devices: tuple[int, ...]
     start_s: float
     end_s: float
@@ -59,6 +62,11 @@ class Bar:
     ending: str
     probing_s: float = 0.0
     data_wait_s: float = 0.0
+
+    @property
+    def row(self) -> Row:
+        """Where it is drawn."""
+        return Row(node=self.node, device=self.device)
 
     @property
     def mark(self) -> Mark | None:
@@ -72,11 +80,11 @@ class Bar:
 def bars_of(study: optuna.Study) -> list[Bar]:
     """All flights of the study's trials, by start, trial and device; warns if there are none."""
     zero = first_start(study)
-    flights = flights_of(study)
+    flights, nodes = flights_of(study), node_of(study)
     bars = [
         bar
         for trial in study.get_trials(deepcopy=False)
-        for bar in _bars_of_trial(trial, flights.get(trial.number, ()), zero)
+        for bar in _bars_of_trial(trial, flights.get(trial.number, ()), zero, nodes)
     ]
     if not bars:
         fleet_logger.warning("Your study does not have any flights: no trial ran on a fleet.")
@@ -86,11 +94,6 @@ def bars_of(study: optuna.Study) -> list[Bar]:
 def first_start(study: optuna.Study) -> float:
     """When the first flight started, in seconds since the epoch; 0 without any."""
     return min((flights[0]["start"] for flights in flights_of(study).values()), default=0.0)
-
-
-def devices_of(bars: Sequence[Bar]) -> list[int]:
-    """The devices of the bars, in the order of their rows from the top."""
-    return sorted({b.device for b in bars})
 
 
 def numbers_of(bars: Sequence[Bar]) -> list[int]:
@@ -120,7 +123,10 @@ def round_starts(bars: Sequence[Bar]) -> list[float]:
 
 
 def _bars_of_trial(
-    trial: FrozenTrial, records: Sequence[Mapping[str, Any]], zero: float
+    trial: FrozenTrial,
+    records: Sequence[Mapping[str, Any]],
+    zero: float,
+    node_at: Callable[[int, float], str],
 ) -> Iterator[Bar]:
     for flight, record in enumerate(records, start=1):
         for device in record["devices"]:
@@ -130,6 +136,7 @@ def _bars_of_trial(
                 values=tuple(trial.values or ()),
                 params=tuple(trial.params.items()),
                 device=device,
+                node=node_at(device, record["start"]),
                 devices=tuple(record["devices"]),
                 start_s=record["start"] - zero,
                 end_s=max(record["start"], record["end"]) - zero,  # a clock may be set back

@@ -13,11 +13,12 @@ from optuna_fleet.visualization.bars import (
     Bar,
     Mark,
     bars_of,
-    devices_of,
     duration_s,
+    first_start,
     round_starts,
 )
 from optuna_fleet.visualization.lane import Curve, Lane, lane_of, steps
+from optuna_fleet.visualization.rows import Row, Stay, borders, in_order, labels_of, stays_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _WIDTH_PX, _DPI = 1600, 200
 _LEFT_PX, _RIGHT_PX, _TOP_PX, _BOTTOM_PX = 112, 30, 104, 92
+_CHARACTER_PX = 13  # of a label's
 _SYMBOLS = {Mark.FAILED: "X", Mark.MOVED: ">", Mark.LOST: "D"}
 _HATCH: dict[str, Any] = {"hatch": "////", "edgecolor": (0.13, 0.13, 0.13, 0.45), "linewidth": 0}
 _ROUND_LINE: dict[str, Any] = {
@@ -45,14 +47,23 @@ def save_timeline(study: optuna.Study, path: str | os.PathLike[str]) -> None:
         ImportError: matplotlib is not installed.
     """
     bars = bars_of(study)
-    save_bars(bars, study.study_name, path, lane_of(study, len(devices_of(bars))))
+    stays = stays_of(study, first_start(study), duration_s(bars))
+    save_bars(bars, study.study_name, path, stays, lane_of(study, len(_rows(bars, stays))))
+
+
+def _rows(bars: Sequence[Bar], stays: Sequence[Stay]) -> list[Row]:
+    return in_order([*(bar.row for bar in bars), *(stay.row for stay in stays)])
 
 
 def save_bars(
-    bars: Sequence[Bar], name: str, path: str | os.PathLike[str], lane: Lane | None = None
+    bars: Sequence[Bar],
+    name: str,
+    path: str | os.PathLike[str],
+    stays: Sequence[Stay] = (),
+    lane: Lane | None = None,
 ) -> None:
     """Save a picture of the bars, titled with a name; see `save_timeline`."""
-    lane = lane or Lane()
+    lane, order = lane or Lane(), _rows(bars, stays)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -62,27 +73,28 @@ def save_bars(
             "install it with `pip install matplotlib`."
         ) from error
 
-    height_px = _height_px(bars, lane)
+    height_px = _height_px(max(len(order), 1), lane)
+    longest = max((len(label) for label in labels_of(order)), default=0)
+    left_px = _LEFT_PX + _CHARACTER_PX * max(0, longest - 3)
     figure = Figure(figsize=(_WIDTH_PX / _DPI, height_px / _DPI), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = _empty_axes(figure, height_px)
+    axes = _empty_axes(figure, height_px, left_px)
     axes.set_title(style.title_of(bars, name), loc="left", y=1.0, pad=20, fontsize=9)
     if bars:
-        _draw(axes, bars, lane)
+        _draw(axes, bars, order, stays, lane)
     else:
         axes.set_axis_off()
     figure.savefig(path)
 
 
-def _height_px(bars: Sequence[Bar], lane: Lane) -> int:
-    num_devices = max(len(devices_of(bars)), 1)
+def _height_px(num_devices: int, lane: Lane) -> int:
     return _TOP_PX + _BOTTOM_PX + style.row_px(num_devices) * (num_devices + lane.rows)
 
 
-def _empty_axes(figure: Figure, height_px: int) -> Axes:
-    width = (_WIDTH_PX - _LEFT_PX - _RIGHT_PX) / _WIDTH_PX
+def _empty_axes(figure: Figure, height_px: int, left_px: int) -> Axes:
+    width = (_WIDTH_PX - left_px - _RIGHT_PX) / _WIDTH_PX
     height = (height_px - _TOP_PX - _BOTTOM_PX) / height_px
-    axes = figure.add_axes((_LEFT_PX / _WIDTH_PX, _BOTTOM_PX / height_px, width, height))
+    axes = figure.add_axes((left_px / _WIDTH_PX, _BOTTOM_PX / height_px, width, height))
     axes.set_xlabel(style.TIME_LABEL, fontsize=8)
     axes.set_ylabel(style.DEVICE_LABEL, fontsize=8)
     axes.tick_params(labelsize=8, length=0, colors=style.INK)
@@ -92,22 +104,25 @@ def _empty_axes(figure: Figure, height_px: int) -> Axes:
     return axes
 
 
-def _draw(axes: Axes, bars: Sequence[Bar], lane: Lane) -> None:
-    devices = devices_of(bars)
-    rows = {device: row for row, device in enumerate(devices)}
+def _draw(
+    axes: Axes, bars: Sequence[Bar], order: Sequence[Row], stays: Sequence[Stay], lane: Lane
+) -> None:
+    rows = {row: place for place, row in enumerate(order)}
     axes.set_xlim(0, duration_s(bars) * 1.005)
     axes.set_ylim(len(rows) + lane.rows - 0.5, -0.5)
     every = -(-16 // style.row_px(len(rows)))  # rows per label
     has_lane = bool(lane.spans)
     axes.set_yticks(
         [*range(0, len(rows), every), *[lane.centre] * has_lane],
-        labels=[*map(str, devices[::every]), *[style.LANE_LABEL] * has_lane],
+        labels=[*labels_of(order[::every]), *[style.LANE_LABEL] * has_lane],
     )
-    handles = _draw_bars(axes, bars, rows)
+    handles = [*_draw_stays(axes, stays, rows), *_draw_bars(axes, bars, rows)]
+    for height in borders(order):
+        axes.axhline(height, color=style.BORDER, linewidth=0.5, zorder=1)
     _draw_numbers(axes, bars, rows)
     for mark in _SYMBOLS:
         if own := [b for b in bars if b.mark is mark]:
-            ends, places = [b.end_s for b in own], [rows[b.device] for b in own]
+            ends, places = [b.end_s for b in own], [rows[b.row] for b in own]
             handles += axes.plot(ends, places, label=mark.value, **_mark_style(mark))
     lines = [axes.axvline(time_s, zorder=1, **_ROUND_LINE) for time_s in round_starts(bars)]
     _add_legend(axes, [*handles, *lines[:1]], loc="lower left", bbox_to_anchor=(0, 1.0))
@@ -153,7 +168,22 @@ def _draw_lane(axes: Axes, lane: Lane) -> None:
     _add_legend(axes.figure, handles, loc="lower right", bbox_to_anchor=corner)
 
 
-def _draw_bars(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> list[Any]:
+def _draw_stays(axes: Axes, stays: Sequence[Stay], rows: dict[Row, int]) -> list[Any]:
+    if not stays:
+        return []
+    drawn = axes.barh(
+        [rows[stay.row] for stay in stays],
+        [stay.end_s - stay.start_s for stay in stays],
+        left=[stay.start_s for stay in stays],
+        height=1.0,
+        color=style.THERE,
+        zorder=0.5,
+        label=style.IS_THERE,
+    )
+    return [drawn]
+
+
+def _draw_bars(axes: Axes, bars: Sequence[Bar], rows: dict[Row, int]) -> list[Any]:
     """Draw them; return what explains them in the legend."""
     from matplotlib.patches import Patch
 
@@ -166,9 +196,9 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> list[An
     return handles
 
 
-def _barh(axes: Axes, bars: Sequence[Bar], rows: dict[int, int], **looks: Any) -> None:
+def _barh(axes: Axes, bars: Sequence[Bar], rows: dict[Row, int], **looks: Any) -> None:
     axes.barh(
-        [rows[b.device] for b in bars],
+        [rows[b.row] for b in bars],
         [b.end_s - b.start_s for b in bars],
         left=[b.start_s for b in bars],
         height=style.BAR_HEIGHT,
@@ -176,9 +206,9 @@ def _barh(axes: Axes, bars: Sequence[Bar], rows: dict[int, int], **looks: Any) -
     )
 
 
-def _draw_numbers(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> None:
+def _draw_numbers(axes: Axes, bars: Sequence[Bar], rows: dict[Row, int]) -> None:
     """Write the trial's number into each bar that is wide enough."""
-    px_per_s = (_WIDTH_PX - _LEFT_PX - _RIGHT_PX) / duration_s(bars)
+    px_per_s = axes.get_position().width * _WIDTH_PX / duration_s(bars)
     size_pt = min(8.0, 0.6 * style.row_px(len(rows)) * 72 / _DPI)
     digit_px = 0.66 * size_pt * _DPI / 72
     for bar in bars:
@@ -188,7 +218,7 @@ def _draw_numbers(axes: Axes, bars: Sequence[Bar], rows: dict[int, int]) -> None
         backing = {"facecolor": style.colour_of(bar.number), "edgecolor": "none", "pad": 1}
         axes.text(
             (bar.start_s + bar.end_s) / 2,
-            rows[bar.device],
+            rows[bar.row],
             text,
             ha="center",
             va="center",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optuna_fleet.visualization.bars import Bar, devices_of, numbers_of
+from optuna_fleet.visualization.bars import Bar, numbers_of
+from optuna_fleet.visualization.rows import num_nodes
 
 INK = "#222222"
 GREY = "#C8C8C8"
 ALERT = "#B2182B"
 ROUND_LINE = "#707070"
+THERE = "#EFEFEF"
+BORDER = "#909090"
 BAR_HEIGHT = 0.84  # of a row
 NO_FLIGHTS = "No flights are recorded: no trial of this study ran on a fleet"
 NEW_ROUND = "new round"
+IS_THERE = "node is there"
 TIME_LABEL = "time since the first start (s)"
 DEVICE_LABEL = "device"
 LANE_LABEL = "data"
@@ -34,8 +38,11 @@ def title_of(bars: Sequence[Bar], study_name: str) -> str:
     """What the picture shows, with the study's name if it was given one."""
     if not bars:
         return NO_FLIGHTS
-    counts = {"trial": len(numbers_of(bars)), "device": len(devices_of(bars))}
+    rows = {bar.row for bar in bars}
+    counts = {"trial": len(numbers_of(bars)), "device": len(rows)}
     shown = " on ".join(f"{n} {thing}{'s' * (n != 1)}" for thing, n in counts.items())
+    if (nodes := num_nodes(rows)) > 1:
+        shown += f" of {nodes} nodes"
     return shown if study_name.startswith("no-name-") else f"{study_name}: {shown}"
 
 

@@ -13,12 +13,13 @@ from optuna_fleet.visualization.bars import (
     Bar,
     Mark,
     bars_of,
-    devices_of,
     duration_s,
+    first_start,
     numbers_of,
     round_starts,
 )
 from optuna_fleet.visualization.lane import Curve, Lane, hover_text, lane_of, steps
+from optuna_fleet.visualization.rows import Row, Stay, borders, in_order, labels_of, stays_of
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -49,6 +50,15 @@ _ROUND_LINE = {
     "name": style.NEW_ROUND,
     "legendrank": _FIRST,
 }
+_BORDER = {
+    "type": "line",
+    "layer": "below",
+    "xref": "paper",
+    "x0": 0,
+    "x1": 1,
+    "line": {"color": style.BORDER, "width": 1},
+    "showlegend": False,
+}
 
 
 def plot_timeline(study: optuna.Study) -> go.Figure:
@@ -56,6 +66,7 @@ def plot_timeline(study: optuna.Study) -> go.Figure:
 
     Trials of all `optimize` calls on the study are shown, unfinished ones with the flights that
     have ended. Pruned flights are hatched; failed, moved and lost ones have a mark at their end.
+    Where there are several nodes, the rows are grouped by them, and grey where a device was there.
     The lane at the bottom shows the shared pipeline: how busy its preprocessors were, for how much
     of their time trials waited for data, and how full the queues before them were.
 
@@ -70,22 +81,26 @@ def plot_timeline(study: optuna.Study) -> go.Figure:
     bars = bars_of(study)
     if not bars:
         return go.Figure(layout=_NO_FLIGHTS)
-    rows = {device: row for row, device in enumerate(devices_of(bars))}
+    stays = stays_of(study, first_start(study), duration_s(bars))
+    order = in_order([*(bar.row for bar in bars), *(stay.row for stay in stays)])
+    rows = {row: place for place, row in enumerate(order)}
     lane = lane_of(study, len(rows))
-    figure = go.Figure(layout=_layout(bars, study.study_name, lane))
-    figure.add_traces([go.Bar(**trace) for trace in _bar_traces(bars, rows)])
+    figure = go.Figure(layout=_layout(bars, order, study.study_name, lane))
+    traces = [*_stay_traces(stays, rows), *_bar_traces(bars, rows)]
+    figure.add_traces([go.Bar(**trace) for trace in traces])
     lines = [*_mark_traces(bars, rows), *_lane_traces(lane)]
     figure.add_traces([go.Scatter(**trace, legendrank=_FIRST) for trace in lines])
     return figure
 
 
-def _layout(bars: Sequence[Bar], study_name: str, lane: Lane) -> dict[str, Any]:
-    devices = devices_of(bars)
-    num_rows = len(devices) + lane.rows
+def _layout(
+    bars: Sequence[Bar], rows: Sequence[Row], study_name: str, lane: Lane
+) -> dict[str, Any]:
+    num_rows = len(rows) + lane.rows
     return {
         "template": "plotly_white",
         "title": {"text": html.escape(style.title_of(bars, study_name))},
-        "height": max(320, 140 + style.row_px(len(devices)) * num_rows),
+        "height": max(320, 140 + style.row_px(len(rows)) * num_rows),
         "margin": {"t": 70, "b": 60},
         "barmode": "overlay",
         "uniformtext": {"minsize": 9, "mode": "hide"},  # no number where it does not fit
@@ -93,21 +108,46 @@ def _layout(bars: Sequence[Bar], study_name: str, lane: Lane) -> dict[str, Any]:
         "xaxis": {"title": {"text": style.TIME_LABEL}, "range": [0, duration_s(bars) * 1.01]},
         "yaxis": {
             "title": {"text": style.DEVICE_LABEL},
-            "tickvals": [*range(len(devices)), *[lane.centre] * bool(lane.spans)],
-            "ticktext": [*map(str, devices), *[style.LANE_LABEL] * bool(lane.spans)],
+            "tickvals": [*range(len(rows)), *[lane.centre] * bool(lane.spans)],
+            "ticktext": [*_ticks(rows), *[style.LANE_LABEL] * bool(lane.spans)],
             "range": [num_rows - 0.5, -0.5],
             "showgrid": False,
             "zeroline": False,
         },
         # The first line explains all of them in the legend.
         "shapes": [
-            {**_ROUND_LINE, "x0": time_s, "x1": time_s, "showlegend": index == 0}
-            for index, time_s in enumerate(round_starts(bars))
+            *(
+                {**_ROUND_LINE, "x0": time_s, "x1": time_s, "showlegend": index == 0}
+                for index, time_s in enumerate(round_starts(bars))
+            ),
+            *({**_BORDER, "y0": height, "y1": height} for height in borders(rows)),
         ],
     }
 
 
-def _bar_traces(bars: Sequence[Bar], rows: dict[int, int]) -> list[dict[str, Any]]:
+def _ticks(rows: Sequence[Row]) -> list[str]:
+    return [html.escape(label) for label in labels_of(rows)]
+
+
+def _stay_traces(stays: Sequence[Stay], rows: dict[Row, int]) -> list[dict[str, Any]]:
+    if not stays:
+        return []
+    return [
+        {
+            "orientation": "h",
+            "width": 1.0,
+            "x": [stay.end_s - stay.start_s for stay in stays],
+            "base": [stay.start_s for stay in stays],
+            "y": [rows[stay.row] for stay in stays],
+            "name": style.IS_THERE,
+            "hoverinfo": "skip",
+            "legendrank": _FIRST,
+            "marker": {"color": style.THERE, "line": {"width": 0}},
+        }
+    ]
+
+
+def _bar_traces(bars: Sequence[Bar], rows: dict[Row, int]) -> list[dict[str, Any]]:
     numbers = numbers_of(bars)
     if len(numbers) > _MOST_LEGEND_ENTRIES:  # one trace draws faster than hundreds
         traces = [{**_bar_trace(bars, rows), "showlegend": False}]
@@ -122,13 +162,13 @@ def _bar_traces(bars: Sequence[Bar], rows: dict[int, int]) -> list[dict[str, Any
     return traces
 
 
-def _bar_trace(bars: Sequence[Bar], rows: dict[int, int]) -> dict[str, Any]:
+def _bar_trace(bars: Sequence[Bar], rows: dict[Row, int]) -> dict[str, Any]:
     return {
         "orientation": "h",
         "width": style.BAR_HEIGHT,
         "x": [b.end_s - b.start_s for b in bars],
         "base": [b.start_s for b in bars],
-        "y": [rows[b.device] for b in bars],
+        "y": [rows[b.row] for b in bars],
         "text": [str(b.number) for b in bars],
         "textposition": "inside",
         "insidetextanchor": "middle",
@@ -144,14 +184,14 @@ def _bar_trace(bars: Sequence[Bar], rows: dict[int, int]) -> dict[str, Any]:
     }
 
 
-def _mark_traces(bars: Sequence[Bar], rows: dict[int, int]) -> Iterator[dict[str, Any]]:
+def _mark_traces(bars: Sequence[Bar], rows: dict[Row, int]) -> Iterator[dict[str, Any]]:
     for mark, symbol in _SYMBOLS.items():
         if own := [b for b in bars if b.mark is mark]:
             yield {
                 "mode": "markers",
                 "name": mark.value,
                 "x": [b.end_s for b in own],
-                "y": [rows[b.device] for b in own],
+                "y": [rows[b.row] for b in own],
                 "hoverinfo": "skip",
                 "cliponaxis": False,
                 "marker": {
@@ -205,6 +245,7 @@ def _hover_text(bar: Bar) -> str:
         f"value: {values}",
         *(f"{html.escape(name)}: {html.escape(_short(value))}" for name, value in bar.params),
         f"devices: {', '.join(map(str, bar.devices))}",
+        *([f"node: {html.escape(bar.node)}"] if bar.node else []),
         f"round: {bar.round}",
         f"flight {bar.flight} of {bar.num_flights}: {bar.start_s:.1f} s to {bar.end_s:.1f} s",
         f"waited for data: {bar.data_wait_s:.1f} s, probing: {bar.probing_s:.1f} s",

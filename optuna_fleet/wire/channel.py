@@ -3,24 +3,31 @@
 Both ends prove that they know the sweep's secret (HMAC-SHA256 over fresh nonces of both). From
 then on every frame carries authentication codes under keys that only the two ends of this one
 connection have: if a frame was altered, repeated, left out or sent back, the connection is closed.
-Nothing is unpickled, and no length is used, before its code was checked.
+Nothing is unpickled, and no length is used, before its code was checked. Beyond loopback all of
+this is within TLS (`optuna_fleet.wire.tls`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import pickle
+import select
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from hashlib import blake2b
 from typing import Any
 
 from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.wire.invitation import Invitation, join_address
+from optuna_fleet.wire.tls import connect_tls
 
 HELLO = b"optuna-fleet 2"
+TLS_ONLY = b"optuna-fleet T"  # to who speaks no TLS where it is wanted
 NONCE_BYTES = 32
 HANDSHAKE_LIMIT_S = 10.0
 
@@ -30,6 +37,7 @@ _PROOF_BYTES = 16
 _LENGTH = struct.Struct("!Q")
 _HEAD_BYTES = _LENGTH.size + _PROOF_BYTES
 _MAX_BYTES = 4 << 30
+_JOINED_BYTES = 1 << 16  # larger ones are not copied
 
 
 class Channel:
@@ -38,8 +46,10 @@ class Channel:
     A frame is the length of the pickled message and its proof, the message's proof, the message.
     A proof is a message authentication code (keyed BLAKE2b).
 
+    Any thread may send, one may receive. None waits for another that waits for the peer.
+
     Args:
-        sock: Connected; the channel owns it from now on.
+        sock: Connected, perhaps a `TlsSocket`; the channel owns it from now on.
         outgoing: Key for what is sent.
         incoming: Key for what is received.
     """
@@ -50,7 +60,7 @@ class Channel:
         self._sock = sock
         self._sending = threading.Lock()
         self._outgoing, self._incoming = _Proofs(outgoing), _Proofs(incoming)
-        self._unsent = bytearray()
+        self._unsent: deque[memoryview] = deque()  # frames
         self._expect(_HEAD_BYTES)
         self._has_head = False
 
@@ -63,8 +73,12 @@ class Channel:
             ProtocolError: It is too large.
             OSError: The peer is gone.
         """
-        with self._sending:
-            self._sock.sendall(self._frame(message))
+        self.post(message)
+        while self.has_unsent:
+            writable = select.poll()
+            writable.register(self._sock, select.POLLOUT)
+            writable.poll()
+            self.flush()
 
     def post(self, message: Any) -> None:
         """Send one message without waiting: `flush` sends what the peer does not take now.
@@ -73,30 +87,6 @@ class Channel:
             ProtocolError: It is too large.
             OSError: The peer is gone.
         """
-        self._unsent += self._frame(message)
-        self.flush()
-
-    def flush(self) -> None:
-        """Send of what was posted as much as the peer takes now.
-
-        Raises:
-            OSError: The peer is gone.
-        """
-        try:
-            while self._unsent:
-                del self._unsent[: self._sock.send(self._unsent, socket.MSG_DONTWAIT)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()
-            raise
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether something that was posted waits for the peer."""
-        return bool(self._unsent)
-
-    def _frame(self, message: Any) -> bytes:
         data = pickle.dumps(message)
         if len(data) > _MAX_BYTES:
             raise ProtocolError(
@@ -104,8 +94,48 @@ class Channel:
                 f"{_MAX_BYTES:,} can be sent. Does the objective hold data? Then give them to the "
                 "SharedPipeline, or load them inside the objective."
             )
+        self.post_bytes(data)
+
+    def post_bytes(self, data: bytes | memoryview) -> None:
+        """Send bytes without waiting; what is large must not change until it is sent.
+
+        Raises:
+            OSError: The peer is gone.
+        """
+        with self._sending:
+            self._unsent += map(memoryview, self._frame(data))
+        self.flush()
+
+    def _frame(self, data: bytes | memoryview) -> tuple[bytes | memoryview, ...]:
         length = _LENGTH.pack(len(data))
-        return b"".join((length, self._outgoing.of(length), self._outgoing.of(data), data))
+        head = b"".join((length, self._outgoing.of(length), self._outgoing.of(data)))
+        return (head + data,) if len(data) <= _JOINED_BYTES else (head, data)
+
+    def flush(self) -> None:
+        """Send of what was posted as much as the peer takes now.
+
+        Raises:
+            OSError: The peer is gone.
+        """
+        with self._sending:
+            try:
+                while self._unsent:
+                    rest = self._unsent[0]
+                    rest = rest[self._sock.send(rest, socket.MSG_DONTWAIT) :]
+                    if rest:
+                        self._unsent[0] = rest
+                    else:
+                        self._unsent.popleft()
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._unsent.clear()
+                raise
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something that was posted waits for the peer."""
+        return bool(self._unsent)
 
     # -- receiving --------------------------------------------------------------------------------
 
@@ -117,12 +147,16 @@ class Channel:
             ConnectionAbortedError: What arrived is not what the peer sent.
             OSError: The connection broke.
         """
+        return pickle.loads(self.receive_bytes())
+
+    def receive_bytes(self) -> memoryview:
+        """Return what was sent by `post_bytes`, waiting for it; it raises as `receive` does."""
         self._take_in(0)
         proof, data = self._piece[:_PROOF_BYTES], memoryview(self._piece)[_PROOF_BYTES:]
         self._incoming.check(proof, data)
         self._expect(_HEAD_BYTES)
         self._has_head = False
-        return pickle.loads(data)
+        return data
 
     def has_message(self) -> bool:
         """Whether `receive` would return, or raise, at once; a part of a message is none."""
@@ -165,6 +199,11 @@ class Channel:
         """Whether this end was closed."""
         return self._sock.fileno() < 0
 
+    def cut(self) -> None:
+        """End the connection, also for a thread of ours that waits on it."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close this end."""
         self._sock.close()
@@ -203,38 +242,67 @@ class _Proofs:
             )
 
 
-def connect(host: str, port: int, secret: bytes) -> Channel:
-    """Connect to a `Listener` and prove knowledge of `secret`.
+def connect(invitation: Invitation) -> Channel:
+    """Connect to the driver that made the invitation, at the first address where it answers.
 
     Raises:
-        ProtocolError: One of the two does not know the secret.
+        ProtocolError: Somebody else answers, or this is not the driver's secret.
+        ConnectionRefusedError: Nobody listens, at any of the addresses.
         OSError: It can't be reached.
     """
     deadline = time.monotonic() + HANDSHAKE_LIMIT_S
     while True:
-        try:
-            return _enter(host, port, secret)
-        except ConnectionRefusedError:
-            raise
-        except ConnectionError:  # the listener has too many unproven connections
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(_RETRY_S)
+        said: dict[str, Exception] = {}
+        for host, port in invitation.addresses:
+            try:
+                return _enter(host, port, invitation)
+            except (OSError, ProtocolError) as error:
+                said[join_address(host, port)] = error
+        if time.monotonic() >= deadline or not any(map(_may_pass, said.values())):
+            raise _summary_of(said)
+        time.sleep(_RETRY_S)
 
 
-def _enter(host: str, port: int, secret: bytes) -> Channel:
-    sock = socket.create_connection((host, port), timeout=HANDSHAKE_LIMIT_S)
+def _may_pass(error: Exception) -> bool:
+    """Whether the listener had too many unproven connections, perhaps."""
+    return isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+
+
+def _summary_of(said: dict[str, Exception]) -> Exception:
+    each = "; ".join(
+        f"{address}: {getattr(error, 'strerror', None) or error}"
+        for address, error in said.items()
+    )
+    text = f"The driver can't be joined ({each}). "
+    errors = said.values()
+    if any(isinstance(error, ProtocolError) for error in errors):
+        return ProtocolError(text + "Address and token must be those that the driver has shown.")
+    text += "Does it run, and can this machine reach one of its addresses?"
+    if all(isinstance(error, ConnectionRefusedError) for error in errors):
+        return ConnectionRefusedError(text)
+    return ConnectionError(text)
+
+
+def _enter(host: str, port: int, invitation: Invitation) -> Channel:
+    limit_s = HANDSHAKE_LIMIT_S / len(invitation.addresses)
+    sock = socket.create_connection((host, port), timeout=limit_s)
     try:
-        hello, server = _exactly(sock, len(HELLO)), _exactly(sock, NONCE_BYTES)
+        sock.settimeout(HANDSHAKE_LIMIT_S)
+        if invitation.fingerprint is not None:
+            sock = connect_tls(sock, invitation.fingerprint)
+        sock.sendall(HELLO)
+        hello = _exactly(sock, len(HELLO))
+        if hello == TLS_ONLY:
+            raise ProtocolError("it wants TLS, but the token that was given has no fingerprint")
         if hello != HELLO:
-            raise ProtocolError(f"The process at {host}:{port} does not speak this protocol.")
+            raise ProtocolError("it does not speak this protocol")
+        secret, server = invitation.secret, _exactly(sock, NONCE_BYTES)
         client = os.urandom(NONCE_BYTES)
-        sock.sendall(HELLO + client + derived(secret, b"client", client, server))
+        sock.sendall(client + derived(secret, b"client", client, server))
         proof = derived(secret, b"server", client, server)
         if not hmac.compare_digest(_exactly(sock, _HASH_BYTES), proof):
             raise ProtocolError(
-                f"The process at {host}:{port} and this one do not know the same secret: they "
-                "belong to different sweeps."
+                "it does not know the same secret as this process: they belong to different sweeps"
             )
         return Channel(
             sock,

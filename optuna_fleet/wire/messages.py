@@ -1,4 +1,4 @@
-"""What travels between driver, agents and trainers on the control channel.
+"""What travels between the driver and trainers on the control channel.
 
 What a user's code made (objectives, values, exceptions) travels as cloudpickle inside of them.
 """
@@ -6,33 +6,25 @@ What a user's code made (objectives, values, exceptions) travels as cloudpickle 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeAlias
 
 from optuna_fleet.events import Ending
-from optuna_fleet.pipeline.stats import PipelineUse
-from optuna_fleet.settings import Settings
+from optuna_fleet.wire.calls import Reply
+from optuna_fleet.wire.node_messages import ProcessId, StoreReady
 from optuna_fleet.wire.packing import Raised
 
-# -- hello ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentReady:
-    """First message of an agent: the node is up."""
-
-    node: int
-    pid: int
+Place: TypeAlias = tuple[int, int, int]
+"""A step of a trial: its loop over epochs, from 1, the epoch in it and the batch in that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReady:
-    """First message of a trainer; `agent` is the process id of the agent that started it."""
+    """First message of a trainer."""
 
     device: int
-    pid: int
-    agent: int
+    process: ProcessId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,151 +32,8 @@ class TrainerUnfit:
     """In the place of `TrainerReady`: its device does not work, and its process ends."""
 
     device: int
-    pid: int
+    process: ProcessId
     problem: str
-
-
-# -- driver to agent ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KillTrainer:
-    """Kill a trainer if it still lives; the agent starts a new one in its place."""
-
-    pid: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveOut:
-    """Have no trainer for this device any more."""
-
-    device: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenStore:
-    """Start the store where the ranks of a trial find each other; answer with `StoreReady`.
-
-    It takes the place of one that there may be.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportPipeline:
-    """Answer with `PipelineReport`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quit:
-    """End the process (agent: and all its children)."""
-
-
-# -- agent to driver ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerStarted:
-    """A trainer was forked, or could not be: then `problem` says why, and there is no `pid`."""
-
-    device: int
-    pid: int | None
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerExited:
-    """A trainer process ended; `cause` is its exit code or signal in words.
-
-    `out_of_memory` if the kernel killed it for want of memory.
-    """
-
-    device: int
-    pid: int
-    cause: str
-    out_of_memory: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentLost:
-    """The agent died, and all it had started with it; another one takes its place.
-
-    Nobody sends it: the driver makes it when the agent has ended.
-    """
-
-    cause: str
-    exits: tuple[TrainerExited, ...]
-
-    @property
-    def text(self) -> str:
-        """What the user should know of it."""
-        return (
-            f"The fleet's agent process ended with {self.cause}; another one was started. The "
-            "trials that flew are run again from their last checkpoints."
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreReady:
-    """The store accepts connections at this address; `pid` keeps it, and `agent` started that."""
-
-    host: str
-    port: int
-    pid: int
-    agent: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreLost:
-    """The store's process, kept by `agent`, ended; `cause` is its code or signal in words."""
-
-    cause: str
-    agent: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineNotice:
-    """Something about the node that the user should know, as a sentence."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineReport:
-    """What the node's shared pipeline has done since its start.
-
-    Sent when asked for, and by itself now and then while trials read.
-
-    Attributes:
-        preprocessed: Samples preprocessed.
-        consumed: Samples delivered to trials.
-        resident_bytes: Bytes of preprocessed data in memory now.
-        repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
-        num_skipped: Samples that raised and whose place others took, in all epochs.
-        num_lost: Preprocessors that died.
-        use: How preprocessors and readers spent their time, and how full the queues were.
-        is_answer: It was asked for.
-    """
-
-    preprocessed: int = 0
-    consumed: int = 0
-    resident_bytes: int = 0
-    repeated: int = 0
-    num_skipped: int = 0
-    num_lost: int = 0
-    use: PipelineUse = field(default_factory=PipelineUse)
-    is_answer: bool = False
-
-    def since(self, last: PipelineReport) -> PipelineReport:
-        """What came after `last`."""
-        return replace(
-            self,
-            preprocessed=self.preprocessed - last.preprocessed,
-            consumed=self.consumed - last.consumed,
-            repeated=self.repeated - last.repeated,
-            num_skipped=self.num_skipped - last.num_skipped,
-            num_lost=self.num_lost - last.num_lost,
-            use=self.use.since(last.use),
-        )
 
 
 # -- driver to trainer ----------------------------------------------------------------------------
@@ -195,22 +44,32 @@ class RunTrial:
     """Run the objective as one rank of a trial.
 
     Attributes:
-        objective: cloudpickle of the objective; None if this trainer already has `objective_id`.
-        settings: What the script's process is set to; comes with the objective.
+        objective_id: Which objective it is.
+        objective_at: Where this node's agent keeps it.
         measure: Measure the training rate over the first batches.
         group: Name of the run's process group in the store; not used by any other run.
         store: Where the ranks find each other; needed for more than one.
         study_name: Name of the study, which checkpoints carry.
         shares_gpu: Whether several ranks are on one GPU.
         parameters: What the study has suggested to the trial so far, where it is to be resumed.
-        checkpoint: Path of the checkpoint to resume from, or None.
-        checkpoint_to: Path to write checkpoints to while it trains.
+        run_name: In the names of the checkpoints that it writes.
+        folder: Where these are, on the driver's machine.
+        folder_token: By which a trainer knows whether it sees that folder itself.
+        checkpoints: Where those are that it is to be resumed from, the newest good one counts.
+        bests: Where those of its best reports may be, the newest first.
         maximize: Whether larger values are better; None where there are several objectives.
-        final_to: Path to write the checkpoint to that it leaves when it is done; None for none.
-        best_to: Path for what its best report so far would leave, until then; None for none.
+        leaves_final: Whether it leaves a checkpoint when it is done, if it is among the best.
         heartbeat_s: Seconds between two `Heartbeat` messages; None for none.
         collective_s: Seconds after which a collective, or the rendezvous before, gives up.
         num_devices: Most devices that the trial could have in this fleet.
+        follows: The run whose ranks wait where they stopped: it goes on with what rank 0 has in
+            memory; None if the objective begins anew.
+        num_stay: The first ranks, which wait there; the others have run the objective's beginning.
+        saves: Write a checkpoint of where it goes on, while it does: the last one is old.
+        rehearses: Run the beginning alone, and wait where the objective needs what the run that it
+            `follows` has in memory. It is no run: nobody hears of it but by `Rehearsed`.
+        answers: Of the calls that the beginning makes, by their index: what is called, and what
+            all ranks were answered.
     """
 
     run_id: int
@@ -220,23 +79,57 @@ class RunTrial:
     world_size: int
     seed: int
     objective_id: int
-    objective: bytes | None
     measure: bool
     group: str
     store: StoreReady | None
-    checkpoint: str | None
-    checkpoint_to: str
     gc_after_trial: bool
     maximize: bool | None
-    settings: Settings = field(default_factory=Settings)
-    final_to: str | None = None
-    best_to: str | None = None
+    objective_at: str = ""
+    run_name: str = ""
+    folder: str = ""
+    folder_token: str = ""
+    checkpoints: tuple[str, ...] = ()
+    bests: tuple[str, ...] = ()
+    leaves_final: bool = False
     heartbeat_s: float | None = None
     collective_s: float = 600.0
     num_devices: int = 1
     study_name: str = ""
     shares_gpu: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    follows: int | None = None
+    num_stay: int = 0
+    saves: bool = False
+    rehearses: bool = False
+    answers: Mapping[int, tuple[str, Reply]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskStep:
+    """The run is to leave its devices within an epoch: answer with `AtStep`."""
+
+    run_id: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAt:
+    """Stop before the first step that is not before this one.
+
+    The ranks that stay, if any do, wait there for the run that goes on; all others leave.
+    """
+
+    run_id: int
+    place: Place
+    stays: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A rank that waits where it has stopped is to leave; it `saves` first, if it is to."""
+
+    run_id: int
+    saves: bool
 
 
 # -- trainer to driver ----------------------------------------------------------------------------
@@ -254,6 +147,32 @@ class FirstBatchRequested:
     max_epochs: int | None = None
     min_devices: int = 1
     max_devices: int | None = None
+    movable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtStep:
+    """Answers `AskStep`: this rank could stop before that step, and waits there for `StopAt`."""
+
+    run_id: int
+    rank: int
+    place: Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """A rehearsal waits for its run to begin; or has left the objective: it is not `is_ready`."""
+
+    run_id: int
+    device: int
+    is_ready: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """The run has come to where it is to stop within its epoch."""
+
+    run_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +199,7 @@ class CheckpointFailed:
     problem: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Progress:
     """How far a rank is in its objective.
 
@@ -318,7 +237,7 @@ class Phase(Enum):
     COLLECTIVE = "in a collective"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Heartbeat:
     """A sign of life of one rank.
 
@@ -353,7 +272,9 @@ class Ended:
     """One rank left the objective, at `time_s` of the machine's monotonic clock.
 
     `value` is packed. `is_last`: its process serves no more runs and ends. `has_device_failed`: by
-    an error of the device itself, which `error` describes.
+    an error of the device itself, which `error` describes. `waits`: it has not left, but waits
+    where it has stopped, for `RunTrial` or `Release`. `can_join`: others can, once they have
+    run the objective's beginning, as it does nothing that needs all ranks.
     """
 
     run_id: int
@@ -367,3 +288,5 @@ class Ended:
     usage: Usage = field(default_factory=Usage)
     is_last: bool = False
     has_device_failed: bool = False
+    waits: bool = False
+    can_join: bool = False

@@ -364,3 +364,29 @@ def test_throughput_starves_the_slow_model_of_table_2_and_efficiency_does_not():
     problem = table_2_problem(64)
     assert 2 not in THROUGHPUT.allocate(problem).assignments
     assert len(EFFICIENCY.allocate(problem).assignments[2].devices) > 20
+
+
+def test_trials_do_not_take_turns_within_an_epoch():
+    """Who waits has more to go than who flies; at the end of an epoch it gets its turn."""
+    for is_within_epoch in (True, False):
+        flying = [
+            trial(k, devices=(k,), epochs_done=8, max_epochs=10, is_within_epoch=is_within_epoch)
+            for k in range(4)
+        ]
+        waiting = [trial(4 + k, max_epochs=10) for k in range(2)]
+        plan = counts(MAKESPAN.allocate(problem_of(*flying, *waiting)))
+        assert (plan == dict.fromkeys(range(4), 1)) is is_within_epoch
+
+
+@given(problems(), st.integers(0, 2**16))
+def test_nobody_is_left_without_devices_within_an_epoch(problem, chosen):
+    within = [
+        replace(c, is_within_epoch=bool(c.devices) and bool(chosen >> k & 1))
+        for k, c in enumerate(problem.candidates)
+    ]
+    problem = replace(problem, candidates=tuple(within))
+    plan = MAKESPAN.allocate(problem)
+    validate(problem, plan)
+    for candidate in within:
+        if candidate.is_within_epoch and problem.kept_width(candidate):
+            assert candidate.number in plan.assignments

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from alloc_cases import nodes_strategy
 from hypothesis import given, settings
@@ -103,3 +105,47 @@ def test_placement_is_complete_disjoint_and_deterministic(data):
     assert len(used) == len(set(used))
     assert set(used) <= set(devices)
     assert placed == place(dict(reversed(wanted.items())), nodes, current)
+
+
+def fewest(m, nodes):
+    left, num_nodes = m, 0
+    for size in sorted(map(len, nodes), reverse=True):
+        if left > 0:
+            left, num_nodes = left - size, num_nodes + 1
+    return num_nodes
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_trial_alone_is_on_as_few_nodes_as_can_be_however_uneven_they_are(data):
+    nodes = data.draw(nodes_strategy(12).filter(any))
+    m = data.draw(st.integers(1, sum(map(len, nodes))))
+    assert spans(place({1: m}, nodes, {})[1], nodes) == fewest(m, nodes)
+
+
+def least_loss(widths, nodes):
+    """Of Eq. 4, over all ways to place the trials."""
+    if not widths:
+        return 0.0
+    m, *rest = widths
+    devices = [d for node in nodes for d in node]
+    return min(
+        spans(chosen, nodes) / m
+        + least_loss(rest, [[d for d in node if d not in chosen] for node in nodes])
+        for chosen in itertools.combinations(devices, m)
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_few_trials_are_on_as_few_even_nodes_as_can_be(data):
+    """On uneven ones too, but for the published rule that whole nodes are filled first."""
+    size = data.draw(st.integers(1, 4))
+    nodes = [list(range(n, n + size)) for n in range(0, size * (7 // size), size)]
+    counts, left = {}, sum(map(len, nodes))
+    for number in range(data.draw(st.integers(1, 3))):
+        if left:
+            counts[number] = data.draw(st.integers(1, left))
+            left -= counts[number]
+    placed = place(counts, nodes, {})
+    assert fleet_score(placed, nodes) == pytest.approx(least_loss(counts.values(), nodes))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from optuna_fleet.checkpoints.names import FileName, newest_first
 from tests.chaos.faults import KINDS, Fault
 from tests.executor.storage_servers import Postgres
 from tests.nursery import Forked
@@ -241,11 +242,10 @@ class Demon:
     def _damage(self, moment: dict[str, Any], how: str) -> None:
         """Damage the trial's newest checkpoint, then kill its trainer: it has to read it."""
         (folder,) = _seen(moment, self._folder / "checkpoints").glob("chaos-*")
-        newest = folder / f"trial-{moment['trial']}.pt"
-        files = (
-            [newest, folder / f"{newest.name}.previous"] if how in ("both", "gone") else [newest]
-        )
-        for file in files:
+        names = [FileName.parse(path.name) for path in folder.iterdir()]
+        mine = [n for n in names if n and not n.kind and n.trial == moment["trial"]]
+        num_files = 2 if how in ("both", "gone") else 1
+        for file in [folder / str(name) for name in newest_first(mine)[:num_files]]:
             with contextlib.suppress(FileNotFoundError):
                 _damage(file, how, self._chance)
         self._kill(moment)

@@ -229,7 +229,7 @@ class _Sweep:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _until(condition: Callable[[], bool], limit_s: float = 30.0) -> bool:
+def _until(condition: Callable[[], bool], limit_s: float = 120.0) -> bool:
     deadline_s = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline_s:

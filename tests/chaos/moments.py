@@ -52,7 +52,7 @@ def watch_checkpoints() -> None:
     replace = os.replace
 
     def watched(source: Any, target: Any) -> None:
-        match = re.search(r"trial-(\d+)\.pt$", os.fspath(target))
+        match = re.search(r"/trial-(\d+)\.[^/]*-\d+\.pt$", os.fspath(target))
         if match:
             reach("write", trial=int(match[1]))
         replace(source, target)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import optuna
 
+from tests.nursery import Nursery
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_short_sweep_learns_to_read_digits(tmp_path: Path) -> None:
+def test_a_short_sweep_learns_to_read_digits(nursery: Nursery, tmp_path: Path) -> None:
     storage, picture = f"sqlite:///{tmp_path}/digits.db", tmp_path / "digits.png"
-    command = [sys.executable, str(ROOT / "examples" / "digits.py"), "--trials", "2"]
-    command += ["--epochs", "3", "--devices", "2", "--storage", storage, "--picture", str(picture)]
-    subprocess.run(command, check=True, timeout=240, cwd=tmp_path)
+    options = ["--trials", "2", "--epochs", "3", "--devices", "2"]
+    options += ["--storage", storage, "--picture", str(picture)]
+    ended = nursery.run(ROOT / "examples" / "digits.py", *options, folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
     (summary,) = optuna.get_all_study_summaries(storage)
     study = optuna.load_study(study_name=summary.study_name, storage=storage)
     assert len(study.trials) == 2

@@ -76,7 +76,7 @@ def flown(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return fly
 
 
-@pytest.mark.parametrize("port", [*PLAIN, "pytorch_simple_fleet"])
+@pytest.mark.parametrize("port", [*PLAIN, "pytorch_simple_fleet", "pytorch_lightning_fleet"])
 def test_a_port_runs_on_a_fleet(flown: Any, port: str) -> None:
     trials = trials_of(flown(port))
     assert [trial.state for trial in trials] == 2 * [TrialState.COMPLETE]
@@ -237,6 +237,7 @@ def changed_lines(before: str, after: str) -> tuple[int, int]:
     [
         ("pytorch_simple", "pytorch_simple_fleet"),
         ("pytorch_distributed_simple", "pytorch_distributed_fleet"),
+        ("pytorch_lightning_simple", "pytorch_lightning_fleet"),
     ],
 )
 def test_the_table_has_the_lines_that_differ(before: str, after: str) -> None:

@@ -91,7 +91,7 @@ def main(folder: Path, kind: str, at: int) -> None:
         options["checkpoints"] = Checkpoints(folder / "checkpoints", interval_s=0.0)
         objective, fleet = training, fleet_of(**options)
     let_die(JournalStorage, _WRITES, at)
-    let_die(StudyFolder, ("record_call", "_remove"), at)
+    let_die(StudyFolder, ("record_call", "_remove", "left"), at)
     with fleet:
         study.optimize(objective, n_trials=NUM_TRIALS, executor=fleet)
     print("TICKS", next(_ticks) - 1)

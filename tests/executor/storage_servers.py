@@ -70,7 +70,7 @@ class Postgres:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # the server keeps it open
             stderr=subprocess.DEVNULL,
-            timeout=60,
+            timeout=240,
             check=False,
             **self._as,
         )
@@ -121,7 +121,7 @@ class Proxy:
                 self._command, os.environ, nowhere, nowhere, self._folder
             )
         storage = self.connect()
-        storage.wait_server_ready(timeout=60)
+        storage.wait_server_ready(timeout=240)
         storage.close()
 
     def connect(self) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import optuna
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import AveragedModel
@@ -237,3 +238,91 @@ def keeps_the_average(trial: Any) -> float:
 def test_what_is_restored_or_begins_anew_anyway_is_not_told_of(objective: Any, log: Any) -> None:
     assert told_inline(objective, log) == []
     assert "Traceback" not in log.getvalue()
+
+
+# -- from batch to batch --------------------------------------------------------------------------
+
+
+def step_on(model: Any, optimizer: Any, batch: Any) -> torch.Tensor:
+    images, labels = batch
+    loss = F.cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def forgets_sums(trial: Any, *, movable: bool = True) -> float:
+    model, optimizer = prepared(trial)
+    seen: list[float] = []
+    for epoch in trial.epochs(2):
+        total, count = 0.0, 0
+        seen.clear()
+        for batch in trial.batches("train", batch_size=10, movable=movable):
+            loss = step_on(model, optimizer, batch)
+            total += loss.item()
+            count += 1
+            seen.append(loss.item())
+        trial.report(total / count + len(seen), epoch)
+    return 0.0
+
+
+def forgets_what_it_counts(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    for _ in trial.epochs(2):
+        for step, batch in enumerate(trial.batches("train", batch_size=10, movable=True)):
+            step_on(model, optimizer, batch)
+            assert step < 5
+    return 0.0
+
+
+def forgets_nothing(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    trial.state["step"] = 0
+    for epoch, _ in enumerate(trial.epochs(2)):
+        loss = None
+        for batch in trial.batches("train", batch_size=10, movable=True):
+            loss = step_on(model, optimizer, batch)
+            trial.totals["loss"] += loss * trial.shard_size
+            trial.totals["samples"] += trial.shard_size
+            trial.state["step"] += 1
+            last = loss.item()
+        assert loss is not None
+        trial.report(trial.totals.mean("loss", "samples") + last, epoch)
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("objective", "names"),
+    [
+        (forgets_sums, "`seen`, `total`, `count`"),
+        (forgets_what_it_counts, "what `enumerate` counts"),
+    ],
+)
+def test_what_a_movable_loop_keeps_to_itself_is_told_of_once(
+    objective: Any, names: str, log: Any
+) -> None:
+    (told,) = told_inline(objective, log)
+    assert "from batch to batch" in told
+    assert set(told.split("resumed: ")[1].split(" (in ")[0].split(", ")) == set(names.split(", "))
+    assert "trial.totals" in told
+
+
+def forgets_sums_but_does_not_move(trial: Any) -> float:
+    return forgets_sums(trial, movable=False)
+
+
+def reads_few_batches(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    for epoch in trial.epochs(4):
+        for batch in trial.batches("train", batch_size=40, movable=True):  # two of them
+            step_on(model, optimizer, batch)
+            assert epoch < 4
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    "objective", [forgets_nothing, forgets_sums_but_does_not_move, reads_few_batches]
+)
+def test_what_goes_on_where_it_was_is_not_told_of(objective: Any, log: Any) -> None:
+    assert told_inline(objective, log) == []

@@ -142,7 +142,8 @@ def returns(trial: Any, what: str, dies: Path | None = None, *, spoils: bool = F
         if dies is not None:
             lives_once(trial, dies, until=epoch == 4)
     if spoils:
-        os.truncate(trial._session.run.best_to, 100)
+        for path in Path(trial._session.run.folder).glob("*.best.pt"):
+            os.truncate(path, 100)
     return {"best": trial.best_value, "last": VALUES[epoch], "other": 1.0}[what]
 
 

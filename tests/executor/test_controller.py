@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from optuna_fleet.events import (
     AnswerEpoch,
     CheckpointSaved,
     DataRequested,
+    DeviceGone,
     DeviceJoined,
-    DeviceLeftOut,
     DeviceLost,
     Ending,
     EpochDecision,
@@ -40,19 +41,19 @@ from optuna_fleet.events import (
     RateMeasured,
     Requeue,
     ReturnToQueue,
+    RunFailed,
+    RunLingers,
     StartRound,
     TrialProposed,
     WidthLimited,
 )
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.trials import PARADIGMS, STAGES_AFTER, Policy, Run, Stage, Status
-from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.resources import Device
 
 
-def fleet_of(num_devices: int) -> Fleet:
-    return Fleet(
-        devices=tuple(Device(index=i, node=i // 4, kind="cpu") for i in range(num_devices))
-    )
+def joined(device: int) -> DeviceJoined:
+    return DeviceJoined(device=Device(index=device, node=device // 4, kind="cpu"))
 
 
 def reached(
@@ -82,9 +83,14 @@ class World:
     """Feeds a controller, plays out what it says, and checks what must always hold."""
 
     def __init__(
-        self, num_devices: int = 4, trials: int = 4, fleet: Fleet | None = None, **policy: Any
+        self,
+        num_devices: int = 4,
+        trials: int = 4,
+        devices: Sequence[Device] | None = None,
+        **policy: Any,
     ) -> None:
-        self.controller = Controller(fleet or fleet_of(num_devices), Policy(**policy))
+        self.controller = Controller(Policy(**policy))
+        self.devices = devices or [joined(device).device for device in range(num_devices)]
         self.allocator: Allocator = GreedyAllocator()
         self.budget = trials
         self.numbers = itertools.count()
@@ -95,7 +101,7 @@ class World:
         self.unanswered: list[Allocate] = []
         self.resting: set[int] = set()
         self.yielding: set[int] = set()
-        for device in range(len(self.controller.fleet)):
+        for device in self.devices:
             self.tell(DeviceJoined(device=device))
 
     def tell(self, *told: Event) -> list[Any]:
@@ -169,7 +175,7 @@ class World:
         self.tell(DeviceLost(device=lost))
         for peer in peers:
             self.tell(RankEnded(run_id=run_id, device=peer, ending=Ending.RAISED))
-        self.tell(DeviceJoined(device=lost))
+        self.tell(DeviceJoined(device=self.devices[lost]))
 
 
 def play_out(world: World, rng: random.Random, *, structures: int = 2**32) -> None:
@@ -418,7 +424,7 @@ def test_a_trial_that_keeps_losing_its_devices_is_given_up() -> None:
         world.runs.clear()
         world.busy.clear()
         instructions = world.tell(DeviceLost(device=0))
-        world.tell(DeviceJoined(device=0))
+        world.tell(joined(0))
     assert GiveUp(number=0, run_id=run_id, restarts=3) in instructions
     assert world.controller.finished
 
@@ -444,8 +450,8 @@ def test_a_trial_goes_on_where_its_last_checkpoint_is() -> None:
 
 
 def test_a_trial_that_a_dead_driver_left_goes_on_where_that_had_a_checkpoint() -> None:
-    controller = Controller(fleet_of(1), Policy())
-    controller.handle(DeviceJoined(device=0))
+    controller = Controller(Policy())
+    controller.handle(joined(0))
     (launch, *_) = controller.handle(TrialProposed(number=0, checkpoint="there"))
     assert isinstance(launch, Launch)
     assert launch.checkpoint == "there"
@@ -500,7 +506,7 @@ def test_nothing_is_launched_where_a_trainer_is_leaving() -> None:
     ended = RankEnded(run_id=run_id, device=0, ending=Ending.RAISED, is_leaving=True)
     assert world.tell(ended) == [FinishTrial(number=0, run_id=run_id)]
     assert world.tell(DeviceLost(device=0)) == []
-    assert [type(i) for i in world.tell(DeviceJoined(device=0))] == [Propose, Launch]
+    assert [type(i) for i in world.tell(joined(0))] == [Propose, Launch]
 
 
 def test_a_rank_that_could_not_reach_its_peers_is_tried_again_on_the_same_device() -> None:
@@ -533,11 +539,32 @@ def test_who_needs_more_devices_than_are_left_is_launched_to_say_so(paradigm: An
     world.end(0, Ending.YIELDED)
     world.decide()
     assert not world.runs
-    world.tell(DeviceLeftOut(device=1))
-    world.tell(DeviceLeftOut(device=1))  # no news
+    world.tell(DeviceGone(device=1))
+    world.tell(DeviceGone(device=1))  # no news
     world.decide()
     (run,) = world.runs.values()
     assert (run.devices, world.unanswered) == ((0,), [])
+
+
+def test_what_a_plan_had_for_a_run_that_failed_meanwhile_goes_to_who_waits() -> None:
+    controller = Controller(Policy(paradigm="elastic"))
+    for k in range(2):
+        controller.handle(joined(k))
+        controller.handle(TrialProposed(number=k))
+        controller.handle(reached(k, "s"), rate(k))
+    controller.handle(DeviceLost(device=1))
+    controller.handle(plan_of({0: (0,)}))
+    controller.handle(joined(1))
+    controller.handle(plan_of({0: (0,), 1: (1,)}))
+    controller.handle(DeviceLost(device=1))
+    controller.handle(plan_of({0: (0,)}))
+    (asked,) = controller.handle(joined(1), epoch_ended(0))
+    assert asked.problem.devices == (0, 1)
+    controller.handle(RunFailed(run_id=0))
+    instructions = controller.handle(plan_of({0: (0, 1)}))
+    (again,) = [i for i in instructions if isinstance(i, Allocate)]
+    assert [c.number for c in again.problem.candidates] == [1]
+    assert again.problem.devices == (1,)
 
 
 def test_news_of_ended_runs_are_dropped() -> None:
@@ -550,9 +577,9 @@ def test_news_of_ended_runs_are_dropped() -> None:
 
 
 def test_known_profiles_spare_the_measurement() -> None:
-    profiles = {"s": RateProfile(structure="s", measured={1: 5.0})}
-    controller = Controller(fleet_of(1), Policy(), profiles=profiles)
-    controller.handle(DeviceJoined(device=0))
+    profiles = {"s on cpu": RateProfile(structure="s", measured={1: 5.0}, kind="cpu")}
+    controller = Controller(Policy(), profiles=profiles)
+    controller.handle(joined(0))
     controller.handle(TrialProposed(number=0))
     instructions = controller.handle(reached(0, "s"))
     assert [type(i) for i in instructions] == [Allocate]
@@ -580,11 +607,30 @@ def test_any_order_of_events_ends_every_trial_once(
     assert sorted(world.done) == list(range(trials))
 
 
+@pytest.mark.parametrize("movable", [True, False])
+def test_only_trials_that_say_so_move_within_an_epoch(movable: bool) -> None:
+    world = World(2, 1, paradigm="elastic", moves_within_epochs=True)
+    (run_id,) = world.runs
+    world.tell(reached(run_id, "s", movable=movable), rate(run_id))
+    if not movable:
+        assert not world.unanswered
+        world.tell(epoch_ended(run_id))
+    plan = Plan(
+        flotillas=(Flotilla(assignments=(Assignment(number=0, devices=(0, 1), rate=20.0),)),),
+        allocator="",
+        reason="",
+        status="optimal",
+    )
+    told = world.tell(PlanDecided(plan=plan))
+    assert (Interrupt(run_id=run_id, devices=(0, 1)) in told) is movable
+    assert (yields(run_id) in told) is not movable
+
+
 def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
     """Rank 1 of trial 0 has returned, and trial 1 flies on its device, while rank 0 goes on."""
-    controller = Controller(fleet_of(3), Policy(paradigm="elastic"))
-    controller.handle(DeviceJoined(device=0), TrialProposed(number=0))
-    controller.handle(DeviceJoined(device=1), reached(0, "s"), ProposalDelayed())
+    controller = Controller(Policy(paradigm="elastic"))
+    controller.handle(joined(0), TrialProposed(number=0))
+    controller.handle(joined(1), reached(0, "s"), ProposalDelayed())
     controller.handle(RateMeasured(run_id=0, samples_per_s=10.0))
     controller.handle(epoch_ended(0))
     pair = Assignment(number=0, devices=(0, 1), rate=20.0)
@@ -595,9 +641,12 @@ def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
     controller.handle(RankEnded(run_id=0, device=0, ending=Ending.YIELDED))
     controller.handle(reached(1, "s"), RateMeasured(run_id=1, samples_per_s=20.0))
     controller.handle(TrialProposed(number=1), ProposalDelayed())
-    controller.handle(RankEnded(run_id=1, device=1, ending=Ending.RETURNED))
+    ended = RankEnded(run_id=1, device=1, ending=Ending.RETURNED)
+    assert controller.handle(ended) == []  # the other rank ends in a moment, and one plan is made
+    (launch,) = controller.handle(RunLingers(run_id=1))
+    assert (launch.number, launch.devices) == (1, (1,))
     controller.handle(reached(2, "s"), TrialProposed(number=2), ProposalDelayed())
-    controller.handle(DeviceJoined(device=2))
+    controller.handle(joined(2))
     controller.handle(reached(3, "s"))
     (allocate,) = controller.handle(epoch_ended(3))
     assert [c.number for c in allocate.problem.candidates] == [1, 2]
@@ -606,14 +655,16 @@ def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
 
 def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **policy: Any) -> Any:
     """The problem of two trials on two of four devices, told how many trials are to come."""
-    controller = Controller(fleet_of(4), Policy(paradigm="elastic", **policy))
+    controller = Controller(Policy(paradigm="elastic", **policy))
+    for k in (2, 3):  # whose trainers are to come again
+        assert controller.handle(joined(k), DeviceLost(device=k)) == []
     for k in range(2):
-        assert controller.handle(DeviceJoined(device=k)) == [Propose()]
+        assert controller.handle(joined(k)) == [Propose()]
         (launch,) = controller.handle(TrialProposed(number=k, num_to_come=told - k))
         assert isinstance(launch, Launch)
         controller.handle(reached(k, f"s{k}"), rate(k))
     if delayed:
-        controller.handle(DeviceJoined(device=2))
+        controller.handle(joined(2))
         controller.handle(ProposalDelayed())
     (asked,) = controller.handle(epoch_ended(0))
     assert isinstance(asked, Allocate)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import io
+import os
+import signal
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +14,36 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
+from optuna_fleet import (
+    FleetConfigError,
+    FleetExecutor,
+    LaunchError,
+    Limits,
+    LocalCluster,
+    SharedPipeline,
+)
 from optuna_fleet.exceptions import is_of_device
 from optuna_fleet.executor.device_faults import DeviceFaults
+from optuna_fleet.executor.node_faults import NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
 from optuna_fleet.trainer.main import ailment_of
 from optuna_fleet.wire.messages import TrainerUnfit
 
 
-def device_index() -> int:
+def own_device() -> Device:
     trainers = (thing for thing in gc.get_objects() if isinstance(thing, main.Trainer))
-    return next(trainers)._device.index
+    return next(trainers)._device
+
+
+def device_index() -> int:
+    return own_device().index
+
+
+def die_on_one_node(trial: Any) -> float:
+    if own_device().node_name == "local-1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
 
 
 def fail_on_device_1(trial: Any) -> float:
@@ -74,7 +94,7 @@ def test_a_fleet_without_a_device_that_works_ends_the_call(
     study = optuna.create_study()
     with pytest.raises(LaunchError, match=r"No device is left.*CUDA driver initialization"):
         study.optimize(fail_everywhere, n_trials=None, catch=Exception, executor=pair)
-    assert "itself has failed, it is left out from now on" in log.getvalue()
+    assert "is left out from now on: it has failed 3 times in a row" in log.getvalue()
 
 
 def test_a_trial_that_needs_more_devices_than_are_left_fails(log: io.StringIO) -> None:
@@ -82,18 +102,95 @@ def test_a_trial_that_needs_more_devices_than_are_left_fails(log: io.StringIO) -
     fleet = FleetExecutor(SharedPipeline(train=[1, 2]), devices=2, device_type="cpu")
     with fleet, pytest.raises(FleetConfigError, match="is 2, but the fleet has 1"):
         study.optimize(needs_both_devices, n_trials=1, executor=fleet)
-    assert "Device 1 itself has failed, it is left out" in log.getvalue()
+    assert "Device 1 is left out from now on: it has failed 3 times" in log.getvalue()
 
 
 def test_only_errors_in_a_row_count() -> None:
-    faults = DeviceFaults(2)
-    assert not faults.failed(1, "broken")
-    assert not faults.failed(1, "broken")
+    faults = DeviceFaults()
+    assert not faults.failed(1, "broken", there=[0, 1])
+    assert not faults.failed(1, "broken", there=[0, 1])
     faults.worked(1)
-    assert not faults.failed(1, "broken")
-    assert not faults.failed(1, "broken")
-    assert faults.failed(1, "broken")
+    assert not faults.failed(1, "broken", there=[0, 1])
+    assert not faults.failed(1, "broken", there=[0, 1])
+    assert faults.failed(1, "broken", there=[0, 1])
     assert faults.left_out == {1}
+
+
+# -- nodes ---------------------------------------------------------------------------------------
+
+
+def faults_of(*lost: int) -> NodeFaults:
+    """Those of node "a", which has lost these trials while "b" gets on."""
+    faults = NodeFaults()
+    for trial in lost:
+        faults.lost("a", trial, "it died")
+    faults.progressed(["b"])
+    return faults
+
+
+def test_a_node_that_loses_three_trials_while_another_gets_on_is_left_out_once() -> None:
+    faults = faults_of(1, 4, 7)
+    ((node, why),) = faults.take_bad({"a", "b"})
+    assert node == "a"
+    assert why.startswith("3 trials in a row (1, 4, 7) were lost there")
+    assert why.endswith("because it died")
+    assert faults.take_bad({"a", "b"}) == []
+
+
+def test_one_trial_that_is_lost_again_and_again_is_not_its_nodes_doing() -> None:
+    assert faults_of(1, 1, 1, 2, 2).take_bad({"a", "b"}) == []
+
+
+def test_progress_on_a_node_clears_it() -> None:
+    faults = faults_of(1, 2)
+    faults.progressed(["a", "b"])
+    faults.lost("a", 3, "it died")
+    faults.progressed(["b"])
+    assert faults.take_bad({"a", "b"}) == []
+
+
+@pytest.mark.parametrize("there", [{"a"}, {"a", "c"}])
+def test_no_node_is_left_out_where_no_other_is_known_to_be_better(there: set[str]) -> None:
+    """Else all would be, if the objective is to blame; nor is the last one that is there."""
+    assert faults_of(1, 2, 3).take_bad(there) == []
+
+
+def test_progress_before_a_nodes_first_loss_is_no_evidence_against_it() -> None:
+    faults = NodeFaults()
+    faults.progressed(["b"])
+    for trial in range(3):
+        faults.lost("a", trial, "it died")
+    assert faults.take_bad({"a", "b"}) == []
+    faults.progressed(["b"])
+    assert faults.take_bad({"a", "b"})
+
+
+def test_a_node_whose_trainers_always_die_is_left_out_and_the_user_is_told(
+    log: io.StringIO,
+) -> None:
+    fleet = FleetExecutor(
+        devices=1,
+        device_type="cpu",
+        cluster=LocalCluster(nodes=2),
+        limits=Limits(max_restarts=1000),
+    )
+    runner: Any = fleet._runner
+
+    def stop_once_it_is_left_out(study: optuna.Study, trial: Any) -> None:
+        if runner._runtime.faults.left_out:
+            study.stop()
+
+    study = optuna.create_study()
+    with fleet:
+        study.optimize(die_on_one_node, callbacks=[stop_once_it_is_left_out], executor=fleet)
+        (bad,) = runner._runtime.faults.left_out
+        assert runner._runtime.exclusion.node_of(bad) == "local-1"
+        study.optimize(die_on_one_node, n_trials=2, executor=fleet)
+        summary = str(fleet.summary)
+    assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}
+    assert "Node local-1 is left out from now on: 3 trials in a row (" in log.getvalue()
+    assert "node local-1 was left out: 3 trials in a row (" in summary
+    assert "its trainer ended with signal SIGKILL" in summary
 
 
 @pytest.mark.parametrize(
@@ -115,7 +212,7 @@ def test_a_trainer_whose_device_does_not_work_says_so(monkeypatch: pytest.Monkey
     monkeypatch.setattr(main, "connect", lambda *_: SimpleNamespace(send=sent.append))
     monkeypatch.setattr(main, "ailment_of", lambda device: "it is unplugged")
     device = Device(index=3, node=0, kind="cpu")
-    where: Any = {"host": "", "port": 0, "secret": b"", "data": None}
+    where: Any = {"agent": "", "invitation": None, "data": None}
     main.trainer_main(device, **where, spec=None, num_threads=1)
     (message,) = sent
     assert isinstance(message, TrainerUnfit)

@@ -11,35 +11,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc import ByKind, ElasticAllocator, GreedyAllocator, RateProfile
+from optuna_fleet.alloc import ByKind, ElasticAllocator, GreedyAllocator
 from optuna_fleet.cli import main
 from optuna_fleet.events import Allocate, Launch, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.presence import Presence
 from optuna_fleet.executor.profiles import Profiles
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.scenarios import EnsembleScenario
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.workload import SimulatedTrial
-from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.resources import Device
 from tests.executor.test_controller import World, play_out, reached
 
 
-def fleet_of(*kinds: str) -> Fleet:
-    return Fleet(devices=tuple(Device(index=i, node=0, kind=k) for i, k in enumerate(kinds)))
+def devices_of(*kinds: str) -> list[Device]:
+    return [Device(index=i, node=0, kind=kind) for i, kind in enumerate(kinds)]
+
+
+def profiles_on(*kinds: str) -> Profiles:
+    presence = Presence()
+    for device in devices_of(*kinds):
+        presence.join(device)
+    return Profiles({}, presence)
 
 
 class MixedWorld(World):
     """A world with devices of several types; no trial may ever be on two of them."""
 
     def __init__(self, *kinds: str, trials: int, **policy: Any) -> None:
-        super().__init__(trials=trials, fleet=fleet_of(*kinds), **policy)
+        super().__init__(trials=trials, devices=devices_of(*kinds), **policy)
         self.allocator = ByKind(inner=GreedyAllocator())
 
     def _carry_out(self, instruction: Any) -> Any:
         if isinstance(instruction, Launch):
-            devices = self.controller.fleet.devices
-            assert len({devices[d].kind for d in instruction.devices}) == 1
+            assert len({self.devices[d].kind for d in instruction.devices}) == 1
         return super()._carry_out(instruction)
 
 
@@ -47,7 +54,7 @@ class MixedWorld(World):
 
 
 def test_rates_are_per_device_type() -> None:
-    profiles = Profiles({}, fleet_of("v100", "a100", "a100"))
+    profiles = profiles_on("v100", "a100", "a100")
     profiles.measure("s", (0,), 100.0)
     profiles.measure("s", (2,), 250.0)
     profiles.measure("s", (1, 2), 480.0)
@@ -58,7 +65,7 @@ def test_rates_are_per_device_type() -> None:
 
 
 def test_a_type_without_measurement_is_estimated_by_structures_measured_on_both() -> None:
-    profiles = Profiles({}, fleet_of("v100", "a100"))
+    profiles = profiles_on("v100", "a100")
     for structure, slow, fast in (("a", 100.0, 200.0), ("b", 50.0, 150.0), ("c", 80.0, 200.0)):
         profiles.measure(structure, (0,), slow)
         profiles.measure(structure, (1,), fast)
@@ -69,7 +76,7 @@ def test_a_type_without_measurement_is_estimated_by_structures_measured_on_both(
 
 
 def test_types_with_nothing_in_common_count_as_equally_fast() -> None:
-    profiles = Profiles({}, fleet_of("v100", "a100"))
+    profiles = profiles_on("v100", "a100")
     profiles.measure("a", (0,), 100.0)
     profiles.measure("b", (1,), 300.0)
     assert profiles.rates("a", 1, "a100") == (100.0,)
@@ -77,7 +84,7 @@ def test_types_with_nothing_in_common_count_as_equally_fast() -> None:
 
 
 def test_the_estimate_comes_from_the_type_with_most_in_common() -> None:
-    profiles = Profiles({}, fleet_of("x", "y", "z"))
+    profiles = profiles_on("x", "y", "z")
     for structure in "ab":
         profiles.measure(structure, (1,), 10.0)
         profiles.measure(structure, (2,), 30.0)
@@ -87,15 +94,19 @@ def test_the_estimate_comes_from_the_type_with_most_in_common() -> None:
 
 
 def test_a_rate_far_below_its_estimate_is_news() -> None:
-    profiles = Profiles({}, fleet_of("v100", "a100"))
+    profiles = profiles_on("v100", "a100")
     assert not profiles.measure("a", (0,), 100.0)
     assert profiles.measure("a", (1,), 50.0)
 
 
-def test_with_one_type_profiles_are_filed_by_structure() -> None:
-    known: dict[str, RateProfile] = {}
-    Profiles(known, fleet_of("a100", "a100")).measure("s", (0,), 100.0)
-    assert known == {"s": RateProfile(structure="s", measured={1: 100.0})}
+def test_what_was_measured_before_a_second_type_joined_is_known_to_be_of_the_first() -> None:
+    presence = Presence()
+    profiles = Profiles({}, presence)
+    for device, samples_per_s in zip(devices_of("v100", "a100"), (100.0, 250.0), strict=True):
+        presence.join(device)
+        profiles.measure("s", (device.index,), samples_per_s)
+    assert profiles.rates("s", 1, "v100") == (100.0,)
+    assert profiles.rates("s", 1, "a100") == (250.0,)
 
 
 # -- problems and plans ---------------------------------------------------------------------------

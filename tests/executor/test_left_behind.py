@@ -18,7 +18,7 @@ import pytest
 from optuna.trial import TrialState
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 PLAIN = """
 import gc, json, os, sys, threading

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optuna
@@ -27,13 +28,20 @@ from optuna_fleet import (
     TrialTimeoutError,
 )
 from optuna_fleet.events import Ending, Launch
-from optuna_fleet.executor import driver
-from optuna_fleet.executor.cluster.memory_kills import LOOK_EVERY_S, MemoryKills
+from optuna_fleet.executor import performer
+from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.watchdog import Broken, Hung, Watchdog
 from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.trainer import heartbeat
 from optuna_fleet.trainer.heartbeat import phase_of
-from optuna_fleet.wire.messages import Ended, Heartbeat, Phase, Progress, StoreReady
+from optuna_fleet.wire.messages import (
+    Ended,
+    Heartbeat,
+    Phase,
+    Progress,
+)
+from optuna_fleet.wire.node_messages import StoreReady
 from tests.fleets import Noise, fleet_of, small_model
 
 COMPLETE, FAIL = TrialState.COMPLETE, TrialState.FAIL
@@ -311,8 +319,8 @@ def test_a_stopped_store_is_noticed_and_replaced(
     def stop_the_first(runtime: Runtime, message: Any) -> None:
         note(runtime, message)
         if isinstance(message, StoreReady) and not stopped:
-            stopped.append(message.pid)
-            os.kill(message.pid, signal.SIGSTOP)
+            stopped.append(message.process.pid)
+            os.kill(message.process.pid, signal.SIGSTOP)
 
     monkeypatch.setattr(Runtime, "_note", stop_the_first)
     study = optuna.create_study()
@@ -345,7 +353,7 @@ def wait_for_a_silent_peer(trial: Any, *, folder: Path) -> float:
 def test_a_trial_whose_collective_fails_for_want_of_a_peer_has_lost_a_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
 ) -> None:
-    monkeypatch.setattr(driver, "_ABORT_GRACE_S", 0.0)
+    monkeypatch.setattr(performer, "_ABORT_GRACE_S", 0.0)
     study = optuna.create_study()
     with fleet_of(devices=2) as executor:
         objective = functools.partial(wait_for_a_silent_peer, folder=tmp_path)
@@ -400,7 +408,7 @@ def wait_for_nobody(trial: Any) -> float:
 
 def test_a_trial_that_always_hangs_is_given_up_with_a_reason() -> None:
     study = optuna.create_study()
-    with fleet_of(devices=2, limits=Limits(hang_s=2.0, max_restarts=0)) as executor:
+    with fleet_of(devices=2, limits=Limits(hang_s=5.0, max_restarts=0)) as executor:
         study.optimize(wait_for_nobody, n_trials=1, catch=Exception, executor=executor)
     assert states(study) == [FAIL]
     assert "within barrier" in reason(study.trials[0])
@@ -414,11 +422,11 @@ def forever(trial: Any) -> float:
 
 def test_a_trial_that_takes_too_long_fails_and_its_device_goes_on() -> None:
     study = optuna.create_study()
-    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=2.0)) as executor:
+    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=4.0)) as executor:
         study.optimize(forever, n_trials=2, catch=TrialTimeoutError, executor=executor)
         assert states(study) == [FAIL, COMPLETE]
         assert reason(study.trials[0]).startswith("TrialTimeoutError: Trial 0 took more than")
-        with pytest.raises(TimeoutError, match="trial_s=2"):
+        with pytest.raises(TimeoutError, match="trial_s=4"):
             study.optimize(functools.partial(sleep_as, number=2), n_trials=1, executor=executor)
 
 
@@ -522,3 +530,14 @@ def test_a_trial_that_the_kernel_kills_for_want_of_memory_is_not_tried_again(
         study.optimize(objective, n_trials=2, catch=OutOfMemoryError, executor=executor)
     assert states(study) == [FAIL, COMPLETE]
     assert "Trial 0 ran out of memory: the trainer of device 0" in reason(study.trials[0])
+
+
+def test_signs_of_life_come_at_full_intervals_of_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So the driver wakes once for many of them."""
+    waits: list[float] = []
+    monkeypatch.setattr(heartbeat.time, "time", lambda: 13.5)
+    over: Any = SimpleNamespace(wait=lambda seconds: waits.append(seconds) or True)
+    heartbeat._send(None, 2.0, 0, over)  # type: ignore[arg-type]
+    assert waits == [0.5]

@@ -29,6 +29,7 @@ from optuna_fleet.events import (
     Allocate,
     AnswerEpoch,
     DataRequested,
+    DeviceGone,
     DeviceJoined,
     DeviceLost,
     Ending,
@@ -50,12 +51,13 @@ from optuna_fleet.events import (
     Requeue,
     ReturnToQueue,
     RunFailed,
+    RunLingers,
     TrialProposed,
     WidthLimited,
 )
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.trials import Policy, Status
-from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.resources import Device
 
 STEPS = 60
 
@@ -112,7 +114,9 @@ class Ranks:
     has_refused: bool = False
     is_cut: bool = False
     is_killed: bool = False
+    lingers: bool = False
     ending: Ending | None = None
+    ended: set[int] = field(default_factory=set)
 
     @property
     def goes_on(self) -> bool:
@@ -129,6 +133,8 @@ class World:
     rng: random.Random
     budget: int
     knows_models: bool = False
+    has_wide_trials: bool = False
+    fleet: list[Device] = field(default_factory=list)
     devices: set[int] = field(default_factory=set)
     runs: dict[int, Ranks] = field(default_factory=dict)
     unanswered: list[AllocationProblem] = field(default_factory=list)
@@ -192,8 +198,16 @@ class World:
             return ProposalsExhausted()
         self.budget -= 1
         number = next(self.numbers)
-        model = Model(structure="known", resumable=True, max_devices=8)
+        model = Model(
+            structure="known",
+            resumable=True,
+            min_devices=self.min_devices(number),
+            max_devices=8,
+        )
         return TrialProposed(number=number, model=model if self.knows_models else None)
+
+    def min_devices(self, number: int) -> int:
+        return min(1 + number % 4, len(self.fleet)) if self.has_wide_trials else 1
 
     def launch(self, launch: Launch) -> None:
         busy = {device for run in self.runs.values() for device in run.left}
@@ -203,6 +217,7 @@ class World:
         assert launch.number not in [run.launch.number for run in self.runs.values()]
         assert launch.number not in self.done
         assert len(launch.devices) == 1 or launch.number not in self.limited
+        assert launch.probe or len(launch.devices) >= self.min_devices(launch.number)
         self.runs[launch.run_id] = Ranks(launch=launch, left=list(launch.devices))
 
     def land(self, run_id: int) -> None:
@@ -221,7 +236,8 @@ class World:
             if run.has_refused and run.goes_on:
                 assert not set(promised) & set(run.left), "somebody waits for who stays"
         busy = {device for run in self.runs.values() for device in run.left}
-        free = self.devices - busy - set(promised)
+        ending = [run.ended for run in self.runs.values() if not run.lingers]
+        free = self.devices - busy - set(promised).union(*ending)
         waiting = [
             number
             for number, status in self.controller.statuses().items()
@@ -229,9 +245,11 @@ class World:
         ]
         if self.unanswered:
             return
-        assert not (waiting and free), f"{free} are idle while trials {waiting} wait"
+        wide = [number for number in waiting if self.min_devices(number) > 1]
+        narrow = set(waiting).difference(wide)
+        assert not (narrow and free), f"{free} are idle while trials {narrow} wait"
         assert not [run for run in self.runs.values() if run.rests], "nobody answers a trial"
-        may_ask = self.budget > 0 and not self.is_delayed
+        may_ask = self.budget > 0 and not self.is_delayed and not wide
         assert not (may_ask and free), "devices are idle, and the study is not asked for trials"
 
     # -- what may happen --------------------------------------------------------------------------
@@ -251,9 +269,13 @@ class World:
             choices.append(self.propose_late)
         for run_id, run in self.runs.items():
             choices += [self.bind(action, run_id) for action in self.actions(run)]
-        absent = set(range(len(self.controller.fleet))) - self.devices
+            if run.ended and not run.lingers:
+                choices.append(self.bind(self.linger, run_id))
+        absent = {device.index for device in self.fleet} - self.devices
         choices += [self.bind(self.join, device) for device in absent]
         if not self.is_draining:
+            if self.rng.random() < 0.1:
+                choices.append(self.node_leaves)
             choices += [self.bind(self.lose, d) for d in self.devices if self.rng.random() < 0.1]
             if self.over:
                 choices.append(self.say_something_late)
@@ -278,7 +300,7 @@ class World:
         tells = [] if run.has_told_rate else [self.measure]
         if self.is_draining:
             return [*tells, self.begin_to_end, self.epoch]
-        single = len(run.launch.devices) == 1
+        single = len(run.launch.devices) == 1 and not self.has_wide_trials
         rare = [self.condemn, self.raise_alone, self.begin_to_end]
         rare += [self.limit] if single else []
         return [*tells, self.epoch, self.epoch, self.epoch, self.rng.choice(rare)]
@@ -300,7 +322,10 @@ class World:
         run.has_told_rate = not run.launch.measure
         structure = "known" if self.knows_models else f"{run.launch.number % 3}"
         resumable = self.knows_models or run.launch.number % 5 > 0
-        model = Model(structure=structure, resumable=resumable, max_devices=8)
+        least = self.min_devices(run.launch.number)
+        model = Model(structure=structure, resumable=resumable, min_devices=least, max_devices=8)
+        if len(run.launch.devices) < least:
+            run.ending = Ending.YIELDED
         self.tell(DataRequested(run_id=run_id, model=model))
 
     def measure(self, run_id: int) -> None:
@@ -334,6 +359,7 @@ class World:
     def end_rank(self, run_id: int, ending: Ending | None = None) -> None:
         run = self.runs[run_id]
         device = run.left.pop(self.rng.randrange(len(run.left)))
+        run.ended.add(device)
         ending = ending or run.ending or Ending.ABORTED
         run.rests = False
         leaves = self.rng.random() < 0.1
@@ -341,23 +367,42 @@ class World:
         ended = RankEnded(run_id=run_id, device=device, ending=ending, is_leaving=leaves)
         self.tell(ended, *([DeviceLost(device=device)] if leaves else []))
 
+    def linger(self, run_id: int) -> None:
+        self.runs[run_id].lingers = True
+        self.tell(RunLingers(run_id=run_id))
+
     def kill_rank(self, run_id: int) -> None:
         self.lose(self.rng.choice(self.runs[run_id].left), by_order=True)
 
     def condemn(self, run_id: int) -> None:
         self.tell(RunFailed(run_id=run_id))
 
-    def lose(self, device: int, *, by_order: bool = False) -> None:
+    def forget(self, device: int) -> None:
         self.devices.discard(device)
         for run in self.runs.values():
             if device in run.left:
                 run.left.remove(device)
                 run.rests = False
+
+    def lose(self, device: int, *, by_order: bool = False) -> None:
+        self.forget(device)
         self.tell(DeviceLost(device=device, by_order=by_order))
+
+    def node_leaves(self) -> None:
+        """With all its devices: those that are there, and those whose trainers were to come."""
+        node = self.rng.choice(self.fleet).node
+        events: list[Event] = []
+        for device in [device.index for device in self.fleet if device.node == node]:
+            if self.rng.random() < 0.5:
+                events.append(DeviceLost(device=device, with_node=True))
+            events.append(DeviceGone(device=device))
+            self.forget(device)
+        self.tell(*events)
 
     def join(self, device: int) -> None:
         self.devices.add(device)
-        self.tell(DeviceJoined(device=device))
+        (joins,) = (known for known in self.fleet if known.index == device)
+        self.tell(DeviceJoined(device=joins))
 
     def say_something_late(self) -> None:
         run_id = self.rng.choice(self.over)
@@ -367,6 +412,7 @@ class World:
             RateMeasured(run_id=run_id, samples_per_s=1.0),
             RankEnded(run_id=run_id, device=0, ending=Ending.YIELDED),
             WidthLimited(run_id=run_id, max_devices=1),
+            RunLingers(run_id=run_id),
         ]
         self.tell(self.rng.choice(events))
 
@@ -383,23 +429,32 @@ class World:
         assert sorted(self.done) == list(range(next(self.numbers)))
 
 
-def fleet_of(num_devices: int) -> Fleet:
-    return Fleet(
-        devices=tuple(Device(index=i, node=i // 4, kind="cpu") for i in range(num_devices))
-    )
-
-
 def world_of(
     seed: int, allocator: Allocator | None = None, *, devices: int, trials: int, **policy: Any
 ) -> World:
     rng = random.Random(seed)
+    indices = rng.sample(range(3 * devices), devices)  # with gaps, in any order
     return World(
-        controller=Controller(fleet_of(devices), Policy(max_restarts=2, **policy)),
+        controller=Controller(Policy(max_restarts=2, **policy)),
+        fleet=[
+            Device(index=index, node=7 - k // 2, kind="cpu") for k, index in enumerate(indices)
+        ],
         allocator=allocator or Anything(rng),
         rng=rng,
         budget=trials,
         knows_models=rng.random() < 0.3,
     )
+
+
+def play_out(world: World) -> None:
+    """Let devices join, things happen, and all trials come to their end."""
+    for device in world.fleet:
+        world.join(device.index)
+    for _ in range(STEPS):
+        if world.controller.finished:
+            break
+        world.step()
+    world.drain()
 
 
 @pytest.mark.parametrize(
@@ -432,10 +487,37 @@ def test_no_device_is_idle_while_a_trial_waits_and_none_waits_for_ever(
         moves_within_epochs=within_epochs,
         lookahead=lookahead,
     )
-    for device in range(devices):
-        world.join(device)
-    for _ in range(STEPS):
-        if world.controller.finished:
-            break
-        world.step()
-    world.drain()
+    play_out(world)
+
+
+@pytest.mark.parametrize("allocator", [GreedyAllocator(), ElasticAllocator()], ids=repr)
+@pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    devices=st.integers(1, 6),
+    trials=st.integers(1, 12),
+    within_epochs=st.booleans(),
+    lookahead=st.integers(0, 3),
+)
+def test_a_trial_waits_for_as_many_devices_as_it_needs_and_stalls_no_other(
+    allocator: Allocator,
+    paradigm: str,
+    seed: int,
+    devices: int,
+    trials: int,
+    within_epochs: bool,
+    lookahead: int,
+) -> None:
+    world = world_of(
+        seed,
+        allocator,
+        devices=devices,
+        trials=trials,
+        paradigm=paradigm,
+        moves_within_epochs=within_epochs,
+        lookahead=lookahead,
+        more_may_join=True,
+    )
+    world.has_wide_trials = True
+    play_out(world)

@@ -28,7 +28,7 @@ RUNNING, WAITING = TrialState.RUNNING, TrialState.WAITING
 ROOT = Path(__file__).parents[2]
 
 
-def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
+def until(condition: Callable[[], Any], limit_s: float = 240.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -638,7 +638,7 @@ def test_objectives_of_a_script(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {

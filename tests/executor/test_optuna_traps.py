@@ -33,7 +33,7 @@ COMPLETE, FAIL, RUNNING, WAITING = (
 )
 
 
-def until(condition: Callable[[], Any], limit_s: float = 60.0) -> None:
+def until(condition: Callable[[], Any], limit_s: float = 240.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

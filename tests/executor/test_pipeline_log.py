@@ -19,7 +19,7 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import PIPELINE_PREFIX, PipelineSpan
 from optuna_fleet.visualization import plot_timeline
 from optuna_fleet.visualization.lane import Curve
-from optuna_fleet.wire.messages import PipelineReport
+from optuna_fleet.wire.node_messages import PipelineReport
 from tests.fleets import Leg, Noise, fleet_of, small_model, train
 
 
@@ -80,14 +80,14 @@ def test_the_call_has_only_its_own_share() -> None:
 
 
 def test_the_summary_says_where_the_bottleneck_is() -> None:
-    summary = Tally().summary(2, report(10.0, preprocessed=10, consumed=40))
+    summary = Tally().summary(report(10.0, preprocessed=10, consumed=40))
     assert (summary.preprocessed, summary.consumed, summary.sharing_factor) == (10, 40, 4.0)
     assert (
         "sharing factor 4.0; preprocessors (2.0 on average) were busy for 50% of their time and "
         "short of memory for 12%, queues were 75% full (3.0 chunks), readers waited for 25% of "
         "theirs"
     ) in str(summary)
-    without = Tally().summary(2, None)
+    without = Tally().summary(None)
     assert (without.preprocessed, without.sharing_factor) == (0, 0.0)
     assert "preprocessors" not in str(without)
 
@@ -96,11 +96,11 @@ def test_what_went_wrong_in_the_pipeline_is_in_the_summary() -> None:
     before = report(5.0, num_skipped=2, num_lost=1, repeated=30)
     log = PipelineLog(lambda span: None, before, began=0.0)
     used = log.finish(report(9.0, num_skipped=5, num_lost=2, repeated=70), 9.0)
-    summary = str(Tally().summary(1, used))
+    summary = str(Tally().summary(used))
     assert (
         "; samples skipped: 3, preprocessors that died: 1, samples preprocessed again: 40"
     ) in summary
-    summary = str(Tally().summary(1, log.finish(before, 9.0)))
+    summary = str(Tally().summary(log.finish(before, 9.0)))
     assert not any(word in summary for word in ("skipped", "died", "again"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from optuna_fleet import FleetExecutor, policies
 from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, Plan
-from optuna_fleet.executor import driver
+from optuna_fleet.executor import receiver
 from optuna_fleet.executor.runs import model_of
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
@@ -117,7 +117,7 @@ def test_a_further_loop_says_how_long_it_goes_on(monkeypatch: pytest.MonkeyPatch
                 assert len(list(trial.batches("train", batch_size=20))) == 3
         return 0.0
 
-    monkeypatch.setattr(driver, "model_of", listening)
+    monkeypatch.setattr(receiver, "model_of", listening)
     study = optuna.create_study()
     with FleetExecutor(small_pipeline(), devices=1, device_type="cpu") as fleet:
         study.optimize(objective, n_trials=1, executor=fleet)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import optuna
 import pytest
 
 from optuna_fleet import FleetExecutor
-from optuna_fleet.events import MoveMeasured
+from optuna_fleet.events import DeviceGone, DeviceJoined, DeviceLost, MoveMeasured
+from optuna_fleet.executor.device_log import DeviceLog
 from optuna_fleet.executor.moves import Moves
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.executor.summary import Tally
+from optuna_fleet.resources import Device
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import DeviceSpan, Ledger, device_spans_of, flights_of
+from optuna_fleet.wire.messages import Usage
 from tests.fleets import Leg, small_model, small_pipeline, train
 
 
@@ -51,6 +59,74 @@ def test_the_summary_counts(fleet: Any) -> None:
     assert summary.num_devices == 4
     assert set(summary.busy_s) <= {0, 1, 2, 3}
     assert "6 trials (2 complete, 2 fail, 2 pruned)" in str(summary)
+
+
+def test_the_study_knows_which_devices_were_there(fleet: Any) -> None:
+    study = optuna.create_study()
+    study.optimize(end_variously, n_trials=6, catch=ValueError, executor=fleet)
+    spans = device_spans_of(study)
+    assert sorted(span.device for span in spans) == [0, 1, 2, 3]
+    assert {span.kind for span in spans} == {"cpu"}
+    assert len({span.node for span in spans}) == fleet.summary.num_nodes == 1
+    (began,) = {span.start for span in spans}
+    for flights in flights_of(study).values():
+        assert all(began <= flight["start"] for flight in flights)
+    ends = [span.end for span in spans]
+    assert None not in ends
+    assert "on 4 devices in" in str(fleet.summary)
+
+
+def test_the_summary_counts_the_seconds_that_devices_were_there() -> None:
+    tally = Tally(devices=log_of_two_nodes())
+    tally.devices.end(110.0)
+    tally.add_stay(0, 4.0, Usage(), probe=False)
+    summary = replace(tally.summary(None), duration_s=10.0)
+    assert summary.there_s == {3: 10.0, 0: 5.0, 1: 3.0}
+    assert (summary.num_devices, summary.num_nodes, summary.mean_devices) == (3, 2, 1.8)
+    assert "on 3 devices of 2 nodes (1.8 there on average) in" in str(summary)
+    assert f"a device was idle for {(10 + 1 + 3) / 3:.1f} s" in str(summary)
+
+
+def log_of_two_nodes(record: Any = None) -> DeviceLog:
+    """Device 3 is there from 100 s on, 0 and 1 of another node from 102 s to 105 s, 0 again."""
+    log = DeviceLog(record)
+    first = Device(index=3, node=0, kind="a100")
+    both = [Device(index=i, node=5, kind="cpu", node_name="late") for i in (0, 1)]
+    log.begin([first], 100.0)
+    log.note([DeviceJoined(device=both[0])], [first, *both], 102.0)
+    log.note([DeviceJoined(device=both[1]), DeviceLost(device=3)], [first, *both], 103.0)
+    log.note([DeviceGone(device=0), DeviceGone(device=1)], [first], 105.0)
+    log.note([DeviceGone(device=1)], [first], 106.0)  # again
+    log.note([DeviceJoined(device=both[0])], [first, *both], 108.0)
+    return log
+
+
+def test_device_spans_begin_with_their_node_and_end_with_it() -> None:
+    told = []
+    log = log_of_two_nodes(lambda spans, changed: told.append((len(spans), changed)))
+    spans = [(s.device, s.node, s.kind, s.start, s.end) for s in log.spans]
+    assert spans == [
+        (3, "node 0", "a100", 100.0, None),
+        (0, "late", "cpu", 102.0, 105.0),
+        (1, "late", "cpu", 102.0, 105.0),
+        (0, "late", "cpu", 108.0, None),
+    ]
+    assert told == [(1, [0]), (3, [1, 2]), (3, [1, 2]), (4, [3])]
+
+
+def test_devices_are_recorded_a_few_at_a_time() -> None:
+    """With hundreds of nodes, one that joins does not have all written again."""
+    study, writes = optuna.create_study(), []
+    ledger: Any = SimpleNamespace(study=study, _began=0.0)
+    spans = [DeviceSpan(device=i, node="a", kind="cpu", start=float(i)) for i in range(45)]
+    Ledger.record_devices(ledger, spans, range(45))
+    spans[41] = replace(spans[41], end=50.0)
+    write = compat.set_study_record
+    with mock.patch.object(compat, "set_study_record") as patched:
+        patched.side_effect = lambda *given: writes.append(given[2]) or write(*given)
+        Ledger.record_devices(ledger, spans, [41])
+    assert [len(record) for record in writes] == [5]
+    assert device_spans_of(study) == spans
 
 
 def begin_slowly(trial: Any) -> float:

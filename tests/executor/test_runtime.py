@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import os
 import select
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +23,24 @@ import pytest
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
-from optuna_fleet.events import DeviceJoined, Ending, EpochDecision, Launch
+from optuna_fleet.events import AnswerEpoch, DeviceJoined, Ending, EpochDecision, Launch
 from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor import agents
 from optuna_fleet.executor import runtime as runtimes
+from optuna_fleet.executor.agents import NOTICE_S
 from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.cluster import shares
+from optuna_fleet.executor.cluster.agent import main
+from optuna_fleet.executor.cluster.agent.main import versions
+from optuna_fleet.executor.cluster.config import AgentOptions, machine
+from optuna_fleet.executor.cluster.engine import Departure, Network
 from optuna_fleet.executor.deadlines import Deadlines
-from optuna_fleet.executor.driver import Driver
+from optuna_fleet.executor.handovers import Handovers
 from optuna_fleet.executor.launcher import Launcher
+from optuna_fleet.executor.leases import LEASE_S
+from optuna_fleet.executor.nodes import CAUSE_LIMIT_S, Nodes
+from optuna_fleet.executor.performer import Performer
+from optuna_fleet.executor.receiver import Receiver
 from optuna_fleet.executor.rendezvous import Rendezvous
 from optuna_fleet.executor.runs import RunRecord
 from optuna_fleet.executor.runtime import Runtime
@@ -40,52 +49,79 @@ from optuna_fleet.executor.trainers import Trainers
 from optuna_fleet.executor.watchdog import Limits
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.spec import PipelineSetup
-from optuna_fleet.processes import ModuleProcess
-from optuna_fleet.resources import Device, Fleet
+from optuna_fleet.processes import ModuleProcess, cause_of_death
+from optuna_fleet.resources import Device
 from optuna_fleet.settings import Settings
 from optuna_fleet.trainer.main import trainer_main
-from optuna_fleet.wire.messages import (
-    AgentLost,
-    AgentReady,
-    Ended,
+from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.messages import Ended, TrainerReady, TrainerUnfit
+from optuna_fleet.wire.node_messages import (
+    AgentJoining,
+    ConnectionEnded,
     KillTrainer,
+    LeaveOut,
+    NodeLost,
+    ObjectiveKept,
     OpenStore,
+    PipelineReport,
+    ProcessId,
+    Refused,
+    SignOfLife,
     StoreLost,
     StoreReady,
     TrainerExited,
-    TrainerReady,
     TrainerStarted,
 )
 from tests.leftovers import children
 
 KILLED = -9
+DEVICES = {n: Device(index=n, node=0, kind="cpu", node_name="here") for n in range(4)}
 
 
-class FakeAgent:
-    _pids = itertools.count(100)
+class FakeEngine:
+    """Has one node, whose agent ends when it is told to."""
 
-    def __init__(self, config: Any) -> None:
-        self.pid = next(self._pids)
-        self.exit_code: int | None = None
+    def __init__(self) -> None:
+        self.departures: list[Departure] = []
+        self.done: list[str] = []
 
-    def is_alive(self) -> bool:
-        return self.exit_code is None
+    def open(self, invitation: Any) -> None:
+        self.done.append("open")
+
+    def expected(self) -> list[str]:
+        return ["here"]
+
+    def gone(self) -> list[Departure]:
+        departures, self.departures = self.departures, []
+        return departures
+
+    def readables(self) -> list[Any]:
+        return []
+
+    def want(self, nodes: int | None) -> None:
+        self.done.append(f"want {nodes}")
+
+    def end(self, node: str) -> None:
+        self.done.append(f"end {node}")
+        self.die(KILLED)
+
+    def die(self, exit_code: int) -> None:
+        cause = f"its agent ended with {cause_of_death(exit_code)}"
+        gone = Departure(node="here", cause=cause, exit_code=exit_code, is_replaced=True)
+        self.departures.append(gone)
 
     def close(self) -> None:
-        pass
-
-    def kill(self) -> None:
-        pass
+        self.done.append("close")
 
 
 class FakeHub:
     """Says what it is told to say."""
 
-    host, port, secret = "127.0.0.1", 1, b"secret"
+    host, port, secret, invitation = "127.0.0.1", 1, b"secret", None
 
-    def __init__(self) -> None:
-        self.agents: dict[int, Any] = {}
-        self.trainers: dict[int, Any] = {}
+    def __init__(self, *_: Any) -> None:
+        self.agents: dict[str, Any] = {}
+        self.trainers: dict[ProcessId, Any] = {}
         self.news: list[Any] = []
         self.sent: list[Any] = []
 
@@ -93,25 +129,70 @@ class FakeHub:
         news, self.news = self.news, []
         yield from news
 
-    def last_words(self, pid: int) -> Iterator[Any]:
+    def last_words(self, process: ProcessId) -> Iterator[Any]:
         yield from ()
 
     def send(self, channel: Any, message: Any) -> None:
         if channel is not None:
             self.sent.append((channel, message))
 
+    def has_ended(self, agent: str) -> bool:
+        return agent not in self.agents
+
+    def cut(self, agent: str) -> None:
+        self.news.append(ConnectionEnded(agent=agent))
+
+    def give_up(self, agent: str) -> None:
+        self.agents.pop(agent, None)
+
     def close(self) -> None:
         pass
 
 
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Runtime]:
-    monkeypatch.setattr(runtimes, "Connections", FakeHub)
-    devices = tuple(Device(index=index, node=0, kind="cpu") for index in range(2))
+@pytest.fixture(autouse=True)
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "giving_signs", lambda channels: lambda: None)
+
+
+def new_runtime(engine: Any, folder: Path | None, *, has_leases: bool = False) -> Runtime:
     allocator = IsolatedAllocator(GreedyAllocator(), GreedyAllocator())
-    made = Runtime(Fleet(devices=devices), None, allocator, tmp_path, FakeAgent, preload=False)
+    network = Network(has_leases=has_leases)
+    return Runtime(engine, None, allocator, folder, Limits(), network, preload=False)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def runtime(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
+) -> Iterator[Runtime]:
+    monkeypatch.setattr(runtimes, "Connections", FakeHub)
+    made = new_runtime(engine, tmp_path)
+    join(made, "1st")
     yield made
     made.close()
+
+
+def joining(agent: str, **more: Any) -> AgentJoining:
+    known: dict[str, Any] = {
+        "node": "here",
+        "host": "127.0.0.1",
+        "devices": tuple(Device(index=index, node=0, kind="cpu") for index in range(2)),
+        "cores": 2,
+        "machine": machine(),
+        "pid": 100,
+        "versions": versions(),
+    }
+    return AgentJoining(agent=agent, **(known | more))
+
+
+def join(runtime: Runtime, agent: str, **more: Any) -> None:
+    connections: Any = runtime.connections
+    connections.agents[agent] = agent
+    hear(runtime, joining(agent, **more))
 
 
 def hear(runtime: Runtime, *news: Any) -> list[Any]:
@@ -121,21 +202,30 @@ def hear(runtime: Runtime, *news: Any) -> list[Any]:
     return list(runtime.messages(0.0))
 
 
-def agent(runtime: Runtime) -> Any:
-    return runtime._agent.process
+def agent(runtime: Runtime) -> str:
+    return next(iter(runtime.nodes)).agent
 
 
 def die(runtime: Runtime, exit_code: int) -> list[Any]:
-    agent(runtime).exit_code = exit_code
-    return hear(runtime)
+    """The agent dies, another one is started and joins."""
+    engine: Any = runtime.agents._engine
+    engine.die(exit_code)
+    heard = hear(runtime)
+    join(runtime, f"after {len(engine.done)} {runtime.agents._failed_starts}")
+    return heard
+
+
+def process(runtime: Runtime, pid: int) -> ProcessId:
+    return ProcessId(agent(runtime), pid)
 
 
 def trainer_ready(runtime: Runtime, pid: int = 7) -> list[Any]:
-    return runtime.device_events(TrainerReady(device=0, pid=pid, agent=agent(runtime).pid))
+    return runtime.device_events(TrainerReady(device=0, process=process(runtime, pid)))
 
 
 def trainer_exited(runtime: Runtime, pid: int = 7) -> list[Any]:
-    return runtime.device_events(TrainerExited(device=0, pid=pid, cause="exit code 0"))
+    exited = TrainerExited(device=0, process=process(runtime, pid), cause="exit code 0")
+    return runtime.device_events(exited)
 
 
 # -- agents --------------------------------------------------------------------------------------
@@ -143,11 +233,38 @@ def trainer_exited(runtime: Runtime, pid: int = 7) -> list[Any]:
 
 def test_an_agent_that_is_killed_before_a_trainer_was_ready_is_replaced(runtime: Runtime) -> None:
     first = agent(runtime)
-    assert [type(message) for message in die(runtime, KILLED)] == [AgentLost]
-    assert agent(runtime) is not first
+    assert [type(message) for message in die(runtime, KILLED)] == [NodeLost]
+    assert agent(runtime) != first
     die(runtime, KILLED)
     with pytest.raises(LaunchError, match=r"SIGKILL .* before any trainer was ready, 3 times in"):
         die(runtime, KILLED)
+
+
+def test_an_agent_that_has_died_before_it_was_heard_does_not_join(
+    runtime: Runtime, engine: FakeEngine
+) -> None:
+    """Its successor, which the engine may have started, would be taken for it, and be killed."""
+    engine.die(KILLED)
+    hear(runtime)
+    hear(runtime, joining("2nd"))  # it is not connected any more
+    assert list(runtime.nodes) == []
+    join(runtime, "3rd")
+    assert agent(runtime) == "3rd"
+    assert "end here" not in engine.done
+
+
+def test_a_fleet_that_can_not_be_reset_is_none_that_is_reset(
+    runtime: Runtime, engine: FakeEngine
+) -> None:
+    """So a Ctrl-C stays one."""
+    trainer_ready(runtime)
+    die(runtime, KILLED)
+    join(runtime, "2nd")
+    trainer_ready(runtime, pid=8)
+    engine.die(KILLED)
+    runtime.agents._have_worked.clear()
+    engine.die(1)
+    assert runtime.reset({0}) is False
 
 
 def test_agents_that_have_worked_may_be_killed_as_often_as_they_like(runtime: Runtime) -> None:
@@ -157,25 +274,36 @@ def test_agents_that_have_worked_may_be_killed_as_often_as_they_like(runtime: Ru
         die(runtime, KILLED)
 
 
+@pytest.mark.parametrize("code", [KILLED, 0])
+def test_nodes_that_have_worked_may_be_cut_off_as_often_as_they_like(
+    runtime: Runtime, engine: FakeEngine, code: int
+) -> None:
+    """The engine hears of the agent's end after that of its connection."""
+    now = [0.0]
+    runtime.agents.nodes._clock = lambda: now[0]
+    for number in range(4):
+        trainer_ready(runtime)
+        hear(runtime, ConnectionEnded(agent=agent(runtime)))
+        now[0] += CAUSE_LIMIT_S
+        assert [type(message) for message in hear(runtime)] == [NodeLost]
+        engine.departures.clear()
+        engine.die(code)
+        hear(runtime)
+        join(runtime, f"after {number}")
+
+
 def test_an_agent_that_ends_by_itself_is_not_tried_again(runtime: Runtime) -> None:
     with pytest.raises(LaunchError, match="exit code 1 before any trainer was ready"):
         die(runtime, 1)
 
 
 @pytest.fixture
-def clock(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """The time at which processes are found late, after 8 s; agents that are killed die."""
+def clock(runtime: Runtime) -> list[float]:
+    """The time at which processes are found late, after 8 s."""
     now = [0.0]
-    monkeypatch.setattr(agents, "Startup", lambda limit_s: Startup(8.0, lambda: now[0]))
-
-    def kill(pid: int, number: int) -> None:
-        assert (pid, number) == (agent(runtime).pid, -KILLED)
-        agent(runtime).exit_code = KILLED
-
-    monkeypatch.setattr(os, "kill", kill)
-    runtime._agent.start()
-    yield now
-    monkeypatch.undo()
+    runtime.agents.startup = Startup(8.0, lambda: now[0])
+    runtime.agents._await("here")
+    return now
 
 
 def wait(runtime: Runtime, now: list[float], seconds: float) -> list[Any]:
@@ -188,35 +316,230 @@ def wait(runtime: Runtime, now: list[float], seconds: float) -> list[Any]:
 
 
 def test_an_agent_that_is_not_ready_in_time_is_replaced_and_then_given_up(
-    runtime: Runtime, clock: list[float], log: io.StringIO
+    runtime: Runtime, engine: FakeEngine, clock: list[float], log: io.StringIO
 ) -> None:
-    hear(runtime, AgentReady(node=0, pid=agent(runtime).pid))  # and is stopped at its next step
-    for _ in range(2):
-        assert [type(message) for message in wait(runtime, clock, 9)] == [AgentLost]
-    assert "agent process was not ready within 8 s" in log.getvalue()
+    heard = [type(message) for message in wait(runtime, clock, 9)]
+    assert heard == [ConnectionEnded, NodeLost]
+    assert "The agent of node here was not ready within 8 s" in log.getvalue()
+    wait(runtime, clock, 9)  # the next does not even join
     with pytest.raises(LaunchError, match=r"3 times in a row; .*not ready within 8 s"):
         wait(runtime, clock, 9)
+    assert engine.done.count("end here") == 3
 
 
 def test_a_trainer_that_is_not_ready_in_time_is_killed(
     runtime: Runtime, clock: list[float], log: io.StringIO
 ) -> None:
     connections: Any = runtime.connections
-    connections.agents[0] = "agent"
+    connections.sent.clear()
     trainer_ready(runtime, pid=7)
     for device, pid in enumerate((7, 8)):
-        hear(runtime, TrainerStarted(device=device, pid=pid))
+        hear(runtime, TrainerStarted(device=device, process=process(runtime, pid)))
     assert wait(runtime, clock, 9) == []
-    assert connections.sent == [("agent", KillTrainer(pid=8))]
+    assert connections.sent == [("1st", KillTrainer(pid=8))]
     assert "The trainer of device 1 was not ready within 8 s" in log.getvalue()
 
 
 def test_what_was_said_while_the_driver_was_away_counts(
-    runtime: Runtime, clock: list[float]
+    runtime: Runtime, engine: FakeEngine, clock: list[float]
 ) -> None:
     clock[0] += 1000.0
     assert hear(runtime) == []
-    assert agent(runtime).is_alive()
+    assert engine.done == ["open"]
+
+
+# -- nodes ---------------------------------------------------------------------------------------
+
+
+def test_a_node_that_joins_again_has_the_devices_that_it_had(runtime: Runtime) -> None:
+    join(runtime, "other", node="there")
+    assert sorted(runtime.nodes.devices) == [0, 1, 2, 3]
+    assert {device.node for device in runtime.nodes.devices.values()} == {0, 1}
+    trainer_ready(runtime)
+    die(runtime, KILLED)
+    mine = runtime.nodes.named("here")
+    assert mine is not None
+    assert [device.index for device in mine.devices] == [0, 1]
+
+
+def test_a_connection_that_ends_is_the_end_of_the_node(runtime: Runtime, log: io.StringIO) -> None:
+    """The engine may not know; if it does, it says so in a moment."""
+    now = [0.0]
+    runtime.agents.nodes._clock = lambda: now[0]
+    trainer_ready(runtime)
+    hear(runtime, ConnectionEnded(agent="1st"))
+    assert len(runtime.nodes) == 1
+    now[0] += CAUSE_LIMIT_S
+    (lost,) = hear(runtime)
+    assert lost.devices == (0, 1)
+    assert [exited.device for exited in lost.exits] == [0]
+    assert "its connection ended" in lost.text
+    assert not lost.is_replaced
+    assert len(runtime.nodes) == 0
+
+
+def test_a_node_that_is_silent_is_lost_but_not_one_that_is_still_starting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
+) -> None:
+    monkeypatch.setattr(runtimes, "Connections", FakeHub)
+    runtime, now = new_runtime(engine, tmp_path, has_leases=True), [0.0]
+    runtime.agents.nodes._clock = lambda: now[0]
+    for name in ("here", "there"):
+        join(runtime, f"agent of {name}", node=name)
+    hear(runtime, SignOfLife(agent="agent of here"))
+    lost = []
+    while now[0] < LEASE_S:
+        assert not lost
+        now[0] += 1.0
+        lost = hear(runtime)
+    assert [message.text for message in lost] == [
+        "Node here was lost: nothing was heard of it for 10 s. The trials that flew there are run "
+        "again from their last checkpoints."
+    ]
+    runtime.close()
+
+
+def test_a_node_that_is_silent_from_the_start_of_a_trainer_on_is_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
+) -> None:
+    monkeypatch.setattr(runtimes, "Connections", FakeHub)
+    runtime, now = new_runtime(engine, tmp_path, has_leases=True), [0.0]
+    runtime.agents.nodes._clock = lambda: now[0]
+    join(runtime, "1st")
+    hear(runtime, TrainerStarted(device=0, process=process(runtime, 7)))
+    lost = []
+    while now[0] < LEASE_S:
+        now[0] += 1.0
+        lost = hear(runtime)
+    assert [message.devices for message in lost] == [(0, 1)]
+    runtime.close()
+
+
+def test_silence_while_the_driver_was_away_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
+) -> None:
+    monkeypatch.setattr(runtimes, "Connections", FakeHub)
+    runtime, now = new_runtime(engine, tmp_path, has_leases=True), [0.0]
+    runtime.agents.nodes._clock = lambda: now[0]
+    join(runtime, "1st")
+    hear(runtime, SignOfLife(agent="1st"))
+    now[0] += 1000.0  # a sampler has computed for long
+    assert hear(runtime) == []
+    hear(runtime, SignOfLife(agent="1st"))
+    assert len(runtime.nodes) == 1
+    runtime.close()
+
+
+def test_a_node_that_falls_silent_is_lost_though_the_driver_is_often_away() -> None:
+    now = [0.0]
+    nodes = Nodes(LEASE_S, lambda: now[0])
+    nodes.join(joining("1st"), (), is_here=True)
+    nodes.hear("1st")
+    for turn_s in (3.0, 1.0, 1.0, 1.0) * 3:  # a sampler that takes its time, then trials' reports
+        now[0] += turn_s
+        lost = nodes.lost()
+    assert [node.agent for node, _ in lost] == ["1st"]
+
+
+def test_an_agent_that_joins_at_once_where_another_was_takes_its_place(runtime: Runtime) -> None:
+    """The end of the one before waits to be read, after all that it has said."""
+    trainer_ready(runtime)
+    connections: Any = runtime.connections
+    connections.agents = {"2nd": "2nd"}
+    lost, _ = hear(runtime, joining("2nd"))
+    assert [exited.device for exited in lost.exits] == [0]
+    assert [node.agent for node in runtime.nodes] == ["2nd"]
+    assert sorted(runtime.nodes.devices) == [0, 1]
+    assert hear(runtime, ConnectionEnded(agent="1st")) == [ConnectionEnded(agent="1st")]
+    assert agent(runtime) == "2nd"
+
+
+def test_a_node_out_of_the_engines_reach_that_does_not_start_is_lost(
+    monkeypatch: pytest.MonkeyPatch, runtime: Runtime, engine: FakeEngine, clock: list[float]
+) -> None:
+    monkeypatch.setattr(engine, "end", lambda node: None)
+    runtime.agents.nodes._clock = lambda: clock[0]
+    (ended, lost) = wait(runtime, clock, 11)
+    assert (ended, lost.devices) == (ConnectionEnded(agent="1st"), (0, 1))
+    assert wait(runtime, clock, 100) == []  # it is not waited for any more
+
+
+def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
+    runtime: Runtime,
+) -> None:
+    for name in ("1st", "2nd"):
+        if name != "1st":
+            die(runtime, KILLED)
+            join(runtime, name)
+        trainer_ready(runtime)
+        hear(runtime, PipelineReport(preprocessed=3, resident_bytes=5, agent=agent(runtime)))
+    assert runtime.last_report.preprocessed == 6
+    assert runtime.last_report.resident_bytes == 5
+    assert len(runtime._reports.last) == 1
+
+
+def test_what_is_said_for_a_node_that_was_given_up_is_void(runtime: Runtime) -> None:
+    process = ProcessId("long gone", 7)
+    hear(runtime, *[TrainerUnfit(device=0, process=process, problem="no GPU")] * 3)
+    assert runtime.faults.left_out == set()
+    assert trainer_ready(runtime) == [DeviceJoined(device=runtime.agents.devices[0])]
+
+
+def test_a_driver_may_give_signs_of_life_before_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = [SignOfLife(), SignOfLife(), Refused(problem="not you")]
+    channel = SimpleNamespace(send=lambda message: None, receive=lambda: said.pop(0))
+    monkeypatch.setattr(main, "connect", lambda invitation: channel)
+    monkeypatch.setattr(main, "local_address", lambda channel: "127.0.0.1")
+    invitation = Invitation(addresses=(), secret=b"s" * 32)
+    options = AgentOptions(invitation=invitation, node="here", devices=1, device_type="cpu")
+    with pytest.raises(FleetConfigError, match="not you"):
+        main.run_agent(options)
+
+
+def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
+    runtime: Runtime, engine: FakeEngine
+) -> None:
+    def notice(left_s: float) -> Departure:
+        return Departure(node="here", cause="its time limit", by=time.time() + left_s)
+
+    engine.departures.append(notice(NOTICE_S + 100.0))
+    assert hear(runtime) == []
+    assert 0.0 < (runtime.agents.patience_s() or 0.0) <= 100.0
+    engine.departures.append(notice(10.0))  # it is preempted before that
+    (leaving,) = hear(runtime)
+    assert leaving.devices == (0, 1)
+    assert "its time limit" in leaving.text
+    assert hear(runtime) == []
+
+
+def test_an_engine_is_told_how_many_nodes_would_be_used(
+    runtime: Runtime, engine: FakeEngine
+) -> None:
+    join(runtime, "other", node="there")  # nodes of two devices
+    for num_devices in (None, None, 9, 9, 2, 0, None):
+        runtime.agents.want(num_devices)
+    assert engine.done == ["open", "want 5", "want 1", "want 0", "want None"]
+
+
+@pytest.mark.parametrize(
+    ("unlike", "words"),
+    [
+        ({"versions": {**versions(), "torch": "1.0"}}, "torch 1.0 (here"),
+        ({}, "Another node named here asks to join"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_told_why(
+    runtime: Runtime, log: io.StringIO, unlike: Any, words: str
+) -> None:
+    join(runtime, "2nd", **unlike)
+    connections: Any = runtime.connections
+    (told,) = [message for to, message in connections.sent if to == "2nd"]
+    assert words in told.problem
+    assert words in log.getvalue()
+    assert "2nd" not in connections.agents
+    assert agent(runtime) == "1st"
 
 
 def test_a_stopped_process_ends_with_the_one_that_started_it() -> None:
@@ -277,8 +600,8 @@ def test_a_trainer_that_said_it_ends_has_a_successor(runtime: Runtime, is_overta
     events = [trainer_exited, trainer_ready][:: -1 if is_overtaken else 1]
     pids = {trainer_exited: 7, trainer_ready: 8}
     seen = [event for act in events for event in act(runtime, pid=pids[act])]
-    assert seen == [DeviceJoined(device=0)]
-    assert runtime.trainers.live == {0: 8}
+    assert seen == [DeviceJoined(device=runtime.agents.devices[0])]
+    assert runtime.trainers.live == {0: process(runtime, 8)}
 
 
 def test_a_successor_may_be_heard_of_before_the_last_word_of_the_one_before(
@@ -286,47 +609,76 @@ def test_a_successor_may_be_heard_of_before_the_last_word_of_the_one_before(
 ) -> None:
     trainer_ready(runtime, pid=7)
     assert trainer_ready(runtime, pid=8) == []
-    assert runtime.rank_ended(last_of(0)) == [DeviceJoined(device=0)]
+    assert runtime.rank_ended(last_of(0)) == [DeviceJoined(device=runtime.agents.devices[0])]
     assert trainer_exited(runtime, pid=7) == []
-    assert runtime.trainers.live == {0: 8}
+    assert runtime.trainers.live == {0: process(runtime, 8)}
 
 
 # -- stores --------------------------------------------------------------------------------------
 
 
-def store_of(owner: Any) -> StoreReady:
-    return StoreReady(host="127.0.0.1", port=owner.pid, pid=1, agent=owner.pid)
+def store_of(agent: str) -> StoreReady:
+    return StoreReady(host="127.0.0.1", port=1, process=ProcessId(agent, 1))
 
 
 def test_the_store_of_a_dead_agent_is_not_used(runtime: Runtime) -> None:
     trainer_ready(runtime)
     dead = agent(runtime)
+    runtime.rendezvous.open()
     die(runtime, KILLED)
     hear(runtime, store_of(dead))  # it had said so before it died
     assert runtime.rendezvous.store is None
-    hear(runtime, store_of(agent(runtime)), StoreLost(cause="signal SIGKILL", agent=dead.pid))
+    runtime.rendezvous.open()
+    hear(runtime, store_of(agent(runtime)), StoreLost(cause="signal SIGKILL", agent=dead))
     assert runtime.rendezvous.store == store_of(agent(runtime))
 
 
 def test_only_stores_that_never_were_ready_are_an_error(runtime: Runtime) -> None:
-    lost = StoreLost(cause="signal SIGKILL", agent=agent(runtime).pid)
+    lost = StoreLost(cause="signal SIGKILL", agent=agent(runtime))
+
+    def try_again(*news: Any) -> None:
+        runtime.rendezvous.open()
+        hear(runtime, *news, lost)
+
     for _ in range(4):
-        hear(runtime, store_of(agent(runtime)), lost)
-    hear(runtime, lost)
+        try_again(store_of(agent(runtime)))
+    try_again()
     with pytest.raises(LaunchError, match="3 times in a row before it was ready"):
-        hear(runtime, lost)
+        try_again()
 
 
 def test_a_new_agent_is_asked_for_a_store_though_the_dead_one_was(runtime: Runtime) -> None:
     trainer_ready(runtime)
     connections: Any = runtime.connections
-    connections.agents[0] = "dead"
-    die(runtime, KILLED)
-    runtime.rendezvous.open()  # the end of its channel was not heard of yet
-    connections.agents[0] = "new"
-    hear(runtime, AgentReady(node=0, pid=agent(runtime).pid))
     runtime.rendezvous.open()
-    assert connections.sent == [("dead", OpenStore()), ("new", OpenStore())]
+    runtime.rendezvous.open()
+    die(runtime, KILLED)
+    runtime.rendezvous.open()
+    asked = [to for to, message in connections.sent if message == OpenStore()]
+    assert asked == ["1st", agent(runtime)]
+
+
+# -- devices on which no trainer starts ----------------------------------------------------------
+
+
+def test_a_device_on_which_no_trainer_starts_is_left_out_but_not_the_last(
+    runtime: Runtime, log: io.StringIO
+) -> None:
+    def fail_to_start(device: int) -> None:
+        for pid in range(3):
+            process = ProcessId(agent(runtime), pid)
+            news = TrainerExited(device=device, process=process, cause="exit code 1")
+            assert runtime.device_events(news) == []
+
+    fail_to_start(1)
+    assert runtime.faults.left_out == {1}
+    assert "Device 1 is left out from now on: The trainer of device 1 ended 3 times in a row" in (
+        log.getvalue()
+    )
+    connections: Any = runtime.connections
+    assert (agent(runtime), LeaveOut(device=1)) in connections.sent
+    with pytest.raises(LaunchError, match="The trainer of device 0 ended 3 times in a row"):
+        fail_to_start(0)
 
 
 # -- clocks --------------------------------------------------------------------------------------
@@ -336,12 +688,14 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     run = RunRecord(launch=launch(1, 0), start=0.0, calls=RunCalls(world_size=1))
     monkeypatch.setattr("time.time", lambda: -36_000.0)
     answers: list[EpochDecision] = []
-    driver: Any = SimpleNamespace(
-        _job=SimpleNamespace(options=SimpleNamespace(checkpoints=Checkpoints(interval_s=0))),
-        _proposals=SimpleNamespace(keep_record=lambda: None),
-        _calls=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
+    parts: Any = SimpleNamespace(
+        job=SimpleNamespace(options=SimpleNamespace(checkpoints=Checkpoints(interval_s=0))),
+        proposals=SimpleNamespace(keep_record=lambda: None),
+        calls=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
+        runs={1: run},
+        outcomes=None,
     )
-    Driver._answer_epoch(driver, run, EpochDecision.GO)
+    Performer(parts).carry_out(AnswerEpoch(run_id=1, decision=EpochDecision.GO))
     assert answers == [EpochDecision.CHECKPOINT]
 
 
@@ -350,7 +704,10 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
 
 def died(device: int, *, out_of_memory: bool = False) -> TrainerExited:
     return TrainerExited(
-        device=device, pid=device, cause="signal SIGKILL", out_of_memory=out_of_memory
+        device=device,
+        process=ProcessId("agent", device),
+        cause="signal SIGKILL",
+        out_of_memory=out_of_memory,
     )
 
 
@@ -379,15 +736,26 @@ def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> N
     """That may still be ending on its other devices, while this one is free."""
     before = run_on(0, 1)
     before.lose_rank(died(0), is_killed=False)
-    driver: Any = SimpleNamespace(
-        _runtime=SimpleNamespace(trainers=Trainers(), device_events=lambda message: []),
-        _launcher=SimpleNamespace(trainer_died=lambda device: None),
-        _deadlines=Deadlines(),
-        _runs={1: before},
-        _fail_run=pytest.fail,
+    trainers = Trainers(DEVICES)
+    trainers.ready(0, ProcessId("agent", 0))
+
+    def no_order(*_: Any) -> None:
+        raise AssertionError
+
+    parts: Any = SimpleNamespace(
+        runtime=SimpleNamespace(
+            trainers=trainers,
+            exclusion=None,
+            may_grow=False,
+            device_events=lambda message: [],
+        ),
+        launcher=SimpleNamespace(trainer_died=lambda device: None),
+        deadlines=Deadlines(),
+        handovers=Handovers(no_order, no_order, no_order, no_order),
+        runs={1: before},
     )
-    driver._runtime.trainers.ready(0, 0)
-    Driver._trainer_changed(driver, died(0, out_of_memory=True))
+    evaluator: Any = None
+    assert Receiver(parts, evaluator).take(died(0, out_of_memory=True)) == []
     assert before.remaining() == [1]
 
 
@@ -398,10 +766,16 @@ class FakeRuntime:
     """Has a store when it is told to; notes who is sent to which device."""
 
     widest = 1
-    fleet = Fleet(devices=tuple(Device(index=i, node=0, kind="cpu") for i in range(4)))
 
     def __init__(self) -> None:
-        self.rendezvous = Rendezvous(lambda: None)
+        self.told: list[tuple[str, Any]] = []
+        self.agents = SimpleNamespace(
+            devices=DEVICES, tell=lambda agent, message: self.told.append((agent, message))
+        )
+        self.trainers = Trainers(DEVICES)
+        for device in DEVICES:
+            self.trainers.ready(device, ProcessId(f"agent of {device // 2}", device))
+        self.rendezvous = Rendezvous(lambda: "agent")
         self.sent: list[tuple[int, int]] = []
         self.orders: list[Any] = []
 
@@ -432,16 +806,44 @@ def launcher_of(runtime: Any, folder: Any) -> Launcher:
     return Launcher(runtime, job, retention, adopted=())
 
 
+def has_objective(launcher: Launcher, *nodes: int) -> None:
+    for node in nodes or (0, 1):
+        kept = ObjectiveKept(agent=f"agent of {node}", objective_id=0, path=f"/of/{node}")
+        launcher.objective_kept(kept)
+
+
+def test_a_node_is_sent_the_objective_once_and_runs_wait_for_it(tmp_path: Path) -> None:
+    runtime: Any = FakeRuntime()
+    launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
+    for device in DEVICES:
+        launcher.launch(launch(device, device), trial_id=device, parameters={})
+    assert [to for to, _ in runtime.told] == ["agent of 0", "agent of 1"]
+    assert runtime.sent == []
+    launcher.objective_kept(ObjectiveKept(agent="agent of 1", objective_id=7, path="/of/another"))
+    has_objective(launcher, 1)
+    assert runtime.sent == [(2, 2), (3, 3)]
+    assert [order.objective_at for order in runtime.orders] == ["/of/1", "/of/1"]
+    launcher.launch(launch(8, 2), trial_id=8, parameters={})
+    assert runtime.sent == [(2, 2), (3, 3), (2, 8)]
+    has_objective(launcher, 0)
+    assert runtime.sent[3:] == [(0, 0), (1, 1)]
+    assert len(runtime.told) == 2
+
+
 def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: Path) -> None:
     runtime, folder = FakeRuntime(), runtimes.StudyFolder(tmp_path, "study")
     launcher = launcher_of(runtime, folder)
+    has_objective(launcher)
     launcher.launch(launch(1, 0), trial_id=1, parameters={})
     folder.path.mkdir()
-    folder.checkpoint(1).touch()
-    for checkpoint in (None, "there"):
-        begun = replace(launch(1, 0), checkpoint=checkpoint)
+    names = [f"trial-1.1-{epoch}.0123abcd-0.pt" for epoch in (3, 4, 5, 6)]
+    for name in [*names, "trial-1.1-2.0123abcd-0.best.pt", "trial-2.1-1.0123abcd-0.pt"]:
+        (folder.path / name).touch()
+    paths = [str(folder.path / name) for name in names]
+    for told, want in [(None, []), (paths[2], paths[2::-1]), ("there", ["there"])]:
+        begun = replace(launch(1, 0), checkpoint=told)
         launcher.launch(begun, trial_id=1, parameters={})
-        assert runtime.orders[-1].checkpoint == checkpoint
+        assert list(runtime.orders[-1].checkpoints) == want
 
 
 def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path: Path) -> None:
@@ -451,21 +853,33 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     launcher.launch(launch(1, 0, 1), trial_id=1, parameters={})
     launcher.launch(launch(2, 2, 3), trial_id=2, parameters={})
     launcher.trainer_died(1)
-    runtime.rendezvous.ready(StoreReady(host="127.0.0.1", port=1, pid=1, agent=1))
+    has_objective(launcher)
+    runtime.rendezvous.ready(store_of("agent"))
     launcher.send_waiting()
     assert runtime.sent == [(2, 2), (3, 2)]
 
 
 def test_an_agent_that_is_still_starting_is_not_waited_for(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
 ) -> None:
-    ends: list[str] = []
-    monkeypatch.setattr(FakeAgent, "kill", lambda agent: ends.append("killed"))
-    monkeypatch.setattr(FakeAgent, "close", lambda agent: ends.append("waited for"))
-    runtime.close()
-    runtime.connections.agents[0] = runtime.connections  # type: ignore[assignment]
-    runtime.close()
-    assert ends == ["killed", "waited for"]
+    monkeypatch.setattr(runtimes, "Connections", FakeHub)
+    for has_joined in (False, True):
+        runtime = new_runtime(engine, tmp_path)
+        if has_joined:
+            join(runtime, "1st")
+        runtime.close()
+    assert engine.done == ["open", "end here", "close", "open", "close"]
+
+
+def test_no_temporary_folder_stays_if_no_agent_can_be_placed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: FakeEngine
+) -> None:
+    refuse = mock.Mock(side_effect=LaunchError("no more processes"))
+    monkeypatch.setattr(engine, "open", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(LaunchError, match="no more processes"):
+        new_runtime(engine, None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_trainer_that_comes_too_late_ends_without_a_word() -> None:
@@ -476,9 +890,8 @@ def test_a_trainer_that_comes_too_late_ends_without_a_word() -> None:
         device = Device(index=0, node=0, kind="cpu")
         trainer_main(
             device,
-            host="127.0.0.1",
-            port=port,
-            secret=b"",
+            agent="agent",
+            invitation=Invitation(addresses=(("127.0.0.1", port),), secret=b""),
             data=theirs,
             spec=None,
             num_threads=1,
@@ -492,33 +905,27 @@ def halve(sample: Any) -> Any:
     return sample / 2
 
 
-def pipeline_of(runtime: Runtime, **more: Any) -> PipelineSetup:
+def pipeline_of(kind: str = "cpu", **more: Any) -> PipelineSetup:
+    """For two devices and 12 cores."""
     pipeline = SharedPipeline(train=[1.0], finish=halve, **more)
-    return shares.pipeline_setup(pipeline, runtime.fleet)
+    devices = [Device(index=index, node=0, kind=kind) for index in range(2)]
+    return shares.pipeline_setup(pipeline, devices, cores=12)
 
 
-def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shares, "cpu_count", lambda: 12)
-    setup = pipeline_of(runtime)
+def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything() -> None:
+    setup = pipeline_of()
     assert (setup.is_adaptive, setup.niceness, setup.num_preprocessors) == (True, NICENESS, 6)
     assert setup.spec.dataset("train").finish is None
 
 
-def test_beside_gpus_preprocessors_have_all_other_cores_and_trainers_finish(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shares, "cpu_count", lambda: 12)
-    gpus = [Device(index=i, node=0, kind="H100", visible=str(i)) for i in range(2)]
-    runtime.fleet = Fleet(devices=tuple(gpus))
-    setup = pipeline_of(runtime)
+def test_beside_gpus_preprocessors_have_all_other_cores_and_trainers_finish() -> None:
+    setup = pipeline_of("H100")
     assert (setup.is_adaptive, setup.niceness, setup.num_preprocessors) == (True, 0, 10)
     assert setup.spec.dataset("train").finish is not None
 
 
-def test_a_number_of_preprocessors_that_was_given_is_kept(runtime: Runtime) -> None:
-    setup = pipeline_of(runtime, num_preprocessors=3)
+def test_a_number_of_preprocessors_that_was_given_is_kept() -> None:
+    setup = pipeline_of(num_preprocessors=3)
     assert (setup.is_adaptive, setup.num_preprocessors) == (False, 3)
 
 

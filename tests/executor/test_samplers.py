@@ -412,7 +412,7 @@ def test_reports_go_on_while_the_sampler_thinks(fleet: Any, tmp_path: Path) -> N
     def think(study: optuna.Study, trial: FrozenTrial) -> None:
         if trial.number == 1:
             (tmp_path / "thinking").touch()
-            assert pruner.asked.wait(60)
+            assert pruner.asked.wait(240)
 
     sampler = Thoughtful(think)
     study = optuna.create_study(sampler=sampler, pruner=pruner)

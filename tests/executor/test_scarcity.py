@@ -8,6 +8,7 @@ import selectors
 import signal
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,16 +16,19 @@ from unittest import mock
 import pytest
 
 from optuna_fleet import LaunchError
+from optuna_fleet.checkpoints.folder import mark
 from optuna_fleet.events import Ending
-from optuna_fleet.executor.cluster import agent
-from optuna_fleet.executor.cluster.backoff import Backoff
+from optuna_fleet.executor.cluster.agent import agent
+from optuna_fleet.executor.cluster.agent.backoff import Backoff
 from optuna_fleet.processes import Forks
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.files import RunFiles
 from optuna_fleet.trainer.main import Trainer
 from optuna_fleet.trainer.saving import Saver
-from optuna_fleet.trainer.session import Session
-from optuna_fleet.wire.messages import OpenStore, Quit, RunTrial
+from optuna_fleet.trainer.session import Session, no_driver
+from optuna_fleet.wire.messages import RunTrial
+from optuna_fleet.wire.node_messages import OpenStore, Quit
 from tests.leftovers import children
 
 
@@ -74,16 +78,16 @@ def test_one_that_can_not_be_started_is_tried_again_later() -> None:
 def test_a_store_that_can_not_be_started_is_started_later_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    channel = mock.Mock(**{"receive.return_value": OpenStore()})
-    monkeypatch.setattr(agent, "connect", lambda *_: channel)
+    channel = mock.Mock()
     ours, theirs = socket.socketpair()
     no_more = OSError(errno.EAGAIN, "no more")
     spawn = mock.Mock(side_effect=[no_more, no_more, (7, ours)])
     monkeypatch.setattr(Forks, "spawn", lambda self, main: spawn())
-    node = agent.Agent(mock.Mock(stuck_s=None))
+    setup = mock.Mock(stuck_s=None, silence_s=None)
+    node = agent.Agent(channel, mock.Mock(), "agent", "127.0.0.1", setup)
     node._backoff = Backoff(clock := Clock())
     for _ in range(2):  # the driver insists
-        node._from_driver(selectors.EVENT_READ)
+        node._act(OpenStore())
     node._look_after()
     assert spawn.call_count == 2
     for _ in range(2):
@@ -121,12 +125,12 @@ def run_of(folder: Path, **more: Any) -> RunTrial:
         world_size=1,
         seed=0,
         objective_id=0,
-        objective=None,
         measure=False,
         group="",
         store=None,
-        checkpoint=None,
-        checkpoint_to=str(folder / "trial-0.pt"),
+        run_name="0123abcd-0",
+        folder=str(folder / "study"),
+        folder_token=mark(folder),
         gc_after_trial=False,
         maximize=False,
         **more,
@@ -142,19 +146,33 @@ def no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_checkpoint_is_written_though_there_can_be_no_thread(
     tmp_path: Path, no_threads: None
 ) -> None:
-    saver = Saver(Session(None, run_of(tmp_path)))
+    run = run_of(tmp_path)
+    saver = Saver(Session(None, run), RunFiles(run, no_driver))
     content = checkpoint.Checkpoint(loop=1, epoch=1, objects=[], state={}, rng=[], history={})
     saver.save(lambda: content)
     assert saver.finish()
-    assert (tmp_path / "trial-0.pt").exists()
+    assert (tmp_path / "study" / "trial-0.1-1.0123abcd-0.pt").exists()
+
+
+def test_the_best_is_where_the_checkpoint_that_tells_of_it_is(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    saver = Saver(Session(None, run), RunFiles(run, no_driver))
+    content = checkpoint.Checkpoint(loop=1, epoch=4, objects=[], state={}, rng=[], history={})
+    saver.keep_best(lambda: content)  # in the epoch before, of which no end is known yet
+    saver.save(lambda: replace(content, epoch=3))
+    assert saver.finish()
+    names = {path.name for path in (tmp_path / "study").iterdir()}
+    assert names == {"trial-0.1-3.0123abcd-0.pt", "trial-0.1-3.0123abcd-0.best.pt"}
 
 
 def test_a_trainer_without_a_thread_for_its_heartbeats_gives_its_trial_back(
-    tmp_path: Path, no_threads: None
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     channel: Any = mock.Mock()
     channel.receive.side_effect = [run_of(tmp_path, heartbeat_s=1.0), Quit()]
-    Trainer(Device(index=0, node=0, kind="cpu"), channel, None, 1).serve()
+    trainer = Trainer(Device(index=0, node=0, kind="cpu"), channel, None, 1)
+    request.getfixturevalue("no_threads")
+    trainer.serve()
     (sent,) = channel.send.call_args_list
     assert sent.args[0].ending is Ending.ABORTED
     assert LaunchError.__name__ in sent.args[0].error.description

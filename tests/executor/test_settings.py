@@ -9,7 +9,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import optuna
@@ -120,7 +122,7 @@ def test_a_script_may_choose_fewer_threads_than_a_slot_has(
     chosen: int | None, expected: int
 ) -> None:
     before = torch.get_num_threads()
-    channel: Any = None
+    channel: Any = SimpleNamespace(send=None, receive=mock.Mock(side_effect=EOFError))
     trainer = Trainer(Device(index=0, node=0, kind="cpu"), channel, None, num_threads=3)
     trainer._settings = Settings(num_threads=chosen)
     try:

@@ -12,7 +12,7 @@ from optuna_fleet import FleetConfigError, LocalCluster
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.resources import share_gpu
-from optuna_fleet.trainer import training
+from optuna_fleet.trainer import groups
 from tests.fleets import Leg, fleet_of, train
 
 
@@ -42,11 +42,17 @@ def test_ranks_on_one_gpu_do_without_nccl(
     monkeypatch: pytest.MonkeyPatch, kind: str, shares_gpu: bool, backend: str
 ) -> None:
     joined: list[str] = []
-    monkeypatch.setattr(training, "join_group", lambda spec, backend, _: joined.append(backend))
+    monkeypatch.setattr(groups, "join_group", lambda spec, backend, _: joined.append(backend))
     run: Any = SimpleNamespace(
-        rank=0, world_size=2, group="g", store=None, shares_gpu=shares_gpu, collective_s=1.0
+        rank=0,
+        world_size=2,
+        group="g",
+        store=None,
+        shares_gpu=shares_gpu,
+        collective_s=1.0,
+        rehearses=False,
     )
-    training.join_group_of(run, kind)
+    groups.join_group_of(run, kind)
     assert joined == [backend]
 
 

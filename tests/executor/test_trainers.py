@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.trainers import TRANSITIONS, Trainers, TrainerStatus
+from optuna_fleet.resources import Device
+from optuna_fleet.wire.node_messages import ProcessId
 
-JOINED, LOST = DeviceJoined(device=0), DeviceLost(device=0)
+DEVICES = {number: Device(index=number, node=0, kind="cpu") for number in range(2)}
+JOINED, LOST = DeviceJoined(device=DEVICES[0]), DeviceLost(device=0)
 BY_ORDER = DeviceLost(device=0, by_order=True)
 
 
@@ -24,21 +27,25 @@ def test_every_life_ends_and_begins_as_one_that_was_started() -> None:
     assert [status for status, after in TRANSITIONS.items() if not after] == [TrainerStatus.GONE]
 
 
+def process(pid: int | str) -> ProcessId:
+    return ProcessId("agent", int(pid))
+
+
 def life(*news: str) -> list[Event]:
     """What the controller hears of device 0 after such news, each a word and a pid."""
-    trainers, events = Trainers(lambda: 0.0), list[Event]()
+    trainers, events = Trainers(DEVICES, lambda: 0.0), list[Event]()
     for word, pid in (one.split() for one in news):
         match word:
             case "started":
-                trainers.started(0, int(pid))
+                trainers.started(0, process(pid))
             case "ready":
-                events += trainers.ready(0, int(pid))
+                events += trainers.ready(0, process(pid))
             case "kill":
-                trainers.kill(0, int(pid))
+                trainers.kill(0, process(pid))
             case "retire":
-                events += trainers.retire(0, int(pid))
+                events += trainers.retire(0, process(pid))
             case "ended":
-                events += trainers.ended(0, int(pid), "signal SIGKILL")
+                events += trainers.ended(0, process(pid), "signal SIGKILL")
     return events
 
 
@@ -71,27 +78,39 @@ def test_only_starts_that_failed_in_a_row_end_a_call() -> None:
 
 
 def test_those_of_a_dead_agent_are_not_waited_for() -> None:
-    trainers = Trainers(lambda: 5.0)
-    trainers.ready(0, 7)
-    trainers.ready(0, 8)
-    trainers.started(1, 9)
-    trainers.kill(0, 7)
-    trainers.kill(1, 9)
-    assert trainers.kills_due() == [15.0, 15.0]
-    trainers.agent_ended()
-    assert (trainers.live, trainers.kills_due()) == ({0: 7}, [])
-    assert trainers.ended(0, 7, "its agent's end") == [BY_ORDER]
+    trainers = Trainers(DEVICES, lambda: 5.0)
+    trainers.ready(0, process(7))
+    trainers.ready(0, process(8))
+    trainers.started(1, process(9))
+    trainers.kill(0, process(7))
+    trainers.kill(1, process(9))
+    assert trainers.kills_due() == [(15.0, process(7)), (15.0, process(9))]
+    assert trainers.node_lost("agent") == {0: process(7)}
+    assert (trainers.live, trainers.kills_due()) == ({0: process(7)}, [])
+    assert trainers.ended(0, process(7), "its agent's end") == [BY_ORDER]
     assert trainers.live == {}
+
+
+def test_a_lost_node_takes_only_its_own_trainers_along() -> None:
+    trainers = Trainers(DEVICES, lambda: 0.0)
+    next_ = ProcessId("the next agent there", 9)
+    for device in DEVICES:
+        trainers.ready(device, process(7 + device))
+    assert trainers.ready(1, next_) == []
+    assert trainers.node_lost("agent") == {0: process(7), 1: process(8)}
+    trainers.ended(0, process(7), "its node's end")
+    trainers.ended(1, process(8), "its node's end")
+    assert trainers.live == {1: next_}
 
 
 @given(data=st.data(), num_lives=st.integers(1, 5))
 def test_a_device_joins_and_is_lost_in_turn(data: st.DataObject, num_lives: int) -> None:
     """One trainer after the other; each says hello on a channel of its own, so at any time."""
-    trainers, has_joined = Trainers(lambda: 0.0), False
+    trainers, has_joined = Trainers(DEVICES, lambda: 0.0), False
     of_agent = [(word, pid) for pid in range(num_lives) for word in ("started", "ended")][:-1]
     hellos = [("ready", pid) for pid in range(num_lives)]
     while of_agent or hellos:
-        joined = trainers.live.get(0, num_lives - 1)
+        joined = trainers.live.get(0, process(num_lives - 1)).pid
         meanwhile = [("retire", joined), ("kill", joined)] if joined < num_lives - 1 else []
         word, pid = news = data.draw(st.sampled_from([*of_agent[:1], *hellos, *meanwhile]))
         of_agent = of_agent[of_agent[:1] == [news] :]
@@ -99,21 +118,24 @@ def test_a_device_joins_and_is_lost_in_turn(data: st.DataObject, num_lives: int)
         events: list[Event] = []
         match word:
             case "started":
-                trainers.started(0, pid)
+                trainers.started(0, process(pid))
             case "ready":
-                events = trainers.ready(0, pid)
+                events = trainers.ready(0, process(pid))
             case "kill":
-                trainers.kill(0, pid)
+                trainers.kill(0, process(pid))
                 assert trainers.is_killed(0)
             case "retire":
-                has_joined, events = False, trainers.retire(0, pid)  # the driver says that itself
+                has_joined, events = (
+                    False,
+                    trainers.retire(0, process(pid)),
+                )  # the driver says so
             case _:
                 try:
-                    events = trainers.ended(0, pid, "exit code 1")
+                    events = trainers.ended(0, process(pid), "exit code 1")
                 except LaunchError:
                     return
         for event in events:
             assert isinstance(event, DeviceLost) == has_joined
             has_joined = not has_joined
-        assert (trainers.pid_on(0) in trainers.live.values()) == has_joined
-    assert trainers.live == {0: num_lives - 1}
+        assert (trainers.process_on(0) in trainers.live.values()) == has_joined
+    assert trainers.live == {0: process(num_lives - 1)}

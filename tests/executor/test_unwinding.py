@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import optuna
 import pytest
 
 from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
-from optuna_fleet.wire.messages import Quit, RunTrial
+from optuna_fleet.wire.messages import RunTrial
+from optuna_fleet.wire.node_messages import Quit
 from tests.fleets import Leg, train
 
 
@@ -83,11 +86,15 @@ class QuittingDriver:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self._is_asked = threading.Event()
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
+        if message.is_awaited:
+            self._is_asked.set()
 
     def receive(self) -> Any:
+        self._is_asked.wait()
         return Quit()
 
 
@@ -101,16 +108,13 @@ def session_of(rank: int) -> tuple[Session, QuittingDriver]:
         world_size=2,
         seed=0,
         objective_id=0,
-        objective=None,
         measure=False,
         group="",
         store=None,
-        checkpoint=None,
-        checkpoint_to="",
         gc_after_trial=False,
         maximize=False,
     )
-    return Session(channel, run), channel
+    return Session(Inbox(channel), run), channel
 
 
 def test_nothing_is_asked_of_a_driver_that_is_gone() -> None:

@@ -3,45 +3,82 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
+import pickle
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from pipeline_harness import Agent, Forked
 
+from optuna_fleet.executor.cluster.agent.backoff import Backoff
+from optuna_fleet.executor.cluster.agent.sharing import Sharing
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange import ExchangeConfig
+from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Peers
+from optuna_fleet.pipeline.exchange.plan import Plan
 
 SECRET = b"the secret of one sweep."
 
 
-def config(node: int, num_nodes: int, port: int, **options: Any) -> ExchangeConfig:
-    options = {"host": "127.0.0.1", "secret": SECRET, "scheme": "all-shared", **options}
-    return ExchangeConfig(node=node, num_nodes=num_nodes, port=port, **options)
+class Node(Agent):
+    """An agent that gives chunks to others."""
 
+    def __init__(
+        self,
+        pipeline: SharedPipeline,
+        name: str,
+        *,
+        host: str = "127.0.0.1",
+        secret: bytes = SECRET,
+        patience_s: float = PATIENCE_S,
+        **options: Any,
+    ) -> None:
+        said, say = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
+        def share(loop: Any, setup: Any) -> Sharing:
+            peers = Peers(name, secret, setup.spec, patience_s)
+            sharing = Sharing(
+                peers,
+                loop.serve(setup, peers),
+                host=host,
+                has_tls=not host.startswith("127."),
+                look_ahead=4,
+                spawn=loop.spawn,
+                selector=loop.selector,
+                close_inherited=loop.server.close_in_child,
+                say=lambda message: say.send(pickle.dumps((loop.sharing.pid, message.peer))),
+                backoff=Backoff(),
+            )
+            sharing.start()
+            return sharing
+
+        super().__init__(pipeline, share=share, **{"chunk_bytes": 1000, **options})
+        say.close()
+        with said:
+            self.giver, self.peer = pickle.loads(said.recv(4096))
 
 
 @contextlib.contextmanager
 def nodes(
-    pipeline: SharedPipeline, num_nodes: int, *, agent_options: Any = None, **options: Any
-) -> Iterator[list[Agent]]:
-    """Starts so many agents that exchange chunks; closes those that the test left."""
-    port = free_port()
-    agent_options = {"chunk_bytes": 1000, **(agent_options or {})}
+    pipeline: SharedPipeline, count: int, *, scheme: str = "all-shared", **options: Any
+) -> Iterator[list[Node]]:
+    """Starts so many nodes that share chunks; closes those that the test left in the list."""
     with contextlib.ExitStack() as stack:
-        agents = []
-        for node in range(num_nodes):
-            exchange = config(node, num_nodes, port, **options)
-            agents.append(Agent(pipeline, exchange=exchange, **agent_options))
-            stack.callback(lambda agent=agents[-1]: agent in agents and agent.close())
-        yield agents
+        found: list[Node] = []
+        for number in range(count):
+            node = Node(pipeline, f"node {number}", **options)
+            found.append(node)
+            stack.callback(lambda node=node: node in found and node.close())
+        agree(found, scheme)
+        yield found
+
+
+def agree(found: list[Node], scheme: str = "all-shared", **more: Any) -> Plan:
+    """All nodes follow a plan with these in it."""
+    plan = Plan(scheme=scheme, peers=tuple(node.peer for node in found), **more)  # type: ignore
+    for node in found:
+        node.follow(plan)
+    return plan
 
 
 def labels(client: Any, name: str = "train", **arguments: Any) -> list[int]:
@@ -50,23 +87,13 @@ def labels(client: Any, name: str = "train", **arguments: Any) -> list[int]:
     return [label for batch in batches for label in batch.data[1].tolist()]
 
 
-def read_everywhere(agents: list[Agent], epochs: range, sizes: tuple[int, ...]) -> list[Any]:
+def read_everywhere(found: list[Node], epochs: range, sizes: tuple[int, ...]) -> list[Any]:
     """Each node's trials read the epochs at batch sizes of their own, all at a time."""
     readers = [
-        Forked(partial(_read, agent.client(), epochs, size)) for agent in agents for size in sizes
+        Forked(partial(_read, node.client(), epochs, size)) for node in found for size in sizes
     ]
     return [reader.result() for reader in readers]
 
 
 def _read(client: Any, epochs: range, size: int) -> list[list[int]]:
     return [labels(client, epoch=epoch, batch_size=size) for epoch in epochs]
-
-
-@contextlib.contextmanager
-def pidfd(pid: int) -> Iterator[Callable[[], object]]:
-    """Gives a function that waits until the process has ended, be it our child or not."""
-    fd = os.pidfd_open(pid)
-    try:
-        yield lambda: select.select([fd], [], [])
-    finally:
-        os.close(fd)

@@ -13,19 +13,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from optuna_fleet.executor.cluster.agent.sharing import Sharing
 from optuna_fleet.pipeline import PipelineServer, PipelineStats, SharedPipeline, socket_pair
-from optuna_fleet.pipeline.exchange import ExchangeConfig
+from optuna_fleet.pipeline.exchange.peers import Peers
+from optuna_fleet.pipeline.exchange.plan import Plan
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.spec import PipelineSetup
 
-_PATIENCE_S = 60.0  # an agent that takes longer for an answer hangs
+_GONE = pickle.dumps(("", None))
+_PATIENCE_S = 240.0  # an agent that takes longer for an answer hangs
 
 
 class Agent:
     """Handle of the forked agent: orders go over a control socket, answered one by one."""
 
     def __init__(
-        self, pipeline: SharedPipeline, *, exchange: ExchangeConfig | None = None, **options: Any
+        self,
+        pipeline: SharedPipeline,
+        *,
+        share: Callable[[_Loop, PipelineSetup], Sharing] | None = None,
+        **options: Any,
     ) -> None:
         self.spec = pipeline.spec()
         setup = _setup(pipeline, **options)
@@ -35,7 +42,7 @@ class Agent:
         self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if self.pid == 0:
-            _exit_after(lambda: self._run(control, setup, exchange))
+            _exit_after(lambda: self._run(control, setup, share))
         control.close()
         self._control.settimeout(_PATIENCE_S)
         for server_end, _ in self._pairs:
@@ -59,9 +66,9 @@ class Agent:
     def notices(self) -> list[str]:
         return self._ask("notices")
 
-    def exchange(self) -> tuple[int | None, str]:
-        """The exchanger's pid and what is said about the plan."""
-        return self._ask("exchange")
+    def follow(self, plan: Plan) -> None:
+        """From now on chunks are shared like this."""
+        self._ask("plan", plan)
 
     def close(self) -> None:
         """Closes agent and children, and fails if one of these did not exit by itself."""
@@ -84,26 +91,26 @@ class Agent:
         for end in [*self._ends, *self._free, self._control]:
             end.close()
 
-    def _ask(self, order: str) -> Any:
-        self._control.send(order.encode())
+    def _ask(self, order: str, value: Any = None) -> Any:
+        self._control.send(pickle.dumps((order, value)))
         return pickle.loads(self._control.recv(1 << 16))
 
     # In the agent's process
 
     def _run(
-        self, control: socket.socket, setup: PipelineSetup, exchange: ExchangeConfig | None
+        self,
+        control: socket.socket,
+        setup: PipelineSetup,
+        share: Callable[[_Loop, PipelineSetup], Sharing] | None,
     ) -> None:
         self._control.close()
         for _, end in self._pairs:
             end.close()
         loop = _Loop(control)
-        loop.server = PipelineServer(
-            setup,
-            spawn=loop.spawn,
-            selector=loop.selector,
-            notify=loop.notices.append,
-            exchange=exchange,
-        )
+        if share is None:
+            loop.serve(setup)
+        else:
+            loop.sharing = share(loop, setup)
         for number, (end, _) in enumerate(self._pairs):
             loop.server.add_reader(number, end)
         loop.run()
@@ -114,10 +121,11 @@ def _setup(
     *,
     num_preprocessors: int = 2,
     memory_bytes: int = 64 << 20,
+    finish_on_device: bool = False,
     **wanted: Any,
 ) -> PipelineSetup:
     """The setup with budgets that a user can't ask for."""
-    setup = pipeline.setup(num_preprocessors)
+    setup = pipeline.setup(num_preprocessors, finish_on_device=finish_on_device)
     wanted["memory_bytes"] = memory_bytes
     return replace(setup, wanted=replace(setup.wanted, **wanted))
 
@@ -126,6 +134,7 @@ class _Loop:
     """What an agent's loop has to do for the server."""
 
     server: PipelineServer
+    sharing: Sharing | None = None
 
     def __init__(self, control: socket.socket) -> None:
         self.selector = selectors.DefaultSelector()
@@ -138,6 +147,16 @@ class _Loop:
         self.selector.register(self.wakeup, selectors.EVENT_READ, self.reap)
         self.running = True
         self.notices: list[str] = []
+
+    def serve(self, setup: PipelineSetup, peers: Peers | None = None) -> PipelineServer:
+        self.server = PipelineServer(
+            setup,
+            spawn=self.spawn,
+            selector=self.selector,
+            notify=self.notices.append,
+            peers=peers,
+        )
+        return self.server
 
     def run(self) -> None:
         while self.running:
@@ -163,21 +182,23 @@ class _Loop:
         os.read(self.wakeup, 4096)
         with contextlib.suppress(ChildProcessError):
             while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
-                self.server.child_died(pid)
+                if self.sharing is None or not self.sharing.exited(pid):
+                    self.server.child_died(pid)
 
     def ordered(self, _: int) -> None:
-        order = self.control.recv(100)
+        order, value = pickle.loads(self.control.recv(1 << 16) or _GONE)
         match order:
-            case b"stats":
+            case "stats":
                 self.control.send(pickle.dumps(self.server.stats()))
-            case b"pids":
+            case "pids":
                 self.control.send(pickle.dumps(self.server.preprocessor_pids))
-            case b"notices":
+            case "notices":
                 self.control.send(pickle.dumps(self.notices))
-            case b"exchange":
-                exchange = self.server.exchange
-                self.control.send(pickle.dumps((exchange.pid, exchange.status)))
-            case b"close":
+            case "plan":
+                assert self.sharing is not None
+                self.sharing.act(value)
+                self.control.send(pickle.dumps(None))
+            case "close":
                 self.control.send(pickle.dumps(self._close()))
             case _:  # the test ended without closing
                 self.running = False
@@ -185,8 +206,8 @@ class _Loop:
     def _close(self) -> int:
         self.running = False
         pids = self.server.preprocessor_pids
-        if self.server.exchange.pid is not None:
-            pids += (self.server.exchange.pid,)
+        if self.sharing is not None and self.sharing.pid is not None:
+            pids += (self.sharing.pid,)
         self.server.close()
         return sum(os.waitpid(pid, 0)[1] for pid in pids)
 

@@ -9,8 +9,8 @@ from pipeline_harness import Agent, serving
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.order import permutation
-from optuna_fleet.pipeline.reader.batches import shard
 from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.reader.plan import shard
 
 
 @dataclass
@@ -80,7 +80,7 @@ def join(agent: Agent, data) -> Reader:
 @given(
     data=st.data(),
     n=st.integers(1, 200),
-    memory_bytes=st.sampled_from([4_000, 12_000, 1 << 20]),
+    memory_bytes=st.sampled_from([5_000, 50_000, 1 << 20]),
     num_preprocessors=st.integers(1, 3),
     spilled=st.booleans(),
     order=st.sampled_from(["canonical", "rolling"]),

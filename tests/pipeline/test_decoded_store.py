@@ -12,8 +12,10 @@ from pipeline_harness import serving
 from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.chunks.arena import Arena
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack
 from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.server.allocator import Allocator
 from optuna_fleet.pipeline.server.decoded import DecodedStore
 
 
@@ -57,7 +59,7 @@ def same(ours, theirs):
 @pytest.fixture(scope="module")
 def plain():
     """Without a decoded store."""
-    pipeline = SharedPipeline(train=Pictures(40, CROP), decoded_bytes=0)
+    pipeline = SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=0)
     with serving(pipeline) as agent:
         read = epochs(agent.client())
         assert agent.stats().num_loaded == 0
@@ -66,7 +68,9 @@ def plain():
 
 
 def test_later_epochs_load_no_sample_again_and_look_the_same(plain):
-    with serving(SharedPipeline(train=Pictures(40, CROP), decoded_bytes=1 << 20)) as agent:
+    with serving(
+        SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=1 << 20)
+    ) as agent:
         assert same(epochs(agent.client(), 1), plain[:1])
         loaded = COUNTS[:40].copy()
         assert same(epochs(agent.client()), plain)
@@ -96,19 +100,19 @@ def noisy_before(dataset, index):
     return dataset.transform(image + torch.randint(0, 9, (), dtype=torch.uint8)), index
 
 
-def labelled_by_the_result(dataset, index):
+def made_of_the_result(dataset, index):
     image, _ = Pictures.__getitem__(dataset, index)
-    return image, int(image[:, :, 0].sum())
+    return image + index, index
 
 
 def blank(dataset, index):
     return torch.zeros(3, 18, 18, dtype=torch.uint8), index
 
 
-@pytest.mark.parametrize("oddity", [noisy_before, labelled_by_the_result, blank])
+@pytest.mark.parametrize("oddity", [noisy_before, made_of_the_result, blank])
 def test_samples_that_can_not_be_taken_apart_are_made_whole(oddity):
     read = []
-    for options in ({"split": False}, {"decoded_bytes": 1 << 20}):
+    for options in ({"split": False}, {"split": True, "decoded_bytes": 1 << 20}):
         with serving(SharedPipeline(train=Odd(oddity), **options)) as agent:
             batches = [
                 agent.client().read("train", epoch=e, batch_size=7, continues=True)
@@ -145,7 +149,7 @@ def first_rows(sample):
 
 
 def test_store_that_is_too_small_keeps_what_it_can(plain):
-    pipeline = SharedPipeline(train=Pictures(40, CROP), decoded_bytes=20 * 1200)
+    pipeline = SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=20 * 1200)
     with serving(pipeline, memory_bytes=200_000) as agent:
         assert same(epochs(agent.client()), plain)
         stats = agent.stats()
@@ -173,7 +177,7 @@ def test_the_budget_holds_where_the_first_samples_are_small():
     dataset = Unlike(1000, v2.Compose([v2.RandomCrop(10), v2.RandomHorizontalFlip()]))
     dataset.first = permutation(0, "train", 0, 1000)[:2].tolist()  # these tell the sizes
     budget = 3_000_000
-    pipeline = SharedPipeline(train=dataset, decoded_bytes=2_500_000)
+    pipeline = SharedPipeline(train=dataset, split=True, decoded_bytes=2_500_000)
     with serving(pipeline, memory_bytes=budget, chunk_bytes=10_000) as agent:
         client = agent.client()
         for epoch in range(10):
@@ -218,7 +222,7 @@ def test_finish_is_applied_to_every_sample():
 
 
 def test_killed_preprocessor_leaves_no_half_written_sample(plain):
-    pipeline = SharedPipeline(train=Pictures(40, CROP), decoded_bytes=1 << 20)
+    pipeline = SharedPipeline(train=Pictures(40, CROP), split=True, decoded_bytes=1 << 20)
     with serving(pipeline, chunk_bytes=1000) as agent:
         client = agent.client()
         read = []
@@ -235,53 +239,48 @@ def test_killed_preprocessor_leaves_no_half_written_sample(plain):
 
 @pytest.mark.parametrize("num_samples", [1, 4])
 def test_what_comes_back_takes_no_room_from_what_is_to_come(num_samples):
-    store = DecodedStore({"a": 100}, 100 * 164)
-    try:
-        store.serve("a", 100)
-        flying = [(order, store.lend(order, "a", num_samples, 1 << 20)) for order in range(2)]
-        for order in range(100 // num_samples):
-            ended, extents = flying.pop(0)
-            places = [o for begin, size in extents for o in range(begin, begin + size - 99, 100)]
-            indices = range(order * num_samples, (order + 1) * num_samples)
-            store.publish(ended, "a", [(i, o, 100) for i, o in zip(indices, places, strict=False)])
-            flying.append((order + 2, store.lend(order + 2, "a", num_samples, 1 << 20)))
-        assert all(store.is_kept("a", index) for index in range(100))
-    finally:
-        store.close()
+    store = DecodedStore({"a": 100}, 100 * 164, Allocator(0, 100 * 164))
+    store.serve("a", 100)
+    flying = [(order, store.lend(order, "a", num_samples)) for order in range(2)]
+    for order in range(100 // num_samples):
+        ended, extents = flying.pop(0)
+        places = [o for begin, size in extents for o in range(begin, begin + size - 99, 100)]
+        indices = range(order * num_samples, (order + 1) * num_samples)
+        store.publish(ended, "a", [(i, o, 100) for i, o in zip(indices, places, strict=False)])
+        flying.append((order + 2, store.lend(order + 2, "a", num_samples)))
+    assert all(store.is_kept("a", index) for index in range(100))
 
 
 @given(data=st.data())
 @settings(max_examples=60, database=None)
 def test_extents_never_overlap_and_samples_come_back(data):
-    store = DecodedStore({"a": 5, "b": 9}, 3000)
+    arena = Arena(3000)
+    store = DecodedStore({"a": 5, "b": 9}, 3000, Allocator(0, 3000))
     samples = {}  # (name, index) -> bytes
     for name in ("a", "b"):
         store.serve(name, 150)
-    try:
-        reader = DecodedSamples(store.file, store.table, {"a": 5, "b": 9})
-        orders = {}
-        for number in range(data.draw(st.integers(0, 25))):
-            if orders and data.draw(st.booleans()):
-                order = data.draw(st.sampled_from(sorted(orders)))
-                name, writer = orders.pop(order)
-                dies = data.draw(st.booleans())
-                store.publish(order, name, () if dies else writer.stored())
-                for index, _, _ in () if dies else writer.stored():
-                    samples.setdefault((name, index), True)
-            else:
-                name = data.draw(st.sampled_from("ab"))
-                writer = DecodedSamples(store.file, store.table, {"a": 5, "b": 9})
-                writer.begin(store.lend(number, name, data.draw(st.integers(1, 5)), 1500))
-                for index in data.draw(st.sets(st.integers(0, 4))):
-                    length = data.draw(st.integers(0, 60))
-                    writer.put(index, _packed(name, index, length))
-                orders[number] = (name, writer)
-            for name, index in samples:
-                ((text, *_),) = reader.get(name, index, copy=True)
-                assert text == f"{name}{index}"
-            assert store.used_bytes <= 3000
-    finally:
-        store.close()
+    reader = DecodedSamples(arena, store.table, {"a": 5, "b": 9})
+    orders = {}
+    for number in range(data.draw(st.integers(0, 25))):
+        if orders and data.draw(st.booleans()):
+            order = data.draw(st.sampled_from(sorted(orders)))
+            name, writer = orders.pop(order)
+            dies = data.draw(st.booleans())
+            store.publish(order, name, () if dies else writer.stored())
+            for index, _, _ in () if dies else writer.stored():
+                samples.setdefault((name, index), True)
+        else:
+            name = data.draw(st.sampled_from("ab"))
+            writer = DecodedSamples(arena, store.table, {"a": 5, "b": 9})
+            writer.begin(store.lend(number, name, data.draw(st.integers(1, 5))))
+            for index in data.draw(st.sets(st.integers(0, 4))):
+                length = data.draw(st.integers(0, 60))
+                writer.put(index, _packed(name, index, length))
+            orders[number] = (name, writer)
+        for name, index in samples:
+            ((text, *_),) = reader.get(name, index, copy=True)
+            assert text == f"{name}{index}"
+        assert store.used_bytes <= 3000
 
 
 def _packed(name, index, length):

@@ -1,219 +1,221 @@
-"""Several nodes that exchange chunks, each with agent, exchanger, preprocessors and trials."""
+"""Chunks shared between nodes: who makes them, and that it shows in no batch."""
 
 import contextlib
 import os
+import select
 import signal
-from mmap import mmap
-from pathlib import Path
+from functools import partial
 
 import pytest
-from exchange_harness import config, free_port, labels, nodes, pidfd, read_everywhere
-from pipeline_datasets import Counted, Raising
-from pipeline_harness import serving
+import torch
+from exchange_harness import SECRET, Node, agree, labels, nodes, read_everywhere
+from pipeline_datasets import COUNTS, SWITCH, Counted, Raising
+from pipeline_harness import Forked
 
 from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange import negotiation
-from optuna_fleet.pipeline.exchange.cost import Choice
-from optuna_fleet.pipeline.exchange.link import Link
-from optuna_fleet.pipeline.exchange.scheme import Plan
+from optuna_fleet.pipeline.exchange.peers import AskForChunk
 from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.wire.channel import connect
+from optuna_fleet.wire.invitation import Invitation
 
 N = 150
+LONG_S = 600.0
+"""Nobody is done without because the machine is busy."""
+
+
+def order_of(epoch):
+    return permutation(3, "train", epoch, N).tolist()
+
+
+def pipeline():
+    return SharedPipeline(train=Counted(N), val=Counted(20), seed=3)
+
+
+def sums(found):
+    """Samples preprocessed, and received, by all nodes."""
+    stats = [node.stats() for node in found]
+    return sum(each.preprocessed for each in stats), sum(each.num_received for each in stats)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "num_nodes", "p", "times"),
-    [
-        ("all-shared", 2, None, 1),
-        ("all-shared", 3, None, 1),
-        ("single-broadcast", 3, 2, 1),
-        ("multi-broadcast", 3, 1, 1),
-        ("self", 2, None, 2),
-    ],
+    ("scheme", "times"),
+    [("local", 3), ("all-shared", 1), ("single-broadcast", 1), ("multi-broadcast", 1)],
 )
-def test_every_trial_on_every_node_reads_the_permutation(scheme, num_nodes, p, times):
-    epochs, sizes = range(2), (3, 128)
-    pipeline = SharedPipeline(train=Counted(N), seed=3)
-    with nodes(pipeline, num_nodes, scheme=scheme, num_preprocessor_nodes=p) as agents:
-        read = read_everywhere(agents, epochs, sizes)
-        stats = [agent.stats() for agent in agents]
-    wanted = [permutation(3, "train", e, N).tolist() for e in epochs]
-    assert read == [wanted] * (num_nodes * len(sizes))
-    assert sum(each.preprocessed for each in stats) == N * len(epochs) * times
-    received = [each.received + each.preprocessed for each in stats]
-    assert received == [N * len(epochs)] * num_nodes
+def test_every_trial_on_every_node_reads_the_permutation(scheme, times):
+    epochs = range(2)
+    makers = frozenset({"node 0", "node 2"})
+    with nodes(pipeline(), 3, patience_s=LONG_S) as found:
+        agree(found, scheme, makers=makers)
+        read = read_everywhere(found, epochs, (7, 16))
+        stats = [node.stats() for node in found]
+    assert read == [[order_of(epoch) for epoch in epochs]] * 6
+    assert [each.preprocessed + each.num_received for each in stats] == [2 * N] * 3
+    assert sum(each.preprocessed for each in stats) == times * 2 * N
+    busy = {"single-broadcast": {0}, "multi-broadcast": {0, 2}}.get(scheme, {0, 1, 2})
+    assert {node for node, each in enumerate(stats) if each.preprocessed} == busy
+
+
+def test_fixed_data_are_preprocessed_once_in_the_fleet():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        for epoch in range(2):
+            for node in found:
+                assert labels(node.client(), "val", epoch=epoch) == list(range(20))
+        assert sums(found) == (20, 20)
 
 
 def test_nodes_of_unlike_budgets_agree_on_chunks():
-    pipeline = SharedPipeline(train=Counted(N), val=Counted(20), seed=3)
-    with two_unlike(pipeline) as agents:
-        for name, epoch, order in (
-            ("train", 0, permutation(3, "train", 0, N).tolist()),
-            ("val", 0, list(range(20))),
-        ):
-            for agent in agents:
-                assert labels(agent.client(), name, epoch=epoch) == order
-        assert sum(agent.stats().preprocessed for agent in agents) == N + 20
+    with nodes(pipeline(), 1, patience_s=LONG_S) as found:
+        found.append(Node(pipeline(), "node 1", chunk_bytes=300, patience_s=LONG_S))
+        agree(found)
+        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
+        assert sums(found) == (N, N)
+        found.pop().close()
 
 
-def test_little_memory_does_not_make_nodes_wait_for_each_other():
-    pipeline = SharedPipeline(train=Counted(N), seed=3)
-    options = {"memory_bytes": 12_000, "chunk_bytes": 400}
-    with nodes(pipeline, 3, agent_options=options) as agents:
-        read = read_everywhere(agents, range(2), (5, 64))
-        assert all(agent.stats().peak_bytes <= 12_000 for agent in agents)
-    assert read == [[permutation(3, "train", e, N).tolist() for e in range(2)]] * 6
+def test_nodes_that_would_make_unlike_chunks_do_not_share():
+    def finishing(**options):
+        return SharedPipeline(train=Counted(N), seed=3, finish=lambda x: x, **options)
+
+    with nodes(finishing(), 1, patience_s=LONG_S) as found:
+        found.append(Node(finishing(), "node 1", finish_on_device=True, patience_s=LONG_S))
+        agree(found)
+        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
+        assert sums(found) == (2 * N, 0)
+        found.pop().close()
+
+
+@pytest.mark.parametrize("memory_bytes", [6000, 40_000])  # of a chunk, and of nine
+def test_little_memory_does_not_make_nodes_wait_for_each_other(memory_bytes):
+    with nodes(pipeline(), 2, patience_s=LONG_S, memory_bytes=memory_bytes) as found:
+        assert read_everywhere(found, range(2), (7, 16)) == [[order_of(0), order_of(1)]] * 4
 
 
 def test_a_sample_that_raises_is_an_error_on_every_node():
-    with nodes(SharedPipeline(val=Raising(64)), 2) as agents:
-        for agent in agents:
-            with pytest.raises(PreprocessingError, match=r"Sample 17 .* ValueError: broken"):
-                list(agent.client().read("val", epoch=0, batch_size=64))
+    with nodes(SharedPipeline(train=Raising(64), shuffled=[]), 2, patience_s=LONG_S) as found:
+        for node in found:
+            with pytest.raises(PreprocessingError, match="broken image"):
+                list(node.client().read("train", epoch=0, batch_size=8))
+        COUNTS[SWITCH] = 1  # mended
+        for node in found:
+            read = node.client().read("train", epoch=0, batch_size=8)
+            assert sum(batch.local_size for batch in read) == 64
 
 
-def test_auto_says_what_it_chose_and_why():
-    with nodes(SharedPipeline(train=Counted(N), seed=3), 2, scheme="auto") as agents:
-        clients = [agent.client() for agent in agents]
-        assert agents[0].exchange()[1] == "all-shared: until measurements have chosen"
-        for epoch in range(200):  # until the answer has come
-            for client in clients:
-                assert labels(client, epoch=epoch) == permutation(3, "train", epoch, N).tolist()
-            told = [agent.exchange()[1] for agent in agents]
-            if "until" not in "".join(told):
-                break
-        assert "samples/s that each node can get: all-shared" in told[0]
-        assert told[1] == told[0].partition(":")[0] + ": node 0 chose it"
+class Gated(Counted):
+    """Each sample tells that it is begun, and waits until it may go on."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.begun, self.tell = os.pipe()
+        self.wait, self.gate = os.pipe()
+
+    def __getitem__(self, index):
+        os.write(self.tell, b"x")
+        os.read(self.wait, 1)
+        return super().__getitem__(index)
 
 
-def test_nodes_do_not_wait_in_a_circle_while_the_plan_changes(monkeypatch):
-    def broadcast(measured):
-        plan = Plan(scheme="multi-broadcast", num_nodes=4, num_preprocessor_nodes=1, version=1)
-        return Choice(plan=plan, peak_samples_per_s=1.0, reason="for the test")
-
-    monkeypatch.setattr(negotiation, "choose", broadcast)
-    pipeline = SharedPipeline(train=Counted(N), seed=3)
-    with nodes(pipeline, 4, scheme="auto", fetch_timeout_s=1000) as agents:
-        read = read_everywhere(agents, range(8), (16, 50))
-        assert agents[0].exchange()[1] == "multi-broadcast from 1 of 4 nodes: for the test"
-    assert read == [[permutation(3, "train", e, N).tolist() for e in range(8)]] * 8
-
-
-def test_a_node_whose_peer_never_comes_works_alone():
-    exchange = config(1, 2, free_port(), join_timeout_s=0.1)
-    with serving(SharedPipeline(val=Counted(64)), chunk_bytes=64, exchange=exchange) as agent:
-        assert labels(agent.client(), "val") == list(range(64))
-        assert (agent.stats().preprocessed, agent.stats().received) == (64, 0)
-
-
-def test_nodes_that_do_not_share_the_secret_do_not_meet():
-    port = free_port()
-    pipeline = SharedPipeline(val=Counted(64))
-    with contextlib.ExitStack() as stack:
-        agents = [
-            stack.enter_context(serving(pipeline, chunk_bytes=64, exchange=exchange))
-            for exchange in (
-                config(0, 2, port, join_timeout_s=0.5),
-                config(1, 2, port, join_timeout_s=0.5, secret=b"the secret of another"),
-            )
-        ]
-        for agent in agents:
-            assert labels(agent.client(), "val") == list(range(64))
-            assert agent.stats().received == 0
-
-
-def test_bytes_changed_on_the_way_are_not_used(monkeypatch):
-    send = Link._send
-
-    def change(self, data, tag):
-        if isinstance(data, mmap):
-            data[len(data) - 1] ^= 1
-        send(self, data, tag)
-
-    monkeypatch.setattr(Link, "_send", change)
-    with nodes(SharedPipeline(train=Counted(N), seed=3), 2) as agents:
-        read = read_everywhere(agents, range(1), (7,))
-        stats = [agent.stats() for agent in agents]
-    assert read == [[permutation(3, "train", 0, N).tolist()]] * 2
-    assert [(each.preprocessed, each.received) for each in stats] == [(N, 0)] * 2
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("what", ["agent", "exchanger"])
-def test_killed_node_does_not_stop_the_others(what, victim):
-    pipeline = SharedPipeline(train=Counted(N), seed=3)
-    with nodes(pipeline, 3) as agents, contextlib.ExitStack() as stack:
-        rest = [agent for agent in agents if agent is not agents[victim]]
-        readers = [iter(agent.client().read("train", epoch=0, batch_size=8)) for agent in rest]
-        begun = [next(reader).data[1].tolist() for reader in readers]
-        pid, _ = agents[victim].exchange()
-        with pidfd(pid) as exited:
-            if what == "agent":
-                stack.enter_context(agents[victim].killed())
-                exited()
-                agents.pop(victim)
-            else:
-                os.kill(pid, signal.SIGKILL)
-                exited()
-        for reader, seen in zip(readers, begun, strict=True):
-            seen += [label for batch in reader for label in batch.data[1].tolist()]
-            assert seen == permutation(3, "train", 0, N).tolist()
-        before = sum(agent.stats().preprocessed for agent in rest)
-        wanted = permutation(3, "train", 1, N).tolist()
-        assert read_everywhere(agents, range(1, 2), (7,)) == [[wanted]] * len(agents)
-        # Those that are left agree on who stands in for the lost node.
-        assert sum(agent.stats().preprocessed for agent in rest) == before + N
-
-
-def test_stopped_node_is_not_waited_for_and_asked_again_when_it_answers():
-    pipeline = SharedPipeline(train=Counted(N), seed=3)
-    with nodes(pipeline, 2, fetch_timeout_s=0.3) as agents, contextlib.ExitStack() as stack:
-        client = agents[0].client()
-        assert labels(client, epoch=0) == permutation(3, "train", 0, N).tolist()
-        pid, _ = agents[1].exchange()
-        os.kill(pid, signal.SIGSTOP)
-        stack.callback(os.kill, pid, signal.SIGCONT)
-        before = agents[0].stats()
-        for epoch in (1, 2):
-            assert labels(client, epoch=epoch) == permutation(3, "train", epoch, N).tolist()
-        stopped = agents[0].stats()
-        # What was on its way may still have come.
-        assert stopped.preprocessed - before.preprocessed >= 2 * N - 2 * 4 * 8
-        os.kill(pid, signal.SIGCONT)
-        for epoch in range(3, 300):
-            labels(client, epoch=epoch)
-            if agents[0].stats().received > stopped.received + N // 4:
-                return
-        pytest.fail("the node that goes on was not asked again")
-
-
-def test_nodes_listen_where_they_must_and_closing_leaves_no_process():
-    with nodes(SharedPipeline(train=Counted(N)), 2) as agents:
-        labels(agents[0].client())
-        exchangers = [agent.exchange()[0] for agent in agents]
-        pids = [*exchangers, *(pid for agent in agents for pid in agent.pids())]
-        listening = [address for pid in exchangers for address in listening_at(pid)]
-        assert set(listening) == {"127.0.0.1"}  # and nowhere else
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-def listening_at(pid):
-    """Addresses at which the process waits for connections."""
-    inodes = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    rows += [line.split() for line in Path(f"/proc/{pid}/net/tcp6").read_text().splitlines()[1:]]
-    for row in rows:
-        if row[3] == "0A" and f"socket:[{row[9]}]" in inodes:
-            packed = bytes.fromhex(row[1].partition(":")[0])
-            yield ".".join(map(str, reversed(packed)))
+def test_nodes_do_not_wait_in_a_circle_when_the_plan_changes():
+    val = Gated(1)
+    data = SharedPipeline(train=Counted(N), val=val, seed=3)
+    with nodes(data, 2, patience_s=LONG_S, num_preprocessors=1) as found:
+        agree(found[::-1], "single-broadcast")
+        assert labels(found[1].client()) == order_of(0)
+        busy = Forked(partial(labels, found[1].client(), "val"))
+        os.read(val.begun, 1)  # nobody else is there to make what the first node wants now
+        with ask(found[1], AskForChunk(ChunkKey("train", 1, 0), 8, is_finished=True)) as waiting:
+            with ask(found[1], "train") as later:
+                assert later.receive().chunk_size == 8
+            agree(found, "single-broadcast")
+            assert select.select([waiting], [], [], 60)[0]
+            assert not waiting.receive().follows
+        os.write(val.gate, bytes(99))
+        busy.result()
 
 
 @contextlib.contextmanager
-def two_unlike(pipeline):
-    port = free_port()
-    with (
-        serving(pipeline, exchange=config(0, 2, port), chunk_bytes=1000) as first,
-        serving(pipeline, exchange=config(1, 2, port), chunk_bytes=300) as second,
-    ):
-        yield first, second
+def ask(node, question):
+    """A connection of another node on which something was asked."""
+    address = (node.peer.host, node.peer.port)
+    channel = connect(Invitation(addresses=(address,), secret=SECRET))
+    channel.send(question)
+    yield channel
+    channel.close()
+
+
+def test_plans_may_change_at_any_time():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        streams = [node.client().read("train", epoch=0, batch_size=5) for node in found]
+        read = [[], []]
+        for step, batches in enumerate(zip(*streams, strict=True)):
+            agree(found[:: 1 if step % 2 else -1], "single-broadcast")
+            for labels_read, batch in zip(read, batches, strict=True):
+                labels_read += batch.data[1].tolist()
+        assert read == [order_of(0)] * 2
+
+
+def test_a_node_that_comes_takes_part_and_one_that_goes_costs_only_its_chunks():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
+        assert sums(found) == (N, N)
+        found.append(Node(pipeline(), "node 2", patience_s=LONG_S))
+        agree(found)
+        assert read_everywhere(found, range(1, 2), (7,)) == [[order_of(1)]] * 3
+        assert sums(found) == (2 * N, 3 * N)
+        assert found[2].stats().preprocessed
+        with found.pop().killed():
+            agree(found)
+            assert read_everywhere(found, range(2, 3), (7,)) == [[order_of(2)]] * 2
+        made, received = sums(found)
+        assert made + received == 6 * N
+
+
+def test_a_dead_node_is_done_without():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        os.kill(found[1].giver, signal.SIGKILL)
+        assert labels(found[0].client()) == order_of(0)
+        assert sums(found[:1]) == (N, 0)
+
+
+def test_a_stopped_node_is_done_without_until_there_is_a_new_plan():
+    with nodes(pipeline(), 2, patience_s=0.5) as found:
+        client = found[0].client()
+        assert labels(client, epoch=0) == order_of(0)
+        os.kill(found[1].giver, signal.SIGSTOP)
+        before = found[0].stats()
+        assert labels(client, epoch=1) == order_of(1)
+        assert sums(found[:1]) == (before.preprocessed + N, before.num_received)
+        os.kill(found[1].giver, signal.SIGCONT)
+        agree(found)
+        assert labels(client, epoch=2) == order_of(2)
+        assert found[0].stats().num_received > before.num_received
+
+
+def test_nodes_of_another_sweep_get_and_give_nothing():
+    with nodes(pipeline(), 1) as found:
+        found.append(Node(pipeline(), "node 1", secret=b"the secret of another sweep."))
+        agree(found)
+        assert read_everywhere(found, range(1), (7,)) == [[order_of(0)]] * 2
+        assert sums(found) == (2 * N, 0)
+        found.pop().close()
+
+
+class Large(Counted):
+    """Sample i is a quarter of a megabyte and i."""
+
+    def __getitem__(self, index):
+        return torch.full((1 << 16,), float(index)), index
+
+
+def test_one_that_asks_and_does_not_listen_keeps_nobody_waiting():
+    large = SharedPipeline(train=Large(N), seed=3)
+    with nodes(large, 2, patience_s=LONG_S, chunk_bytes=4 << 20) as found:
+        asked = [ChunkKey("train", 0, chunk) for chunk in range(N // 8)]
+        plan = agree(found)
+        own = [key for key in asked if plan.owner(key) == found[0].peer]
+        with contextlib.ExitStack() as deaf:
+            for key in own:
+                deaf.enter_context(ask(found[0], AskForChunk(key, 8, is_finished=True)))
+            assert read_everywhere(found, range(2), (7,)) == [[order_of(0), order_of(1)]] * 2

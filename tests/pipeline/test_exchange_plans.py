@@ -1,204 +1,228 @@
-"""Who preprocesses what, and which scheme is the cheapest: pure functions."""
+"""Who owns which chunk, and which scheme is the cheapest: pure functions."""
+
+import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.exceptions import FleetConfigError, ProtocolError
-from optuna_fleet.pipeline.exchange import ExchangeConfig
-from optuna_fleet.pipeline.exchange.cost import Measured, choose, peak, plans
-from optuna_fleet.pipeline.exchange.deadlock_guard import DeadlockGuard
-from optuna_fleet.pipeline.exchange.frames import FRAME_BYTES, Frame, Kind, Sealer, Status
-from optuna_fleet.pipeline.exchange.negotiation import Report, summary
-from optuna_fleet.pipeline.exchange.scheme import Plan, makers, source, sources, traffic
-
-some_plans = st.integers(1, 9).flatmap(lambda n: st.sampled_from(plans(n)))
-
-
-def plan(scheme, n, p=None):
-    return Plan(scheme=scheme, num_nodes=n, num_preprocessor_nodes=p or n, version=1)
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.sharing import ChunkSharing, measured_of
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.exchange.board import Board
+from optuna_fleet.pipeline.exchange.cost import Measured, choose, peak
+from optuna_fleet.pipeline.exchange.plan import Peer, Plan
+from optuna_fleet.pipeline.spec import ChunkKey
+from optuna_fleet.pipeline.stats import PipelineUse
+from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
 
 
-def measured(rates, *, bytes_per_s=1e9, sample_bytes=150_000, **options):
-    options = {"chunk_samples": 16, "latency_s": 1e-3, "num_lanes": 4, **options}
-    return Measured(
-        samples_per_s=tuple(rates), bytes_per_s=bytes_per_s, sample_bytes=sample_bytes, **options
-    )
+def peers(count):
+    return tuple(Peer(agent=f"a{n}", host="10.0.0.1", port=n + 1) for n in range(count))
 
 
-@given(plan=some_plans, chunk=st.integers(0, 1000), data=st.data())
-def test_nodes_never_wait_for_each_other_in_a_circle(plan, chunk, data):
-    nodes = range(plan.num_nodes)
-    views = [data.draw(st.sets(st.sampled_from(nodes))) for _ in nodes]  # as they may differ
-    for node in nodes:
-        seen = []
-        while node is not None:
-            assert node not in seen
-            seen.append(node)
-            node = source(plan, node, chunk, views[node])
+KEYS = [ChunkKey("train", epoch, chunk) for epoch in range(3) for chunk in range(100)]
 
 
-@given(plan=some_plans, chunk=st.integers(0, 1000), data=st.data())
-def test_one_node_makes_a_chunk_for_all_that_are_left(plan, chunk, data):
-    up = data.draw(st.sets(st.sampled_from(range(plan.num_nodes)), min_size=1))
-    made = [node for node in up if source(plan, node, chunk, up) is None]
-    assert len(made) == (len(up) if plan.scheme == "self" else 1)
+# -- owners ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fetch_first", [True, False])
-def test_a_chunk_is_not_fetched_by_one_plan_and_given_by_another(fetch_first):
-    crossing = DeadlockGuard()
-    assert (crossing.fetch if fetch_first else crossing.give)("chunk", 0)
-    second, end = (crossing.give, crossing.fetched) if fetch_first else (crossing.fetch, None)
-    assert not second("chunk", 1)
-    assert second("other", 1)
-    assert second("chunk", 0)
-    crossing.given("chunk", 0)
-    if end is not None:
-        end("chunk")
-    assert second("chunk", 1)
+def test_owners_have_about_equal_shares():
+    plan = Plan(scheme="all-shared", peers=peers(4))
+    shares = Counter(plan.owner(key).agent for key in KEYS)
+    assert min(shares.values()) > 50
+    some = Plan(scheme="multi-broadcast", peers=peers(4), makers=frozenset({"a1", "a3"}))
+    assert {some.owner(key).agent for key in KEYS} == {"a1", "a3"}
+    one = Plan(scheme="single-broadcast", peers=peers(4))
+    assert {one.owner(key).agent for key in KEYS} == {"a0"}
 
 
-@given(plan=some_plans)
-def test_owners_have_equal_shares(plan):
-    n, p = plan.num_nodes, makers(plan)
-    shares = [sum(not sources(plan, node, chunk) for chunk in range(p)) for node in range(n)]
-    assert shares == ([1] * n if plan.scheme == "self" else [1] * p + [0] * (n - p))
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(peers=peers(3)), Plan(scheme="all-shared", peers=peers(1))]
+)
+def test_each_node_makes_all_if_none_is_to_share_or_there_is_but_one(plan):
+    assert {plan.owner(key) for key in KEYS} == {None}
 
 
-def loads(plan, end):
-    """How often each node sends (end 0) or receives (end 1) a sample, on average."""
-    shares = traffic(plan).items()
-    nodes = range(plan.num_nodes)
-    return [sum(share for link, share in shares if link[end] == node) for node in nodes]
+@given(st.integers(3, 8), st.integers(0, 7))
+def test_a_node_that_goes_leaves_the_chunks_of_the_others_where_they_are(count, gone):
+    before = peers(count)
+    after = tuple(peer for n, peer in enumerate(before) if n != gone % count)
+    for key in KEYS[:50]:
+        owner = Plan(scheme="all-shared", peers=before).owner(key)
+        if owner in after:
+            assert Plan(scheme="all-shared", peers=after).owner(key) == owner
 
 
-@pytest.mark.parametrize(("p", "n"), [(1, 2), (2, 5), (3, 7), (4, 4)])
-def test_traffic_in_closed_form(p, n):
-    assert loads(plan("self", n), 0) == [0] * n
-    for end in (0, 1):
-        assert loads(plan("all-shared", n), end) == pytest.approx([(n - 1) / n] * n)
-    share, others = (p - 1) / p, n - p
-    for scheme in ("single-broadcast", "multi-broadcast"):
-        assert loads(plan(scheme, n, p), 1) == pytest.approx([share] * p + [1] * others)
-    leader = share + min(2, others)
-    out = loads(plan("single-broadcast", n, p), 0)
-    assert out[:p] == pytest.approx([share] * (p - 1) + [leader])
-    assert max(loads(plan("multi-broadcast", n, p), 0)) <= 2
+def test_a_plan_that_is_being_written_is_not_read():
+    board, first, second = Board(), *(Plan(scheme="all-shared", peers=peers(n)) for n in (2, 3))
+    assert board.plan() == Plan()
+    board.publish(first)
+    assert board.plan() == first
+    board.leave_out(first.peers[1])
+    assert [board.is_left_out(peer) for peer in first.peers] == [False, True]
+    place = 8 * 8192 + 40
+    byte = board._memory[place]
+    board.publish(second)
+    written, board._memory[place] = board._memory[place], byte ^ 1
+    assert board.plan() == first
+    board._memory[place] = written
+    assert board.plan() == second
+    assert not board.is_left_out(second.peers[1])
+
+
+# -- costs ----------------------------------------------------------------------------------------
+
+ALIKE = Measured(
+    samples_per_s=(100.0,) * 4,
+    sample_s=0.01,
+    wanted_per_s=1000.0,
+    sample_bytes=1e5,
+    bytes_per_s=1e9,
+)
+
+
+def like(**more):
+    return replace(ALIKE, **more)
 
 
 def test_peak_in_closed_form():
-    slow_decode = measured([100] * 4)
-    assert peak(plan("self", 4), slow_decode) == 100
-    assert peak(plan("all-shared", 4), slow_decode) == 400
-    assert peak(plan("multi-broadcast", 4, 2), slow_decode) == 200
-    slow_network = measured([1000] * 4, bytes_per_s=15e6, latency_s=0)
-    assert peak(plan("all-shared", 4), slow_network) == pytest.approx(100 * 4 / 3)
-    far = measured([1e6] * 2, bytes_per_s=1e15, latency_s=0.1, num_lanes=2)
-    assert peak(plan("all-shared", 2), far) == pytest.approx(2 * 16 / 0.1 * 2)
+    everyone = (0, 1, 2, 3)
+    assert peak("local", everyone, ALIKE) == 100
+    assert peak("all-shared", everyone, ALIKE) == 400
+    assert peak("multi-broadcast", (0, 1), ALIKE) == 200
+    assert peak("single-broadcast", (0,), ALIKE) == 100
+    slow = like(bytes_per_s=1.5e7)  # 150 samples/s
+    assert peak("all-shared", everyone, slow) == 150 / (3 / 4)
+    assert peak("multi-broadcast", (0, 1), slow) == 150 * 2 / 3
+    assert peak("single-broadcast", (0,), slow) == 150 / 3
+    unlike = like(samples_per_s=(100.0, 100.0, 100.0, 10.0))
+    assert peak("all-shared", everyone, unlike) == 40
+    assert peak("multi-broadcast", (0, 1, 2), unlike) == 300
 
 
 @pytest.mark.parametrize(
-    ("situation", "scheme", "p"),
+    ("measured", "scheme", "makers"),
     [
-        (measured([1000] * 4, bytes_per_s=15e6), "self", None),
-        (measured([100] * 4), "all-shared", None),
-        (measured([1000] * 4, latency_s=1.0), "self", None),
-        (measured([1000, 1000, 10, 10, 10]), "multi-broadcast", 2),
-        (measured([1000, 10]), "multi-broadcast", 1),
-        (measured([100]), "all-shared", None),
+        (ALIKE, "all-shared", (0, 1, 2, 3)),  # needed for its speed
+        (like(wanted_per_s=50.0), "all-shared", (0, 1, 2, 3)),  # saves preprocessing
+        (like(wanted_per_s=50.0, bytes_per_s=5e6), "local", (0, 1, 2, 3)),  # sending costs more
+        (like(bytes_per_s=5e6), "local", (0, 1, 2, 3)),  # the network is too slow
+        (like(samples_per_s=(100.0, 1.0, 100.0, 100.0)), "multi-broadcast", (0, 2, 3)),
     ],
 )
-def test_choice(situation, scheme, p):
-    choice = choose(situation)
-    assert choice.plan.scheme == scheme
-    assert p is None or choice.plan.num_preprocessor_nodes == p
-    assert choice.plan.version == 1
-    assert f"{scheme} {choice.peak_samples_per_s:.0f}" in choice.reason
-
-
-rates = st.floats(1, 1e6)
+def test_choice(measured, scheme, makers):
+    choice = choose(measured)
+    assert (choice.scheme, choice.makers) == (scheme, makers)
 
 
 @given(
-    st.lists(rates, min_size=1, max_size=6),
-    st.floats(1e5, 1e11),
-    st.floats(1, 1e7),
-    st.floats(0, 1),
+    st.lists(st.floats(1, 1e4), min_size=2, max_size=6),
+    st.floats(1e-4, 1),
+    st.floats(1, 1e5),
+    st.floats(1e4, 1e10),
 )
-def test_choice_is_about_the_fastest_and_never_slower_than_alone(
-    samples_per_s, bytes_per_s, sample_bytes, latency_s
-):
-    situation = measured(
-        samples_per_s, bytes_per_s=bytes_per_s, sample_bytes=sample_bytes, latency_s=latency_s
+def test_what_is_chosen_feeds_trials_as_well_as_each_for_itself(rates, sample_s, wanted, link):
+    measured = Measured(
+        samples_per_s=tuple(rates),
+        sample_s=sample_s,
+        wanted_per_s=wanted,
+        sample_bytes=1e5,
+        bytes_per_s=link,
     )
-    best = max(peak(plan, situation) for plan in plans(len(samples_per_s)))
-    assert choose(situation).peak_samples_per_s >= 0.95 * best >= 0.95 * min(samples_per_s)
+    choice = choose(measured)
+    alone = min(min(rates), wanted)
+    assert peak(choice.scheme, choice.makers, measured) >= 0.9 * alone
+    again = choose(measured, (choice.scheme, choice.makers))
+    assert (again.scheme, again.makers) == (choice.scheme, choice.makers)
 
 
-def test_reports_are_summed_up_by_the_slowest():
-    def report(rate, bytes_per_s, latency_s):
-        return Report(
-            samples_per_s=rate,
-            sample_bytes=10.0,
-            chunk_samples=16,
-            bytes_per_s=bytes_per_s,
-            latency_s=latency_s,
-        )
-
-    exchange = config(num_nodes=3)
-    told = summary([report(5.0, 100.0, 0.1), report(7.0, 0.0, 0.2)], exchange)
-    assert (told.samples_per_s, told.bytes_per_s, told.latency_s) == ((5.0, 7.0, 5.0), 100.0, 0.2)
-    assert summary([report(5.0, 0.0, 0.1)], exchange) is None
+# -- the driver's part ----------------------------------------------------------------------------
 
 
-# What travels
+class Agents(dict):
+    """What agents were told last."""
+
+    def tell(self, agent, message):
+        self.setdefault(agent, []).append(message)
 
 
-def test_frames_are_refused_from_whom_does_not_know_the_secret_or_the_data():
-    ours, others = Sealer(b"secret", b"data"), [Sealer(b"public", b"data"), Sealer(b"secret", b"")]
-    frame = Frame(kind=Kind.CHUNK, status=Status.GIVEN, numbers=(0, -5, 2**62, 1, 2, 3, 4, 8))
-    packed = ours.pack(frame)
-    assert len(packed) == FRAME_BYTES
-    assert ours.unpack(packed) == frame
-    for other in others:
-        assert other.store_prefix() != ours.store_prefix()
-        assert other.digest(b"bytes") != ours.digest(b"bytes")
-        with pytest.raises(ProtocolError, match="secret"):
-            other.unpack(packed)
+def joined(exchange, count):
+    agents = Agents()
+    sharing = ChunkSharing(exchange, agents.tell)
+    for peer in peers(count):
+        sharing.joined(peer.agent)
+    return sharing, agents
 
 
-@given(st.integers(0, FRAME_BYTES - 1), st.integers(1, 255))
-def test_changed_frames_are_refused(place, flip):
-    sealer = Sealer(b"secret")
-    packed = bytearray(sealer.pack(Frame(kind=Kind.SIZE, numbers=(1, 2, 3))))
-    packed[place] ^= flip
-    with pytest.raises(ProtocolError):
-        sealer.unpack(bytes(packed))
+def report(agent, **more):
+    values = {
+        "agent": agent,
+        "preprocessed": 1000,
+        "consumed": 4000,
+        "busy_s": 10.0,
+        "num_most": 4,
+        "num_received": 1000,
+        "received_bytes": 10**8,
+        "link_bytes_per_s": 1e9,
+        "use": PipelineUse(active_s=10.0, starved_s=5.0),
+    }
+    return PipelineReport(**{**values, **more})
 
 
-# What users say
+def test_a_node_alone_shares_with_nobody():
+    assert joined("auto", 1)[1] == {}
+    assert joined("local", 3)[1] == {}
 
 
-def config(**options):
-    options = {"node": 0, "num_nodes": 2, "host": "127.0.0.1", "port": 1, **options}
-    return ExchangeConfig(secret=b"x" * 32, **options)
+def test_all_nodes_know_of_each_other_while_they_are_there():
+    sharing, agents = joined("all-shared", 3)
+    assert agents == {f"a{n}": [ShareChunks()] for n in range(3)}
+    for peer in peers(3):
+        sharing.ready(peer)
+    plan = Plan(scheme="all-shared", peers=peers(3))
+    assert [told[-1] for told in agents.values()] == [plan] * 3
+    sharing.left("a1")
+    left = Plan(scheme="all-shared", peers=(peers(3)[0], peers(3)[2]))
+    assert [agents[name][-1] for name in ("a0", "a2")] == [left] * 2
+    assert agents["a1"][-1] == plan
+    moved = Peer(agent="a0", host="10.0.0.1", port=77)  # its process was started again
+    sharing.ready(moved)
+    assert agents["a2"][-1] == Plan(scheme="all-shared", peers=(moved, peers(3)[2]))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"node": 2}, "`node` .* is 2, but must be from 0 to 1"),
-        ({"scheme": "some"}, "`scheme` .* is 'some', but must be auto or of"),
-        ({"scheme": "multi-broadcast"}, "`num_preprocessor_nodes` .* None, .* from 1 to 2"),
-        ({"num_preprocessor_nodes": 1}, "`num_preprocessor_nodes` .* None for 'auto'"),
-        ({"fetch_timeout_s": 0}, "`fetch_timeout_s` .* is 0, but must be > 0"),
-    ],
-)
-def test_config_says_what_is_wrong(options, message):
-    with pytest.raises(FleetConfigError, match=message):
-        config(**options)
+def test_a_broadcast_that_is_wanted_is_that_of_half_of_the_nodes():
+    sharing, agents = joined("multi-broadcast", 3)
+    for peer in peers(3):
+        sharing.ready(peer)
+    assert agents["a2"][-1].makers == {"a0", "a1"}
 
 
-def test_secret_is_not_shown():
-    assert "xxx" not in repr(config())
+def test_the_scheme_changes_when_the_rates_are_known_and_only_then():
+    sharing, agents = joined("auto", 2)
+    for peer in peers(2):
+        sharing.ready(peer)
+    assert agents["a0"][-1].scheme == "all-shared"
+    slow = {"link_bytes_per_s": 1e6}
+    sharing.reported({"a0": report("a0", **slow)})
+    assert agents["a0"][-1].scheme == "all-shared"
+    sharing.reported({name: report(name, **slow) for name in ("a0", "a1")})
+    assert [agents[name][-1].scheme for name in ("a0", "a1")] == ["local"] * 2
+    assert "local, peak(2)" in sharing.reason
+
+
+def test_rates_are_those_of_reports():
+    idle = report("a1", preprocessed=0, busy_s=0.0, num_received=0, received_bytes=0, num_most=2)
+    measured = measured_of([report("a0"), idle])
+    assert measured.samples_per_s == (400.0, 200.0)
+    assert measured.sample_s == 0.01
+    assert math.isclose(measured.wanted_per_s, 2000 / 5)
+    assert measured.sample_bytes == 1e5
+    assert measured_of([idle, idle]) is None
+
+
+def test_a_scheme_that_there_is_not():
+    with pytest.raises(FleetConfigError, match="exchange"):
+        SharedPipeline(train=[1, 2, 3], exchange="all")

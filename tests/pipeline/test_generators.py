@@ -108,7 +108,7 @@ def test_own_generators_are_seeded_for_each_sample(kind: str) -> None:
 @pytest.mark.parametrize("dataset", [Images, Shifted])
 @pytest.mark.parametrize("kind", KINDS)
 def test_transforms_with_own_generators_may_be_split(kind: str, dataset: Any) -> None:
-    parts = SharedPipeline(train=dataset(KINDS[kind]()), seed=5)
+    parts = SharedPipeline(train=dataset(KINDS[kind]()), seed=5, split=True)
     whole = SharedPipeline(train=dataset(KINDS[kind]()), seed=5, split=False)
     wanted = read_by_processes(whole)
     assert wanted[0] == wanted[2] != wanted[1]

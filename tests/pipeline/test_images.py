@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 import optuna_fleet
 from optuna_fleet.pipeline import images
-from optuna_fleet.pipeline.images import RandomResizedCrop, read_image
+from optuna_fleet.pipeline.crops import RandomResizedCrop
+from optuna_fleet.pipeline.images import read_image
 
 FORMATS = [
     ("JPEG", {"quality": 90}),
@@ -221,104 +221,3 @@ def test_public_names_are_lazy():
     assert optuna_fleet.RandomResizedCrop is RandomResizedCrop
     with pytest.raises(AttributeError, match="no attribute 'read_picture'"):
         _ = optuna_fleet.read_picture
-
-
-# -- RandomResizedCrop ----------------------------------------------------------------------------
-
-SIZES = [(375, 500), (64, 97), (64, 2000), (2000, 64), (3, 5), (1, 1)]
-
-
-@pytest.mark.parametrize(("height", "width"), SIZES)
-@pytest.mark.parametrize(
-    "arguments", [{}, {"scale": (0.5, 0.6)}, {"scale": (0.9, 1.0), "ratio": (1.9, 2.0)}]
-)
-def test_draws_torchvisions_crops(height, width, arguments):
-    theirs, ours = v2.RandomResizedCrop(16, **arguments), RandomResizedCrop(16, **arguments)
-    empty = torch.empty(3, height, width)
-    for seed in range(200):
-        torch.manual_seed(seed)
-        wanted = theirs.make_params([empty])
-        state = torch.get_rng_state()
-        torch.manual_seed(seed)
-        box = ours.draw(height, width)
-        assert box == tuple(wanted[side] for side in ("top", "left", "height", "width"))
-        assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.usefixtures("decoder")
-@pytest.mark.parametrize("size", [24, (24,), (20, 31)])
-def test_pixels_of_torchvision(size):
-    data = encoded(photograph())
-    image = read_image(data)
-    theirs, ours = v2.RandomResizedCrop(size), RandomResizedCrop(size)
-    exact = RandomResizedCrop(size, scaled_decoding=False)
-    for seed in range(30):
-        crops = []
-        inputs = [image, image.contiguous(), image.float(), Image.open(io.BytesIO(data))]
-        for crop, given in [*((theirs, i) for i in inputs), *((ours, i) for i in inputs)]:
-            torch.manual_seed(seed)
-            crops.append(crop(given))
-        for wanted, got in zip(crops[:3], crops[4:7], strict=True):
-            assert torch.equal(wanted, got)
-        assert crops[3].tobytes() == crops[7].tobytes()
-        torch.manual_seed(seed)
-        assert torch.equal(exact(data), crops[0])
-
-
-def test_tv_tensors_stay_what_they_are():
-    image = tv_tensors.Image(read_image(encoded(photograph())))
-    torch.manual_seed(0)
-    wanted = v2.RandomResizedCrop(16)(image)
-    torch.manual_seed(0)
-    got = RandomResizedCrop(16)(image)
-    assert type(got) is tv_tensors.Image
-    assert torch.equal(got, wanted)
-
-
-@pytest.mark.usefixtures("decoder")
-@pytest.mark.parametrize(("width", "height"), [(400, 300), (303, 401), (640, 200)])
-def test_scaled_decoding_gives_nearly_the_same_picture(width, height, monkeypatch):
-    data = encoded(photograph(width, height))
-    decoded = []
-    decode = images._decode
-
-    def spy(*args, **kwargs):
-        decoded.append(decode(*args, **kwargs))
-        assert tuple(decoded[-1].shape[1:]) == kwargs["min_size"]
-        return decoded[-1]
-
-    monkeypatch.setattr(images, "_decode", spy)
-    scaled, exact = RandomResizedCrop(32), RandomResizedCrop(32, scaled_decoding=False)
-    for seed in range(30):
-        torch.manual_seed(seed)
-        got = scaled(data)
-        state = torch.get_rng_state()
-        torch.manual_seed(seed)
-        wanted = exact(data)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert got.shape == wanted.shape == (3, 32, 32)
-        assert (got.float() - wanted.float()).abs().mean() < 8
-    shapes = {tuple(image.shape[1:]) for image in decoded}
-    assert len(shapes) > 2
-    assert shapes <= {(-(-height * k // 8), -(-width * k // 8)) for k in (1, 2, 4, 8)}
-
-
-def test_scale_is_chosen_by_the_crop():
-    crop = RandomResizedCrop((10, 20))
-    boxes = [(80, 160), (79, 400), (40, 80), (20, 40), (19, 40), (20, 39), (400, 30)]
-    assert [crop._eighths((0, 0, h, w)) for h, w in boxes] == [1, 2, 2, 4, 8, 8, 8]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"size": 0}, "`size` is 0"),
-        ({"size": (1, 2, 3)}, "`size` is"),
-        ({"size": 8.0}, "`size` is 8.0"),
-        ({"size": 8, "scale": (0.0, 1.0)}, "`scale` is"),
-        ({"size": 8, "ratio": (2.0, 1.0)}, "`ratio` is"),
-    ],
-)
-def test_arguments_that_can_not_work(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        RandomResizedCrop(**arguments)

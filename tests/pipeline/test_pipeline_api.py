@@ -7,15 +7,15 @@ import pytest
 import torch
 from pipeline_datasets import Counted, Ragged
 from pipeline_harness import Agent, serving
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, IterableDataset
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.pipeline import SharedPipeline, default_preprocessors
 from optuna_fleet.pipeline.limits import default_chunk_bytes, default_memory_bytes
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError, ChunkProduced
 from optuna_fleet.pipeline.preprocessor import payload
-from optuna_fleet.pipeline.reader.batches import shard
 from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.reader.plan import shard
 from optuna_fleet.pipeline.spec import ChunkKey, choose_chunk_size
 from optuna_fleet.pipeline.wire import encode
 
@@ -103,7 +103,11 @@ def test_names_that_tell(name):
         ),
         ({"train": [1], "drop_last": True}, r"given to trial.batches\(name, drop_last=True\)"),
         ({"train": [1], "num_workers": 4}, "`num_workers` is no option.*`num_preprocessors` is"),
-        ({"train": [1], "sampler": RandomSampler([1])}, "`sampler` is no option.*Subset"),
+        (
+            {"train": [1], "batch_sampler": BatchSampler([1], 1, False)},
+            "`batch_sampler` is no option.*single indices",
+        ),
+        ({"train": [1], "worker_init_fn": print}, "`worker_init_fn` is no .*__setstate__.*each"),
         ({"train": [1], "val": None}, "`val` is no option.*None is none"),
         ({"train": [1], "rate": 3}, "`rate` is no option.*and 3 is none"),
         ({"train": "folder"}, "`train` is no option.* 'folder' is none"),
@@ -243,7 +247,9 @@ def test_news_of_the_largest_chunk_fits_into_a_packet():
     indices = range(2**31 - size, 2**31)
     done = ChunkProduced(
         key=ChunkKey("train", 10**6, 10**6),
+        nbytes=1 << 60,
         num_samples=size,
+        num_made=size,
         busy_s=1 / 3,
         stored=tuple((index, (1 << 40) + index, 1 << 20) for index in indices),
         skipped=tuple(indices),
@@ -256,6 +262,6 @@ def test_defaults_fit_the_machine():
     assert [default_preprocessors(c, cpu_slots=True) for c in (1, 8)] == [1, 2]
     assert [default_preprocessors(c, cpu_slots=False) for c in (1, 8, 64)] == [1, 4, 16]
     assert 1 << 20 < default_memory_bytes() < 1 << 45
-    assert default_chunk_bytes(10 << 30, 10_000) == 20 << 20
-    assert default_chunk_bytes(1 << 20, 10_000) == 64 << 10
-    assert default_chunk_bytes(64 << 30, 1024) == 64 << 20
+    assert default_chunk_bytes(10 << 30) == 20 << 20
+    assert default_chunk_bytes(1 << 20) == 64 << 10
+    assert default_chunk_bytes(1 << 10) == 4096

@@ -1,8 +1,6 @@
 import collections
 import datetime
 import gc
-import mmap
-import os
 import pickle
 from typing import Any
 
@@ -19,8 +17,13 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from optuna_fleet.pipeline.chunks import columns, memory_files, pickling
 from optuna_fleet.pipeline.chunks.columns import without_images
-from optuna_fleet.pipeline.chunks.layout import DenseHeader, ObjectHeader, write_chunk
-from optuna_fleet.pipeline.chunks.memory_files import HugePages
+from optuna_fleet.pipeline.chunks.layout import (
+    ChunkWriter,
+    DenseHeader,
+    ObjectHeader,
+    OutgrownError,
+    write_chunk,
+)
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.chunks.view import ChunkView, cut_batch
 
@@ -123,16 +126,6 @@ def test_batches_are_aligned_wherever_they_begin():
             assert tensor.data_ptr() % 64 == 0
 
 
-def test_no_value_leaks_between_mappings_of_one_file():
-    fd = write_chunk([torch.zeros(4096)] * 4, collated_by_user=False)
-    first, second = ChunkView(os.dup(fd)), ChunkView(os.dup(fd))
-    cut_batch([(first, 0, 4)], None).add_(1)
-    assert not cut_batch([(second, 0, 4)], None).any()
-    with pytest.raises(PermissionError):
-        os.pwrite(fd, b"x", 0)
-    os.close(fd)
-
-
 def test_kept_batch_outlives_its_chunk():
     batch = cut_batch([(view([torch.arange(1000)] * 4), 0, 4)], None)
     gc.collect()
@@ -219,16 +212,29 @@ def test_default_collate_of_any_leaf(leaf, count):
 def test_samples_of_unlike_shape_are_views_that_one_may_write_to():
     samples = [{"x": torch.ones(i, 3), "a": np.ones(i), "none": None} for i in range(1, 5)]
     samples[0]["a"].flags.writeable = False
-    fd = write_chunk(samples, collated_by_user=True)
-    first, second = ChunkView(os.dup(fd)), ChunkView(fd)
-    for sample in first.samples(0, 4):
+    chunk = view(samples, collated_by_user=True)
+    for sample in chunk.samples(0, 4):
         for address in (sample["x"].data_ptr(), sample["a"].ctypes.data):
             assert address % 64 == 0
         sample["x"].zero_()
         sample["a"][:] = 0
-    # What one has written is seen through its mapping, so there is no copy; and only there.
-    assert not any(sample["x"].any() or sample["a"].any() for sample in first.samples(0, 4))
-    assert bits(second.samples(0, 4)) == bits(samples)
+    # What was written is seen when they are read again, so there is no copy.
+    assert not any(sample["x"].any() or sample["a"].any() for sample in chunk.samples(0, 4))
+
+
+def test_a_view_knows_whether_it_is_used():
+    for by_user in (False, True):
+        written = view([torch.arange(8)] * 4, collated_by_user=by_user).memory
+        memory = room(written.nbytes)
+        memory[:] = written
+        chunk = ChunkView(np.frombuffer(memory, np.uint8))
+        batch = cut_batch([(chunk, 1, 3)], list if by_user else None)
+        part = batch[1][2:]
+        del batch
+        assert chunk.is_used()
+        assert cut_batch([(chunk, 0, 1)], list if by_user else None)[0].tolist() == list(range(8))
+        del part
+        assert not chunk.is_used()
 
 
 def test_kept_sample_outlives_its_chunk():
@@ -257,116 +263,51 @@ def test_object_of_main_beside_arrays():
     assert bits([ones, array, got.x]) == bits([sample[0], sample[1], item.x])
 
 
-HUGE = memory_files.HUGE_PAGE
-LARGE = 2 * HUGE + 70_000
-
-
-@pytest.mark.parametrize("has_huge_pages", [True, False])
-@pytest.mark.parametrize("by_user", [True, False])
-def test_large_chunks_with_and_without_huge_pages(monkeypatch, has_huge_pages, by_user):
-    monkeypatch.setattr(memory_files, "_MADV_COLLAPSE", 25 if has_huge_pages else 12345)
-    pages = HugePages(memory_files.LONG_PATIENCE_S)
-    monkeypatch.setitem(memory_files._huge_pages, True, pages)
-    samples = [torch.randint(0, 255, (LARGE // 3,), dtype=torch.uint8) for _ in range(3)]
-    fd = write_chunk(samples, collated_by_user=by_user, read_often=True)
-    with pytest.raises(PermissionError):
-        os.pwrite(fd, b"x", 0)
-    chunk = ChunkView(os.dup(fd))
-    if not has_huge_pages:
-        assert not pages.wanted()
-    cut_batch([(chunk, 0, 3)], torch.stack if by_user else None).zero_()
-    assert bits(ChunkView(fd).samples(0, 3)) == bits(samples)
-
-
-@pytest.mark.parametrize(
-    ("content", "whole"),
-    [(100, 100), (HUGE - 1, HUGE), (HUGE + 1, HUGE + 1), (5 * HUGE - 9, 5 * HUGE)],
-)
-def test_no_more_than_an_eighth_is_wasted_on_huge_pages(content: int, whole: int) -> None:
-    assert memory_files.file_bytes(content) == whole
-    fd = memory_files.sealed_file_of([bytes(content)])
-    assert os.fstat(fd).st_size in (content, whole)
-    assert bytes(memory_files.map_privately(fd)[:content]) == bytes(content)
-    os.close(fd)
-
-
-def test_huge_pages_that_are_slow_to_come_are_asked_for_less_and_less() -> None:
-    pages = HugePages(patience_s=0.01)
-    tries = []
-    for file in range(100):
-        if pages.wanted():
-            tries.append(file)
-            pages.took(1.0, 3)
-    assert tries == [0, 2, 5, 10, 19, 36, 69]
-    while not pages.wanted():
-        pass
-    pages.took(1e-6, 3)
-    assert all(pages.wanted() for _ in range(10))
-
-
-def test_more_pieces_than_one_system_call_takes():
-    samples = [torch.full((3000,), i) for i in range(1500)]
-    assert_same(cut_batch([(view(samples), 0, 1500)], None), torch.stack(samples))
-
-
 def test_write_that_is_cut_short_goes_on(monkeypatch):
-    whole = os.writev
-    monkeypatch.setattr(os, "writev", lambda fd, parts: whole(fd, [parts[0][:1000]]))
-    samples = [torch.full((3000,), i) for i in range(5)]
-    assert_same(cut_batch([(view(samples), 0, 5)], None), torch.stack(samples))
-
-
-def test_file_filled_by_its_mapping_is_sealed_too():
-    content = os.urandom(5000)
-
-    def fill(memory: mmap.mmap) -> None:
-        memory[:] = content
-
-    fd = memory_files.sealed_file(len(content), fill)
+    whole = memory_files.os.writev
+    monkeypatch.setattr(memory_files.os, "writev", lambda fd, parts: whole(fd, [parts[0][:1000]]))
+    pieces = [bytes([i]) * 3000 for i in range(5)]
+    fd = memory_files.sealed_file_of(pieces)
+    assert bytes(memory_files.map_privately(fd)) == b"".join(pieces)
     with pytest.raises(PermissionError):
-        os.pwrite(fd, b"x", 0)
-    assert bytes(memory_files.map_privately(fd)) == content
-    os.close(fd)
+        memory_files.os.pwrite(fd, b"x", 0)
+    memory_files.os.close(fd)
 
 
-def test_mappings_begin_where_huge_pages_do():
-    fd = memory_files.sealed_file_of([b"some"])
-    mapped = [memory_files.map_privately(fd) for _ in range(3)]
-    os.close(fd)
-    assert not any(np.asarray(memory).ctypes.data % memory_files.HUGE_PAGE for memory in mapped)
+def room(nbytes: int) -> memoryview:
+    memory = np.empty(nbytes + 64, np.uint8)
+    return memory[-memory.ctypes.data % 64 :][:nbytes].data
 
 
-def resident(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's memory that this process has mapped already."""
-    first = tensor.data_ptr() // mmap.PAGESIZE
-    pages = -(-tensor.nbytes // mmap.PAGESIZE)
-    entries = np.fromfile("/proc/self/pagemap", np.uint64, pages, offset=8 * first)
-    return int((entries >> np.uint64(63)).sum()) * mmap.PAGESIZE
+@pytest.mark.parametrize("odd", [torch.ones(9), "text", (torch.ones(90), 1)])
+def test_what_turns_out_unlike_the_first_changes_nothing_of_it(odd):
+    samples = [(torch.full((3000,), i), i, f"{i}", np.float32(i)) for i in range(3)]
+    writer = ChunkWriter(memory := room(1 << 17), 5, collated_by_user=False)
+    for sample in [*samples, odd, samples[0]]:
+        writer.add(sample)
+    writer.finish(is_finished=True)
+    chunk = ChunkView(np.frombuffer(memory, np.uint8))
+    assert bits(chunk.samples(0, 5)) == bits([*samples, odd, samples[0]])
 
 
-def test_a_batch_is_mapped_as_it_is_cut() -> None:
-    samples = [torch.full((40_000,), i, dtype=torch.uint8) for i in range(8)]
-    (cut,) = view(samples).columns(2, 6)
-    assert resident(cut) >= cut.nbytes
-    assert_same(cut, torch.stack(samples[2:6]))
+@pytest.mark.parametrize("by_user", [False, True])
+def test_what_does_not_fit_tells_what_it_takes(by_user):
+    samples = [(torch.full((3000,), i), f"name {i}" * i) for i in range(9)]
 
+    def write(nbytes: int) -> int:
+        writer = ChunkWriter(room(nbytes), 9, collated_by_user=by_user)
+        for sample in samples:
+            writer.add(sample)
+        return writer.finish(is_finished=True)
 
-def test_mappings_are_given_back():
-    def mapped() -> int:
-        with open("/proc/self/maps") as lines:
-            return sum("optuna-fleet-chunk" in line for line in lines)
-
-    gc.collect()
-    before = mapped()
-    chunk = view([torch.zeros(1000)] * 3)
-    batch = cut_batch([(chunk, 0, 3)], None)
-    assert mapped() == before + 1
-    del chunk
-    gc.collect()
-    assert mapped() == before + 1
-    del batch
-    gc.collect()
-    assert mapped() == before
+    with pytest.raises(OutgrownError) as caught:
+        write(100_000)
+    while True:  # the header is known in the end
+        try:
+            assert write(caught.value.nbytes) == caught.value.nbytes
+            break
+        except OutgrownError as error:
+            caught.value.nbytes = error.nbytes
 
 
 def test_ragged_samples_come_one_by_one():

@@ -15,8 +15,10 @@ from torch.utils.data import Dataset
 from optuna_fleet import FleetExecutor
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.chunks.extents import Extents
 from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.server.allocator import PAGE, Space
 from optuna_fleet.pipeline.server.instructions import Drop
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.spec import ChunkKey
@@ -167,11 +169,10 @@ def test_who_stands_still_does_not_hold_the_stream() -> None:
 
 def store_with(*chunks: tuple[int, int]) -> ChunkStore:
     """A store that is full of these chunks (epoch, number) and one of fixed data."""
-    store = ChunkStore(
-        memory_bytes=len(chunks) + 1, max_chunks=100, window=0, fixed=["val"], rolling=True
-    )
+    extents = Extents(memory_bytes=(len(chunks) + 1) * PAGE, disk_begin=1 << 40, disk_bytes=0)
+    store = ChunkStore(Space(extents), window=0, fixed=["val"], rolling=True)
     for name in ("train", "val"):
-        store.set_size(name, num_chunks=4, chunk_bytes=1)
+        store.set_size(name, num_samples=4, chunk_size=1, chunk_bytes=PAGE)
     for key in (ChunkKey("val", 0, 0), *(ChunkKey("train", *place) for place in chunks)):
         store.open_pass("filler", key.name, key.epoch, key.chunk)
         store.request("filler", key.chunk, urgent=True)
@@ -214,8 +215,8 @@ def test_the_head_never_goes_back() -> None:
     assert store.head("train") == (0, 3)
     store.close_pass("leader")  # its process died
     assert store.head("train") == (0, 3)
-    store.open_pass("exchange", "train", 5, 2 * 4)  # reads chunks, but no epoch
-    store.move("exchange", 2 * 4)
+    store.open_pass("beyond", "train", 5, 2 * 4)  # reads chunks, but no epoch
+    store.move("beyond", 2 * 4)
     assert store.head("train") == (0, 3)
     store.close_pass("follower", 4)
     assert store.head("train") == (1, 0)

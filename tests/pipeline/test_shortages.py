@@ -1,14 +1,11 @@
 """What runs short on a machine (processes, descriptors, memory) costs time, not the node."""
 
-import errno
-
 import optuna
 import pytest
 import torch
 from pipeline_datasets import Counted
 
 from optuna_fleet import FleetError, FleetExecutor, SharedPipeline
-from optuna_fleet.pipeline.chunks import view
 from tests.nursery import FIRST
 
 _FAILING = """
@@ -32,9 +29,7 @@ if {fork}:
 if {pidfd_open}:
     os.pidfd_open = failing(os.pidfd_open, {pidfd_open}, errno.EMFILE, skipped=1)
 
-plain = socket.send_fds
-with_descriptor = failing(plain, {send}, {errno})
-socket.send_fds = lambda sock, data, fds: (with_descriptor if fds else plain)(sock, data, fds)
+socket.send_fds = failing(socket.send_fds, {send}, {errno})
 """
 
 
@@ -85,13 +80,3 @@ def test_a_fleet_goes_on_when_there_is_enough_again(short, call):
     with FleetExecutor(SharedPipeline(train=Counted(100)), devices=2, device_type="cpu") as fleet:
         study.optimize(objective, n_trials=3, executor=fleet)
     assert [trial.value for trial in study.trials] == [100.0] * 3
-
-
-def test_too_many_mappings_are_not_taken_for_too_many_files(monkeypatch):
-    def full(fd):
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    with SharedPipeline(train=Counted(100), num_preprocessors=1) as pipeline:
-        monkeypatch.setattr(view, "map_privately", full)
-        with pytest.raises(FleetError, match=r"vm.max_map_count.*x\.clone"):
-            indices(pipeline)

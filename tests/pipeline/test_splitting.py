@@ -14,14 +14,14 @@ from torch import nn
 from torch.utils.data import ConcatDataset, Subset, default_collate
 from torchvision import transforms as v1
 from torchvision import tv_tensors
-from torchvision.datasets import VisionDataset
+from torchvision.datasets import FakeData, ImageFolder, VisionDataset
 from torchvision.transforms import v2
 
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.preprocessor.order import seed_sample
-from optuna_fleet.pipeline.preprocessor.splitting import Stages, agrees, split
-from optuna_fleet.pipeline.preprocessor.storable import nbytes, pack, same, through_chunk, unpack
+from optuna_fleet.pipeline.preprocessor.splitting import Stages, agrees, may_split, split
+from optuna_fleet.pipeline.preprocessor.storable import nbytes, pack, same, through_store, unpack
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 NONE = Stages()
@@ -100,10 +100,10 @@ def divided(dataset, stages=NONE, index=0):
     return found
 
 
-def by_way_of_the_store(parts, index, epoch=0, *, pickled=False):
+def by_way_of_the_store(parts, index, epoch=0):
     stored = parts.prepared(index)
-    if parts.has_augment:
-        stored = through_chunk(stored, pickled=pickled)
+    if parts.augment is not None:
+        stored = through_store(stored)
     seeding(index, epoch)()
     return parts.augmented(stored)
 
@@ -111,9 +111,8 @@ def by_way_of_the_store(parts, index, epoch=0, *, pickled=False):
 def assert_same_samples(parts, dataset):
     for index in range(len(dataset)):
         for epoch in range(2):
-            for pickled in (False, True):
-                augmented = by_way_of_the_store(parts, index, epoch, pickled=pickled)
-                assert same(parts.finished(augmented), whole(dataset, index, epoch))
+            augmented = by_way_of_the_store(parts, index, epoch)
+            assert same(parts.finished(augmented), whole(dataset, index, epoch))
         assert agrees(parts, dataset, index, seeding(index))
 
 
@@ -163,7 +162,7 @@ def test_nothing_differs(name):
     compose = v1.Compose if name.startswith("v1") else v2.Compose
     dataset = Pictures(compose(RANDOM[name]))
     parts = divided(dataset)
-    assert parts.has_augment
+    assert parts.augment is not None
     assert_same_samples(parts, dataset)
 
 
@@ -195,9 +194,9 @@ def test_random_part_is_drawn_anew_and_the_rest_is_not():
 def test_the_smallest_is_stored_and_sent(steps, dtype, num_bytes):
     dataset = Pictures(v2.Compose(steps))
     parts = divided(dataset)
-    assert nbytes(parts.prepared(0)[2][0]) == num_bytes
+    assert nbytes(parts.read(0)[0]) == num_bytes
     assert by_way_of_the_store(parts, 0)[0].dtype == dtype
-    assert parts.has_finish == (dtype is torch.uint8)
+    assert (parts.finish is not None) == (dtype is torch.uint8)
     assert_same_samples(parts, dataset)
 
 
@@ -218,7 +217,7 @@ def test_nothing_random(steps, has_finish):
             split(dataset, NONE, index=0, seed=seeding(0))
         return
     parts = divided(dataset)
-    assert (parts.has_augment, parts.has_finish) == (False, has_finish)
+    assert ((parts.augment is not None), (parts.finish is not None)) == (False, has_finish)
     assert_same_samples(parts, dataset)
     sample = parts.prepared(1)
     assert parts.augmented(sample) is sample
@@ -228,7 +227,7 @@ def test_single_transforms_and_pictures_as_results():
     for transform, has_augment in ((v1.ToTensor(), False), (v2.RandomCrop(8), True)):
         dataset = Pictures(transform)
         parts = divided(dataset)
-        assert parts.has_augment == has_augment
+        assert (parts.augment is not None) == has_augment
         assert_same_samples(parts, dataset)
 
 
@@ -239,7 +238,7 @@ def test_single_transforms_and_pictures_as_results():
 def test_batches_are_finished_as_samples_are(name, batch_size):
     dataset = Pictures(v2.Compose(RANDOM[name]))
     parts = divided(dataset)
-    assert parts.has_finish
+    assert parts.finish is not None
     plain = partial(map_leaves, function=without_images)
     batch = default_collate(
         [plain(by_way_of_the_store(parts, index)) for index in range(batch_size)]
@@ -274,7 +273,7 @@ def test_samples_of_any_shape(shape):
         dataset = Shaped(v2.Compose(steps), SHAPES[shape])
         parts = divided(dataset)
         assert_same_samples(parts, dataset)
-        assert parts.has_finish
+        assert parts.finish is not None
 
 
 def test_images_of_unlike_size_and_mode():
@@ -350,7 +349,7 @@ def test_finish_of_a_batch_that_would_take_the_wrong_tensor():
         v2.Compose([v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32)]), star=False
     )
     parts = divided(dataset)
-    assert not parts.has_finish
+    assert not (parts.finish is not None)
     assert_same_samples(parts, dataset)
 
 
@@ -382,6 +381,39 @@ def test_standard_transform_of_torchvision():
     assert whole(dataset, 3)[1] == -3
 
 
+@pytest.mark.parametrize(
+    ("make", "known"),
+    [
+        (lambda: FakeData(8, (3, 20, 20), transform=CALL), True),
+        (lambda: Subset(FakeData(8, (3, 20, 20), transform=CALL), [3, 1]), True),
+        (lambda: ConcatDataset([FakeData(8, (3, 20, 20), transform=CALL)]), True),
+        (lambda: FakeData(8, (3, 20, 20)), False),  # it has no transform
+        (lambda: type("Mine", (FakeData,), {})(8, (3, 20, 20), transform=CALL), False),
+        (lambda: Subset(Pictures(CALL), [3, 1]), False),
+        (lambda: Pictures(CALL), False),
+    ],
+)
+def test_which_data_sets_are_split_by_themselves(make, known):
+    dataset = make()
+    may = [may_split(dataset, NONE, by_itself=by_itself) for by_itself in (None, True, False)]
+    has_transform = type(dataset) is not FakeData or dataset.transform is not None
+    assert may == [known, has_transform, False]
+    assert may_split(dataset, Stages(augment=half), by_itself=False)
+    if known:
+        parts = divided(dataset)
+        assert_same_samples(parts, dataset)
+
+
+def test_images_in_folders(tmp_path):
+    for index in range(6):
+        (tmp_path / str(index % 2)).mkdir(exist_ok=True)
+        picture(index).save(tmp_path / str(index % 2) / f"{index}.png")
+    for steps in (RANDOM["image first"], RANDOM["v1"]):
+        folder = ImageFolder(tmp_path, v2.Compose(steps), target_transform=lambda label: -label)
+        assert may_split(folder, NONE, by_itself=None)
+        assert_same_samples(divided(folder), folder)
+
+
 # -- where there is nothing to split --------------------------------------------------------------
 
 
@@ -400,30 +432,7 @@ class Plain:
 CALL = v2.Compose([*IMAGE, *CROP, *END])
 
 
-def pixels(index):
-    return torch.from_numpy(np.array(picture(index))).permute(2, 0, 1)
-
-
-def with_copy(dataset, index):
-    image = dataset.transform(pixels(index))
-    return image, image.clone()
-
-
-def with_label(dataset, index):
-    image = dataset.transform(pixels(index))
-    return image, float(image.float().mean() > 0.5)
-
-
-def with_own_way_for_tensors(dataset, index):
-    image = dataset.transform(picture(index))
-    return (image, 1) if isinstance(image, torch.Tensor) else (image, 0)
-
-
 NO_PLACE = {
-    # Where nothing random happens to be done to the sample it is tried on, only looking tells.
-    "copy of the result": Plain(with_copy, transform=v2.Compose([v2.RandomErasing(0.0)])),
-    "label from the result": Plain(with_label, transform=v2.Compose([v2.RandomHorizontalFlip()])),
-    "type of the result": Plain(with_own_way_for_tensors, transform=v2.Compose([*IMAGE, *CROP])),
     "no transform": Plain(lambda d, i: picture(i)),
     "transform of the user's": Pictures(lambda image: v2.functional.pil_to_tensor(image)),
     "subclass": Pictures(type("Mine", (v2.Compose,), {})(CROP)),
@@ -495,19 +504,6 @@ def test_odd_samples_do_not_agree():
         parts.prepared(4)
 
 
-def test_samples_whose_own_code_looks_at_the_result_are_odd_too():
-    def odd(dataset, index):
-        if index == 4:
-            return with_label(dataset, index)
-        return dataset.transform(pixels(index)), 0.0
-
-    parts = divided(Plain(odd, transform=v2.Compose([v2.RandomHorizontalFlip()])))
-    with pytest.raises(RuntimeError, match="Sample 4 goes another way") as caught:
-        parts.prepared(4)
-    assert "looks at what the transform gave" in str(caught.value.__cause__)
-    parts.prepared(5)  # that of sample 4 is forgotten
-
-
 def test_a_split_of_another_data_set_does_not_agree():
     parts = divided(Pictures(CALL))
     other = Pictures(CALL, load=lambda index: picture(index + 1))
@@ -545,7 +541,7 @@ def doubled(image_or_batch):
 def test_explicit_stages(stages, has_augment, has_finish):
     dataset = Plain(lambda d, i: picture(i))
     parts = divided(dataset, stages)
-    assert (parts.has_augment, parts.has_finish) == (has_augment, has_finish)
+    assert ((parts.augment is not None), (parts.finish is not None)) == (has_augment, has_finish)
     for index in range(3):
         assert agrees(parts, dataset, index, seeding(index))
         for epoch in range(2):
@@ -559,10 +555,11 @@ def test_explicit_stages(stages, has_augment, has_finish):
 
 def test_explicit_stages_that_are_not_what_they_must_be():
     dataset = Plain(lambda d, i: half(picture(i)))
-    parts = divided(dataset, Stages(prepare=shifted))
-    assert not agrees(parts, dataset, 0, seeding(0))
-    parts = divided(dataset, Stages(augment=shifted, finish=lambda batch: batch - batch.mean()))
-    assert not agrees(parts, dataset, 0, seeding(0))
+    for stages in (
+        Stages(prepare=shifted),
+        Stages(augment=shifted, finish=lambda batch: batch - batch.mean()),
+    ):
+        assert split(dataset, stages, index=0, seed=seeding(0)) is None
 
 
 def test_finish_alone_comes_after_the_split():
@@ -593,8 +590,8 @@ def test_stored_samples_come_back_as_they_were():
         "arrays": (np.arange(6).reshape(2, 3).T, np.array(["a"]), np.array(3.0), np.float16(2)),
         "others": [image, None, b"x", float("nan"), frozenset({1}), np.datetime64("2020-01-01")],
     }
-    for pickled in (False, True):
-        again = unpack(through_chunk(pack(sample, faithful=True), pickled=pickled), copy=False)
+    for copy in (False, True):
+        again = unpack(through_store(pack(sample)), copy=copy)
         assert same(again, sample)
         assert again["others"][0].info == {"note": "kept"}
 
@@ -630,15 +627,19 @@ def test_same_is_strict():
 def test_torchvision_is_not_imported_for_others():
     code = """
 import sys
-from optuna_fleet.pipeline.preprocessor.splitting import Stages, agrees, split
+from functools import partial
+from optuna_fleet.pipeline.preprocessor.order import seed_sample
+from optuna_fleet.pipeline.preprocessor.splitting import Stages, agrees, may_split, split
 assert not {'torch', 'torchvision', 'PIL'} & set(sys.modules), 'at import'
 class Numbers:
     transform = abs
     def __len__(self): return 3
     def __getitem__(self, index): return index
 assert split(Numbers(), Stages(), index=0, seed=int) is None
-parts = split(Numbers(), Stages(augment=float), index=0, seed=int)
-assert agrees(parts, Numbers(), 1, int)
+assert not may_split(Numbers(), Stages(), by_itself=True)
+seed = partial(seed_sample, 0, "train", 0, 0)
+parts = split(Numbers(), Stages(augment=float), index=0, seed=seed)
+assert agrees(parts, Numbers(), 1, seed)
 assert not {'torchvision', 'PIL'} & set(sys.modules), sorted(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -128,7 +128,7 @@ def watched(*pids: int) -> Iterator[Callable[[], None]]:
 
     def wait() -> None:
         for fd in fds:
-            assert select.select([fd], [], [], 60)[0], "a process was left behind"
+            assert select.select([fd], [], [], 240)[0], "a process was left behind"
 
     yield wait
     for fd in fds:
@@ -352,7 +352,7 @@ def test_the_owners_end_is_the_end_of_all(number: signal.Signals) -> None:
     assert owner.stdout is not None
     with watched(*map(int, owner.stdout.readline().split())) as wait:
         owner.send_signal(number)
-        _, errors = owner.communicate(timeout=60)
+        _, errors = owner.communicate(timeout=240)
         wait()
     assert owner.returncode == -number
     assert errors.rstrip().endswith("KeyboardInterrupt" if number == signal.SIGINT else "")

@@ -86,9 +86,9 @@ class Yard:
                 self._handle(key)
                 break
 
-    def _delivered(self, message: object, fd: int | None) -> None:
+    def _delivered(self, message: object) -> None:
         self.now_s += self._chunk_s(len(self.server.preprocessor_pids))
-        self._deliver(message, fd)
+        self._deliver(message)
 
     @property
     def _pool(self) -> Any:

@@ -17,6 +17,7 @@ from optuna_fleet.replay.simulation import Outcome, Simulation
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles
 from optuna_fleet.resources import Device, Fleet
 
+KIND = "test"
 LINEAR = tuple(10.0 * m for m in range(1, 9))
 
 
@@ -76,6 +77,7 @@ def simulate(
     rules: Rules | None = None,
     **more: Any,
 ) -> Outcome:
+    more = {"moves_within_epochs": False, **more}
     more = {"max_restarts": 2**31, "lookahead": len(trials), "rate_spread": math.inf, **more}
     more = {name: value for name, value in more.items() if value is not None}
     simulation = Simulation(
@@ -83,7 +85,7 @@ def simulate(
         trials,
         replace(POLICIES[policy]().rules(), **more) if policy else Policy(**more),
         allocator,
-        believed_profiles(trials, noise=noise, widest=widest),
+        believed_profiles(trials, (KIND,), noise=noise, widest=widest),
         rules or Rules(),
     )
     return simulation.run(iter(changes), until_s)
@@ -91,7 +93,7 @@ def simulate(
 
 def fleet_of(num_devices: int) -> Fleet:
     return Fleet(
-        devices=tuple(Device(index=i, node=i // 4, kind="test") for i in range(num_devices))
+        devices=tuple(Device(index=i, node=i // 4, kind=KIND) for i in range(num_devices))
     )
 
 

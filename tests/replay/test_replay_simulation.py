@@ -191,13 +191,13 @@ def test_utilisation_does_not_favour_fast_models():
 
 def test_what_is_believed_is_wrong_by_the_noise_and_alike_for_alike_trials():
     trials = [trial("a"), trial("b"), trial("a")]
-    exact = believed_profiles(trials)
-    assert exact["a"].rates(8) == LINEAR
-    noisy = believed_profiles(trials, noise=0.3, seed=1)
-    assert list(noisy) == ["a", "b"]
-    assert noisy["a"].rates(8) != noisy["b"].rates(8) != LINEAR
-    assert believed_profiles(trials, noise=0.3, seed=1) == noisy
-    assert believed_profiles(trials, noise=0.3, seed=2) != noisy
+    exact = believed_profiles(trials, ("v",))
+    assert exact["a on v"].rates(8) == LINEAR
+    noisy = believed_profiles(trials, ("v",), noise=0.3, seed=1)
+    assert list(noisy) == ["a on v", "b on v"]
+    assert noisy["a on v"].rates(8) != noisy["b on v"].rates(8) != LINEAR
+    assert believed_profiles(trials, ("v",), noise=0.3, seed=1) == noisy
+    assert believed_profiles(trials, ("v",), noise=0.3, seed=2) != noisy
 
 
 @pytest.mark.parametrize("broken", [{"cost": "none"}, {"seen_at": "never"}])

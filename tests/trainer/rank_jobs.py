@@ -33,6 +33,7 @@ ODD_TYPES = (
 def group(spec: GroupSpec, timeout_s: float = 30.0) -> Iterator[None]:
     groups.join_group(spec, "gloo", timeout_s)
     try:
+        groups.of_first_rank([0])  # nobody leaves while another still connects
         yield
     finally:
         groups.leave_group()
@@ -348,6 +349,7 @@ def resources(spec: GroupSpec, repeats: int) -> list[tuple[int, int, bool]]:
         )
         with group(one):
             dist.barrier()
+        groups.wait_until_left()
         hook = sys.excepthook is sys.__excepthook__
         seen.append((len(os.listdir("/proc/self/fd")), threading.active_count(), hook))
     return seen

@@ -1,5 +1,8 @@
 """The last step of the data: to the device, a batch ahead, and finished there."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torchvision.transforms import v2
@@ -7,34 +10,131 @@ from torchvision.transforms import v2
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.feed import ahead, feed
+from optuna_fleet.trainer.feed import Stage, Staged, ahead, feed
 
 
 def batch(number):
     return Batch(data=torch.full((2,), number), local_size=2, global_size=2)
 
 
-def test_the_next_batch_is_on_its_way_while_one_is_in_use():
-    told = []
+class Copies:
+    """A device that keeps its bytes in a list, and tells what is done, and by which thread."""
 
-    def stage(batch):
-        told.append(("starts", int(batch.data[0])))
-        return lambda: told.append(("arrives", int(batch.data[0]))) or batch.data
+    def __init__(self):
+        self.told = []
+        self.may_pin = threading.Event()
+        self.may_pin.set()
 
+    def pin(self, data):
+        if data[0] == 1:
+            self.may_pin.wait()
+        self.tell("pinned", data)
+        return data.clone()
+
+    def send(self, pinned):
+        self.tell("sent", pinned)
+        return [pinned], pinned[0]
+
+    def take(self, sent, mark):
+        assert sent[0][0] == mark
+        self.tell("taken", sent[0])
+        return sent[0]
+
+    def tell(self, what, data):
+        self.told.append((what, int(data[0]), threading.current_thread().name.split("_")[0]))
+
+
+@pytest.fixture
+def copies():
+    return Copies()
+
+
+@pytest.fixture
+def stage(copies):
+    with ThreadPoolExecutor(1, "staging") as thread:
+        yield Stage(copies, thread)
+        copies.may_pin.set()
+
+
+def test_the_next_batch_is_on_its_way_while_one_is_in_use(stage, copies):
     for _, data in ahead(map(batch, range(3)), stage):
-        told.append(("used", int(data[0])))
-    assert told == [
-        ("starts", 0),
-        ("starts", 1),
-        ("arrives", 0),
-        ("used", 0),
-        ("starts", 2),
-        ("arrives", 1),
-        ("used", 1),
-        ("arrives", 2),
-        ("used", 2),
+        copies.tell("used", data)
+    training = [told for told in copies.told if told[2] == "MainThread"]
+    assert training == [
+        (what, number, "MainThread") for number in range(3) for what in ("taken", "used")
+    ]
+    staging = [told for told in copies.told if told[2] != "MainThread"]
+    assert staging == [
+        (what, number, "staging") for number in range(3) for what in ("pinned", "sent")
     ]
     assert list(ahead([], stage)) == []
+
+
+def test_who_trains_does_not_wait_for_the_next_batch(stage, copies):
+    copies.may_pin.clear()
+    fed = ahead(map(batch, range(3)), stage)
+    assert int(next(fed)[1][0]) == 0
+    assert ("pinned", 1, "staging") not in copies.told
+    copies.may_pin.set()
+    assert [int(data[0]) for _, data in fed] == [1, 2]
+
+
+def test_memory_of_a_batch_is_left_alone_until_it_has_been_read(stage, copies, monkeypatch):
+    """The pipeline uses it again as soon as another batch is asked for."""
+    copies.may_pin.clear()
+    wait = Staged.wait_until_read
+    monkeypatch.setattr(
+        Staged, "wait_until_read", lambda staged: (copies.may_pin.set(), wait(staged))
+    )
+
+    def batches():
+        memory = torch.zeros(2)
+        for number in range(3):
+            yield Batch(data=memory.fill_(number), local_size=2, global_size=2)
+            assert ("pinned", number, "staging") in copies.told
+
+    assert [int(data[0]) for _, data in ahead(batches(), stage)] == [0, 1, 2]
+
+
+def test_who_leaves_early_leaves_nothing_on_its_way(stage, copies):
+    fed = ahead(map(batch, range(3)), stage)
+    next(fed)
+    fed.close()
+    assert [number for what, number, _ in copies.told if what == "pinned"] == [0, 1]
+
+
+def test_who_leaves_while_a_batch_is_read_waits_for_that(stage, copies, monkeypatch):
+    fed, waited = ahead(map(batch, range(3)), stage), []
+    next(fed)
+    monkeypatch.setattr(Staged, "wait_until_read", lambda staged: waited.append(staged))
+    fed.close()
+    assert len(waited) == 1
+
+
+def test_what_goes_wrong_on_the_way_is_raised_where_it_is_taken(stage, copies):
+    def fail(pinned):
+        if pinned[0] == 1:
+            raise RuntimeError("CUDA error")
+        return [pinned], pinned[0]
+
+    copies.send = fail
+    fed = ahead(map(batch, range(3)), stage)
+    next(fed)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        next(fed)
+
+
+def test_several_may_take_what_is_copied_once(stage, copies):
+    staged = stage(torch.full((2,), 7))
+    assert [int(staged.arrive()[0]) for _ in range(3)] == [7, 7, 7]
+    assert [what for what, *_ in copies.told].count("sent") == 1
+
+
+def test_batches_are_finished_where_they_arrive(stage, copies):
+    batches = [Batch(data=torch.full((2,), n), local_size=2, global_size=2) for n in range(2)]
+    batches.append(Batch(data=torch.full((2,), 9), local_size=2, global_size=2, is_finished=True))
+    fed = [data for _, data in ahead(batches, stage, lambda data: data * 0.5)]
+    assert [data.tolist() for data in fed] == [[0, 0], [0.5, 0.5], [9, 9]]
 
 
 class Images:
@@ -62,7 +162,7 @@ def halve(sample):
 
 @pytest.mark.parametrize("finish", [None, halve])
 def test_batches_finished_by_the_trainer_are_those_finished_by_preprocessors(finish):
-    pipeline = SharedPipeline(train=Images(), finish=finish)
+    pipeline = SharedPipeline(train=Images(), split=True, finish=finish)
     deferring = pipeline.spec(finish_on_device=True)
     assert deferring.dataset("train").finish is not None
     client = InlineClient(deferring, pipeline._source(), {})

@@ -13,8 +13,11 @@ import torch
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.trainer import shard_loader
-from optuna_fleet.trainer.shard_loader import EpochPosition, ShardLoader
+from optuna_fleet.trainer.shard_loader import ShardLoader
 from optuna_fleet.trainer.shares import BatchShares
+from optuna_fleet.trainer.stop_line import StopLine
+from optuna_fleet.trainer.totals import Totals
+from optuna_fleet.trainer.within_epoch import EpochPosition, WithinEpoch
 from tests.fleets import small_pipeline
 
 GPU = torch.device("cuda", 0)
@@ -26,7 +29,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seeds: list[int] = []
     batch = Batch(data=None, local_size=1, global_size=2)
     monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
-    monkeypatch.setattr(shard_loader, "feed", lambda *_: iter([(batch, None)] * 3))
+    fed = [(batch, None)] * 3
+    monkeypatch.setattr(shard_loader, "feed", lambda *_: (one for one in fed))
     return seeds
 
 
@@ -43,10 +47,24 @@ def loader_of(
     run = SimpleNamespace(
         measure=False, world_size=world_size, rank=rank, seed=1, number=2, run_id=3
     )
-    session: Any = SimpleNamespace(run=run, send=lambda _: None, num_batches=0, began=0.0)
+    session: Any = SimpleNamespace(
+        run=run, send=lambda _: None, num_batches=0, began=0.0, check=lambda: None, joins=False
+    )
     position = EpochPosition(loop=1, is_inside=True)
     modules: list[torch.nn.Module] = [torch.nn.Identity()]
-    loader = ShardLoader(session, client, device, modules, position, BatchShares(), None)
+    shares = BatchShares()
+    totals = Totals(shares, device, lambda own: [own])
+    steps: Any = SimpleNamespace(num_gradients=0)
+    within = WithinEpoch(
+        position,
+        shares,
+        totals,
+        steps,
+        StopLine,
+        leave=lambda step: False,
+        resume=lambda: (0, False),
+    )
+    loader = ShardLoader(session, client, device, modules, within, shares, None)
     return loader, position
 
 

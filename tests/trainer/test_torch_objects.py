@@ -76,7 +76,8 @@ def through_a_file(path: Path, *objects: Any) -> list[dict[str, Any]]:
         history={},
     )
     owner = Owner(study="sweep", trial=0)
-    checkpoint.save(path, checkpoint.snapshot(content), owner)
+    with path.open("w+b") as file:
+        checkpoint.write(file, checkpoint.snapshot(content), owner)
     return checkpoint.load(path, owner).objects
 
 

@@ -20,6 +20,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.checkpoint import Checkpoint
 from optuna_fleet.trainer.randomness import rng_state, seed_everything, set_rng_state
+from tests.fleets import write_checkpoint
 
 OWNER = Owner(study="sweep", trial=5)
 
@@ -37,7 +38,7 @@ def make(**changes: Any) -> Checkpoint:
 
 
 def save(path: Path, content: Checkpoint) -> None:
-    checkpoint.save(path, checkpoint.snapshot(content), OWNER)
+    write_checkpoint(path, content, OWNER)
 
 
 def draws() -> tuple[float, float, float]:
@@ -133,6 +134,14 @@ def test_a_copy_does_not_follow_the_training() -> None:
     assert copy.content["state"] == {"l": [1.0], "r": b"a"}
 
 
+def test_a_later_step_is_another_position() -> None:
+    before, within, after = (
+        checkpoint.Snapshot(content={"loop": 1, "step": step}, epoch=epoch).position
+        for epoch, step in [(5, None), (5, 3), (6, None)]
+    )
+    assert (1, 5) == before < within < after
+
+
 class FullDisk(io.BytesIO):
     """Takes a kilobyte, then has no space left."""
 
@@ -189,25 +198,22 @@ def test_truncation_is_noticed(tmp_path: Path, length: int) -> None:
 
 
 def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "c"
-    save(path, make(epoch=3))
+    path, other = tmp_path / "folder" / "c", tmp_path / "folder" / "before"
+    save(other, make(epoch=3))
     save(path, make(epoch=4))
-    newest, problems = checkpoint.load_newest(path, OWNER)
+    both = [str(path), str(other)]
+    newest, problems = checkpoint.load_newest(both, OWNER)
     assert newest is not None
     assert (newest.epoch, problems) == (4, [])
     path.write_bytes(path.read_bytes()[:-1])
-    before, problems = checkpoint.load_newest(path, OWNER)
+    before, problems = checkpoint.load_newest(both, OWNER)
     assert before is not None
     assert before.epoch == 3
     assert "torn" in problems[0]
-    path.unlink()  # its writer was killed between two names
-    before, problems = checkpoint.load_newest(path, OWNER)
-    assert before is not None
-    assert (before.epoch, problems) == (3, [])
-    checkpoint_file.previous(path).unlink()
-    nothing, problems = checkpoint.load_newest(path, OWNER)
+    other.unlink()
+    nothing, problems = checkpoint.load_newest(both, OWNER)
     assert nothing is None
-    assert "can't be read" in problems[0]
+    assert "can't be read" in problems[1]
 
 
 def test_other_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +224,7 @@ def test_other_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         save(tmp_path / "no folder" / "c", make())
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint_file, "FORMAT_VERSION", 99)
-        checkpoint_file.write(tmp_path / "new", lambda file: None, owner=OWNER, epoch=0)
+        save(tmp_path / "new", make())
     with pytest.raises(CheckpointError, match="version 99"):
         checkpoint.load(tmp_path / "new", OWNER)
 
@@ -234,9 +240,9 @@ def test_the_checkpoint_of_another_trial_counts_as_damaged(
     tmp_path: Path, owner: Owner, words: str
 ) -> None:
     path = tmp_path / "c"
-    save(path, make(epoch=1))
-    checkpoint.save(path, checkpoint.snapshot(make(epoch=2)), owner)
-    own, problems = checkpoint.load_newest(path, OWNER)
+    save(tmp_path / "before", make(epoch=1))
+    write_checkpoint(path, make(epoch=2), owner)
+    own, problems = checkpoint.load_newest([str(path), str(tmp_path / "before")], OWNER)
     assert own is not None
     assert own.epoch == 1
     assert words in problems[0]
@@ -254,7 +260,7 @@ def test_a_checkpoint_of_other_parameters_counts_as_damaged(
     tmp_path: Path, known: dict[str, Any], words: str | None
 ) -> None:
     save(tmp_path / "c", make(parameters={"depth": 3, "lr": 0.1}))
-    loaded, problems = checkpoint.load_newest(tmp_path / "c", OWNER, known)
+    loaded, problems = checkpoint.load_newest([str(tmp_path / "c")], OWNER, known)
     assert (loaded is None) == (words is not None)
     assert words is None or words in problems[0]
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+
 from optuna_fleet.arguments import check_choice
 from optuna_fleet.executor.cluster.inline import InlineCluster
 from optuna_fleet.executor.cluster.local import LocalCluster
 from optuna_fleet.executor.cluster.protocol import Cluster
+from optuna_fleet.executor.cluster.ray.cluster import RayCluster
+from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 
-CLUSTERS: dict[str, type[Cluster]] = {"local": LocalCluster, "inline": InlineCluster}
+CLUSTERS: dict[str, type[Cluster]] = {
+    "local": LocalCluster,
+    "inline": InlineCluster,
+    "slurm": SlurmCluster,
+    "ray": RayCluster,
+}
 
 
 def cluster_of(given: str | Cluster) -> Cluster:
@@ -19,4 +28,6 @@ def cluster_of(given: str | Cluster) -> Cluster:
     if isinstance(given, Cluster) and not isinstance(given, type):
         return given
     check_choice("cluster", given, CLUSTERS)
+    if given == "local":
+        hint_at_slurm(os.environ)
     return CLUSTERS[str(given)]()

@@ -1,36 +1,76 @@
-"""What an agent is told before it can be told anything."""
+"""What an agent is started with, and what the driver tells it once it has joined."""
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 from optuna_fleet.executor.cluster.shares import cores_set_aside, pipeline_setup
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.spec import PipelineSetup
-from optuna_fleet.resources import Device, Fleet, cpu_count
+from optuna_fleet.resources import Device
+from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.node_messages import AgentJoining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
-    """All an agent needs to know to start; travels over its standard input.
+class AgentOptions:
+    """What an agent is started with.
 
-    The agent removes `private_folder` in the end: it outlives a driver that is killed. A
-    preprocessor that works on one chunk for `stuck_s` seconds is killed.
+    Attributes:
+        invitation: Whom it joins.
+        node: Name of its node.
+        devices: How many it offers; None for all.
+        device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
+        slots_per_device: Trainers on each device.
+        cores: How many cores it may use; None for all that its process may.
+        is_child: The driver has started it, and says what became of it.
+        notice_s: Seconds that the node is left after a SIGTERM; None if that ends the agent.
     """
 
-    node: int
-    host: str
-    port: int
-    secret: bytes = field(repr=False)
+    invitation: Invitation
+    node: str
+    devices: int | None = None
+    device_type: str | None = None
+    slots_per_device: int = 1
+    cores: int | None = None
+    is_child: bool = True
+    notice_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSetup:
+    """The driver's answer to `AgentJoining`: what the node is to be.
+
+    Attributes:
+        devices: Its devices, under their numbers in the fleet.
+        sys_path: Where the script's imports are found.
+        argv: The script's arguments.
+        cwd: The script's working directory.
+        needed: What of these is there on the driver's machine.
+        preload: Modules to import once for all trainers.
+        threads_per_slot: What each trainer may compute with.
+        pipeline: The data; None without.
+        private_folder: What the agent removes in the end, if the driver is dead.
+        driver_pid: Process id of the driver, if it is on this machine.
+        stuck_s: Seconds after which a preprocessor that works on one chunk is killed.
+        silence_s: Seconds without a word from the driver after which it ends; None for no limit.
+    """
+
+    devices: tuple[Device, ...]
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
+    cwd: str
+    needed: tuple[str, ...]
     preload: tuple[str, ...]
-    devices: tuple[Device, ...]
     threads_per_slot: int
     pipeline: PipelineSetup | None
-    private_folder: str | None
+    private_folder: str | None = None
+    driver_pid: int | None = None
     stuck_s: float | None = None
+    silence_s: float | None = None
 
 
 def modules_to_preload() -> tuple[str, ...]:
@@ -45,38 +85,46 @@ def modules_to_preload() -> tuple[str, ...]:
     )
 
 
-def agent_config(
-    fleet: Fleet,
+def machine() -> str:
+    """What tells whether two processes see the same process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def node_setup(
+    node: AgentJoining,
+    devices: tuple[Device, ...],
     pipeline: SharedPipeline | None,
     *,
-    address: tuple[str, int, bytes],
     preload: bool,
     private_folder: str | None,
     stuck_s: float | None,
-) -> AgentConfig:
-    """What the agent of this machine is told.
+    silence_s: float | None,
+) -> NodeSetup:
+    """What a node is told that joins.
 
     Args:
-        fleet: The devices.
+        node: As it has said.
+        devices: Its devices, under their numbers in the fleet.
         pipeline: The data.
-        address: Host and port of the driver, and the secret that opens them.
         preload: Import torch once, for all trainers.
-        private_folder: What it removes in the end.
-        stuck_s: Seconds after which a preprocessor that works on one chunk is killed.
+        private_folder: What the last agent removes, where it is on the driver's machine.
+        stuck_s: See `NodeSetup`.
+        silence_s: See `NodeSetup`.
     """
-    host, port, secret = address
-    cores_left = cpu_count() - cores_set_aside(pipeline, fleet)
-    return AgentConfig(
-        node=0,
-        host=host,
-        port=port,
-        secret=secret,
+    is_here = node.machine == machine()
+    cores_left = node.cores - cores_set_aside(pipeline, devices, node.cores)
+    return NodeSetup(
+        devices=devices,
         sys_path=tuple(sys.path),
         argv=tuple(sys.argv),
+        cwd=(cwd := os.getcwd()),
+        needed=tuple(path for path in (cwd, *sys.path) if path and os.path.exists(path)),
         preload=modules_to_preload() if preload else (),
-        devices=fleet.devices,
-        threads_per_slot=max(1, cores_left // len(fleet)),
-        pipeline=pipeline_setup(pipeline, fleet) if pipeline else None,
+        threads_per_slot=max(1, cores_left // len(devices)),
+        pipeline=pipeline_setup(pipeline, devices, node.cores) if pipeline else None,
+        private_folder=private_folder if is_here else None,
+        driver_pid=os.getpid() if is_here else None,
         stuck_s=stuck_s,
-        private_folder=private_folder,
+        silence_s=silence_s,
     )

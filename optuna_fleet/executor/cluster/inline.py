@@ -78,12 +78,9 @@ def _order(number: int, trial_id: int, seed: int, loop: Loop) -> RunTrial:
         world_size=1,
         seed=seed,
         objective_id=0,
-        objective=None,
         measure=False,
         group="",
         store=None,
-        checkpoint=None,
-        checkpoint_to="",
         gc_after_trial=loop.gc_after_trial,
         maximize=loop.maximize,
     )
@@ -119,8 +116,7 @@ def _own_group(run: RunTrial) -> Iterator[None]:
     if torch is None or torch.distributed.is_initialized():
         yield
         return
-    from optuna_fleet.trainer.groups import leave_group
-    from optuna_fleet.trainer.training import join_group_of
+    from optuna_fleet.trainer.groups import join_group_of, leave_group
 
     join_group_of(run, "cpu")
     try:

@@ -1,41 +1,35 @@
-"""The local cluster: one agent on this machine, no set-up."""
+"""The local cluster: agents on this machine, no set-up."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.config import AgentConfig
+from optuna_fleet.executor.cluster.agent.main import environment
+from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.devices import find_fleet
+from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
 from optuna_fleet.executor.cluster.protocol import Options, Runner
+from optuna_fleet.executor.cluster.shares import cores_set_aside
 from optuna_fleet.executor.fleet_runner import FleetRunner
-from optuna_fleet.processes import ModuleProcess
-
-_DEFAULTS = {
-    # gloo would look up the machine's name, which need not resolve; one node needs no network.
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    # Threads that spin at barriers starve the other slots; where all fit, they lose little.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # The driver judges who hangs, and hears of errors from whoever raised them: torch's own
-    # watchdog would abort the process first, and other trials' processes on the same store.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # A trial that resumes goes on bit for bit; has to be set before cuBLAS is first used.
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-}
+from optuna_fleet.processes import ModuleProcess, cause_of_death
+from optuna_fleet.resources import cpu_count
+from optuna_fleet.wire.invitation import Invitation
 
 
 class AgentProcess(ModuleProcess):
-    """The agent as a child of the driver; it ends when its channel closes."""
+    """An agent as a child of the driver; it ends when its channel closes."""
 
-    def __init__(self, config: AgentConfig) -> None:
-        environment = {**_DEFAULTS, **os.environ, "OMP_NUM_THREADS": str(config.threads_per_slot)}
-        super().__init__("optuna_fleet.executor.cluster.agent", config, environment=environment)
+    def __init__(self, options: AgentOptions, threads: int) -> None:
+        variables = environment(threads, os.environ)
+        super().__init__(
+            "optuna_fleet.executor.cluster.agent.main", options, environment=variables
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +37,19 @@ class LocalCluster:
     """The devices of this machine.
 
     Args:
+        nodes: Agents, each with `devices` of the executor: more than one serve to try out, on one
+            machine, what happens on several. They share its cores, and its GPUs.
         slots_per_device: Trainers on each device: several small trials may share a GPU.
 
     Raises:
-        FleetConfigError: That is no number >= 1.
+        FleetConfigError: One of them is no number >= 1.
     """
 
+    nodes: int = 1
     slots_per_device: int = 1
 
     def __post_init__(self) -> None:
+        check_number("nodes", self.nodes, least=1, whole=True)
         check_number("slots_per_device", self.slots_per_device, least=1, whole=True)
 
     def new_runner(self, options: Options) -> Runner:
@@ -61,5 +59,83 @@ class LocalCluster:
                 f"cluster='local' needs Linux 5.3 or later, but this is {sys.platform!r}; "
                 "cluster='inline' runs everywhere."
             )
-        fleet = find_fleet(options.devices, options.device_type, self.slots_per_device)
-        return FleetRunner(options, fleet, AgentProcess)
+        devices = find_fleet(options.devices, options.device_type, self.slots_per_device).devices
+        cores = max(1, cpu_count() // self.nodes)
+        left = cores - cores_set_aside(options.pipeline, devices, cores)
+        engine = LocalEngine(self, options, cores=cores, threads=max(1, left // len(devices)))
+        return FleetRunner(options, engine, Network(has_leases=self.nodes > 1))
+
+
+class LocalEngine:
+    """Starts the agents of a `LocalCluster`, and another one where one has ended.
+
+    Args:
+        cluster: How many, and with what.
+        options: Of the executor.
+        cores: That each agent may use.
+        threads: That each trainer may compute with.
+    """
+
+    def __init__(self, cluster: LocalCluster, options: Options, cores: int, threads: int) -> None:
+        self._cluster = cluster
+        self._options = options
+        self._cores = cores
+        self._threads = threads
+        self._invitation: Invitation | None = None
+        self.agents: dict[str, AgentProcess] = {}
+
+    def open(self, invitation: Invitation) -> None:
+        """See `Engine`."""
+        self._invitation = invitation
+        try:
+            for number in range(self._cluster.nodes):
+                self._start(f"local-{number}")
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, node: str) -> None:
+        assert self._invitation is not None
+        given = AgentOptions(
+            invitation=self._invitation,
+            node=node,
+            devices=self._options.devices,
+            device_type=self._options.device_type,
+            slots_per_device=self._cluster.slots_per_device,
+            cores=self._cores,
+        )
+        self.agents[node] = AgentProcess(given, self._threads)
+
+    def want(self, nodes: int | None) -> None:
+        """See `Engine`: there are as many as there are."""
+
+    def expected(self) -> Iterable[str]:
+        """See `Engine`."""
+        return self.agents
+
+    def gone(self) -> Sequence[Departure]:
+        """See `Engine`."""
+        ended = [(n, p, p.exit_code) for n, p in self.agents.items() if not p.is_alive()]
+        departures = []
+        for node, process, code in ended:
+            process.close()
+            self._start(node)
+            cause = f"its agent ended with {cause_of_death(code or 0)}"
+            departures.append(Departure(node=node, cause=cause, exit_code=code, is_replaced=True))
+        return departures
+
+    def readables(self) -> Iterable[Readable]:
+        """See `Engine`."""
+        return self.agents.values()
+
+    def end(self, node: str) -> None:
+        """See `Engine`."""
+        process = self.agents.get(node)
+        if process is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """See `Engine`."""
+        while self.agents:
+            _, process = self.agents.popitem()
+            process.close()

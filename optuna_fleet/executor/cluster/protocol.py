@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from optuna_fleet.alloc import Allocator
-from optuna_fleet.executor.cluster.config import AgentConfig
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.executor.trials import Policy
@@ -62,8 +61,8 @@ class Runner(Protocol):
 class Cluster(Protocol):
     """Where trials run. It only describes that: several executors may be given the same one.
 
-    A cluster of agents finds devices, and returns a `fleet_runner.FleetRunner` that is told of
-    them and how an agent is started.
+    A cluster of agents returns a `fleet_runner.FleetRunner` with the `engine.Engine` that places
+    them.
     """
 
     def new_runner(self, options: Options) -> Runner:
@@ -73,32 +72,3 @@ class Cluster(Protocol):
             FleetConfigError: The devices asked for do not exist.
         """
         ...
-
-
-class AgentHandle(Protocol):
-    """An agent that was started. It joins by itself, and ends when its channel closes."""
-
-    @property
-    def pid(self) -> int:
-        """Pid of the process."""
-        ...
-
-    @property
-    def exit_code(self) -> int | None:
-        """Its exit code, a signal's number negated, or None while it runs."""
-        ...
-
-    def fileno(self) -> int:
-        """What becomes readable when it ends."""
-        ...
-
-    def close(self) -> None:
-        """Wait for its end, which is near, and forget it."""
-        ...
-
-    def kill(self) -> None:
-        """End it at once."""
-        ...
-
-
-StartAgent = Callable[[AgentConfig], AgentHandle]

@@ -1,31 +1,35 @@
-"""How trainers and preprocessors share a machine."""
+"""How trainers and preprocessors share a node."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.spec import PipelineSetup
-from optuna_fleet.resources import Fleet, cpu_count
+from optuna_fleet.resources import Device
 
 
-def pipeline_setup(pipeline: SharedPipeline, fleet: Fleet) -> PipelineSetup:
-    """What the agent is to know of the pipeline."""
-    cpus, cpu_slots = cpu_count(), _has_cpu_slots(fleet)
+def pipeline_setup(
+    pipeline: SharedPipeline, devices: Sequence[Device], cores: int
+) -> PipelineSetup:
+    """What the agent of a node with these devices and cores is to know of the pipeline."""
+    cpu_slots = _has_cpu_slots(devices)
     return pipeline.setup(
-        most_preprocessors(cpus, num_slots=len(fleet), cpu_slots=cpu_slots),
+        most_preprocessors(cores, num_slots=len(devices), cpu_slots=cpu_slots),
         is_adaptive=True,
         niceness=NICENESS if cpu_slots else 0,
         finish_on_device=not cpu_slots,
     )
 
 
-def cores_set_aside(pipeline: SharedPipeline | None, fleet: Fleet) -> int:
+def cores_set_aside(pipeline: SharedPipeline | None, devices: Sequence[Device], cores: int) -> int:
     """For preprocessors; there may be more of them, where that does not slow down trials."""
     if pipeline is None:
         return 0
-    default = default_preprocessors(cpu_count(), cpu_slots=_has_cpu_slots(fleet))
+    default = default_preprocessors(cores, cpu_slots=_has_cpu_slots(devices))
     return pipeline.num_preprocessors or default
 
 
-def _has_cpu_slots(fleet: Fleet) -> bool:
-    return fleet.devices[0].kind == "cpu"
+def _has_cpu_slots(devices: Sequence[Device]) -> bool:
+    return devices[0].kind == "cpu"

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 PIECE_BYTES = 8192
-"""Leaves of at least this size are written one by one, smaller ones in one array: measured."""
+"""Leaves of at least this size are written when they are there, smaller ones in one array."""
 
 ColumnKind = Literal["tensor", "array", "number", "scalar", "text"]
 
@@ -40,35 +40,54 @@ class Column:
         return 0 if self.dtype is None else torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def describe(values: Sequence[Any]) -> Column | None:
-    """Returns the column of these leaves, or None if they are not alike or of an unusual kind."""
-    first = values[0]
-    kind = type(first)
-    if any(type(value) is not kind for value in values):
-        return None
-    if isinstance(first, torch.Tensor):
-        return _describe_tensors(values)
+def describe(value: Any) -> Column | None:
+    """Returns the column of leaves like this one; None if it is of an unusual kind."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value)
     if kind is np.ndarray:
-        return _describe_arrays(values)
-    if isinstance(first, (str, bytes)):
-        return Column(kind="text", texts=tuple(values))
-    if kind in (int, float, bool) or isinstance(first, np.generic):
-        return _describe_numbers(values)
+        return _describe_array(value)
+    if isinstance(value, (str, bytes)):
+        return Column(kind="text")
+    if kind in (int, float, bool) or isinstance(value, np.generic):
+        return _describe_number(value)
     return None
 
 
-def pieces(column: Column, values: Sequence[Any]) -> list[Any]:
-    """Returns the leaves' bytes, in the order of the samples, as buffers to be written."""
+def is_alike(column: Column, first: Any, value: Any) -> bool:
+    """Returns whether a leaf belongs into the column of the first one."""
+    if type(value) is not type(first):
+        return False
     if column.kind == "tensor":
-        tensors = [value.detach().as_subclass(torch.Tensor) for value in values]
-        if values[0].nbytes < PIECE_BYTES:
-            tensors = [torch.stack(tensors)]
-        return [raw_bytes(tensor) for tensor in tensors]
+        return (
+            value.dtype == column.dtype and tuple(value.shape) == column.shape and _is_plain(value)
+        )
     if column.kind == "array":
-        # By NumPy, as torch warns about arrays that are not writable.
-        arrays = values if values[0].nbytes >= PIECE_BYTES else [np.stack(values)]
-        return [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    return [raw_bytes(default_collate(list(values)))]
+        return bool(value.dtype == first.dtype and value.shape == column.shape)
+    return type(value) is not int or -(1 << 63) <= value < 1 << 63
+
+
+def is_large(column: Column) -> bool:
+    """Returns whether leaves are written one by one."""
+    return column.kind in ("tensor", "array") and column.sample_bytes >= PIECE_BYTES
+
+
+def write(row: torch.Tensor, value: Any) -> None:
+    """Writes a large leaf into its row."""
+    if isinstance(value, np.ndarray):  # by NumPy, as torch warns about arrays not writable
+        np.copyto(row.numpy(), value)
+    else:
+        row.copy_(value.detach().as_subclass(torch.Tensor))
+
+
+def joined(column: Column, values: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Returns the bytes of small leaves, in the order of the samples."""
+    if column.kind == "tensor":
+        return raw_bytes(torch.stack([v.detach().as_subclass(torch.Tensor) for v in values]))
+    if column.kind == "array":
+        stacked: np.ndarray[Any, Any] = np.stack(values)
+        return stacked.reshape(-1).view(np.uint8)
+    return raw_bytes(default_collate(list(values)))
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -105,36 +124,32 @@ def leaf_bytes(value: Any) -> int:
     return int(value.nbytes) if isinstance(value, (torch.Tensor, np.ndarray)) else 8
 
 
-def _describe_tensors(values: Sequence[torch.Tensor]) -> Column | None:
-    first = values[0]
-    dtype, shape = first.dtype, first.shape
-    if first.layout is not torch.strided or first.device.type != "cpu" or first.is_quantized:
-        return None
-    if type(first) is not torch.Tensor and type(default_collate([first])) is not torch.Tensor:
-        return None
-    if any(value.dtype != dtype or value.shape != shape for value in values):
-        return None
-    return Column(kind="tensor", dtype=dtype, shape=tuple(shape))
+def _is_plain(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
 
 
-def _describe_arrays(values: Sequence[np.ndarray[Any, Any]]) -> Column | None:
-    first = values[0]
-    dtype, shape = first.dtype, first.shape
-    if any(value.dtype != dtype or value.shape != shape for value in values):
+def _describe_tensor(value: torch.Tensor) -> Column | None:
+    if not _is_plain(value):
         return None
+    if type(value) is not torch.Tensor and type(default_collate([value])) is not torch.Tensor:
+        return None
+    return Column(kind="tensor", dtype=value.dtype, shape=tuple(value.shape))
+
+
+def _describe_array(value: np.ndarray[Any, Any]) -> Column | None:
     try:
-        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        dtype = torch.from_numpy(np.empty(0, value.dtype)).dtype
     except (TypeError, ValueError):
         return None
-    return Column(kind="array", dtype=torch_dtype, shape=shape)
+    return Column(kind="array", dtype=dtype, shape=value.shape)
 
 
-def _describe_numbers(values: Sequence[Any]) -> Column | None:
+def _describe_number(value: Any) -> Column | None:
     try:
-        batch = default_collate(list(values))
+        batch = default_collate([value])
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     if not isinstance(batch, torch.Tensor) or batch.ndim != 1:
         return None
-    kind: ColumnKind = "scalar" if isinstance(values[0], np.generic) else "number"
+    kind: ColumnKind = "scalar" if isinstance(value, np.generic) else "number"
     return Column(kind=kind, dtype=batch.dtype)

@@ -1,39 +1,38 @@
-"""How samples lie in a chunk's file.
+"""How samples lie in a chunk.
 
-``[length of header: 8 bytes][header: pickle][padding to 64 bytes][body]``. In the *dense* layout
-the body holds each leaf of all samples as one contiguous array, so a batch is a slice. Where
-samples differ in structure or shape, or the user collates, it is the *object* layout: samples one
-after another, each a pickle and, beside it, its tensors and arrays, which come out as views of the
-chunk. The header says which; the choice is made chunk by chunk.
+``[place and length of the header: 16 bytes][padding to 64][body][header: pickle]``. In the *dense*
+layout the body holds each leaf of all samples as one contiguous array, so a batch is a slice, and
+large leaves are written when their sample is there. Where samples differ in structure or shape, or
+the user collates, it is the *object* layout: samples one after another, each a pickle and, beside
+it, its tensors and arrays, which come out as views of the chunk. The header says which; the choice
+is made chunk by chunk.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+import torch
+
 from optuna_fleet.pipeline.chunks import columns
 from optuna_fleet.pipeline.chunks.columns import Column
-from optuna_fleet.pipeline.chunks.memory_files import sealed_file as sealed_file
-from optuna_fleet.pipeline.chunks.memory_files import sealed_file_of
-from optuna_fleet.pipeline.chunks.pickling import dumps as dumps
-from optuna_fleet.pipeline.chunks.pickling import dumps_outside
-from optuna_fleet.pipeline.chunks.structure import Structure, flatten
+from optuna_fleet.pipeline.chunks.pickling import dumps, dumps_outside
+from optuna_fleet.pipeline.chunks.structure import Structure, flatten, rebuild
 
 ALIGNMENT = 64
 """Bytes. Arrays begin at multiples of it, as torch's own do."""
 
-_ZEROS = bytes(ALIGNMENT)
-
-LENGTH = struct.Struct("<Q")
+HEAD = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseHeader:
-    """Columns and, for each, its place in bytes from the beginning of the body.
+    """Columns and, for each, its place in bytes from the beginning of the chunk.
 
     Trainers have nothing more to do with the samples if the chunk ``is_finished``.
     """
@@ -47,7 +46,7 @@ class DenseHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectHeader:
-    """Where each sample's blobs begin and end in the body.
+    """Where each sample's blobs begin and end in the chunk.
 
     The first is its pickle, the others are the tensors and arrays that the pickle leaves out.
     """
@@ -56,96 +55,205 @@ class ObjectHeader:
     is_finished: bool
 
 
+class OutgrownError(Exception):
+    """The samples do not fit; they take so many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
 def aligned(nbytes: int) -> int:
     """Returns ``nbytes`` rounded up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def write_chunk(
-    samples: Sequence[Any],
-    *,
-    collated_by_user: bool,
-    is_finished: bool = True,
-    read_often: bool = False,
-) -> int:
-    """Stores samples in a new sealed memory file.
+class ChunkWriter:
+    """Writes samples into a chunk, one by one.
 
     Args:
-        samples: At least one sample.
+        room: Where to; it begins at a multiple of the alignment.
+        num_samples: How many there will be.
         collated_by_user: They must come out as they are, for the user's ``collate_fn``.
-        is_finished: Trainers have nothing more to do with them.
-        read_often: More often than once by each trial.
-
-    Returns:
-        The file's descriptor, which the caller must close.
     """
-    if not collated_by_user:
-        dense = _plan(samples, is_finished)
-        if dense is not None:
-            return sealed_file_of(_dense(*dense), read_often=read_often)
-    return sealed_file_of(_objects(samples, is_finished), read_often=read_often)
+
+    def __init__(self, room: memoryview, num_samples: int, *, collated_by_user: bool) -> None:
+        self._room = room
+        self._num_samples = num_samples
+        self._dense: _Dense | None = None
+        self._objects: list[Any] | None = [] if collated_by_user else None
+
+    def add(self, sample: Any) -> None:
+        """Adds a sample.
+
+        Raises:
+            OutgrownError: It is known by now that they do not fit; this one was not added.
+        """
+        if self._objects is None and self._dense is None:
+            self._dense = _Dense.of(self._room, self._num_samples, sample)
+        if self._dense is not None:
+            if self._dense.add(sample):
+                return
+            self._objects, self._dense = self._dense.samples(), None
+        self._objects = self._objects or []
+        self._objects.append(sample)
+
+    def samples(self) -> list[Any]:
+        """Returns what was added so far."""
+        return self._objects or [] if self._dense is None else self._dense.samples()
+
+    def finish(self, *, is_finished: bool) -> int:
+        """Writes what is left to write, and returns the bytes that the chunk takes.
+
+        Args:
+            is_finished: Trainers have nothing more to do with the samples.
+
+        Raises:
+            OutgrownError: The samples do not fit.
+        """
+        if self._dense is not None:
+            return self._dense.finish(is_finished=is_finished)
+        return _write_objects(self._room, self._objects or [], is_finished=is_finished)
+
+
+def write_chunk(
+    samples: Sequence[Any], *, collated_by_user: bool, is_finished: bool = True
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Returns a chunk of these samples, in memory of its own; arguments as of `ChunkWriter`."""
+    nbytes = 4096
+    while True:
+        memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+        chunk = memory[-memory.ctypes.data % ALIGNMENT :][:nbytes]
+        writer = ChunkWriter(chunk.data, len(samples), collated_by_user=collated_by_user)
+        try:
+            for sample in samples:
+                writer.add(sample)
+            return chunk[: writer.finish(is_finished=is_finished)]
+        except OutgrownError as error:
+            nbytes = error.nbytes
 
 
 def sample_bytes(sample: Any, *, collated_by_user: bool) -> int:
     """Returns about how many bytes a sample takes in a chunk."""
     leaves: list[Any] = []
-    if not collated_by_user and _plan([sample], True):
-        flatten(sample, leaves)
+    flatten(sample, leaves)
+    if not collated_by_user and all(columns.describe(leaf) for leaf in leaves):
         return sum(map(columns.leaf_bytes, leaves))
-    return len(dumps(sample))
+    return sum(aligned(memoryview(blob).nbytes) for blob in dumps_outside(sample))
 
 
-def _plan(
-    samples: Sequence[Any], is_finished: bool
-) -> tuple[DenseHeader, list[Sequence[Any]]] | None:
-    """The dense layout of these samples and the leaves of each column, if they have one."""
-    first: list[Any] = []
-    structure = flatten(samples[0], first)
-    rows = [first]
-    for sample in samples[1:]:
+class _Dense:
+    """Samples of one structure, whose leaves are alike."""
+
+    def __init__(self, room: memoryview, header: DenseHeader, first: list[Any], end: int) -> None:
+        self._room = room
+        self._header = header
+        self._first = first
+        self._end = end
+        self._small: list[list[Any]] = [[] for _ in header.columns]
+        self._num_added = 0
+        self._large = {
+            number: torch.frombuffer(
+                room,
+                dtype=column.dtype,
+                count=header.num_samples * column.sample_bytes // column.dtype.itemsize,
+                offset=offset,
+            ).view(header.num_samples, *column.shape)
+            for number, (column, offset) in enumerate(
+                zip(header.columns, header.offsets, strict=True)
+            )
+            if column.dtype is not None and columns.is_large(column)
+        }
+
+    @classmethod
+    def of(cls, room: memoryview, num_samples: int, sample: Any) -> _Dense | None:
+        """Plans the layout of samples like this one; None if it has to be the other."""
         leaves: list[Any] = []
-        if flatten(sample, leaves) != structure:
+        structure = flatten(sample, leaves)
+        described = [columns.describe(leaf) for leaf in leaves]
+        found = tuple(column for column in described if column is not None)
+        if len(found) < len(described):
             return None
-        rows.append(leaves)
-    values: list[Sequence[Any]] = list(zip(*rows, strict=True))
-    described = [columns.describe(column) for column in values]
-    found = [column for column in described if column is not None]
-    if len(found) < len(described):
-        return None
-    ends = accumulate((aligned(len(samples) * column.sample_bytes) for column in found), initial=0)
-    header = DenseHeader(
-        num_samples=len(samples),
-        structure=structure,
-        columns=tuple(found),
-        offsets=tuple(ends),
-        is_finished=is_finished,
-    )
-    return header, values
+        sizes = (aligned(num_samples * column.sample_bytes) for column in found)
+        *offsets, end = accumulate(sizes, initial=ALIGNMENT)
+        header = DenseHeader(
+            num_samples=num_samples,
+            structure=structure,
+            columns=found,
+            offsets=tuple(offsets),
+            is_finished=True,
+        )
+        if (need := end + len(dumps(header))) > room.nbytes:
+            raise OutgrownError(need)
+        return cls(room, header, leaves, end)
+
+    def add(self, sample: Any) -> bool:
+        """Adds a sample, if it is like the first one."""
+        leaves: list[Any] = []
+        if flatten(sample, leaves) != self._header.structure:
+            return False
+        if not all(map(columns.is_alike, self._header.columns, self._first, leaves)):
+            return False
+        for number, leaf in enumerate(leaves):
+            if number in self._large:
+                columns.write(self._large[number][self._num_added], leaf)
+            else:
+                self._small[number].append(leaf)
+        self._num_added += 1
+        return True
+
+    def samples(self) -> list[Any]:
+        """Returns what was added, in memory of its own."""
+        return [
+            rebuild(self._header.structure, iter([self._leaf(number, each) for number in self]))
+            for each in range(self._num_added)
+        ]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._header.columns)))
+
+    def _leaf(self, number: int, sample: int) -> Any:
+        if number not in self._large:
+            return self._small[number][sample]
+        return columns.leaf(self._header.columns[number], self._large[number][sample].clone())
+
+    def finish(self, *, is_finished: bool) -> int:
+        """Writes small leaves and the header; returns the bytes of it all."""
+        written = []
+        for number, column in enumerate(self._header.columns):
+            if column.kind == "text":
+                column = replace(column, texts=tuple(self._small[number]))
+            elif self._small[number] and column.sample_bytes:
+                joined = columns.joined(column, self._small[number])
+                begin = self._header.offsets[number]
+                self._room[begin : begin + joined.nbytes] = joined.data
+            written.append(column)
+        header = replace(self._header, columns=tuple(written), is_finished=is_finished)
+        return _write_header(self._room, self._end, header)
 
 
-def _dense(header: DenseHeader, values: list[Sequence[Any]]) -> list[Any]:
-    written: list[Any] = [_head(header)]
-    for column, leaves in zip(header.columns, values, strict=True):
-        if nbytes := header.num_samples * column.sample_bytes:
-            written += [*columns.pieces(column, leaves), bytes(-nbytes % ALIGNMENT)]
-    return written
-
-
-def _objects(samples: Sequence[Any], is_finished: bool) -> list[Any]:
-    places, written, end = [], [], 0
+def _write_objects(room: memoryview, samples: Sequence[Any], *, is_finished: bool) -> int:
+    places, blobs, end = [], [], ALIGNMENT
     for sample in samples:
         place = []
         for blob in dumps_outside(sample):
-            begin, end = end, end + len(blob)
-            place.append((begin, end))
-            padding = -end % ALIGNMENT
-            written += [blob, _ZEROS[:padding]]
-            end += padding
+            raw = memoryview(blob).cast("B")
+            place.append((end, end + raw.nbytes))
+            blobs.append(raw)
+            end = aligned(end + raw.nbytes)
         places.append(tuple(place))
-    return [_head(ObjectHeader(blobs=tuple(places), is_finished=is_finished)), *written]
+    header = ObjectHeader(blobs=tuple(places), is_finished=is_finished)
+    if end > room.nbytes:
+        raise OutgrownError(end + len(dumps(header)))
+    for (begin, stop), raw in zip((p for place in places for p in place), blobs, strict=True):
+        room[begin:stop] = raw
+    return _write_header(room, end, header)
 
 
-def _head(header: DenseHeader | ObjectHeader) -> bytes:
+def _write_header(room: memoryview, end: int, header: DenseHeader | ObjectHeader) -> int:
     packed = dumps(header)
-    head = LENGTH.pack(len(packed)) + packed
-    return head.ljust(aligned(len(head)), b"\0")
+    total = end + len(packed)
+    if total > room.nbytes:
+        raise OutgrownError(total)
+    room[end:total] = packed
+    HEAD.pack_into(room, 0, end, len(packed))
+    return total

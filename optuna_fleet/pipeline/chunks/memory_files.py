@@ -1,43 +1,19 @@
-"""Memory files that nobody can change any more, and private mappings of them.
-
-Memory is handed over page by page, and with pages of 4 KiB that costs as much as reading them.
-So files of some size are made of huge pages where the kernel gives them (MADV_COLLAPSE: Linux 6.1,
-whatever `shmem_enabled` says), and mapped at addresses where those can be used as they are. Where
-they take long to get (memory is scattered, or has to come from a host first), few files have them.
-"""
+"""Memory files and their mappings, at addresses where huge pages can be used as they are."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
-import math
 import mmap
 import os
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 HUGE_PAGE = 2 << 20
 
-PATIENCE_S, LONG_PATIENCE_S = 0.4e-3, 2.5e-3
-"""For a huge page, in time of this thread; clearing one takes 0.1 ms, or 2 ms if it comes from a
-host. Each reading of it then takes 0.05 ms less than that of small pages. So the long patience is
-for files that are read over and over.
-"""
-
-_LONGEST_PAUSE = 32
-"""Files without huge pages after one that had to wait for them, and the next, and the next..."""
-
-MOST_WASTE = 1 / 8
-"""Of a file: its last huge page may have so much behind its end."""
-
-_MADV_POPULATE_READ = 22
-_MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
-_SMALL = 4096  # bytes: below it is cheaper to join pieces than to have the kernel gather them
 _MAX_PIECES = os.sysconf("SC_IOV_MAX")
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -50,83 +26,15 @@ _libc.mmap.argtypes = (
 _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
-class HugePages:
-    """Whether the next file is to have huge pages; seldom, where they are slow to come.
-
-    Args:
-        patience_s: For each of them.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self.exist = True
-        self._patience_s = patience_s
-        self._pause = 0
-        self._left = 0
-
-    def wanted(self) -> bool:
-        """Says whether to try; called once for each file."""
-        if self._left:
-            self._left -= 1
-            return False
-        return self.exist
-
-    def took(self, seconds: float, number: int) -> None:
-        """Learns how long so many of them took."""
-        is_slow = seconds > self._patience_s * number
-        self._pause = min(2 * self._pause or 1, _LONGEST_PAUSE) if is_slow else 0
-        self._left = self._pause
-
-
-_huge_pages = {False: HugePages(PATIENCE_S), True: HugePages(LONG_PATIENCE_S)}
-
-
-def sealed_file(nbytes: int, fill: Callable[[mmap.mmap], None]) -> int:
-    """Makes an immutable memory file: no trainer can change what the others read.
-
-    Args:
-        nbytes: Its size.
-        fill: Writes its content into the mapped file.
+def sealed_file_of(pieces: Sequence[Any]) -> int:
+    """Makes a memory file of these buffers of bytes, one after another, that nobody can change.
 
     Returns:
         The file's descriptor, which the caller must close.
     """
-
-    def write(fd: int) -> None:
-        os.ftruncate(fd, nbytes)
-        memory = mmap.mmap(fd, nbytes)
-        fill(memory)
-        memory.close()  # a file that is mapped for writing can't be sealed
-
-    return _sealed(nbytes, write)
-
-
-def sealed_file_of(pieces: Sequence[Any], *, read_often: bool = False) -> int:
-    """Makes an immutable memory file of these buffers of bytes, one after another.
-
-    Half the price of ``sealed_file``: pages are neither cleared nor mapped before they are filled.
-    """
-    nbytes = sum(memoryview(piece).nbytes for piece in pieces)
-    return _sealed(nbytes, lambda fd: _write_all(fd, pieces), read_often=read_often)
-
-
-def map_privately(fd: int) -> memoryview:
-    """Returns the bytes of a file, mapped copy-on-write; they outlive the descriptor."""
-    nbytes = os.fstat(fd).st_size
-    memory, shift = _map_aligned(fd, nbytes, mmap.MAP_PRIVATE)
-    return memoryview(memory)[shift : shift + nbytes]
-
-
-def populate(address: int, nbytes: int) -> None:
-    """Has the kernel map these bytes of a file at once, a third cheaper than one by one."""
-    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    _libc.madvise(begin, address + nbytes - begin, _MADV_POPULATE_READ)  # or not: Linux < 5.14
-
-
-def _sealed(nbytes: int, write: Callable[[int], None], *, read_often: bool = False) -> int:
-    fd = os.memfd_create("optuna-fleet-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("optuna-fleet-data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        _take_huge_pages(fd, nbytes, _huge_pages[read_often])
-        write(fd)
+        _write_all(fd, pieces)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)
@@ -134,61 +42,58 @@ def _sealed(nbytes: int, write: Callable[[int], None], *, read_often: bool = Fal
     return fd
 
 
-def _take_huge_pages(fd: int, nbytes: int, huge_pages: HugePages) -> None:
-    """Gives an empty file huge pages, if the machine has them; it may become a little longer."""
-    huge_bytes = _in_huge_pages(nbytes)
-    if not huge_bytes or not huge_pages.wanted():
-        return
-    os.ftruncate(fd, huge_bytes)
-    for offset in range(0, huge_bytes, HUGE_PAGE):
-        os.pwrite(fd, b"\0", offset)  # a hole is not collapsed
-    memory, shift = _map_aligned(fd, huge_bytes, mmap.MAP_SHARED)
-    began = time.thread_time()
-    try:
-        memory.madvise(_MADV_COLLAPSE, shift, huge_bytes)
-        huge_pages.took(time.thread_time() - began, huge_bytes // HUGE_PAGE)
-    except OSError as error:
-        huge_pages.exist = huge_pages.exist and error.errno != errno.EINVAL
-        huge_pages.took(math.inf, 1)  # none free now
-        os.ftruncate(fd, nbytes)
-    memory.close()
+def map_privately(fd: int) -> memoryview:
+    """Returns the bytes of a file, mapped copy-on-write; they outlive the descriptor."""
+    nbytes = os.fstat(fd).st_size
+    memory, shift = map_aligned((fd, nbytes), flags=mmap.MAP_PRIVATE)
+    return memoryview(memory)[shift : shift + nbytes]
 
 
-def _in_huge_pages(nbytes: int) -> int:
-    """Bytes of a file to put into huge pages: its end too, unless much would be wasted."""
-    whole, rest = divmod(nbytes, HUGE_PAGE)
-    is_worth_it = rest and HUGE_PAGE - rest <= MOST_WASTE * nbytes
-    return (whole + bool(is_worth_it)) * HUGE_PAGE
+def map_aligned(
+    *files: tuple[int, int], flags: int, writable: bool = True
+) -> tuple[mmap.mmap, int]:
+    """Maps files one behind another, each from a multiple of the huge page on.
 
-
-def file_bytes(nbytes: int) -> int:
-    """Returns the most that a file with so many bytes of content takes."""
-    return max(nbytes, _in_huge_pages(nbytes))
-
-
-def _map_aligned(fd: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
-    """Maps a file at a multiple of the huge page.
+    Args:
+        *files: Descriptor and size in bytes of each.
+        flags: Of ``mmap``.
+        writable: Not only for reading.
 
     Returns:
-        A larger mapping that has the file in it, and where it begins there.
+        A larger mapping that has the files in it, and where the first one begins there.
+
+    Raises:
+        OSError: The process may not map so much.
     """
+    total = sum(-(-nbytes // HUGE_PAGE) * HUGE_PAGE for _, nbytes in files)
     room = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    outer = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=room)
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(outer))
-    shift = -begin % HUGE_PAGE
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    where = begin + shift
-    if nbytes and _libc.mmap(where, nbytes, access, flags | _MAP_FIXED, fd, 0) != where:
-        error = ctypes.get_errno()
-        raise OSError(error, f"{nbytes} bytes of a chunk could not be mapped")
+    outer = mmap.mmap(-1, total + HUGE_PAGE, flags=room)
+    address = address_of(outer)
+    shift = -address % HUGE_PAGE
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    where = address + shift
+    for fd, nbytes in files:
+        how = flags | _MAP_FIXED | _MAP_NORESERVE
+        if nbytes and _libc.mmap(where, nbytes, access, how, fd, 0) != where:
+            error = ctypes.get_errno()
+            raise OSError(error, f"{nbytes} bytes could not be mapped: {os.strerror(error)}")
+        where += -(-nbytes // HUGE_PAGE) * HUGE_PAGE
     return outer, shift
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Returns where a mapping begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def madvise(address: int, nbytes: int, advice: int) -> int:
+    """Gives advice on whole pages; returns 0 or the number of the error."""
+    return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
 
 
 def _write_all(fd: int, pieces: Iterable[Any]) -> None:
     rest = (view for view in (memoryview(piece).cast("B") for piece in pieces) if view.nbytes)
     while batch := list(islice(rest, _MAX_PIECES)):
-        if sum(piece.nbytes for piece in batch) < len(batch) * _SMALL:
-            batch = [memoryview(b"".join(batch))]
         while batch:
             written = os.writev(fd, batch)
             while batch and written >= batch[0].nbytes:

@@ -1,32 +1,25 @@
-"""A trainer's view of one chunk: batches are cut out of its private copy-on-write mapping."""
+"""A trainer's view of one chunk: batches are cut out of the memory where it lies."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 
 from optuna_fleet.pipeline.chunks.columns import Column, leaf
-from optuna_fleet.pipeline.chunks.layout import (
-    ALIGNMENT,
-    LENGTH,
-    DenseHeader,
-    ObjectHeader,
-    aligned,
-)
-from optuna_fleet.pipeline.chunks.memory_files import map_privately, populate
+from optuna_fleet.pipeline.chunks.layout import ALIGNMENT, HEAD, DenseHeader, ObjectHeader
 from optuna_fleet.pipeline.chunks.structure import rebuild, rebuild_batch
 
-_LEAST_POPULATED = 16 << 10  # bytes: of fewer, page faults cost less than a call
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _header(packed: bytes) -> DenseHeader | ObjectHeader:
     """Most chunks of a data set have the same."""
     header: DenseHeader | ObjectHeader = pickle.loads(packed)
@@ -34,31 +27,39 @@ def _header(packed: bytes) -> DenseHeader | ObjectHeader:
 
 
 class ChunkView:
-    """Maps a chunk's file.
+    """Cuts samples and batches out of a chunk.
 
-    Copy-on-write: what the user's code does to a batch in place reaches neither the other trials
-    nor a later pass. A batch that the user keeps keeps the mapping alive.
+    What the user's code does to a batch in place reaches neither the other trials nor a later
+    pass, as the memory is the process' own or mapped copy-on-write.
 
     Args:
-        fd: The file; the view takes it over and closes it.
+        chunk: Its bytes; nobody else keeps a reference to this array.
     """
 
-    def __init__(self, fd: int) -> None:
-        try:
-            self._memory = map_privately(fd)
-        finally:
-            os.close(fd)
-        (length,) = LENGTH.unpack_from(self._memory)
-        end = LENGTH.size + length
-        self.header = _header(bytes(self._memory[LENGTH.size : end]))
-        self._body = aligned(end)
+    def __init__(self, chunk: Bytes) -> None:
+        self._chunk: Bytes | None = chunk
+        begin, length = HEAD.unpack_from(chunk.data)
+        self.header = _header(chunk[begin : begin + length].tobytes())
         self._columns: list[torch.Tensor | list[Any]] | None = None
+        self._nbytes = begin + length
 
-    def detach(self) -> None:
-        """Copies the chunk, so that its file's memory can be freed; batches cut before keep it."""
-        copy = mmap.mmap(-1, len(self._memory), flags=mmap.MAP_PRIVATE)
-        copy[:] = self._memory
-        self._memory, self._columns = memoryview(copy), None
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of the chunk, without what may lie behind it."""
+        return self.chunk.data[: self._nbytes]
+
+    @property
+    def chunk(self) -> Bytes:
+        """The chunk's bytes."""
+        assert self._chunk is not None
+        return self._chunk
+
+    def is_used(self) -> bool:
+        """Returns whether anybody has a batch or a part of one; if not, the view is at its end."""
+        found = weakref.ref(self.chunk)
+        self._columns = self._chunk = None
+        self._chunk = found()
+        return self._chunk is not None
 
     def columns(self, start: int, stop: int) -> list[torch.Tensor | list[Any]]:
         """Returns samples [start, stop) of each column of a dense chunk, without copying."""
@@ -66,19 +67,15 @@ class ChunkView:
         if self._columns is None:
             places = zip(self.header.columns, self.header.offsets, strict=False)
             self._columns = [self._map(column, offset) for column, offset in places]
-        cut = [column[start:stop] for column in self._columns]
-        for part in cut:
-            if isinstance(part, torch.Tensor) and part.nbytes >= _LEAST_POPULATED:
-                populate(part.data_ptr(), part.nbytes)
-        return cut
+        return [column[start:stop] for column in self._columns]
 
     def samples(self, start: int, stop: int) -> list[Any]:
         """Returns samples [start, stop) one by one, as the data set gave them."""
         if isinstance(self.header, ObjectHeader):
-            body = self._memory[self._body :]
+            memory = self.chunk.data
             found = []
             for blobs in self.header.blobs[start:stop]:
-                pickled, *buffers = (body[begin:end] for begin, end in blobs)
+                pickled, *buffers = (memory[begin:end] for begin, end in blobs)
                 found.append(pickle.loads(pickled, buffers=buffers))
             return found
         structure = self.header.structure
@@ -96,9 +93,7 @@ class ChunkView:
         count = torch.Size(shape).numel()
         if not count:
             return torch.empty(shape, dtype=column.dtype, device="cpu")
-        flat = torch.frombuffer(
-            self._memory, dtype=column.dtype, count=count, offset=self._body + offset
-        )
+        flat = torch.frombuffer(self.chunk, dtype=column.dtype, count=count, offset=offset)
         return flat.view(shape)
 
 

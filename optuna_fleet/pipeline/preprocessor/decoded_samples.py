@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import pickle
 import struct
 import warnings
@@ -11,24 +10,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from optuna_fleet.pipeline.chunks.arena import Arena
 from optuna_fleet.pipeline.chunks.pickling import dumps_outside
-from optuna_fleet.pipeline.server.decoded import ENTRY, Extent, Stored, first_entries
+from optuna_fleet.pipeline.messages import Extent, Stored
+from optuna_fleet.pipeline.server.decoded import ENTRY, first_entries
 
 
 class DecodedSamples:
     """Reads the store, and writes into what was lent to it.
 
     Args:
-        file: The store's memory file.
-        table: The file of its table.
+        arena: Where its samples lie.
+        table: Where each of them does.
         lengths: Number of samples of each data set.
     """
 
-    def __init__(self, file: int, table: int, lengths: Mapping[str, int]) -> None:
+    def __init__(self, arena: Arena, table: mmap.mmap, lengths: Mapping[str, int]) -> None:
         self._first = first_entries(lengths)
-        self._entries = mmap.mmap(table, 0, prot=mmap.PROT_READ)
-        self._file = file
-        self._memory = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+        self._table = table
+        self._arena = arena
+        self._memory = arena.readable()
         self._extents: list[Extent] = []
         self._stored: list[Stored] = []
 
@@ -47,19 +48,22 @@ class DecodedSamples:
         Without a ``copy`` its tensors are views of memory that must not be written to.
         """
         entry = self._first[name] + index
-        place, length = ENTRY.unpack_from(self._entries, entry * ENTRY.size)
+        place, length = ENTRY.unpack_from(self._table, entry * ENTRY.size)
         if not place:
             return None
-        return (unpack(memoryview(self._memory)[place - 1 : place - 1 + length], copy=copy),)
+        return (unpack(self._memory[place - 1 : place - 1 + length], copy=copy),)
 
     def put(self, index: int, blobs: Sequence[Any]) -> None:
         """Keeps a prepared sample as `pack` made it, if there is room."""
         length = sum(map(_nbytes, blobs))
-        for number, (offset, room) in enumerate(self._extents):
+        for number, (address, room) in enumerate(self._extents):
             if length <= room:
-                os.pwritev(self._file, blobs, offset)  # cheaper than the mapping's page faults
-                self._extents[number] = (offset + length, room - length)
-                self._stored.append((index, offset, length))
+                memory, end = self._arena.writable(address, length), 0
+                for blob in blobs:
+                    begin, end = end, end + _nbytes(blob)
+                    memory[begin:end] = memoryview(blob).cast("B")
+                self._extents[number] = (address + length, room - length)
+                self._stored.append((index, address, length))
                 return
 
 

@@ -23,14 +23,19 @@ def _stream(seed: int, name: str, epoch: int, purpose: str) -> hashlib.blake2b:
     return hashlib.blake2b(f"{purpose}\0{seed}\0{epoch}\0{name}".encode(), digest_size=32)
 
 
-def permutation(seed: int, name: str, epoch: int, n: int) -> NDArray[np.int64]:
-    """Returns the order of epoch ``epoch`` of data set ``name``, a permutation of ``range(n)``.
+def raw_numbers(seed: int, name: str, epoch: int, n: int) -> NDArray[np.uint64]:
+    """Returns ``n`` random numbers of 64 bits for the order of an epoch.
 
-    It sorts raw PCG64 output, which NumPy keeps stable between versions (``Generator.permutation``
-    is not promised to be), so that a sweep resumed after an upgrade sees the same order.
+    Raw PCG64 output, which NumPy keeps stable between versions (``Generator.permutation`` is not
+    promised to be), so that a sweep resumed after an upgrade sees the same order.
     """
     state = int.from_bytes(_stream(seed, name, epoch, "order").digest()[:16], "little")
-    keys = np.random.PCG64(state).random_raw(n)
+    return np.random.PCG64(state).random_raw(n).astype(np.uint64, copy=False)
+
+
+def permutation(seed: int, name: str, epoch: int, n: int) -> NDArray[np.int64]:
+    """Returns the order of epoch ``epoch`` of data set ``name``, a permutation of ``range(n)``."""
+    keys = raw_numbers(seed, name, epoch, n)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
 
 
@@ -63,12 +68,20 @@ def seed_sample(
 
     Called before ``dataset[index]``, so that augmentation depends on nothing else. About 20 us.
     """
+    stream = _stream(seed, name, epoch, "sample").copy()
+    stream.update(index.to_bytes(8, "little"))
+    _seed(stream.digest(), own)
+
+
+def seed_order(seed: int, name: str, epoch: int, own: Sequence[Generator] = ()) -> None:
+    """Seeds the same for the order of an epoch, which a sampler of the user's draws."""
+    _seed(_stream(seed, name, epoch, "sampler").digest(), own)
+
+
+def _seed(digest: bytes, own: Sequence[Generator]) -> None:
     # A function-level import: modules that only need the order must not pay for torch.
     import torch
 
-    stream = _stream(seed, name, epoch, "sample").copy()
-    stream.update(index.to_bytes(8, "little"))
-    digest = stream.digest()
     # Not torch.manual_seed, which visits every accelerator back end: preprocessors use none.
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))

@@ -23,9 +23,12 @@ from typing import Any
 import numpy as np
 
 from optuna_fleet.pipeline.chunks.memory_files import map_privately, sealed_file_of
+from optuna_fleet.pipeline.preprocessor import tables
 from optuna_fleet.pipeline.preprocessor.generators import Generator, is_generator
 from optuna_fleet.pipeline.preprocessor.mapped_files import MappedFiles
+from optuna_fleet.pipeline.preprocessor.order_file import OrderFile, order_lengths
 from optuna_fleet.pipeline.preprocessor.source import Source
+from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.wire import packing
 
 LEAST_BYTES = 256
@@ -86,32 +89,35 @@ class PayloadFile:
 
     Args:
         payload: What `pack` returned; whoever gave it should let go of it.
+        spec: Tells which of the data sets have orders, which lie in another file.
     """
 
-    def __init__(self, payload: bytes) -> None:
+    def __init__(self, payload: bytes, spec: PipelineSpec) -> None:
+        self._orders = OrderFile(order_lengths(spec))
         self._fd = sealed_file_of([payload])
 
     def reference(self) -> bytes:
         """Returns what unpickles to the content in processes forked from this one."""
-        return pickle.dumps(_Content(self._fd))
+        return pickle.dumps(_Content(self._fd, self._orders))
 
     def close(self) -> None:
-        """Closes the file; its memory is free once nobody maps it."""
+        """Closes the files; their memory is free once no preprocessor has them."""
         os.close(self._fd)
+        self._orders.close()
 
 
 class _Content:
     """Comes out of a pickle as what is in the file."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    def __init__(self, fd: int, orders: OrderFile) -> None:
+        self._parts = fd, orders
 
     def __reduce__(self) -> Any:
-        return _read, (self._fd,)
+        return _read, self._parts
 
 
-def _read(fd: int) -> Any:
-    return unpack(map_privately(fd))
+def _read(fd: int, orders: OrderFile) -> Any:
+    return replace(unpack(map_privately(fd)), orders=orders)
 
 
 def _stays_inside(outside: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
@@ -136,6 +142,7 @@ class _Pickler(packing.Pickler):
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self.generators: list[Generator] = []
         self._files = MappedFiles()
+        self._tables: dict[int, Any] = {}
         self._storages: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
 
     def dump_all(self, value: Any) -> None:
@@ -150,6 +157,8 @@ class _Pickler(packing.Pickler):
             found = self._files.reduction(obj) or _array_reduction(obj)
         elif "torch" in sys.modules and type(obj) is sys.modules["torch"].Tensor:
             found = self._tensor_reduction(obj)
+        else:
+            found = tables.reduction(obj, self._tables)
         return super().reducer_override(obj) if found is None else found
 
     def _tensor_reduction(self, tensor: Any) -> Any:

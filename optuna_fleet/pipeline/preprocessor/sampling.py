@@ -6,7 +6,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -14,9 +15,12 @@ from typing import Any, NamedTuple
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
+from optuna_fleet.pipeline.preprocessor import prefetch
 from optuna_fleet.pipeline.preprocessor.audit import Audit
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack, unpack
-from optuna_fleet.pipeline.preprocessor.order import drawn, permutation, seed_sample
+from optuna_fleet.pipeline.preprocessor.order import drawn, seed_sample
+from optuna_fleet.pipeline.preprocessor.order_file import OrderFile, order_lengths
+from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, rebuilt
 from optuna_fleet.pipeline.preprocessor.transform_split import AnotherWayError
@@ -25,6 +29,9 @@ from optuna_fleet.wire import packing
 
 MAX_SUBSTITUTES = 16
 """Where samples that raise are skipped: after this many in a row something else is wrong."""
+
+_BLOCK = 1024
+"""Positions of an order that are looked up at once."""
 
 WORTH = 2.0
 """The decoded store is used where preparing takes this many times as long as loading."""
@@ -80,7 +87,10 @@ class Samples:
         self._source: Source | None = None
         self._splits: dict[str, SplitDataset | None] = {}
         self.audit = Audit()
-        self._order = lru_cache(maxsize=4)(permutation)
+        self._orders: OrderFile | None = None
+        self._block: tuple[str, int, int] | None = None  # data set, epoch and begin of the next
+        self._places: Any = ()
+        self._seed_again: Callable[[], None] = lambda: None
         self.begin()
 
     def begin(self) -> None:
@@ -101,37 +111,49 @@ class Samples:
             SampleError: It raised, or as many samples in a row as may be skipped.
         """
         spec = self._spec.dataset(key.name)
-        index = self._index(spec, key.epoch, position)
         self._load_once()
+        place = self._place(spec, key.epoch, position)
         try:
-            return self._make(spec, key.epoch, index, use_store)
+            return self._make(spec, key.epoch, place, use_store)
         except _RAISED as error:
             if self._spec.on_error == "raise":
-                raise _sample_error(spec, index, error) from error
-            return self._substitute(spec, key.epoch, index, use_store, error)
+                raise _sample_error(spec, place, error) from error
+            return self._substitute(spec, key.epoch, position, use_store, error)
 
     def _substitute(
-        self, spec: DatasetSpec, epoch: int, index: int, use_store: bool, error: BaseException
+        self, spec: DatasetSpec, epoch: int, position: int, use_store: bool, error: BaseException
     ) -> Sample:
-        """The next sample that does not raise."""
+        """The next sample that does not raise: of the data set, or of those that are drawn."""
+        place = self._place(spec, epoch, position)
         for step in range(1, MAX_SUBSTITUTES):
-            self.skipped.append(index)
-            self.complaint = self.complaint or _sample_error(spec, index, error).error
-            index = (index + 1) % spec.num_samples
+            self.skipped.append(place % spec.length)
+            self.complaint = self.complaint or _sample_error(spec, place, error).error
+            if spec.sampled:
+                place = self._place(spec, epoch, (position + step) % spec.num_samples)
+            else:
+                place = (place + 1) % spec.length
             try:
-                return self._make(spec, epoch, index, use_store)
+                return self._make(spec, epoch, place, use_store)
             except _RAISED as another:
                 if step + 1 == MAX_SUBSTITUTES:
-                    raise _sample_error(spec, index, another) from another
+                    raise _sample_error(spec, place, another) from another
         raise AssertionError
+
+    def expect(self, key: ChunkKey, start: int, stop: int) -> None:
+        """Tells which positions will be wanted next, for data sets that give many at once."""
+        spec = self._spec.dataset(key.name)
+        if spec.gives_many:
+            self._load_once()
+            places = (self._place(spec, key.epoch, position) for position in range(start, stop))
+            self._sources().datasets[spec.name].expect([place % spec.length for place in places])
 
     def prepared_bytes(self, key: ChunkKey) -> int | None:
         """Returns the size of a sample in the decoded store; None if it is not to be used."""
         spec = self._spec.dataset(key.name)
         if not spec.shuffled or self._decoded is None:
             return None
-        index = self._index(spec, key.epoch, 0)
         try:
+            index = self._place(spec, key.epoch, 0) % spec.length
             if (found := self._split(spec.name)) is None:
                 return None
             prepare_s, prepared = _timed(lambda: found.prepared(index))
@@ -142,12 +164,26 @@ class Samples:
         worth = self._force_decoded or prepare_s > WORTH * load_s
         return len(packed) if worth else None
 
-    def _index(self, spec: DatasetSpec, epoch: int, position: int) -> int:
-        if not spec.shuffled:
+    def _place(self, spec: DatasetSpec, epoch: int, position: int) -> int:
+        """The number of a sample in the order of an epoch, see `samplers`."""
+        if not spec.has_order:
             return position
         # A window of an endless stream has each sample once only if its order repeats.
         epoch = 0 if self._spec.rolls(spec.name) else epoch
-        return int(self._order(self._spec.seed, spec.name, epoch, spec.num_samples)[position])
+        begin = position - position % _BLOCK
+        if self._block != (spec.name, epoch, begin):
+            with reported(f"Drawing the order of an epoch of data set {spec.name!r}"):
+                self._places = self._ordered(spec, epoch, begin)
+            self._block = (spec.name, epoch, begin)
+        return int(self._places[position - begin])
+
+    def _ordered(self, spec: DatasetSpec, epoch: int, begin: int) -> Any:
+        source = self._sources()
+        if self._orders is None:
+            self._orders = source.orders or OrderFile(order_lengths(self._spec))
+        stop = min(begin + _BLOCK, spec.num_samples)
+        draw = partial(epoch_order, source, spec, self._spec.seed, epoch)
+        return self._orders.read(spec.name, epoch, begin, stop, draw)
 
     def alike(self, name: str, samples: Sequence[Sample]) -> tuple[list[Any], bool]:
         """Returns the data of samples of a chunk, and whether they are finished: all, or none."""
@@ -159,16 +195,17 @@ class Samples:
         finish = packing.unpack(packed)
         return [each.data if each.is_finished else finish(each.data) for each in samples], True
 
-    def _make(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Sample:
-        data, is_finished = self._made(spec, epoch, index, use_store)
+    def _make(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Sample:
+        data, is_finished = self._made(spec, epoch, place, use_store)
         if spec.collate is None:
             data = map_leaves(data, without_images)
         return Sample(data, is_finished)
 
-    def _made(self, spec: DatasetSpec, epoch: int, index: int, use_store: bool) -> Sample:
+    def _made(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Sample:
         source = self._sources()
         dataset, finish = source.datasets[spec.name], source.stages[spec.name].finish
-        seed = partial(self._seed, spec.name, epoch, index)
+        index = place % spec.length
+        seed = partial(self._seed, spec.name, epoch, place)
         defers = spec.finish is not None
         found = self._split(spec.name)
         use_store = use_store and spec.name not in self.audit.mismatches
@@ -193,8 +230,10 @@ class Samples:
                     return Sample(sample, not defers)
         return Sample(found.whole(dataset, index, seed), True)
 
-    def _seed(self, name: str, epoch: int, index: int) -> None:
-        seed_sample(self._spec.seed, name, epoch, index, self._sources().generators)
+    def _seed(self, name: str, epoch: int, place: int) -> None:
+        own = self._sources().generators
+        self._seed_again = partial(seed_sample, self._spec.seed, name, epoch, place, own)
+        self._seed_again()
 
     def _prepared(
         self,
@@ -206,7 +245,7 @@ class Samples:
     ) -> Any:
         store = self._decoded if use_store else None
         # What is random is told apart from its input by now: it does not write into it.
-        copy = not found.has_augment
+        copy = found.augment is None
         loaded = store.get(name, index, copy=copy) if store is not None else None
         if loaded is not None:
             self.num_loaded += 1
@@ -234,12 +273,30 @@ class Samples:
     def _load_once(self) -> None:
         if self._source is None:
             with reported("Unpickling the data sets in a preprocessor"):
-                self._source = self._load()
+                self._sources()
 
     def _sources(self) -> Source:
         if self._source is None:
-            self._source = self._load()
+            source = self._load()
+            datasets = {
+                each.name: prefetch.Prefetched(
+                    source.datasets[each.name], partial(self._drawing, source)
+                )
+                for each in self._spec.datasets
+                if each.gives_many
+            }
+            self._source = replace(source, datasets={**source.datasets, **datasets})
         return self._source
+
+    def _drawing(self, source: Source, action: Callable[[], Any]) -> tuple[Any, bool]:
+        """What a function returns, and whether it drew; all is seeded again as it was."""
+        self._seed_again()
+        before = drawn(source.generators)
+        self._seed_again()
+        result = action()
+        is_random = drawn(source.generators) != before
+        self._seed_again()
+        return result, is_random
 
 
 @contextmanager
@@ -251,8 +308,8 @@ def reported(what: str) -> Iterator[None]:
         raise _error(what, error) from error
 
 
-def _sample_error(spec: DatasetSpec, index: int, error: BaseException) -> SampleError:
-    return _error(f"Sample {index} of data set {spec.name!r}", error)
+def _sample_error(spec: DatasetSpec, place: int, error: BaseException) -> SampleError:
+    return _error(f"Sample {place % spec.length} of data set {spec.name!r}", error)
 
 
 def _error(what: str, error: BaseException) -> SampleError:

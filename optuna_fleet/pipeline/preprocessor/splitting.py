@@ -2,30 +2,22 @@
 
 ``prepared`` is the same in every epoch and is stored; ``augmented`` is drawn anew; ``finished``
 changes element types and scales, of one sample or of a whole batch at once. The three together
-give what ``dataset[index]`` gives, bit for bit: ``split`` tries it on one sample, and ``agrees``
-can be asked about others.
+give what ``dataset[index]`` gives, bit for bit: `decide` tries it on one sample.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.preprocessor.attributes import Attributes
-from optuna_fleet.pipeline.preprocessor.transform_split import (
-    NoSplitError,
-    TransformSplit,
-    below,
-    candidates,
-    transform_of,
-)
-from optuna_fleet.pipeline.preprocessor.transforms import Step, steps_of
+from optuna_fleet.pipeline.preprocessor import transform_split
+from optuna_fleet.pipeline.preprocessor.order import drawn
 from optuna_fleet.pipeline.spec import Cut
 
+Function = Callable[[Any], Any]
 Seed = Callable[[], None]
 
 MAX_TRIES = 16
@@ -45,9 +37,9 @@ class Stages:
             itself, and this comes after its own last step.
     """
 
-    prepare: Callable[[Any], Any] | None = None
-    augment: Callable[[Any], Any] | None = None
-    finish: Callable[[Any], Any] | None = None
+    prepare: Function | None = None
+    augment: Function | None = None
+    finish: Function | None = None
 
     @property
     def in_parts(self) -> bool:
@@ -55,60 +47,78 @@ class Stages:
         return self.prepare is not None or self.augment is not None
 
 
-class SplitDataset(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitDataset:
     """A data set in three parts. Equal in every process that has the same data set.
 
     Attributes:
-        cut: Where its own transform was taken apart; None where the user said how.
-        has_augment: Whether anything is random. If not, ``prepared`` gives what the data set
-            gives (but for ``finished``), to be treated as ``dataset[index]`` always is, and
-            ``augmented`` leaves it as it is. Otherwise ``prepared`` gives a form of its own that
-            chunks keep without loss, and only ``augmented`` understands it.
-        has_finish: Whether ``finished`` does anything.
+        read: Returns the beginning of the sample of an index, the same in every epoch.
+        augment: The random rest; None where nothing is random.
+        finish: The elementwise end; None for none. Without the data set: it may be sent elsewhere.
+        stages: What the user gave.
+        copies: ``augment`` may write into what it is given.
+        cut: Where the data set's own transform was taken apart; None where the user said how.
     """
 
-    @property
-    def cut(self) -> Cut | None: ...  # noqa: D102
-
-    @property
-    def has_augment(self) -> bool: ...  # noqa: D102
-
-    @property
-    def has_finish(self) -> bool: ...  # noqa: D102
+    read: Callable[[int], Any]
+    augment: Function | None
+    finish: Function | None
+    stages: Stages
+    copies: bool
+    cut: Cut | None = None
 
     def prepared(self, index: int) -> Any:
-        """Returns what is the same in every epoch."""
-        ...
+        """Returns what is the same in every epoch: the sample, or if it is yet to be augmented, a
+        form of it that can be stored without loss.
+        """  # noqa: D205
+        from optuna_fleet.pipeline.preprocessor import storable
+
+        sample = self.read(index)
+        return storable.pack(sample) if self.augment is not None else sample
 
     def augmented(self, prepared: Any) -> Any:
         """Returns the sample, drawn from the generators as they are; ``prepared`` stays as is."""
-        ...
+        from optuna_fleet.pipeline.preprocessor import storable
+
+        if self.augment is None:
+            return prepared
+        return self.augment(storable.unpack(prepared, copy=self.copies))
 
     def finished(self, sample_or_batch: Any) -> Any:
         """Returns the end of what ``augmented`` gave, or of a batch of it (``default_collate``).
 
         With a ``collate_fn`` of the user's, finish the samples before they are collated.
         """
-        ...
-
-    def finisher(self) -> Callable[[Any], Any]:
-        """Returns ``finished`` without the data set, to be sent elsewhere."""
-        ...
+        return called(self.finish, sample_or_batch)
 
     def whole(self, dataset: Any, index: int, seed: Seed) -> Any:
         """Returns the sample as it is without splitting, after ``seed()``."""
-        ...
+        seed()
+        sample = dataset[index]
+        if self.stages.in_parts:
+            sample = called(self.stages.prepare, sample)
+            seed()
+            sample = called(self.stages.augment, sample)
+        return called(self.stages.finish, sample)
 
 
-def may_split(dataset: Any, stages: Stages, *, by_itself: bool) -> bool:
+def called(function: Function | None, value: Any) -> Any:
+    """Returns what a function makes of a value; the value itself without one."""
+    return value if function is None else function(value)
+
+
+def may_split(dataset: Any, stages: Stages, *, by_itself: bool | None) -> bool:
     """Returns whether there is anything to try, without reading a sample.
 
     Args:
         dataset: The data set.
         stages: What the user gave for it.
-        by_itself: Its own transform may be taken apart.
+        by_itself: Its own transform may be taken apart; None if it is a data set of torchvision's.
     """
-    return stages.in_parts or (by_itself and _own_steps(dataset) is not None)
+    if stages.in_parts or by_itself is False:
+        return stages.in_parts
+    is_known = by_itself or transform_split.is_known(dataset)
+    return is_known and transform_split.steps_in(dataset) is not None
 
 
 def decide(
@@ -132,86 +142,85 @@ def decide(
     for index in range(min(num_samples, MAX_TRIES)):
         try:
             found = split(dataset, stages, index=index, seed=partial(seed, index))
-            usable = found is None or agrees(found, dataset, index, partial(seed, index))
         except (Exception, SystemExit):
             continue
-        if not usable and stages.in_parts:
+        if found is None and stages.in_parts:
             raise FleetConfigError(
                 f"What `prepare` gives for sample {index} of data set {name!r} is not the "
                 "same each time, or is changed in place by `augment`, or can't be stored. "
                 "Leave all that is random to `augment`, which must work on copies."
             )
-        return found if usable else None
-    return _StagedSplit(dataset=dataset, stages=stages) if stages.in_parts else None
-
-
-def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | None:
-    """Returns the split that was decided on, without reading a sample."""
-    if stages.in_parts:
-        return _StagedSplit(dataset=dataset, stages=stages)
-    if cut is None:
-        return None
-    steps = _own_steps(dataset) or ()
-    return TransformSplit(dataset, steps, Attributes(steps, cut.restless), stages.finish, cut)
-
-
-def _own_steps(dataset: Any) -> tuple[Step, ...] | None:
-    return steps_of(transform_of(dataset))
+        return found
+    return rebuilt(dataset, stages, None)
 
 
 def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDataset | None:
     """Takes a data set apart, by its own ``transform`` or as the user says.
 
     Args:
-        dataset: Has an attribute ``transform`` (or ``transforms``) made of torchvision's; also
-            below ``Subset`` and ``ConcatDataset``.
-        stages: With ``prepare`` or ``augment`` these are taken, and not tried: ask ``agrees``.
+        dataset: The data set.
+        stages: What the user gave for it.
         index: The sample it is tried on.
         seed: Seeds torch, NumPy and ``random`` for that sample.
 
     Returns:
-        None if there is no place to split: ``dataset[index]`` is then called whole in every
-        epoch, and the caller applies ``stages.finish``.
+        None if there is no place to split, or the parts do not give what the data set gives.
 
     Raises:
-        Exception: What ``dataset[index]`` raises.
-        OSError: Likewise when it is read again: it says nothing of the transform.
+        Exception: What ``dataset[index]`` raises, and the user's stages.
+        OSError: Likewise when it is read again: it says nothing of the split.
     """
+    found: list[SplitDataset | None]
     if stages.in_parts:
-        return _StagedSplit(dataset=dataset, stages=stages)
-    steps = _own_steps(dataset)
-    if steps is None:
-        return None
-    attributes = Attributes(steps)
-    if any(map(attributes.include, below(dataset))):
-        return None  # it is copied, and its steps would know the original
-    # First of all: a data set that keeps its results must not keep those of half a transform.
-    seed()
-    dataset[index]
-    before = attributes.now()
-    dataset[index]  # drawn otherwise: only what the steps set themselves is another now
-    try:
-        attributes.ignore_changed(before)
-        found = list(candidates(dataset, steps, attributes, stages.finish, index))
-    except Exception as error:
-        _raise_if_of_the_moment(error)
-        return None
-    return next((split for split in found if agrees(split, dataset, index, seed)), None)
+        found = [rebuilt(dataset, stages, None)]
+    else:
+        seed()
+        dataset[index]  # its errors are not hidden
+        try:
+            cuts = list(transform_split.cuts(dataset, index))
+        except Exception as error:
+            _raise_if_of_the_moment(error)
+            return None
+        found = [rebuilt(dataset, stages, cut) for cut in cuts]
+    return next((each for each in found if each and agrees(each, dataset, index, seed)), None)
 
 
-def _raise_if_of_the_moment(error: BaseException) -> None:
-    """Raises what may not be raised when it is tried again, or what has led to this."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (OSError, MemoryError)):
-            raise cause
-        cause = cause.__cause__ or cause.__context__
+def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | None:
+    """Returns the split that was decided on, without reading a sample."""
+    if stages.in_parts:
+        return SplitDataset(
+            read=partial(_read, dataset, stages.prepare),
+            augment=stages.augment,
+            finish=stages.finish,
+            stages=stages,
+            copies=True,
+        )
+    if cut is None:
+        return None
+    parts = transform_split.Parts(dataset, cut)
+    end = parts.end if stages.finish is None else partial(_in_turn, parts.end, stages.finish)
+    return SplitDataset(
+        read=parts.read,
+        augment=parts.middle,
+        finish=end,
+        stages=stages,
+        copies=parts.copies,
+        cut=cut,
+    )
+
+
+def _read(dataset: Any, prepare: Function | None, index: int) -> Any:
+    return called(prepare, dataset[index])
+
+
+def _in_turn(first: Function | None, second: Function, value: Any) -> Any:
+    return second(called(first, value))
 
 
 def agrees(split: SplitDataset, dataset: Any, index: int, seed: Seed) -> bool:
     """Returns whether a split gives what the data set gives, for one sample.
 
-    Bit for bit, by way of a chunk, alone and as a batch; and whether ``prepared`` is the same
+    Bit for bit, by way of the store, alone and as a batch; and whether ``prepared`` is the same
     under another state of the generators, and draws nothing from them. Leaves them changed.
 
     Raises:
@@ -231,11 +240,10 @@ def _agrees(split: SplitDataset, index: int, seed: Seed, wanted: Any) -> bool:
 
     prepared = _drawing_nothing(split, index, seed, num_drawn=0)
     again = _drawing_nothing(split, index, seed, num_drawn=1)
-    read: Callable[[Any], Any] = _itself
-    if split.has_augment:
+    read: Function = partial(called, None)
+    if split.augment is not None:
         read = partial(storable.unpack, copy=False)
-        prepared = storable.through_chunk(prepared, pickled=False)
-        again = storable.through_chunk(again, pickled=True)
+        prepared, again = storable.through_store(prepared), storable.through_store(again)
     if not storable.same(read(prepared), read(again)):
         return False
     seed()
@@ -245,7 +253,7 @@ def _agrees(split: SplitDataset, index: int, seed: Seed, wanted: Any) -> bool:
     # Once more: what is stored must not have been changed on the way.
     if not storable.same(read(prepared), read(again)):
         return False
-    return not split.has_finish or _agrees_as_batch(split, augmented, wanted)
+    return split.finish is None or _agrees_as_batch(split, augmented, wanted)
 
 
 def _agrees_as_batch(split: SplitDataset, augmented: Any, wanted: Any) -> bool:
@@ -266,82 +274,26 @@ def _listed(batch: Any) -> Any:
 
 
 def _drawing_nothing(split: SplitDataset, index: int, seed: Seed, *, num_drawn: int) -> Any:
-    seed()
-    _draw(num_drawn)
-    before = _generators()
+    def begin() -> None:
+        seed()
+        for _ in range(num_drawn):
+            drawn()
+
+    begin()
+    expected = drawn()
+    begin()
     prepared = split.prepared(index)
-    if _generators() != before:
-        raise NoSplitError("random numbers were drawn before the first random step")
+    if drawn() != expected:
+        raise transform_split.NoSplitError(
+            "random numbers were drawn before the first random step"
+        )
     return prepared
 
 
-def _draw(count: int) -> None:
-    import numpy as np
-    import torch
-
-    for _ in range(count):
-        torch.rand((), device="cpu")
-        np.random.rand()
-        random.random()
-
-
-def _generators() -> tuple[Any, ...]:
-    import numpy as np
-    import torch
-
-    _, keys, *rest = np.random.get_state(legacy=True)
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        np.asarray(keys).tobytes(),
-        rest,
-        (random.getstate()),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StagedSplit:
-    dataset: Any
-    stages: Stages
-
-    cut = None
-
-    @property
-    def has_augment(self) -> bool:
-        return self.stages.augment is not None
-
-    @property
-    def has_finish(self) -> bool:
-        return self.stages.finish is not None
-
-    def prepared(self, index: int) -> Any:
-        from optuna_fleet.pipeline.preprocessor import storable
-
-        sample = _called(self.stages.prepare, self.dataset[index])
-        return storable.pack(sample, faithful=True) if self.has_augment else sample
-
-    def augmented(self, prepared: Any) -> Any:
-        from optuna_fleet.pipeline.preprocessor import storable
-
-        if not self.has_augment:
-            return prepared
-        return _called(self.stages.augment, storable.unpack(prepared, copy=True))
-
-    def finished(self, sample_or_batch: Any) -> Any:
-        return _called(self.stages.finish, sample_or_batch)
-
-    def finisher(self) -> Callable[[Any], Any]:
-        return partial(_called, self.stages.finish)
-
-    def whole(self, dataset: Any, index: int, seed: Seed) -> Any:
-        seed()
-        sample = _called(self.stages.prepare, dataset[index])
-        seed()
-        return _called(self.stages.finish, _called(self.stages.augment, sample))
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _called(function: Callable[[Any], Any] | None, value: Any) -> Any:
-    return value if function is None else function(value)
+def _raise_if_of_the_moment(error: BaseException) -> None:
+    """Raises what may not be raised when it is tried again, or what has led to this."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (OSError, MemoryError)):
+            raise cause
+        cause = cause.__cause__ or cause.__context__

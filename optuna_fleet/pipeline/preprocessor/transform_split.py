@@ -1,22 +1,20 @@
-"""A data set split by its own transform: copied, with a part of the transform in its place.
-
-What that part gives never reaches the data set's own code, which gets a stand-in to put into the
-sample. So a data set that looks at the result (a label from it, a copy of it) is noticed whichever
-sample it does so for, and not taken apart.
-"""
+"""A data set split by its own transform: copied, with a part of the transform in its place."""
 
 from __future__ import annotations
 
 import copy
+import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from optuna_fleet.pipeline.preprocessor import transforms
-from optuna_fleet.pipeline.preprocessor.attributes import Attributes
-from optuna_fleet.pipeline.preprocessor.transforms import Step
+from optuna_fleet.pipeline.preprocessor.transforms import Step, Steps
 from optuna_fleet.pipeline.spec import Cut, Path
+
+_STAR: Path = (...,)
+"""The transform was given several values, and what it returned is the sample."""
 
 
 class AnotherWayError(RuntimeError):
@@ -27,35 +25,104 @@ class NoSplitError(Exception):
     """The data set does not use its transform in a way that can be taken apart."""
 
 
-def candidates(
-    dataset: Any,
-    steps: tuple[Step, ...],
-    attributes: Attributes,
-    finish: Callable[[Any], Any] | None,
-    index: int,
-) -> Iterator[TransformSplit]:
+def is_known(dataset: Any) -> bool:
+    """Returns whether it is a data set of torchvision's, or made of such by those of torch.
+
+    They put into the sample what their transform gives, and do nothing else with it. Exact
+    classes: a subclass may do what it likes.
+    """
+    inner = _inner(dataset)
+    return is_torchvisions(dataset) if inner is None else all(map(is_known, inner))
+
+
+def is_torchvisions(dataset: Any) -> bool:
+    """Returns whether it is a data set of torchvision's own."""
+    kind = type(dataset)
+    is_its = str(kind.__module__).startswith("torchvision.datasets.")
+    return is_its and getattr(sys.modules[kind.__module__], kind.__name__, None) is kind
+
+
+def steps_in(dataset: Any) -> tuple[Step, ...] | None:
+    """Returns the steps of a data set's transform; None if not all is known about them."""
+    return transforms.steps_of(_transform_of(dataset))
+
+
+def cuts(dataset: Any, index: int) -> Iterator[Cut]:
     """Yields the ways to split a data set, the best first.
 
     Args:
         dataset: The data set.
-        steps: Its transform's, as ``transforms.steps_of`` gives them.
-        attributes: Theirs, before any sample was read.
-        finish: What comes after its own end.
         index: The sample by which to find where the transform's result goes.
     """
+    steps = steps_in(dataset) or ()
     random_steps = (i for i, step in enumerate(steps) if not transforms.is_deterministic(step))
     first_random = next(random_steps, None)
+    watched = _Watched(())
+    place = watched.place(_with_transform(dataset, watched)[index])
     smallest = None
     if first_random is not None:
-        smallest = _smallest_cut(steps[:first_random], _inputs(dataset, index))
+        smallest = _smallest_cut(steps[:first_random], watched.inputs)
     for end in dict.fromkeys((_tail(steps), len(steps))):
         begin = end if smallest is None else smallest
-        prefix = _Watched(transforms.Steps(steps[:begin]))
-        place, _ = prefix.taken(_with_transform(dataset, prefix)[index])
-        cut = Cut(
-            begin=begin, end=end, num_steps=len(steps), place=place, restless=attributes.restless
-        )
-        yield TransformSplit(dataset, steps, attributes, finish, cut)
+        yield Cut(begin=begin, end=end, num_steps=len(steps), place=place)
+
+
+class Parts:
+    """A data set's transform in three parts.
+
+    Args:
+        dataset: The data set.
+        cut: Where to cut.
+
+    Attributes:
+        middle: The random part of the transform, applied to a sample; None for none.
+        end: The elementwise end, applied to a sample or a batch; None for none.
+        copies: ``middle`` may write into what it is given.
+
+    Raises:
+        RuntimeError: The data set has another transform than where this was decided.
+    """
+
+    def __init__(self, dataset: Any, cut: Cut) -> None:
+        steps = steps_in(dataset) or ()
+        if len(steps) != cut.num_steps:
+            raise RuntimeError(
+                f"A transform has {len(steps)} steps here, but {cut.num_steps} where it was "
+                "decided how to take it apart: SharedPipeline(..., split=False) leaves it whole."
+            )
+        self._place = cut.place
+        self._watched = _Watched(steps[: cut.begin])
+        self._source = _with_transform(dataset, self._watched)
+        middle, end = steps[cut.begin : cut.end], steps[cut.end :]
+        self.middle = _Placed(cut.place, Steps(middle)) if middle else None
+        self.end = _Placed(cut.place, Steps(end)) if end else None
+        # Code that is not known may write into its input.
+        self.copies = not all(map(transforms.leaves_input, middle))
+
+    def read(self, index: int) -> Any:
+        """Returns a sample with only the beginning of the transform.
+
+        Raises:
+            AnotherWayError: Its code does otherwise with what the transform gives it.
+        """
+        self._watched.calls = 0
+        try:
+            sample = self._source[index]
+            place = self._watched.place(sample)
+        except NoSplitError as error:
+            raise _another_way(index, f"{error}") from error
+        except Exception as error:
+            # Perhaps for want of what the transform gives: if not, the whole will raise it too.
+            raise _another_way(index, f"raises {type(error).__name__}") from error
+        if place != self._place:
+            raise _another_way(index, f"has its image at {place} instead of {self._place}")
+        return sample
+
+
+def _another_way(index: int, how: str) -> AnotherWayError:
+    return AnotherWayError(
+        f"Sample {index} goes another way through the data set than the first one: it {how}."
+    )
 
 
 def _tail(steps: tuple[Step, ...]) -> int:
@@ -66,97 +133,46 @@ def _tail(steps: tuple[Step, ...]) -> int:
     return start
 
 
-def _inputs(dataset: Any, index: int) -> tuple[Any, ...]:
-    """What the data set gives to its transform."""
-    watched = _Watched(transforms.Steps(()))
-    _with_transform(dataset, watched)[index]
-    return watched.last_call().inputs
-
-
 def _smallest_cut(prefix: tuple[Step, ...], inputs: tuple[Any, ...]) -> int:
     """The latest of the cuts whose result takes the fewest bytes."""
     from optuna_fleet.pipeline.preprocessor.storable import nbytes
 
-    sizes = [nbytes(transforms.Steps(prefix[:cut])(*inputs)) for cut in range(len(prefix) + 1)]
+    sizes = [nbytes(Steps(prefix[:cut])(*inputs)) for cut in range(len(prefix) + 1)]
     return max(cut for cut, size in enumerate(sizes) if size == min(sizes))
 
 
-_STAR: Path = ("*",)
-"""The transform was given several values, and what it returned is the sample."""
-
-
-class _StandIn:
-    """Can be put into a sample; anything else raises, even to ask for its type."""
-
-    __slots__ = ()
-
-    def __getattribute__(self, name: str) -> Any:
-        raise AnotherWayError("A sample's own code looks at what the transform gave")
-
-    def _looked_at(self, *_: Any) -> Any:
-        raise AnotherWayError("A sample's own code looks at what the transform gave")
-
-    __bool__ = __eq__ = __hash__ = __len__ = __iter__ = __getitem__ = _looked_at
-    __repr__ = __str__ = __float__ = __int__ = __index__ = __contains__ = _looked_at
-    __copy__ = __deepcopy__ = __reduce_ex__ = _looked_at
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    inputs: tuple[Any, ...]
-    output: Any
-    stand_in: Any  # one, or a tuple of as many as there are outputs
-    is_usual: bool
-
-
 class _Watched:
-    """Stands where the transform was, and remembers what it was given and what it would give."""
+    """Stands where the transform was, and remembers what it was given and what it gave last."""
 
-    def __init__(self, steps: transforms.Steps, attributes: Attributes | None = None) -> None:
-        self._steps = steps
-        self._attributes = attributes
-        self._calls: list[_Call] = []
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self._steps = Steps(steps)
+        self._output: Any = None
+        self.inputs: tuple[Any, ...] = ()
+        self.calls = 0
 
     def __call__(self, *inputs: Any) -> Any:
-        is_usual = self._attributes is None or self._attributes.hold()
-        output = self._steps(*inputs)
-        stand_in: Any = _StandIn()
-        if len(inputs) > 1:
-            stand_in = tuple(_StandIn() for _ in output)
-        self._calls.append(_Call(inputs, output, stand_in, is_usual))
-        return stand_in
+        self.calls += 1
+        self.inputs = inputs
+        self._output = self._steps(*inputs)
+        return self._output
 
-    def forget(self) -> None:
-        """Forgets its calls."""
-        self._calls = []
-
-    def last_call(self) -> _Call:
-        """Returns what it was given and gave, if it was called once; and forgets it."""
-        calls = self._calls
-        self.forget()
-        if len(calls) != 1:
-            raise NoSplitError(f"called it {len(calls)} times")
-        if not calls[0].is_usual:
-            raise NoSplitError("changes attributes of its steps")
-        return calls[0]
-
-    def taken(self, sample: Any) -> tuple[Path, Any]:
-        """Returns where in the sample its result went, and the sample with the result there."""
-        call = self.last_call()
-        place = _place(sample, call)
-        return place, _at(place, sample, lambda *_: call.output)
-
-
-def _place(sample: Any, call: _Call) -> Path:
-    places = list(_places(sample, call.stand_in))
-    is_joint = len(call.inputs) > 1
-    if is_joint and not places and issubclass(type(sample), (tuple, list)):
-        parts = zip(sample, call.stand_in, strict=False)
-        if len(sample) == len(call.stand_in) and all(part is given for part, given in parts):
+    def place(self, sample: Any) -> Path:
+        """Returns where in the sample its result is, if it was called once for it."""
+        if self.calls != 1:
+            raise NoSplitError(f"called its transform {self.calls} times")
+        output, is_joint = self._output, len(self.inputs) > 1
+        self._output = None
+        if is_joint and _same_items(sample, output):
             return _STAR
-    if len(places) != 1:
-        raise NoSplitError(f"has its result at {len(places)} places")
-    return _STAR if is_joint and places == [()] else places[0]
+        places = list(_places(sample, output))
+        if len(places) != 1:
+            raise NoSplitError(f"has its transform's result at {len(places)} places")
+        return places[0]
+
+
+def _same_items(one: Any, other: Any) -> bool:
+    is_sequence = issubclass(type(one), (tuple, list)) and len(one) == len(other)
+    return is_sequence and all(map(operator.is_, one, other))
 
 
 def _places(node: Any, wanted: Any, path: Path = ()) -> Iterator[Path]:
@@ -170,9 +186,19 @@ def _places(node: Any, wanted: Any, path: Path = ()) -> Iterator[Path]:
             yield from _places(item, wanted, (*path, key))
 
 
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Steps applied at one place of a sample or batch."""
+
+    place: Path
+    steps: Steps
+
+    def __call__(self, sample_or_batch: Any) -> Any:
+        return _at(self.place, sample_or_batch, self.steps)
+
+
 def _at(path: Path, node: Any, function: Step) -> Any:
-    """Returns the sample or batch with ``function`` applied at one place of it."""
-    if path is _STAR:
+    if path == _STAR:
         return _like(node, function(*node))
     if not path:
         return function(node)
@@ -189,134 +215,20 @@ def _like(node: Any, items: Any) -> Any:
     return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finisher:
-    """The end of a transform, without the data set: trainers on accelerators get it alone."""
-
-    place: Path
-    tail: transforms.Steps
-    finish: Callable[[Any], Any] | None
-
-    def __call__(self, sample_or_batch: Any) -> Any:
-        """Returns the finished sample or batch."""
-        if self.tail.steps:
-            sample_or_batch = _at(self.place, sample_or_batch, self.tail)
-        return sample_or_batch if self.finish is None else self.finish(sample_or_batch)
-
-
-class TransformSplit:
-    """A ``SplitDataset`` (see there) whose parts are pieces of the data set's transform.
-
-    Args:
-        dataset: The data set.
-        steps: Its transform's.
-        attributes: Theirs, before any sample was read: a sample for which they are others is
-            made whole.
-        finish: What comes after its own end.
-        cut: Where to cut.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        steps: tuple[Step, ...],
-        attributes: Attributes,
-        finish: Callable[[Any], Any] | None,
-        cut: Cut,
-    ) -> None:
-        if len(steps) != cut.num_steps:
-            raise RuntimeError(
-                f"A transform has {len(steps)} steps here, but {cut.num_steps} where it was "
-                "decided how to take it apart: SharedPipeline(..., split=False) leaves it whole."
-            )
-        self.cut = cut
-        self._attributes = attributes
-        self._watched = _Watched(transforms.Steps(steps[: cut.begin]), attributes)
-        self._source = _with_transform(dataset, self._watched)
-        self._middle = transforms.Steps(steps[cut.begin : cut.end])
-        self._tail = transforms.Steps(steps[cut.end :])
-        self._finish = finish
-        # Code that is not known may look at anything, and write into it.
-        self._faithful = not all(map(transforms.is_known, self._middle.steps))
-
-    @property
-    def has_augment(self) -> bool:  # noqa: D102
-        return bool(self._middle.steps)
-
-    @property
-    def has_finish(self) -> bool:  # noqa: D102
-        return bool(self._tail.steps) or self._finish is not None
-
-    def prepared(self, index: int) -> Any:  # noqa: D102
-        from optuna_fleet.pipeline.preprocessor import storable
-
-        sample = self._sample(index)
-        return storable.pack(sample, faithful=self._faithful) if self.has_augment else sample
-
-    def augmented(self, prepared: Any) -> Any:  # noqa: D102
-        from optuna_fleet.pipeline.preprocessor import storable
-
-        if not self._attributes.hold():
-            raise AnotherWayError("Attributes of the transform's steps have been changed.")
-        if not self.has_augment:
-            return prepared
-        return _at(self.cut.place, storable.unpack(prepared, copy=self._faithful), self._middle)
-
-    def finished(self, sample_or_batch: Any) -> Any:  # noqa: D102
-        return self.finisher()(sample_or_batch)
-
-    def finisher(self) -> Finisher:  # noqa: D102
-        return Finisher(place=self.cut.place, tail=self._tail, finish=self._finish)
-
-    def whole(self, dataset: Any, index: int, seed: Callable[[], None]) -> Any:  # noqa: D102
-        seed()
-        sample = dataset[index]
-        return sample if self._finish is None else self._finish(sample)
-
-    def _sample(self, index: int) -> Any:
-        try:
-            sample = self._source[index]
-        except Exception as error:
-            # Perhaps for want of what the transform gives: if not, the whole will raise it too.
-            self._watched.forget()
-            raise _another_way(index, f"raises {type(error).__name__}") from error
-        try:
-            place, sample = self._watched.taken(sample)
-        except NoSplitError as error:
-            raise _another_way(index, f"{error}") from error
-        if place != self.cut.place:
-            raise _another_way(index, f"has its image at {place} instead of {self.cut.place}")
-        return sample
-
-
-def _another_way(index: int, how: str) -> AnotherWayError:
-    return AnotherWayError(
-        f"Sample {index} goes another way through the data set than the first one: it {how}. "
-        "SharedPipeline(..., split=False) takes no transform apart."
-    )
-
-
 # Which data sets are copied, and how, so that they call another transform.
 
 
-def transform_of(dataset: Any) -> Any:
+def _transform_of(dataset: Any) -> Any:
     """The one transform of a data set; None if it has none, or several."""
     inner = _inner(dataset)
     if inner is not None:
-        found = [transform_of(part) for part in inner]
+        found = [_transform_of(part) for part in inner]
         return found[0] if found and all(part is found[0] for part in found) else None
     transform = getattr(dataset, "transform", None)
     if transform is not None:
         return transform
     joint: Any = getattr(dataset, "transforms", None)
     return joint.transform if transforms.is_standard(joint) else joint
-
-
-def below(dataset: Any) -> Iterator[Any]:
-    """Yields the data set and those it is made of."""
-    yield dataset
-    for part in _inner(dataset) or ():
-        yield from below(part)
 
 
 def _with_transform(dataset: Any, transform: Step) -> Any:

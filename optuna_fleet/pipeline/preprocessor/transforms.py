@@ -108,7 +108,7 @@ def is_deterministic(step: Step) -> bool:
     """Whether the step draws no random numbers, calls no code of the user's, writes nowhere."""
     if isinstance(step, (ToBytes, ToUnit)):
         return True
-    return _name(step) in _DETERMINISTIC and is_known(step)
+    return _name(step) in _DETERMINISTIC and leaves_input(step)
 
 
 def is_elementwise(step: Step) -> bool:
@@ -116,16 +116,16 @@ def is_elementwise(step: Step) -> bool:
     if isinstance(step, ToUnit):
         return True
     by_type = isinstance(getattr(step, "dtype", None), dict)
-    return _name(step) in _ELEMENTWISE and is_known(step) and not by_type
+    return _name(step) in _ELEMENTWISE and leaves_input(step) and not by_type
 
 
-def is_known(step: Step) -> bool:
+def leaves_input(step: Step) -> bool:
     """Whether the step is torchvision's own and leaves its input alone."""
     if isinstance(step, (ToBytes, ToUnit)):
         return True
     name = _name(step)
     if name in _CONTAINERS:
-        return all(map(is_known, _flat(getattr(step, "transforms", ()))))
+        return all(map(leaves_input, _flat(getattr(step, "transforms", ()))))
     if name is None or name == "Lambda" or getattr(step, "inplace", False):
         return False
     return not callable(getattr(step, "labels_getter", None))
@@ -153,7 +153,7 @@ def _inner(step: Any) -> Sequence[Any]:
 
 
 def _name(step: Any) -> str | None:
-    """The name of the class, if it is torchvision's own (or an ``nn.Sequential``)."""
+    """The name of the class, if it is torchvision's own or ours (or an ``nn.Sequential``)."""
     kind = type(step)
     nn = sys.modules.get("torch.nn")
     if nn is not None and kind is nn.Sequential:
@@ -161,5 +161,6 @@ def _name(step: Any) -> str | None:
     modules: list[ModuleType | None] = [
         sys.modules.get(f"torchvision.transforms{name}") for name in (".v2", "", ".v2._misc")
     ]
+    modules.append(sys.modules.get("optuna_fleet.pipeline.crops"))
     name = kind.__name__
     return name if any(vars(m).get(name) is kind for m in modules if m is not None) else None

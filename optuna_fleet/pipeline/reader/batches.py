@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.chunks.view import Part, cut_alike
 from optuna_fleet.pipeline.messages import Advance, ClosePass
+from optuna_fleet.pipeline.reader.plan import ReadPlan, Span
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
+
+_PATIENCE = 2
+"""Steps for which chunks of which the user has views are not given back: then they are copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,92 +33,6 @@ class Batch:
     local_size: int
     global_size: int
     is_finished: bool = False
-
-
-def shard(size: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the range of a batch of ``size`` samples that belongs to ``rank``.
-
-    Contiguous; the first ``size % world_size`` ranks get one more than the others.
-    """
-    share, extra = divmod(size, world_size)
-    start = rank * share + min(rank, extra)
-    return start, start + share + (rank < extra)
-
-
-class Span(NamedTuple):
-    """The part of a pass that lies in one epoch of a data set: its samples [first, last).
-
-    Sample ``i`` of the pass is sample ``i + shift`` of that epoch.
-    """
-
-    epoch: int
-    first: int
-    last: int
-    shift: int
-
-    def positions(self, start: int, stop: int) -> tuple[int, int]:
-        """Returns which samples of the epoch are among samples [start, stop) of the pass."""
-        return max(start + self.shift, self.first), min(stop + self.shift, self.last)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadPlan:
-    """The arguments of ``PipelineClient.read``, and what follows from them."""
-
-    name: str
-    epoch: int
-    num_samples: int
-    batch_size: int
-    rank: int
-    world_size: int
-    drop_last: bool
-    dummy: bool
-    continues: bool
-    first_step: int
-    origin: int | None
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """The epochs that the pass reads: one, or the end of one and the beginning of the next."""
-        origin, length = self.origin or 0, self.num_samples
-        tail = Span(self.epoch, origin, length, origin)
-        return (tail, Span(self.epoch + 1, 0, origin, origin - length)) if origin else (tail,)
-
-    @property
-    def num_steps(self) -> int:
-        """Batches of the whole epoch."""
-        full, rest = divmod(self.num_samples, self.batch_size)
-        return full + bool(rest and not self.drop_last)
-
-    def check(self) -> None:
-        """Raises FleetConfigError where the arguments do not go together."""
-        if self.rank >= self.world_size:
-            raise FleetConfigError(
-                f"The value of `rank` is {self.rank}, but `world_size` is {self.world_size}."
-            )
-        if not self.num_steps:
-            raise FleetConfigError(
-                f"With drop_last=True and batch_size={self.batch_size}, data set {self.name!r} of "
-                f"{self.num_samples} samples gives no batch at all. Use a batch size of at most "
-                f"{self.num_samples}, or drop_last=False."
-            )
-
-    def size(self, step: int) -> int:
-        """Samples of the global batch of a step."""
-        return min(self.batch_size, self.num_samples - step * self.batch_size)
-
-    def positions(self, step: int) -> tuple[int, int]:
-        """Range of the canonical order to read for a step; a dummy is one sample."""
-        begin = step * self.batch_size
-        start, stop = shard(self.size(step), self.rank, self.world_size)
-        if start == stop and self.dummy:
-            return begin, begin + 1
-        return begin + start, begin + stop
-
-    def local_size(self, step: int) -> int:
-        """Samples of this rank's share of a step."""
-        start, stop = shard(self.size(step), self.rank, self.world_size)
-        return stop - start
 
 
 class Batches:
@@ -175,10 +92,12 @@ class _Reading:
         self._plan = plan
         self._spans = list(plan.spans)
         self._pass: _Pass | None = None
+        self._ended: _Pass | None = None
         self.consumed = 0
 
     def parts(self, step: int) -> list[Part]:
         """Returns the pieces of chunks that make up this rank's share of a step."""
+        self._close_ended()
         parts: list[Part] = []
         _, stop = asked = self._plan.positions(step)
         while True:
@@ -188,8 +107,8 @@ class _Reading:
                 parts += self._pass.parts(step)
             if len(self._spans) == 1 or stop + self._spans[0].shift <= self._spans[0].last:
                 return parts
-            self.close()
             del self._spans[0]
+            self._ended, self._pass = self._pass, None  # its parts are still to be read
 
     def _begin(self, step: int) -> _Pass:
         continues = self._plan.continues or len(self._spans) > 1
@@ -197,15 +116,22 @@ class _Reading:
 
     def close(self) -> None:
         """Ends what is open and reports it."""
+        self._close_ended()
         if self._pass is not None:
             self._pass.close(self.consumed)
             self._pass, self.consumed = None, 0
+
+    def _close_ended(self) -> None:
+        if self._ended is not None:
+            self._ended.close(self.consumed)
+            self._ended, self.consumed = None, 0
 
 
 class _Pass:
     """A pass over one epoch, as the agent sees it.
 
-    Keeps the chunks of the current step, asks for those of the next, gives back the rest.
+    Keeps the chunks of the current step, asks for those of the next, gives back the rest as soon
+    as the user has no view of them, or a few steps later.
     """
 
     def __init__(
@@ -216,12 +142,13 @@ class _Pass:
         self._span = span
         self._waited_s = client.waited_s
         start, _ = span.positions(step * plan.batch_size, plan.num_samples)
-        self._number, self._chunk_size = client.open_pass(
+        self._number, self._chunk_size, self._num_ahead = client.open_pass(
             plan.name, span.epoch, start, continues=continues
         )
         self._asked: set[int] = set()
+        self._over: dict[int, int] = {}  # chunks that were needed, and for how many steps not
         self._cursor = 0
-        self._last = -1
+        self._looked = -1
         self._read_to = 0
 
     def parts(self, step: int) -> list[Part]:
@@ -229,11 +156,7 @@ class _Pass:
         start, stop = self._span.positions(*self._plan.positions(step))
         self._read_to = stop
         needed = self._chunks(start, stop)
-        ahead = range(0)
-        if needed and needed[-1] != self._last:
-            self._last = needed[-1]
-            ahead = self._next_chunks(step, self._last)
-        self._advance(needed, ahead)
+        self._advance(needed, self._next_chunks(step, needed))
         size = self._chunk_size
         return [
             (
@@ -259,39 +182,55 @@ class _Pass:
         size = self._chunk_size
         return range(start // size, -(-stop // size)) if stop > start else range(0)
 
-    def _next_chunks(self, step: int, last: int) -> range:
-        """The first chunk after ``last`` that a later step needs: asked for ahead of time."""
+    def _next_chunks(self, step: int, needed: range) -> list[int]:
+        """The chunks that later steps need first: asked for ahead of time."""
+        found: list[int] = []
+        last = needed[-1] if needed else self._looked
+        if last == self._looked or any(chunk > last for chunk in self._asked):
+            return found
+        self._looked = last
         for later in range(step + 1, self._plan.num_steps):
             start, stop = self._span.positions(*self._plan.positions(later))
-            if start >= self._span.last:
+            if start >= self._span.last or len(found) >= self._num_ahead:
                 break
-            chunks = self._chunks(start, stop)
-            if chunks and chunks[-1] > last:
-                first = max(chunks[0], last + 1)
-                return range(first, first + 1)
-        return range(0)
+            for chunk in self._chunks(start, stop):
+                if chunk > last:
+                    found.append(chunk)
+                    last = chunk
+        return found[: self._num_ahead]
 
-    def _advance(self, needed: range, ahead: range) -> None:
+    def _advance(self, needed: range, ahead: list[int]) -> None:
         """Tells the agent what changed, if anything did."""
         missing = [
             chunk
             for chunk in needed
             if chunk not in self._asked or not self._client.arrived(self._number, chunk)
         ]
-        early = [chunk for chunk in ahead if chunk not in self._asked]
         cursor = needed[0] if needed else self._cursor
-        released = [chunk for chunk in self._asked if chunk < cursor]
-        if not missing and not early and not released:
+        released = self._let_go(cursor)
+        if not missing and not ahead and not released and cursor == self._cursor:
             return
-        self._asked.difference_update(released)
-        self._asked.update(missing, early)
+        self._asked.update(missing, ahead)
         self._cursor = cursor
         self._client.advance(
             Advance(
                 pass_id=self._number,
                 cursor=cursor,
                 needed=tuple(missing),
-                ahead=tuple(early),
+                ahead=tuple(ahead),
                 released=tuple(released),
             )
         )
+
+    def _let_go(self, cursor: int) -> list[int]:
+        """Lets go of what is needed no more; of what the user has views of, later."""
+        for chunk in [chunk for chunk in self._asked if chunk < cursor]:
+            self._asked.discard(chunk)
+            self._over[chunk] = 0
+        released = self._client.let_go(self._number, self._over, patient=True)
+        for chunk in released:
+            del self._over[chunk]
+        late = [chunk for chunk, steps in self._over.items() if steps >= _PATIENCE]
+        released += self._client.let_go(self._number, late, patient=False)
+        self._over = {c: steps + 1 for c, steps in self._over.items() if c not in late}
+        return released

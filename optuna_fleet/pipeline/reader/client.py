@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import operator
+import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetError, PreprocessingError
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.chunks.view import ChunkView
 from optuna_fleet.pipeline.messages import (
     Advance,
+    ArenaOpened,
     ChunkError,
     ChunkFailed,
     ChunkReady,
@@ -27,7 +27,9 @@ from optuna_fleet.pipeline.messages import (
     ReleaseChunks,
     ReturnChunks,
 )
-from optuna_fleet.pipeline.reader.batches import Batches, ReadPlan
+from optuna_fleet.pipeline.reader.batches import Batches
+from optuna_fleet.pipeline.reader.mapping import Mapping
+from optuna_fleet.pipeline.reader.plan import planned
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.wire.packing import unpack
 
@@ -37,12 +39,19 @@ _AT_ONCE = int(socket.MSG_DONTWAIT)
 
 @dataclass(slots=True)
 class _Inbox:
-    """What has arrived for a pass, which the process ``pid`` began."""
+    """What has arrived for a pass, which the process ``pid`` began.
+
+    Attributes:
+        chunks: The chunks.
+        places: Where in the arena those are that are not copies.
+    """
 
     pid: int = field(default_factory=os.getpid)
     chunk_size: int | None = None
     head: tuple[int, int] | None = None
+    num_ahead: int = 1
     chunks: dict[int, ChunkView] = field(default_factory=dict)
+    places: dict[int, tuple[int, int]] = field(default_factory=dict)
     errors: dict[int, ChunkError] = field(default_factory=dict)
 
 
@@ -64,6 +73,7 @@ class PipelineClient:
         self._spec = spec
         self._inboxes: dict[int, _Inbox] = {}
         self._num_passes = 0
+        self._mapping: Mapping | None = None
         self._collates: dict[str, Callable[[list[Any]], Any] | None] = {}
         self.waited_s = 0.0
         self.at_wait: Callable[[], object] = lambda: None
@@ -158,6 +168,13 @@ class PipelineClient:
         packed = self._spec.dataset(name).finish
         return None if packed is None else unpack(packed)
 
+    def close(self) -> None:
+        """Gives everything back; batches that were read stay valid."""
+        for number in list(self._inboxes):
+            self.close_pass(ClosePass(pass_id=number, num_consumed=0, waited_s=0.0))
+        if self._mapping is not None:
+            self._mapping.close()
+
     # For Batches
 
     def collate_fn(self, name: str) -> Callable[[list[Any]], Any] | None:
@@ -169,8 +186,12 @@ class PipelineClient:
 
     def open_pass(
         self, name: str, epoch: int, start: int, *, continues: bool = False
-    ) -> tuple[int, int]:
-        """Begins to read at position ``start``; returns the pass' number and the chunk size."""
+    ) -> tuple[int, int, int]:
+        """Begins to read at position ``start``.
+
+        Returns:
+            The pass' number, the chunk size, and how many chunks may be asked for ahead.
+        """
         number, inbox = self._inbox()
         try:
             self._send(
@@ -181,23 +202,50 @@ class PipelineClient:
             self.close_pass(ClosePass(pass_id=number, num_consumed=0, waited_s=0.0))
             raise
         assert inbox.chunk_size is not None
-        return number, inbox.chunk_size
+        return number, inbox.chunk_size, inbox.num_ahead
 
     def _inbox(self) -> tuple[int, _Inbox]:
         self._num_passes += 1
         inbox = self._inboxes[self._num_passes] = _Inbox()
         return self._num_passes, inbox
 
+    def _inbox_of(self, number: int) -> _Inbox:
+        if number not in self._inboxes:
+            raise _agent_gone()  # the reader was closed
+        return self._inboxes[number]
+
     def advance(self, message: Advance) -> None:
-        """Tells the agent where the pass is and what it wants; released chunks are forgotten."""
-        chunks = self._inboxes[message.pass_id].chunks
-        for chunk in message.released:
-            chunks.pop(chunk, None)
+        """Tells the agent where the pass is, what it wants, and what it has let go of."""
         self._send(message)
+
+    def let_go(self, number: int, chunks: Iterable[int], *, patient: bool) -> list[int]:
+        """Has chunks be written anew; returns those of them of which the agent may be told.
+
+        Args:
+            number: The pass.
+            chunks: What it needs no more.
+            patient: Not those of which the user has a view: the next batch is asked for while the
+                last one is still bound to the loop's variables. Otherwise they are kept for him.
+        """
+        inbox = self._inbox_of(number)
+        gone = []
+        for chunk in chunks:
+            view = inbox.chunks.get(chunk)
+            if view is not None and view.is_used():
+                if patient:
+                    continue
+                self._keep(inbox, chunk)
+            elif chunk in inbox.places:
+                assert self._mapping is not None
+                self._mapping.clean(*inbox.places[chunk])
+            inbox.chunks.pop(chunk, None)
+            inbox.places.pop(chunk, None)
+            gone.append(chunk)
+        return gone
 
     def arrived(self, number: int, chunk: int) -> bool:
         """Returns whether a chunk (or the news of its failure) is there, without waiting."""
-        inbox = self._inboxes[number]
+        inbox = self._inbox_of(number)
         while chunk not in inbox.chunks and chunk not in inbox.errors:
             try:
                 self._receive(_AT_ONCE)
@@ -205,13 +253,23 @@ class PipelineClient:
                 return False
         return True
 
+    def fileno(self) -> int:
+        """Returns the descriptor that becomes readable when there is something to `hear`."""
+        return self._sock.fileno()
+
+    def hear(self) -> None:
+        """Takes in what has arrived, without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._receive(_AT_ONCE)
+
     def take(self, number: int, chunk: int) -> ChunkView:
         """Waits for a chunk that was asked for.
 
         Raises:
             PreprocessingError: It could not be produced.
         """
-        inbox = self._inboxes[number]
+        inbox = self._inbox_of(number)
         self._wait_until(lambda: chunk in inbox.chunks or chunk in inbox.errors)
         if chunk in inbox.errors:
             raise PreprocessingError(inbox.errors[chunk].text())
@@ -219,20 +277,30 @@ class PipelineClient:
 
     def close_pass(self, closing: ClosePass) -> None:
         """Ends a pass, at its end or before; the agent may drop its chunks."""
-        inbox = self._inboxes.pop(closing.pass_id, None)
+        inbox = self._inboxes.get(closing.pass_id)
         # A generator can be collected in a process that the user's code forked, whose loop goes on
         # in the parent; or when the agent is gone.
         if inbox is not None and inbox.pid == os.getpid():
+            self.let_go(closing.pass_id, list(inbox.chunks), patient=False)
+            del self._inboxes[closing.pass_id]
             try:
                 wire.send(self._sock, closing)
             except OSError:
                 return
 
-    def _give_back(self, number: int, chunks: list[int]) -> None:
-        """Memory is short: keep copies instead."""
+    def _give_back(self, number: int) -> None:
+        """Memory is short: what is in the arena becomes the process' own."""
+        inbox = self._inboxes[number]
+        chunks = tuple(inbox.places)
         for chunk in chunks:
-            self._inboxes[number].chunks[chunk].detach()
-        self._send(ReturnChunks(pass_id=number, chunks=tuple(chunks)))
+            self._keep(inbox, chunk)
+        inbox.places.clear()
+        self._send(ReturnChunks(pass_id=number, chunks=chunks))
+
+    def _keep(self, inbox: _Inbox, chunk: int) -> None:
+        if chunk in inbox.places:
+            assert self._mapping is not None
+            self._mapping.keep(inbox.places[chunk][0], inbox.chunks[chunk].chunk)
 
     def _send(self, message: object) -> None:
         try:
@@ -254,85 +322,49 @@ class PipelineClient:
 
     def _receive(self, flags: int = 0) -> None:
         try:
-            message, fd = wire.receive(self._sock, flags)
+            if self._mapping is None:
+                self._open_arena()
+            message = wire.receive(self._sock, flags)
         except EOFError:
             raise _agent_gone() from None
         assert isinstance(message, _FromAgent)
         inbox = self._inboxes.get(message.pass_id)
-        if inbox is None:
-            if fd is not None:
-                os.close(fd)  # of a pass that was ended early
-            return
-        self._put(inbox, message, fd)
+        if inbox is not None:  # of a pass that was not ended early
+            self._put(inbox, message)
 
-    def _put(self, inbox: _Inbox, message: _FromAgent, fd: int | None) -> None:
+    def _open_arena(self) -> None:
+        message, descriptors = wire.receive_first(self._sock)
+        assert isinstance(message, ArenaOpened)
+        if len(descriptors) < message.extents.num_files:
+            raise FleetError(
+                "This process has too many open files to be given any data: close some, or raise "
+                "the limit (ulimit -n)."
+            )
+        self._mapping = Mapping(message.extents, descriptors)
+
+    def _put(self, inbox: _Inbox, message: _FromAgent) -> None:
         match message:
+            case ChunkReady():
+                self._view(inbox, message)
             case PassOpened():
-                inbox.chunk_size = message.chunk_size
+                inbox.chunk_size, inbox.num_ahead = message.chunk_size, message.num_ahead
             case HeadFound():
                 inbox.head = message.epoch, message.start
-            case ChunkReady():
-                if fd is None:
-                    raise FleetError(
-                        "This process has too many open files to be given more data: close some, "
-                        "or raise the limit (ulimit -n)."
-                    )
-                inbox.chunks[message.chunk] = _view(fd)
-                if message.brief:
-                    self._give_back(message.pass_id, [message.chunk])
             case ReleaseChunks():
-                self._give_back(message.pass_id, list(inbox.chunks))
+                self._give_back(message.pass_id)
             case ChunkFailed():
                 inbox.errors[message.chunk] = message.error
 
-
-def planned(
-    spec: PipelineSpec,
-    name: str,
-    *,
-    epoch: int,
-    batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    drop_last: bool = False,
-    dummy: bool = False,
-    first_step: int = 0,
-    continues: bool = False,
-    origin: int | None = 0,
-) -> ReadPlan:
-    """Returns the checked arguments of ``PipelineClient.read``.
-
-    Raises:
-        FleetConfigError: An argument can't work.
-    """
-    dataset = spec.dataset(name)
-    check_that("drop_last", drop_last, is_a(bool), "be True or False")
-    plan = ReadPlan(
-        name=name,
-        epoch=dataset.canonical_epoch(_at_least(0, epoch=epoch)),
-        num_samples=dataset.num_samples,
-        batch_size=_at_least(1, batch_size=batch_size),
-        rank=_at_least(0, rank=rank),
-        world_size=_at_least(1, world_size=world_size),
-        drop_last=drop_last,
-        dummy=dummy,
-        first_step=_at_least(0, first_step=first_step),
-        continues=continues and dataset.shuffled,
-        origin=origin,
-    )
-    plan.check()
-    return plan
-
-
-def _view(fd: int) -> ChunkView:
-    try:
-        return ChunkView(fd)
-    except OSError as error:
-        raise FleetError(
-            f"This process can map no more data ({error}). Each batch that is kept keeps a "
-            "mapping, of which a process may have so many (vm.max_map_count): keep copies "
-            "(`x.clone()`) instead."
-        ) from error
+    def _view(self, inbox: _Inbox, ready: ChunkReady) -> None:
+        assert self._mapping is not None
+        number, chunk, address, nbytes, brief = ready
+        found = None if brief else self._mapping.lend(address, nbytes)
+        if found is None:
+            inbox.chunks[chunk] = ChunkView(self._mapping.copy(address, nbytes))
+            self._send(ReturnChunks(pass_id=number, chunks=(chunk,)))
+        else:
+            inbox.places[chunk] = address, nbytes
+            inbox.chunks[chunk] = ChunkView(found)
 
 
 def _agent_gone() -> FleetError:
@@ -340,9 +372,3 @@ def _agent_gone() -> FleetError:
         "The shared pipeline is gone: the process that serves it (in a sweep, the agent of this "
         "node) has ended or was killed. What it printed tells why."
     )
-
-
-def _at_least(minimum: int, **argument: Any) -> int:
-    ((name, value),) = argument.items()
-    check_number(name, value, least=minimum, whole=True)
-    return operator.index(value)

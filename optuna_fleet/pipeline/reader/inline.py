@@ -10,8 +10,8 @@ from optuna_fleet.pipeline.chunks.view import ChunkView, cut_alike
 from optuna_fleet.pipeline.preprocessor.order import own_randomness
 from optuna_fleet.pipeline.preprocessor.sampling import Sample, SampleError, Samples
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.reader.batches import Batch, ReadPlan
-from optuna_fleet.pipeline.reader.client import planned
+from optuna_fleet.pipeline.reader.batches import Batch
+from optuna_fleet.pipeline.reader.plan import ReadPlan, planned
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 
 

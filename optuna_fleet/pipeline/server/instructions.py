@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from optuna_fleet.pipeline.messages import ChunkError
-from optuna_fleet.pipeline.spec import ChunkKey, Place
+from optuna_fleet.pipeline.spec import ChunkKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
+class Grant(NamedTuple):
     """Hand the resident chunk to the pass, which holds it from now on.
 
     ``brief`` if memory is short: the reader is to copy what it needs and to give it back at once.
@@ -18,18 +17,18 @@ class Grant:
 
     pass_id: Hashable
     key: ChunkKey
+    address: int
+    nbytes: int
     brief: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recall:
+class Recall(NamedTuple):
     """Ask the pass to copy what it needs of the chunks it holds and to give them back."""
 
     pass_id: Hashable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refuse:
+class Refuse(NamedTuple):
     """Tell the pass that the chunk could not be produced."""
 
     pass_id: Hashable
@@ -37,20 +36,18 @@ class Refuse:
     error: ChunkError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
-    """Free the chunk's memory, or its place on the disk."""
+class Drop(NamedTuple):
+    """The chunk is gone, and its place free."""
 
     key: ChunkKey
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Produce:
-    """Have the chunk made, of at most ``max_bytes``, in memory or on the disk."""
+class Produce(NamedTuple):
+    """Have the chunk made, of at most ``max_bytes``, at this place of the arena."""
 
     key: ChunkKey
+    address: int
     max_bytes: int
-    place: Place = "memory"
 
 
 Instruction = Grant | Recall | Refuse | Drop | Produce

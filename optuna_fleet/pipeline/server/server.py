@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import time
@@ -11,9 +10,11 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
-from optuna_fleet.pipeline.exchange import Exchange, ExchangeConfig
+from optuna_fleet.pipeline.chunks.arena import Arena
+from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.messages import (
     Advance,
+    ArenaOpened,
     ChunkFailed,
     ChunkReady,
     ClosePass,
@@ -25,6 +26,7 @@ from optuna_fleet.pipeline.messages import (
     ReturnChunks,
 )
 from optuna_fleet.pipeline.preprocessor.payload import PayloadFile
+from optuna_fleet.pipeline.server.allocator import Space
 from optuna_fleet.pipeline.server.instructions import (
     Drop,
     Grant,
@@ -36,11 +38,14 @@ from optuna_fleet.pipeline.server.instructions import (
 from optuna_fleet.pipeline.server.production import Outlets, Production
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.server.workers import Spawn
-from optuna_fleet.pipeline.spec import ChunkKey, PipelineSetup
+from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.pipeline.stats import Counts, PipelineStats
 from optuna_fleet.pipeline.wire import Port
 
 PassId = tuple[Hashable, int]
+
+_MOST_AHEAD = 16
+"""Chunks that a reader may ask for before it needs them, if they are small."""
 
 
 @dataclass(slots=True)
@@ -64,7 +69,7 @@ class PipelineServer:
         notify: Given a sentence that the user should read, now and then.
         on_event: Called after each message of a trainer.
         clock: Seconds since any time.
-        exchange: How to share chunks with other nodes.
+        peers: The nodes that share chunks with this one.
     """
 
     def __init__(
@@ -76,7 +81,7 @@ class PipelineServer:
         notify: Callable[[str], None] = lambda text: None,
         on_event: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        exchange: ExchangeConfig | None = None,
+        peers: Peers | None = None,
     ) -> None:
         spec = setup.spec
         budgets = limits.budgets(
@@ -85,24 +90,28 @@ class PipelineServer:
             is_adaptive=setup.is_adaptive,
             niceness=setup.niceness,
         )
+        self._budgets = budgets
         self._selector = selector
+        self._notify = notify
         self._on_event = on_event
+        self._notices: list[str] = []
         self._counts = Counts()
-        self._files: dict[ChunkKey, int] = {}
+        self._arena = Arena(budgets.memory_bytes, budgets.spill_bytes, budgets.spill_dir)
+        self._space = Space(self._arena.extents)
         self._store = ChunkStore(
-            memory_bytes=budgets.memory_bytes,
-            disk_bytes=budgets.spill_bytes,
-            max_chunks=budgets.max_chunks,
-            window=(2 * budgets.num_preprocessors + 2) * (exchange.num_nodes if exchange else 1),
+            self._space,
+            window=2 * budgets.num_preprocessors + 2,
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
             rolling=spec.order == "rolling",
         )
-        self._payload = PayloadFile(setup.payload)
+        self._payload = PayloadFile(setup.payload, spec)
         self._production = Production(
             payload=self._payload.reference(),
             spec=spec,
             settings=setup.settings,
             budgets=budgets,
+            arena=self._arena,
+            space=self._space,
             store=self._store,
             counts=self._counts,
             spawn=spawn,
@@ -110,20 +119,15 @@ class PipelineServer:
             close_in_child=self._close_in_preprocessor,
             outlets=Outlets(
                 carry_out=self._carry_out,
-                keep=self._files.__setitem__,
                 measured=self._open_waiting,
-                notify=notify,
+                notify=self._notices.append,
+                after=self._tell,
             ),
             clock=clock,
-            exchange=exchange,
+            peers=peers,
         )
         self._readers: dict[Hashable, _Reader] = {}
         self._unopened: list[tuple[Hashable, OpenPass]] = []
-        sock = self._production.exchange.start(
-            spawn=spawn, selector=selector, close_in_child=self.close_in_child
-        )
-        if sock is not None:
-            self.add_reader("exchange", sock)
 
     # For the agent
 
@@ -132,10 +136,12 @@ class PipelineServer:
         channel = Port(
             sock,
             self._selector,
-            on_message=lambda message, fd: self._from_reader(reader_id, message),
+            on_message=lambda message: self._from_reader(reader_id, message),
             on_close=lambda: self.remove_reader(reader_id),
+            after=self._after_reader,
         )
         self._readers[reader_id] = _Reader(channel)
+        channel.send(ArenaOpened(extents=self._arena.extents), self._arena.descriptors)
 
     def remove_reader(self, reader_id: Hashable) -> None:
         """Forgets a trainer, dead or done; what it held is free. Harmless if it is unknown."""
@@ -150,7 +156,12 @@ class PipelineServer:
 
     def child_died(self, pid: int) -> bool:
         """Tells that a child was reaped; returns whether it was a preprocessor of this server."""
-        return self._production.pool.child_died(pid)
+        known = [pool.child_died(pid) for pool in self._production.pools]
+        return any(known)
+
+    def plan_changed(self) -> None:
+        """Tells that other nodes, or others of their chunks, are to be asked from now on."""
+        self._production.work()
 
     def kill_stuck(self, limit_s: float) -> None:
         """Ends preprocessors that have worked on one chunk for so many seconds.
@@ -158,44 +169,39 @@ class PipelineServer:
         A chunk takes a fraction of a second, unless a sample does; three that got stuck in it make
         it an error.
         """
-        self._production.pool.kill_stuck(limit_s)
+        for pool in self._production.pools:
+            pool.kill_stuck(limit_s)
 
     def resume(self) -> None:
         """Tries again what could not be done for want of processes, memory or descriptors.
 
         To be called now and then: nothing tells when that is over.
         """
-        self._production.pool.resume()
+        self._production.resume()
         for reader in self._readers.values():
             reader.channel.resume()
+        self._tell()
 
     @property
     def preprocessor_pids(self) -> tuple[int, ...]:
         """Pids of the preprocessors that run."""
-        return self._production.pool.pids
-
-    @property
-    def exchange(self) -> Exchange:
-        """The exchange with other nodes."""
-        return self._production.exchange
+        return tuple(pid for pool in self._production.pools for pid in pool.pids)
 
     def num_stalled(self) -> int:
         """Returns how many passes wait for data, or for their first answer."""
-        return self._store.num_stalled() + len(self._unopened)
+        return self._store.num_stalled + len(self._unopened)
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
         return self._counts.snapshot(
             resident_bytes=self._resident_bytes(),
-            lent_bytes=self._store.lent_bytes(),
+            lent_bytes=self._store.residents.lent_bytes,
             decoded_bytes=self._production.decoded_bytes,
-            spilled_bytes=self._store.resident_bytes("disk"),
-            num_lost=self._production.pool.num_lost,
-            use=self._production.autoscaler.use(),
+            spilled_bytes=self._space.spilled,
+            num_dropped=self._store.residents.num_dropped,
+            num_lost=sum(pool.num_lost for pool in self._production.pools),
+            use=self._production.use(),
         )
-
-    def _resident_bytes(self) -> int:
-        return self._store.resident_bytes() + self._production.decoded_bytes
 
     def close(self) -> None:
         """Frees all memory and cuts everyone off.
@@ -207,38 +213,32 @@ class PipelineServer:
             reader.channel.close()
         self._readers.clear()
         self._payload.close()
-        self._close_files()
+        self._arena.close()
 
     def close_in_child(self) -> None:
         """Closes what a forked child inherited; every trainer the agent forks must call it first.
 
-        It would otherwise keep dropped chunks in memory and hide the death of its siblings.
+        It could otherwise write what all others read, and would hide the death of its siblings.
         """
         self._close_in_preprocessor()
-        self._production.close_decoded()
         self._payload.close()
+        self._arena.close()
 
     def _close_in_preprocessor(self) -> None:
         self._production.close_in_child()
         for reader in self._readers.values():
             reader.channel.close_in_child()
-        self._close_files()
-
-    def _close_files(self) -> None:
-        for fd in self._files.values():
-            os.close(fd)
-        self._files.clear()
 
     # From trainers
 
     def _from_reader(self, reader_id: Hashable, message: object) -> None:
         match message:
+            case Advance():
+                self._advance((reader_id, message.pass_id), message)
             case OpenPass():
                 self._open(reader_id, message)
             case FindHead():
                 self._find_head(reader_id, message)
-            case Advance():
-                self._advance((reader_id, message.pass_id), message)
             case ReturnChunks():
                 self._store.release((reader_id, message.pass_id), message.chunks)
             case ClosePass():
@@ -246,33 +246,43 @@ class PipelineServer:
             case _:
                 raise ProtocolError(f"A trainer sent the pipeline an unexpected {message!r}.")
         self._production.work()
+
+    def _after_reader(self) -> None:
+        self._tell()
         self._on_event()
+
+    def _tell(self) -> None:
+        """Tells the user; what goes wrong with that is not the fault of whoever was the cause."""
+        while self._notices:
+            self._notify(self._notices.pop(0))
 
     def _open(self, reader_id: Hashable, message: OpenPass) -> None:
         if message.continues or message.epoch:
             self._production.expect_more(message.name)
-        size = self._production.chunk_size(message.name)
-        if size is None:
+        if not self._production.knows(message.name):
             # How many samples make a chunk is known once one of them has been preprocessed.
             self._unopened.append((reader_id, message))
             self._production.measure(message.name, message.epoch)
             return
+        size = self._store.chunk_size(message.name, message.epoch)
         reader = self._readers[reader_id]
         reader.passes.add(message.pass_id)
-        cursor = message.start // size
         self._store.open_pass(
             (reader_id, message.pass_id),
             message.name,
             message.epoch,
-            cursor,
+            message.start // size,
             continues=message.continues,
         )
-        reader.channel.send(PassOpened(pass_id=message.pass_id, chunk_size=size))
+        nbytes = self._store.chunk_bytes(message.name, message.epoch)
+        num_ahead = min(max(1, self._budgets.chunk_bytes // nbytes), _MOST_AHEAD)
+        reader.channel.send(
+            PassOpened(pass_id=message.pass_id, chunk_size=size, num_ahead=num_ahead)
+        )
 
     def _find_head(self, reader_id: Hashable, message: FindHead) -> None:
-        size = self._production.chunk_size(message.name)
-        epoch, chunk = self._store.head(message.name) if size is not None else (0, 0)
-        found = HeadFound(pass_id=message.pass_id, epoch=epoch, start=chunk * (size or 0))
+        epoch, sample = self._store.head(message.name)
+        found = HeadFound(pass_id=message.pass_id, epoch=epoch, start=sample)
         self._readers[reader_id].channel.send(found)
 
     def _open_waiting(self, name: str) -> None:
@@ -306,25 +316,25 @@ class PipelineServer:
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Drop(key=key):
-                    os.close(self._files.pop(key))
-                    self._counts.num_dropped += 1
+                case Grant(key=key, address=address, nbytes=nbytes, brief=brief):
+                    reader, number = self._whose(instruction.pass_id)
+                    reader.send(ChunkReady(number, key.chunk, address, nbytes, brief))
                 case Produce():
                     self._production.order(instruction)
-                case _:
-                    self._say(instruction)
+                case Recall():
+                    reader, number = self._whose(instruction.pass_id)
+                    reader.send(ReleaseChunks(pass_id=number))
+                case Refuse(key=key, error=error):
+                    reader, number = self._whose(instruction.pass_id)
+                    reader.send(ChunkFailed(pass_id=number, chunk=key.chunk, error=error))
+                case Drop():
+                    pass
         self._counts.peak_bytes = max(self._counts.peak_bytes, self._resident_bytes())
 
-    def _say(self, instruction: Grant | Recall | Refuse) -> None:
-        """Tells a reader what was decided about one of its passes."""
-        assert isinstance(instruction.pass_id, tuple)
-        reader_id, number = instruction.pass_id
-        send = self._readers[reader_id].channel.send
-        match instruction:
-            case Grant(key=key, brief=brief):
-                ready = ChunkReady(pass_id=number, chunk=key.chunk, brief=brief)
-                send(ready, self._files[key])
-            case Recall():
-                send(ReleaseChunks(pass_id=number))
-            case Refuse(key=key, error=error):
-                send(ChunkFailed(pass_id=number, chunk=key.chunk, error=error))
+    def _whose(self, pass_id: Hashable) -> tuple[Port, int]:
+        assert isinstance(pass_id, tuple)
+        reader_id, number = pass_id
+        return self._readers[reader_id].channel, number
+
+    def _resident_bytes(self) -> int:
+        return self._space.used + self._production.decoded_bytes

@@ -1,114 +1,118 @@
 """The chunk store: who wants which chunk, what to produce next, what to drop. Pure bookkeeping.
 
-Events go in, instructions come out; the server carries them out. A chunk is *absent*, *wanted*,
-*in production* or *resident*; these are derived from the records below, never stored beside them.
+Events go in, instructions come out; the server carries them out. An event costs O(log n), however
+many chunks, preprocessors and readers there are; only where every idle chunk is one that somebody
+is yet to read is dropping one proportional to the number of passes.
 
-Budgets: resident bytes plus those in production never exceed ``memory_bytes`` in memory and
-``disk_bytes`` on the disk. What passes hold is never dropped, so where memory is short they are
-asked to copy what they need and to give the chunks back: nobody waits while holding something.
+Chunks lie in a `Space`, whose budget can't be exceeded. What passes hold is never dropped, so
+where room is short they are asked to copy what they need and to give the chunks back: nobody waits
+while holding something.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from itertools import chain
 
 from optuna_fleet.pipeline.messages import ChunkError
-from optuna_fleet.pipeline.server.eviction import EvictionPolicy
+from optuna_fleet.pipeline.server.allocator import Space, pages
+from optuna_fleet.pipeline.server.epochs import Epoch, Eviction, Pass, Size
 from optuna_fleet.pipeline.server.instructions import (
-    Drop,
     Grant,
     Instruction,
     Produce,
     Recall,
     Refuse,
 )
-from optuna_fleet.pipeline.server.meter import Queue
-from optuna_fleet.pipeline.server.passes import Pass
-from optuna_fleet.pipeline.spec import ChunkKey, Place
+from optuna_fleet.pipeline.server.lookahead import Lookahead
+from optuna_fleet.pipeline.server.residents import Residents
+from optuna_fleet.pipeline.spec import ChunkKey
 
 MAX_DEATHS = 3
 """A chunk over which this many preprocessors died is an error for those who asked for it."""
 
-BRIEF_SHARE = 0.5
-"""Chunks beyond this part of the budget are only lent briefly, and not before they are needed.
-
-So readers that stand still can't keep the others from going on.
-"""
-
-
-@dataclass(slots=True)
-class _Size:
-    num_chunks: int
-    chunk_bytes: int  # the largest seen so far: what the next one may take
-    is_estimate: bool = True
+_LATEST = 1 << 62
+"""Later than any epoch."""
 
 
 class ChunkStore:
     """Decides which chunks are produced, kept and dropped.
 
     Args:
-        memory_bytes: The budget of chunks in memory.
-        disk_bytes: The budget of chunks in the spill folder.
-        max_chunks: Most chunks to keep, each being an open file of the agent.
+        space: Where chunks lie.
         window: Chunks ahead of each open pass that are produced before they are asked for.
         fixed: Names of data sets whose only epoch is 0; their chunks are kept longest.
-        rolling: A pass begins where others are, not at the beginning of an epoch.
+        rolling: A pass begins where others are, not at the beginning of an epoch: then the oldest
+            epochs are given up first, otherwise the latest, as every new trial starts at epoch 0.
     """
 
     def __init__(
-        self,
-        *,
-        memory_bytes: int,
-        max_chunks: int,
-        window: int,
-        disk_bytes: int = 0,
-        fixed: Iterable[str] = (),
-        rolling: bool = False,
+        self, space: Space, *, window: int, fixed: Iterable[str] = (), rolling: bool = False
     ) -> None:
-        self._budgets: dict[Place, int] = {"memory": memory_bytes, "disk": disk_bytes}
-        self._max_chunks = max_chunks
+        self._space = space
         self._window = window
-        self._eviction = EvictionPolicy(fixed, rolling=rolling)
-        self._sizes: dict[str, _Size] = {}
+        self._fixed = frozenset(fixed)
+        self._rolling = rolling
+        self._sizes: dict[str, Size] = {}
+        self._epochs: dict[tuple[str, int], Epoch] = {}
         self._passes: dict[Hashable, Pass] = {}
-        self._heads: Counter[str] = Counter()  # chunks before the farthest place of any pass
-        self._waiting: dict[ChunkKey, dict[Hashable, bool]] = {}  # pass -> can't go on without
-        self._producing: dict[ChunkKey, Produce] = {}
-        self._deaths: Counter[ChunkKey] = Counter()
-        self._failed: set[ChunkKey] = set()
+        self._num_opened = 0
+        self._read: set[Epoch] = set()
+        self._holding: dict[Pass, None] = {}  # and not yet asked to give back
+        self._stalled: set[Pass] = set()
+        self._heads: dict[str, int] = {}
+        self._urgent: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._eager: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._eviction = Eviction()
+        self._lookahead = Lookahead(window, self._epochs, self._sizes)
+        self._residents = Residents(space, self._epochs, self._eviction, self._lookahead)
 
     @property
-    def num_resident(self) -> int:
-        """Number of resident chunks."""
-        return len(self._eviction)
+    def residents(self) -> Residents:
+        """The chunks that are there."""
+        return self._residents
 
-    def resident_bytes(self, place: Place = "memory") -> int:
-        """Returns the bytes of all resident chunks."""
-        return self._eviction.total_bytes(place)
+    @property
+    def num_passes(self) -> int:
+        """Number of open passes."""
+        return len(self._passes)
 
-    def lent_bytes(self, place: Place = "memory") -> int:
-        """Returns the bytes of the chunks that passes hold."""
-        return self._eviction.total_bytes(place) - self._eviction.idle_bytes(place)
+    @property
+    def num_stalled(self) -> int:
+        """How many passes can't go on without a chunk that is not there."""
+        return len(self._stalled)
 
-    def planned_bytes(self) -> int:
-        """Returns the bytes of all chunks in memory, those in production included."""
-        return self.resident_bytes() + self._ordered_bytes("memory")
+    @property
+    def has_work(self) -> bool:
+        """Whether something is wanted that is neither there nor in production."""
+        return bool(self._urgent or self._eager) or self._lookahead.next() is not None
 
-    def set_budget(self, place: Place, nbytes: int) -> list[Instruction]:
-        """Changes a budget from now on."""
-        self._budgets[place] = nbytes
-        drops: list[Instruction] = []
-        while self._over(place, 0) and (key := self._eviction.drop_worst(spare=0)):
-            drops.append(Drop(key=key))
-        return drops
+    def ready(self) -> tuple[int, int]:
+        """Returns how many chunks are there ahead of the passes, and how many could be."""
+        return self._lookahead.ready()
 
     # Passes
 
-    def set_size(self, name: str, *, num_chunks: int, chunk_bytes: int) -> None:
-        """Tells the number of chunks of an epoch of ``name`` and the bytes expected of each."""
-        self._sizes[name] = _Size(num_chunks=num_chunks, chunk_bytes=chunk_bytes)
+    def set_size(self, name: str, *, num_samples: int, chunk_size: int, chunk_bytes: int) -> None:
+        """Tells how epochs of a data set are cut from now on, and the bytes expected of a chunk.
+
+        Epochs of which something is known stay as they are.
+        """
+        known = self._sizes.get(name)
+        if known is not None:
+            chunk_bytes = max(chunk_bytes, known.chunk_bytes * chunk_size // known.chunk_size)
+        self._sizes[name] = Size(
+            num_samples=num_samples, chunk_size=chunk_size, chunk_bytes=chunk_bytes
+        )
+
+    def chunk_size(self, name: str, epoch: int) -> int:
+        """Returns the samples of a chunk of this epoch; the data set's size must be known."""
+        return self._epoch(name, epoch).size.chunk_size
+
+    def chunk_bytes(self, name: str, epoch: int) -> int:
+        """Returns the bytes expected of a chunk of this epoch."""
+        return self._epoch(name, epoch).size.chunk_bytes
 
     def open_pass(
         self, pass_id: Hashable, name: str, epoch: int, cursor: int, *, continues: bool = False
@@ -117,40 +121,59 @@ class ChunkStore:
 
         If it ``continues``, its reader will go on with the next epoch.
         """
-        assert name in self._sizes, name
         assert pass_id not in self._passes, pass_id
-        self._passes[pass_id] = Pass(name=name, epoch=epoch, cursor=cursor, continues=continues)
-        self._eviction.set_cursor(pass_id, name, epoch, cursor)
+        found = self._epoch(name, epoch)
+        record = Pass(pass_id, self._num_opened, found, cursor, continues)
+        self._num_opened += 1
+        self._passes[pass_id] = found.passes[pass_id] = record
+        found.cursors.append(cursor)
+        found.cursors.sort()
+        self._read.add(found)
+        self._lookahead.add(record)
+        self._eviction.update(found)
 
     def move(self, pass_id: Hashable, cursor: int) -> None:
         """Notes the first chunk that the pass still needs."""
         record = self._passes[pass_id]
-        record.cursor = cursor
-        self._eviction.set_cursor(pass_id, record.name, record.epoch, cursor)
-        self._reached(record, cursor)
+        if cursor == record.cursor:
+            return
+        if cursor < record.cursor:
+            record.frontier = cursor
+        record.epoch.move(record, cursor)
+        self._eviction.update(record.epoch)
+        self._lookahead.update(record)
+        self._reached(record.epoch, cursor)
 
     def request(self, pass_id: Hashable, chunk: int, *, urgent: bool) -> list[Instruction]:
         """The pass wants a chunk; ``urgent`` if it can't go on without. May be repeated."""
         record = self._passes[pass_id]
+        epoch = record.epoch
         if chunk in record.held:
             return []
-        key = record.key(chunk)
-        if key in self._eviction:
-            return self._lend(pass_id, key, urgent=urgent)
-        self._failed.discard(key)
+        if chunk in epoch.chunks:
+            return self._lend(record, chunk, urgent=urgent)
+        if chunk in epoch.failed:
+            epoch.failed.discard(chunk)
+            self._lookahead.absent(epoch, chunk)
         record.wanted.add(chunk)
-        waiting = self._waiting.setdefault(key, {})
-        waiting[pass_id] = urgent or waiting.get(pass_id, False)
+        if urgent:
+            record.urgent.add(chunk)
+            self._stalled.add(record)
+        waiting = epoch.waiting.setdefault(chunk, {})
+        waiting[record] = urgent or waiting.get(record, False)
+        if chunk not in epoch.producing:
+            self._queue(epoch.key(chunk), urgent=urgent)
         return []
 
     def release(self, pass_id: Hashable, chunks: Iterable[int]) -> None:
         """The pass gives chunks back."""
         record = self._passes[pass_id]
-        for chunk in chunks:
-            if chunk in record.held:
-                record.held.discard(chunk)
-                self._eviction.unpin(record.key(chunk))
-        record.recalled &= bool(record.held)
+        for chunk in record.held.intersection(chunks):
+            record.held.discard(chunk)
+            self._residents.unpin(record.epoch, chunk)
+            self._holding[record] = None  # it may be asked again for those it still has
+        if not record.held:
+            self._holding.pop(record, None)
 
     def close_pass(self, pass_id: Hashable, end: int = 0) -> None:
         """Ends the pass, or its reader died: everything it held or wanted is let go.
@@ -160,234 +183,203 @@ class ChunkStore:
             end: The next chunk that it would have read, if that is known.
         """
         record = self._passes.pop(pass_id)
-        self._reached(record, end)
+        epoch = record.epoch
+        self._reached(epoch, end)
         for chunk in record.wanted:
-            waiting = self._waiting[record.key(chunk)]
-            del waiting[pass_id]
+            waiting = epoch.waiting[chunk]
+            del waiting[record]
             if not waiting:
-                del self._waiting[record.key(chunk)]
+                del epoch.waiting[chunk]
+                self._unqueue(epoch.key(chunk))
         for chunk in record.held:
-            self._eviction.unpin(record.key(chunk))
-        self._eviction.remove_cursor(pass_id, record.name, record.epoch)
+            self._residents.unpin(epoch, chunk)
+        self._holding.pop(record, None)
+        self._stalled.discard(record)
+        self._lookahead.remove(record)
+        del epoch.passes[pass_id]
+        epoch.move(record, None)
+        if not epoch.passes:
+            self._read.discard(epoch)
+        self._eviction.update(epoch)
+        self._residents.forget(epoch)
 
     def head(self, name: str) -> tuple[int, int]:
-        """Returns the epoch and the chunk up to which passes have come: it never goes back."""
-        return divmod(self._heads[name], self._sizes[name].num_chunks)
+        """Returns the epoch and the sample up to which passes have come: it never goes back."""
+        if name not in self._sizes:
+            return 0, 0
+        return divmod(self._heads.get(name, 0), self._sizes[name].num_samples)
 
-    def _reached(self, record: Pass, chunk: int) -> None:
-        num_chunks = self._sizes[record.name].num_chunks
-        if 0 < chunk <= num_chunks:  # the exchange's passes are beyond
-            place = record.epoch * num_chunks + chunk
-            self._heads[record.name] = max(self._heads[record.name], place)
-
-    def _lend(self, pass_id: Hashable, key: ChunkKey, *, urgent: bool) -> list[Instruction]:
-        record = self._passes[pass_id]
-        record.wanted.discard(key.chunk)
-        self._eviction.pin(key)
-        brief = self._is_short(self._eviction.place(key))
-        if brief and not urgent:  # it will be asked for again
-            self._eviction.unpin(key)
-            return []
-        record.held.add(key.chunk)
-        return [Grant(pass_id=pass_id, key=key, brief=brief)]
-
-    def _is_short(self, place: Place) -> bool:
-        """Whether what is left beside the lent chunks is too little for comfort."""
-        lent, budget = self.lent_bytes(place), self._budgets[place]
-        largest = max(size.chunk_bytes for size in self._sizes.values())
-        return lent > BRIEF_SHARE * budget or lent + largest > budget
-
-    @property
-    def num_passes(self) -> int:
-        """Number of open passes."""
-        return len(self._passes)
-
-    def num_stalled(self) -> int:
-        """Returns how many passes can't go on without a chunk that is not there."""
-        waiting = self._waiting.values()
-        return len({p for passes in waiting for p, urgent in passes.items() if urgent})
-
-    def queue(self) -> Queue:
-        """Returns how far production is ahead of the passes."""
-        num_ready = num_ahead = 0
-        for record in self._passes.values():
-            end = min(record.cursor + self._window, self._sizes[record.name].num_chunks)
-            ahead = range(record.cursor + 1, end)
-            num_ahead += len(ahead)
-            num_ready += sum(record.key(chunk) in self._eviction for chunk in ahead)
-        has_work = next(self._candidates(), None) is not None
-        return Queue(num_ready=num_ready, num_ahead=num_ahead, has_work=has_work)
+    def _reached(self, epoch: Epoch, chunk: int) -> None:
+        if 0 < chunk <= epoch.num_chunks:
+            size = epoch.size
+            sample = min(chunk * size.chunk_size, size.num_samples)
+            place = epoch.number * size.num_samples + sample
+            self._heads[epoch.name] = max(self._heads.get(epoch.name, 0), place)
 
     # Production
 
-    def assign(self, accept: Callable[[ChunkKey], bool] = lambda key: True) -> list[Instruction]:
+    def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> list[Instruction]:
         """Returns the next chunk to produce, after drops that make room.
 
         Chunks that passes wait for come first, then those requested ahead, then the windows,
-        last the beginnings of next epochs.
-        Without a Produce in the answer there is nothing to do that fits.
+        last the beginnings of next epochs, for which nothing is dropped: no pass has its cursor
+        there yet, so they would be the next to go. Without a Produce in the answer there is
+        nothing to do that fits.
 
         Args:
-            accept: Whether somebody is free to produce this chunk now.
+            accept: Whether somebody is free for this chunk now; None if for any. Where chunks are
+                left out, this costs more.
         """
-        refusals: list[Instruction] = []
-        for key, urgent in self._candidates():
-            if not accept(key):
+        done: list[Instruction] = []
+        while key := self._candidate(accept):
+            nbytes = self.order_bytes(key)
+            if nbytes > self._space.largest:
+                done += self._refuse(key, _too_large(key, nbytes, self._space.border))
                 continue
-            nbytes = self._sizes[key.name].chunk_bytes
-            if nbytes > max(self._budgets.values()):
-                refusals += self._refuse(key, _too_large(key, nbytes, self._budgets["memory"]))
-                continue
-            drops, place = self._make_room(nbytes, urgent=urgent)
-            if place is None:  # the others are no smaller and no more urgent
-                return [*refusals, *drops, *(self._recalls() if urgent else [])]
-            return [*refusals, *drops, self._produce(key, nbytes, place)]
-        return [*refusals, *self._assign_next_epoch(accept)]
+            urgent = key in self._urgent
+            # What can wait may not push out what readers will come to next.
+            spare = 0 if urgent else self._window
+            drops, address = self._residents.make_room(nbytes, self._read, spare=spare)
+            done += drops
+            if address is not None:
+                done.append(self._produce(key, nbytes, address))
+            elif urgent:  # the others are no smaller and no more urgent
+                done += self._recalls()
+            return done
+        key = self._lookahead.upcoming()
+        if key is not None and (accept is None or accept(key)):
+            nbytes = self.order_bytes(key)
+            if (address := self._space.allocate(nbytes, spill=False)) is not None:
+                done.append(self._produce(key, nbytes, address))
+        return done
 
-    def _assign_next_epoch(self, accept: Callable[[ChunkKey], bool]) -> list[Instruction]:
-        """Work for idle preprocessors: the beginning of the epoch that a pass will go on to.
-
-        Nothing is dropped for it: no pass has its cursor there yet, so it would be the next to go.
-        """
-        for key in filter(accept, self._upcoming()):
-            nbytes = self._sizes[key.name].chunk_bytes
-            if self._over("memory", nbytes, 1):
-                return []
-            return [self._produce(key, nbytes, "memory")]
-        return []
-
-    def _produce(self, key: ChunkKey, nbytes: int, place: Place) -> Produce:
-        self._producing[key] = Produce(key=key, max_bytes=nbytes, place=place)
-        return self._producing[key]
+    def _candidate(self, accept: Callable[[ChunkKey], bool] | None) -> ChunkKey | None:
+        if accept is None:
+            return next(iter(self._urgent or self._eager), None) or self._lookahead.next()
+        keys = chain(self._urgent, self._eager, self._lookahead.all())
+        return next(filter(accept, keys), None)
 
     def produced(self, key: ChunkKey, nbytes: int) -> list[Instruction]:
         """A chunk is there; everyone who waited for it gets it."""
-        order = self._producing.pop(key)
-        assert nbytes <= order.max_bytes, (nbytes, order)
-        self._deaths.pop(key, None)
-        self._eviction.add(key, nbytes, order.place)
-        size = self._sizes[key.name]
-        if size.is_estimate and key.chunk + 1 < size.num_chunks:
-            size.chunk_bytes, size.is_estimate = nbytes, False
+        epoch = self._epochs[key.name, key.epoch]
+        epoch.deaths.pop(key.chunk, None)
+        self._residents.add(epoch, epoch.producing.pop(key.chunk), nbytes)
+        if epoch.size.is_estimate and key.chunk + 1 < epoch.num_chunks:
+            epoch.size.chunk_bytes, epoch.size.is_estimate = nbytes, False
         lent: list[Instruction] = []
-        for pass_id, urgent in self._waiting.pop(key, {}).items():
-            lent += self._lend(pass_id, key, urgent=urgent)
+        for record, urgent in epoch.waiting.pop(key.chunk, {}).items():
+            self._no_longer_wants(record, key.chunk)
+            lent += self._lend(record, key.chunk, urgent=urgent)
         return lent
 
     def outgrew(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is larger than any before: it is to be produced again where there is room."""
-        del self._producing[key]
-        size = self._sizes[key.name]
+        size = self._end_order(key).size
         size.chunk_bytes, size.is_estimate = max(size.chunk_bytes, nbytes), False
 
     def disk_failed(self, key: ChunkKey) -> list[Instruction]:
         """A chunk could not be written to the disk: it is for those there are from now on."""
-        del self._producing[key]
-        return self.set_budget("disk", 0)
+        drops = self._residents.close_disk()
+        self._end_order(key)
+        return drops
 
     def failed(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
         """A sample raised: those who waited are told; only a new request tries again."""
-        del self._producing[key]
+        self._end_order(key)
         return self._refuse(key, error)
-
-    def _refuse(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
-        self._deaths.pop(key, None)
-        self._failed.add(key)
-        refusals: list[Instruction] = []
-        for pass_id in self._waiting.pop(key, {}):
-            self._passes[pass_id].wanted.discard(key.chunk)
-            refusals.append(Refuse(pass_id=pass_id, key=key, error=error))
-        return refusals
 
     def lost(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
         """The preprocessor died over this chunk: once it is repeated, then it counts as failed."""
-        if key not in self._producing:
+        epoch = self._epochs.get((key.name, key.epoch))
+        if epoch is None or key.chunk not in epoch.producing:
             return []  # it was done, but for the rest of what follows from that
-        self._deaths[key] += 1
-        if self._deaths[key] >= MAX_DEATHS:
+        epoch.deaths[key.chunk] += 1
+        if epoch.deaths[key.chunk] >= MAX_DEATHS:
             return self.failed(key, error)
-        del self._producing[key]
+        self._end_order(key)
         return []
 
-    # Choices
+    # What they have in common
 
-    def _candidates(self) -> Iterator[tuple[ChunkKey, bool]]:
-        wanted = [key for key in self._waiting if key not in self._producing]
-        urgent = [key for key in wanted if any(self._waiting[key].values())]
-        yield from ((key, True) for key in urgent)
-        yield from ((key, False) for key in wanted if key not in urgent)
-        yield from ((key, False) for key in self._windows())
+    def _epoch(self, name: str, number: int) -> Epoch:
+        found = self._epochs.get((name, number))
+        if found is None:
+            rank = _LATEST - number if self._rolling else number
+            rank = -1 if name in self._fixed else rank
+            found = Epoch(name, number, rank, self._sizes[name])
+            self._epochs[name, number] = found
+        return found
 
-    def _windows(self) -> Iterator[ChunkKey]:
-        places = dict.fromkeys(  # readers of a like pace are at the same place
-            (record.name, record.epoch, record.cursor)
-            for record in self._passes.values()
-            if self._eviction.num_chunks(record.name, record.epoch)
-            < self._sizes[record.name].num_chunks
-        )
-        for distance in range(self._window if places else 0):
-            for name, epoch, cursor in places:
-                key = ChunkKey(name, epoch, cursor + distance)
-                if key.chunk < self._sizes[name].num_chunks and self._is_absent(key):
-                    yield key
+    def _queue(self, key: ChunkKey, *, urgent: bool) -> None:
+        if urgent:
+            self._eager.pop(key, None)
+            self._urgent[key] = None
+        elif key not in self._urgent:
+            self._eager[key] = None
 
-    def _upcoming(self) -> Iterator[ChunkKey]:
-        for record in self._passes.values():
-            num_chunks = self._sizes[record.name].num_chunks
-            if record.continues:
-                beyond = min(record.cursor + self._window - num_chunks, num_chunks)
-                keys = (ChunkKey(record.name, record.epoch + 1, c) for c in range(beyond))
-                yield from filter(self._is_absent, keys)
+    def _unqueue(self, key: ChunkKey) -> None:
+        self._urgent.pop(key, None)
+        self._eager.pop(key, None)
 
-    def _is_absent(self, key: ChunkKey) -> bool:
-        known = (self._eviction, self._producing, self._failed)
-        return not any(key in records for records in known)
+    def _no_longer_wants(self, record: Pass, chunk: int) -> None:
+        record.wanted.discard(chunk)
+        record.urgent.discard(chunk)
+        if not record.urgent:
+            self._stalled.discard(record)
 
-    def _over(self, place: Place, extra_bytes: int, extra_chunks: int = 0) -> bool:
-        """Whether so much more would break a budget."""
-        total = self.resident_bytes(place) + self._ordered_bytes(place) + extra_bytes
-        chunks = self.num_resident + len(self._producing) + extra_chunks
-        return total > self._budgets[place] or chunks > self._max_chunks
+    def _lend(self, record: Pass, chunk: int, *, urgent: bool) -> list[Instruction]:
+        epoch = record.epoch
+        largest = max(size.chunk_bytes for size in self._sizes.values())
+        brief = self._residents.is_short(epoch, chunk, largest)
+        if brief and not urgent:
+            return []  # it will be asked for again
+        self._residents.pin(epoch, chunk)
+        record.held.add(chunk)
+        if len(record.held) == 1:
+            self._holding[record] = None
+        return [Grant(record.pass_id, epoch.key(chunk), *epoch.chunks[chunk], brief)]
 
-    def _ordered_bytes(self, place: Place) -> int:
-        orders = self._producing.values()
-        return sum(order.max_bytes for order in orders if order.place == place)
+    def order_bytes(self, key: ChunkKey) -> int:
+        """Returns the bytes to leave for a chunk."""
+        epoch = self._epochs.get((key.name, key.epoch))
+        size = self._sizes[key.name] if epoch is None else epoch.size
+        return pages(size.chunk_bytes)
 
-    def _fitting(self, nbytes: int) -> Place | None:
-        places: tuple[Place, ...] = ("memory", "disk")
-        return next((place for place in places if not self._over(place, nbytes, 1)), None)
+    def _produce(self, key: ChunkKey, nbytes: int, address: int) -> Produce:
+        epoch = self._epoch(key.name, key.epoch)
+        order = epoch.producing[key.chunk] = Produce(key, address, nbytes)
+        self._unqueue(key)
+        return order
 
-    def _make_room(self, nbytes: int, *, urgent: bool) -> tuple[list[Instruction], Place | None]:
-        """Drops chunks until ``nbytes`` fit, and says where they do.
+    def _end_order(self, key: ChunkKey) -> Epoch:
+        """A chunk is not in production any more: its place is free."""
+        epoch = self._epochs[key.name, key.epoch]
+        order = epoch.producing.pop(key.chunk)
+        self._space.free(order.address, order.max_bytes)
+        if waiting := epoch.waiting.get(key.chunk):
+            urgent = any(waiting.values())
+            self._queue(key, urgent=urgent)
+            (self._urgent if urgent else self._eager).move_to_end(key, last=False)
+        self._lookahead.absent(epoch, key.chunk)
+        self._residents.forget(epoch)
+        return epoch
 
-        What can wait may not push out what readers will come to next.
-        """
-        if not self._could_fit(nbytes):
-            return [], None  # known beforehand: not even without all idle chunks
-        drops: list[Instruction] = []
-        while (place := self._fitting(nbytes)) is None:
-            key = self._eviction.drop_worst(spare=0 if urgent else self._window)
-            if key is None:
-                break
-            drops.append(Drop(key=key))
-        return drops, place
-
-    def _could_fit(self, nbytes: int) -> bool:
-        places: tuple[Place, ...] = ("memory", "disk")
-        return any(
-            not self._over(
-                place, nbytes - self._eviction.idle_bytes(place), 1 - self._eviction.num_idle
-            )
-            for place in places
-        )
+    def _refuse(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
+        epoch = self._epoch(key.name, key.epoch)
+        epoch.deaths.pop(key.chunk, None)
+        epoch.failed.add(key.chunk)
+        self._unqueue(key)
+        refusals: list[Instruction] = []
+        for record in epoch.waiting.pop(key.chunk, {}):
+            self._no_longer_wants(record, key.chunk)
+            refusals.append(Refuse(record.pass_id, key, error))
+        self._residents.forget(epoch)
+        return refusals
 
     def _recalls(self) -> list[Instruction]:
         """Somebody can't go on for want of memory: whoever holds chunks is to copy them."""
-        recalls: list[Instruction] = []
-        for pass_id, record in self._passes.items():
-            if record.held and not record.recalled:
-                record.recalled = True
-                recalls.append(Recall(pass_id=pass_id))
+        recalls: list[Instruction] = [Recall(record.pass_id) for record in self._holding]
+        self._holding.clear()
         return recalls
 
 

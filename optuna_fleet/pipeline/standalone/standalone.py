@@ -162,6 +162,7 @@ class PipelineReader:
     def close(self) -> None:
         """Give everything back. Batches that were read stay valid."""
         if self._pid == os.getpid():
+            self._client.close()
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # forks of this process may have copies
         self._sock.close()

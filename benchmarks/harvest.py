@@ -1,0 +1,531 @@
+"""A recorded piece of nodes that come and go, lived through by the executor and by its replay.
+
+python benchmarks/harvest.py TRACE.npz JOBS.json                 # 24 nodes, 2 h: 2 x 4 minutes
+python benchmarks/harvest.py TRACE.npz JOBS.json --compression 60 --nodes 8 --hours 0.33
+
+Agents are real, one CPU slot each: they start as nodes of the trace fall idle, are told when these
+are taken, and killed a moment later. Only training is emulated: a step on m nodes sleeps as long
+as it takes by the recorded rates. The replay has the same piece, jobs and policy; its moves, joins
+and decisions take what the executor was measured to take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import torch
+
+from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
+from optuna_fleet.executor.cluster.agent.main import run_agent
+from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
+from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
+from optuna_fleet.executor.cluster.protocol import Options, Runner
+from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.executor.summary import FleetSummary
+from optuna_fleet.policies import Own
+from optuna_fleet.processes import die_with, preload
+from optuna_fleet.replay.jobs import load_jobs
+from optuna_fleet.replay.progress import Progress
+from optuna_fleet.replay.report import utilisation
+from optuna_fleet.replay.simulation import Simulation
+from optuna_fleet.replay.trace import NodeTrace, load_trace
+from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
+from optuna_fleet.sampler_bridge.ledger import device_spans_of, flights_of
+from optuna_fleet.wire.invitation import Invitation
+
+BATCH = 16
+STEP_S = 0.5  # on one node; long, or 24 processes do not share two cores
+FORWARD_LOOKING_S = 120.0  # of the trace
+GRACE_S = 2.0  # from a node's notice to its kill
+PROFILED_STEPS = 12  # 6 to 24, by their length
+RESCALE_S = 0.2  # until it is measured
+PROBLEMS = {"elastic": ElasticAllocator, "equal-split": EqualSplitAllocator}
+
+
+def piece_of(
+    trace: NodeTrace, *, begin_s: float, length_s: float, num_nodes: int, compression: float
+) -> NodeTrace:
+    """The nodes that come and go most often for that long, in compressed time."""
+    inside = (trace.time_s >= begin_s) & (trace.time_s < begin_s + length_s)
+    rows = np.flatnonzero(inside[trace.event])
+    changes = np.bincount(trace.node[rows], minlength=len(trace.names))
+    chosen = np.sort(np.argsort(-changes, kind="stable")[:num_nodes])
+    rows = rows[np.isin(trace.node[rows], chosen)]
+    idle = trace.initial_idle.astype(np.int64)
+    earlier = trace.time_s[trace.event] < begin_s
+    np.add.at(idle, trace.node[earlier], trace.delta[earlier])
+    events, event = np.unique(trace.event[rows], return_inverse=True)
+    moments = (trace.time_s[events] - begin_s) / compression
+    return NodeTrace(
+        time_s=np.concatenate([[0.0], moments, [length_s / compression]]),
+        initial_idle=idle[chosen] > 0,
+        event=event + 1,
+        node=np.searchsorted(chosen, trace.node[rows]),
+        delta=trace.delta[rows],
+        names=tuple(trace.names[node] for node in chosen),
+    )
+
+
+# -- nodes ------------------------------------------------------------------------------------
+
+
+class Mould:
+    """A process that has imported everything; forks agents and kills them, as the trace says."""
+
+    def __init__(self, changes: Sequence[FleetChange]) -> None:
+        fork = multiprocessing.get_context("fork")
+        self.pipe, theirs = fork.Pipe()
+        self._agents: dict[int, int] = {}
+        self._process = fork.Process(target=self._main, args=(theirs, changes), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def close(self) -> None:
+        """Kill the agents, and end."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
+        self._process.join()
+
+    def _main(self, pipe: Any, changes: Sequence[FleetChange]) -> None:
+        self.pipe.close()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        preload(("torch", *modules_to_preload()))
+        with contextlib.suppress(EOFError, OSError):
+            self._live(pipe, changes)
+        for pid in self._agents.values():
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _live(self, pipe: Any, changes: Sequence[FleetChange]) -> None:
+        invitation = pipe.recv()
+        first, *later = changes
+        for node in first.joined:
+            self._start(node, invitation, pipe)
+        began, leaving = pipe.recv(), dict[int, float]()
+        last = (later[-1].time_s + GRACE_S, "last", 0)
+        for time_s, what, node in sorted([*_orders(later), last]):
+            while (wait_s := began + time_s - time.time()) > 0:
+                if pipe.poll(wait_s):
+                    return
+            if what == "last":
+                if not self._agents:  # or trials that are under way could never end
+                    self._start(node, invitation, pipe)
+            elif what == "join":
+                self._end(node, pipe)  # it has come back before its time was over
+                self._start(node, invitation, pipe)
+            elif what == "notice":
+                leaving[node] = by = began + time_s + GRACE_S
+                pipe.send(Departure(node=str(node), cause="it is taken", by=by))
+            elif leaving.get(node) == began + time_s:
+                self._end(node, pipe)
+        pipe.recv()  # the end
+
+    def _end(self, node: int, pipe: Any) -> None:
+        if pid := self._agents.pop(node, 0):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            pipe.send(Departure(node=str(node), cause="it was taken"))
+
+    def _start(self, node: int, invitation: Invitation, pipe: Any) -> None:
+        parent, pid = os.getpid(), os.fork()
+        if pid:
+            self._agents[node] = pid
+            return
+        try:
+            pipe.close()
+            die_with(parent)
+            os.setsid()
+            options = AgentOptions(
+                invitation=invitation, node=str(node), devices=1, device_type="cpu", cores=1
+            )
+            run_agent(options)
+        except (EOFError, OSError):
+            pass  # the driver has ended
+        finally:
+            os._exit(0)
+
+
+def _orders(changes: Iterable[FleetChange]) -> Iterator[tuple[float, str, int]]:
+    for change in changes:
+        for node in change.left:
+            yield change.time_s, "notice", node
+            yield change.time_s + GRACE_S, "leave", node
+        for node in change.joined:
+            yield change.time_s, "join", node
+
+
+@dataclass(frozen=True)
+class HarvestCluster:
+    """Nodes from a mould."""
+
+    mould: Mould
+
+    def new_runner(self, options: Options) -> Runner:
+        """See `Cluster`."""
+        return FleetRunner(options, HarvestEngine(self.mould), Network(more_may_join=True))
+
+
+@dataclass
+class HarvestEngine:
+    """Hands on what the mould says."""
+
+    mould: Mould
+    is_open: bool = field(default=False, init=False)
+
+    def open(self, invitation: Invitation) -> None:
+        """See `Engine`."""
+        self.mould.pipe.send(invitation)
+        self.is_open = True
+
+    def want(self, nodes: int | None) -> None:
+        """See `Engine`: the trace gives what it gives."""
+
+    def expected(self) -> Iterable[str]:
+        """See `Engine`: nobody knows who comes."""
+        return ()
+
+    def gone(self) -> Sequence[Departure]:
+        """See `Engine`."""
+        departures = []
+        while self.is_open and self.mould.pipe.poll():
+            departures.append(self.mould.pipe.recv())
+        return departures
+
+    def readables(self) -> Iterable[Readable]:
+        """See `Engine`."""
+        return (self.mould.pipe,) if self.is_open else ()
+
+    def end(self, node: str) -> None:
+        """See `Engine`: the mould ends it when its time has come."""
+
+    def close(self) -> None:
+        """See `Engine`."""
+        if self.is_open:
+            self.is_open = False
+            self.mould.close()
+
+
+# -- live -------------------------------------------------------------------------------------
+
+
+class Pace:
+    """Has each step last as long as it would, what the last one was late taken off."""
+
+    def __init__(self, ends: float) -> None:
+        self._due = time.time()
+        self._ends = ends
+
+    def keep(self, step_s: float) -> None:
+        """Sleep for what is left of a step."""
+        late_s = min(STEP_S, time.time() - self._due)
+        self._due = min(self._ends, time.time() - late_s + step_s)
+        time.sleep(max(0.0, self._due - time.time()))
+
+
+def objective(trial: Any, spec: SimulatedTrial, log: Path, ends: float) -> float:
+    """Trains next to nothing, and sleeps, up to the end of the trace; logs each step."""
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = trial.prepare(model, optimizer, max_devices=len(spec.rates))
+    pace = Pace(ends)
+    for _ in trial.epochs(1):
+        for (x,) in trial.batches("train", batch_size=BATCH, movable=True):
+            begun = time.time()
+            model(x).square().mean().backward()
+            optimizer.step()
+            pace.keep(BATCH / spec.rates[trial.world_size - 1])
+            trial.state["steps"] = step = trial.state.get("steps", 0) + 1
+            if trial.rank == 0:
+                with log.open("a") as file:
+                    print(trial.number, step, begun, time.time(), file=file)
+    return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a trial, as logged."""
+
+    trial: int
+    number: int
+    begun: float
+    done: float
+
+    @classmethod
+    def of(cls, line: str) -> Step:
+        """A line of the log."""
+        trial, number, begun, done = line.split()
+        return cls(trial=int(trial), number=int(number), begun=float(begun), done=float(done))
+
+
+def _pauses(steps: Sequence[Step], flights: dict[int, list[dict[str, Any]]]) -> Iterator[float]:
+    """Seconds of each move in which its trial was on nodes, but did not train."""
+    for number, flown in flights.items():
+        own = [step for step in steps if step.trial == number]
+        for before, after in itertools.pairwise(flown):
+            ends = [step.done for step in own if before["start"] <= step.done <= before["end"]]
+            begins = [step.begun for step in own if after["start"] <= step.begun <= after["end"]]
+            if before["ending"] == "yielded" and ends and begins:
+                yield before["end"] - max(ends) + min(begins) - after["start"]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lived:
+    """What a live run came to.
+
+    Attributes:
+        utilisation: U, of the steps that were done within the trace.
+        decisions: Plans that moved something, within the trace.
+        summary: Of the executor.
+        pause_s: Of a move: its trial is on nodes, but does not train; the mean.
+        join_s: From a node's start until its trainer is ready; the mean.
+        repeated: Steps that were done more than once.
+    """
+
+    utilisation: float
+    decisions: int
+    summary: FleetSummary
+    pause_s: float
+    join_s: float
+    repeated: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harvest:
+    """A piece of trace, and what to do on it.
+
+    Attributes:
+        piece: The nodes, in compressed time.
+        spec: What all trials are.
+        max_trials: At once.
+        compression: Of the time.
+    """
+
+    piece: NodeTrace
+    spec: SimulatedTrial
+    max_trials: int
+    compression: float
+
+    def policy(self, name: str) -> Own:
+        """Decides at each event, also within epochs."""
+        allocator: Any = EqualSplitAllocator()
+        if name == "elastic":
+            allocator = ElasticAllocator(
+                objective="throughput", forward_looking_s=FORWARD_LOOKING_S / self.compression
+            )
+        return Own(
+            allocator=allocator,
+            paradigm="elastic",
+            moves_within_epochs=True,
+            rescale_s=RESCALE_S,
+        )
+
+    def live(self, policy: str, mould: Mould) -> Lived:
+        """Run the executor through it."""
+        data = torch.utils.data.TensorDataset(torch.ones(int(self.spec.samples_per_epoch), 1))
+        pipeline = SharedPipeline(train=data, num_preprocessors=1)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            FleetExecutor(
+                pipeline,
+                policy=self.policy(policy),
+                cluster=HarvestCluster(mould),
+                max_trials=self.max_trials,
+            ) as fleet,
+        ):
+            first = int(self.piece.initial_idle.sum())
+            warm_up = optuna.create_study()
+            warm_up.optimize(lambda trial: time.sleep(0.5) or 0.0, 2 * first, executor=fleet)
+            log, began = Path(folder) / "steps", time.time()
+            log.touch()
+            mould.pipe.send(began)
+            ends = began + self.piece.end_s
+            study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+            train = partial(objective, spec=self.spec, log=log, ends=ends)
+            study.optimize(train, timeout=self.piece.end_s, executor=fleet)
+            assert fleet.summary is not None
+            return self._lived(log, (began, ends), fleet.summary, study)
+
+    def _lived(
+        self, log: Path, times: tuple[float, float], summary: FleetSummary, study: optuna.Study
+    ) -> Lived:
+        began, ends = times
+        spans = device_spans_of(study)
+        flights = flights_of(study)
+        steps = [Step.of(line) for line in log.read_text().splitlines()]
+        counted = self._counted(steps, flights, {span.device: span.node for span in spans}, began)
+        done: dict[int, set[int]] = defaultdict(set)
+        for step in counted:
+            done[step.trial].add(step.number)
+        samples = [Progress(trial=self.spec, samples=BATCH * len(s)) for s in done.values()]
+        return Lived(
+            utilisation=self.utilisation(samples),
+            decisions=sum(began <= d.time <= ends for d in summary.decisions),
+            summary=summary,
+            pause_s=_mean(list(_pauses([s for s in steps if s.done <= ends], flights))),
+            join_s=_mean(list(self._joins([(s.node, s.start - began) for s in spans]))),
+            repeated=len(counted) - sum(map(len, done.values())),
+        )
+
+    def _counted(
+        self,
+        steps: Sequence[Step],
+        flights: dict[int, list[dict[str, Any]]],
+        node_of: dict[int, str],
+        began: float,
+    ) -> list[Step]:
+        """Those steps whose nodes were idle up to their ends: what is done in a notice is not."""
+        taken: dict[str, list[float]] = defaultdict(list)
+        for change in self.piece.changes():
+            for node in change.left:
+                taken[str(node)].append(began + change.time_s)
+        ends, counted = began + self.piece.end_s + STEP_S / 100, []
+        for step in steps:
+            flight = next(f for f in flights[step.trial] if f["start"] <= step.done <= f["end"])
+            moments = [ends, *(m for d in flight["devices"] for m in taken[node_of[d]])]
+            if not any(flight["start"] < moment < step.done for moment in moments):
+                counted.append(step)
+        return counted
+
+    def _joins(self, starts: Sequence[tuple[str, float]]) -> Iterator[float]:
+        """How long after its moment in the trace each node was there."""
+        _, *later = self.piece.changes()
+        for change in later:
+            for node in change.joined:
+                waits = [s - change.time_s for name, s in starts if name == str(node)]
+                if waits := [wait for wait in waits if wait >= 0]:
+                    yield min(waits)
+
+    def utilisation(self, trials: Sequence[Progress]) -> float:
+        """U, as BFTrainer defines it."""
+        end_s = self.piece.end_s
+        return utilisation(trials, self.piece.mean_nodes(end_s), self.max_trials, end_s)
+
+    def replayed(self, policy: str, lived: Lived) -> tuple[float, int]:
+        """U and decisions of the replay, with what was measured live."""
+        named = self.policy(policy)
+        costs = {"rescale_up_s": lived.pause_s, "rescale_down_s": lived.pause_s}
+        rules = Rules(
+            profile_samples=PROFILED_STEPS * BATCH,
+            decision_s=_mean([d.solve_time_s for d in lived.summary.decisions]),
+        )
+        simulation = Simulation(
+            self.piece.fleet(),
+            [replace(self.spec, **costs)] * 10_000,
+            named.rules(max_trials=self.max_trials),
+            named.allocator,
+            {},
+            rules,
+        )
+        outcome = simulation.run(self._late(lived.join_s), self.piece.end_s)
+        rounds = max((span.round for span in outcome.totals.spans), default=0)
+        return self.utilisation(list(outcome.trials.values())), rounds
+
+    def _late(self, join_s: float) -> Iterator[FleetChange]:
+        """The trace as it is when nodes take their time to join."""
+        first, *later = self.piece.changes()
+        changes, joined, due = [first], defaultdict[float, list[int]](list), dict[int, float]()
+        for change in later:
+            left = []
+            for node in change.left:
+                if (there := due.pop(node, 0.0)) <= change.time_s:
+                    left.append(node)
+                else:  # it was gone before it was there
+                    joined[there].remove(node)
+            for node in change.joined:
+                due[node] = there = change.time_s + join_s
+                joined[there].append(node)
+            changes.append(FleetChange(time_s=change.time_s, left=tuple(left)))
+        changes += [FleetChange(time_s=t, joined=tuple(nodes)) for t, nodes in joined.items()]
+        return iter(sorted(changes, key=lambda change: change.time_s))
+
+
+# -- command line -----------------------------------------------------------------------------
+
+
+def harvest_of(options: argparse.Namespace) -> Harvest:
+    """What the options ask for."""
+    piece = piece_of(
+        load_trace(options.trace),
+        begin_s=3600 * options.begin,
+        length_s=3600 * options.hours,
+        num_nodes=options.nodes,
+        compression=options.compression,
+    )
+    rates = load_jobs(options.jobs, "hpo")[0].rates[: options.widest]
+    steps = max(1, round(60 * options.job_minutes / options.compression / STEP_S))
+    spec = SimulatedTrial(
+        name="job",
+        rates=tuple(BATCH / STEP_S * rate / rates[0] for rate in rates),
+        epochs=1,
+        samples_per_epoch=float(steps * BATCH),
+        max_epochs=1,
+    )
+    return Harvest(
+        piece=piece, spec=spec, max_trials=options.max_trials, compression=options.compression
+    )
+
+
+def main() -> None:
+    """Measure and print a Markdown table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("jobs", type=Path)
+    parser.add_argument("--begin", type=float, default=88.0, help="hours into the trace")
+    parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--nodes", type=int, default=24)
+    parser.add_argument("--compression", type=float, default=30.0)
+    parser.add_argument("--max-trials", type=int, default=4)
+    parser.add_argument("--widest", type=int, default=8, help="most nodes of a trial")
+    parser.add_argument("--job-minutes", type=float, default=40.0, help="of a trial on one node")
+    parser.add_argument("--policies", choices=PROBLEMS, nargs="+", default=list(PROBLEMS))
+    options = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    harvest = harvest_of(options)
+    piece = harvest.piece
+    changes = list(piece.changes())
+    moulds = {policy: Mould(changes) for policy in options.policies}  # before there are threads
+    joins, losses = ((piece.delta == sign).sum() for sign in (1, -1))
+    print(
+        f"{len(piece.names)} nodes, {piece.mean_nodes(piece.end_s):.1f} there on average, "
+        f"{joins} joins, {losses} losses; {piece.end_s:.0f} s; load {os.getloadavg()[0]:.1f}\n",
+        flush=True,
+    )
+    print(
+        "| policy | U live | U replay | ratio | decisions | of replay | pause | join | repeated |"
+    )
+    print(f"{'|---' * 9}|", flush=True)
+    for policy, mould in moulds.items():
+        lived = harvest.live(policy, mould)
+        u, decisions = harvest.replayed(policy, lived)
+        print(
+            f"| `{policy}` | {lived.utilisation:.1%} | {u:.1%} | {lived.utilisation / u:.3f} "
+            f"| {lived.decisions} | {decisions} | {1e3 * lived.pause_s:.0f} ms "
+            f"| {1e3 * lived.join_s:.0f} ms | {lived.repeated} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What stale weights do to accuracy: digits on two virtual workers, by the engine in one process.
+
+python benchmarks/staleness.py --seeds 0 1 2 3 4
+
+Two virtual workers of two stages, the second half as fast (by the engine's own clock), 4
+minibatches of 16 in flight, 2,500 minibatches each; D = 0 and D = 4 beside synchronous SGD, which
+takes the sum of both virtual workers' gradients at each step. All have the same minibatches and
+learning rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from optuna_fleet.trainer.pipeline_parallel.blueprint import Blueprint
+from optuna_fleet.trainer.pipeline_parallel.in_process import InProcess, Workers
+from optuna_fleet.trainer.pipeline_parallel.messages import StageAddress
+from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
+from optuna_fleet.wsp.turns import Turn
+
+BATCH_SIZE, NUM_MINIBATCHES, IN_FLIGHT, LR = 16, 2500, 4, 0.02
+SCHEDULES: dict[str, WaveSynchronous | Flush] = {
+    "synchronous SGD": Flush(1),
+    "D = 0": WaveSynchronous(IN_FLIGHT, 0),
+    "D = 4": WaveSynchronous(IN_FLIGHT, 4),
+}
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Flatten(), nn.Linear(128, 64), nn.ReLU()),
+        nn.Linear(64, 10),
+    )
+
+
+def accuracy(schedule: WaveSynchronous | Flush, seed: int) -> float:
+    """Of the test set, a fifth of the digits."""
+    images, labels = digits(seed)
+    (x, test_x), (y, test_y) = (t.split([1400, len(t) - 1400]) for t in (images, labels))
+
+    def batch(worker: int, number: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed * 10**6 + 2 * number + worker)
+        chosen = torch.randint(len(x), (BATCH_SIZE,), generator=generator)
+        return x[chosen], y[chosen]
+
+    torch.manual_seed(seed)
+    blueprint = Blueprint(
+        model=model(),
+        cuts=((2,), (2,)),
+        schedule=schedule,
+        loss=functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=LR),
+    )
+    transport = InProcess(unlike_paces)
+    workers = Workers.of(blueprint, transport)
+    workers.give(batch, NUM_MINIBATCHES)
+    transport.run()
+    with torch.no_grad():
+        output = functional_call(blueprint.model, workers.weights(), (test_x,))
+    return (output.argmax(1) == test_y).float().mean().item()
+
+
+def unlike_paces(address: StageAddress, turn: Turn) -> float:
+    return 1.0 + address.worker
+
+
+def digits(seed: int) -> tuple[Tensor, Tensor]:
+    bunch = load_digits()
+    order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(seed))
+    images = torch.from_numpy(bunch.images).float()[:, None] / 16
+    return images[order], torch.from_numpy(bunch.target)[order]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    seeds = parser.parse_args().seeds
+    torch.set_num_threads(1)
+    print("| test accuracy | mean | " + " | ".join(f"seed {seed}" for seed in seeds) + " |")
+    print("|-|-|" + "-|" * len(seeds))
+    for name, schedule in SCHEDULES.items():
+        found = [accuracy(schedule, seed) for seed in seeds]
+        cells = (f"{100 * share:.1f} %" for share in (statistics.mean(found), *found))
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

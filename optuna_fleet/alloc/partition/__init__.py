@@ -1,0 +1,31 @@
+"""Layers to stages on unlike devices (HetPipe, section 7)."""
+
+from optuna_fleet.alloc.partition.in_flight import largest_in_flight
+from optuna_fleet.alloc.partition.layers import Layers
+from optuna_fleet.alloc.partition.problem import (
+    DoesNotFit,
+    Link,
+    Links,
+    Memory,
+    Partition,
+    PartitionProblem,
+    Stage,
+    StageDevice,
+    Versions,
+)
+from optuna_fleet.alloc.partition.search import best_partition
+
+__all__ = [
+    "DoesNotFit",
+    "Layers",
+    "Link",
+    "Links",
+    "Memory",
+    "Partition",
+    "PartitionProblem",
+    "Stage",
+    "StageDevice",
+    "Versions",
+    "best_partition",
+    "largest_in_flight",
+]

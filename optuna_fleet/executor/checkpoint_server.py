@@ -1,0 +1,103 @@
+"""Takes and gives checkpoints, where trainers do not see the driver's folder."""
+
+from __future__ import annotations
+
+import select
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from optuna_fleet.checkpoints.file import CheckpointError, readable, replacing, written
+from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.checkpoints.names import FileName
+from optuna_fleet.wire.channel import Channel
+from optuna_fleet.wire.transfer import Get, Put, Refused, receive_file, send_file
+
+_SILENCE_S = 60.0
+
+
+class CheckpointServer:
+    """Serves each connection on a thread of its own; the driver's own thread never waits.
+
+    Args:
+        root: The folder of checkpoints.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._at_work: dict[threading.Thread, Channel] = {}
+        self._is_closed = False
+
+    def serve(self, channel: Channel) -> None:
+        """Serve what a connection asks for, in the background, and close it then."""
+        thread = threading.Thread(
+            target=self._serve, args=(channel,), name="optuna-fleet-transfer", daemon=True
+        )
+        with self._lock:
+            try:
+                if not self._is_closed:
+                    thread.start()
+                    self._at_work[thread] = channel
+                    return
+            except RuntimeError:  # too many threads, or processes: the other end says so
+                pass
+        channel.close()
+
+    def close(self) -> None:
+        """Cut all connections. What has not arrived as a whole leaves nothing."""
+        with self._lock:
+            self._is_closed = True
+            at_work = dict(self._at_work)
+        for thread, channel in at_work.items():
+            channel.cut()
+            thread.join()
+
+    # -- on a thread ------------------------------------------------------------------------------
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            self._answer(channel, _next(channel))
+            while True:  # until the other end has read all, and leaves
+                _next(channel)
+        except (EOFError, OSError):
+            pass
+        finally:
+            channel.close()
+            with self._lock:
+                self._at_work.pop(threading.current_thread(), None)
+
+    def _answer(self, channel: Channel, request: Any) -> None:
+        try:
+            path = self._path_of(request)
+            if isinstance(request, Get):
+                with readable(path), path.open("rb") as file:
+                    send_file(channel, file, stop=lambda: False)
+                return
+            with written(path), replacing(path) as file:
+                whole = receive_file(partial(_next, channel), file.write)
+            channel.send(whole)
+        except CheckpointError as error:
+            channel.send(Refused(problem=str(error)))
+
+    def _path_of(self, request: Any) -> Path:
+        name = FileName.parse(request.name) if isinstance(request, Get | Put) else None
+        # What a trial leaves in the end is named by the driver only.
+        if name is None or (isinstance(request, Put) and not name.run):
+            raise CheckpointError(f"This was asked for, but is no checkpoint: {request!r:.200}.")
+        return StudyFolder(self._root, request.study).at(name)
+
+
+def _next(channel: Channel) -> Any:
+    """The next message.
+
+    Raises:
+        TimeoutError: There is none for long, as of a machine that is gone.
+    """
+    waiting = select.poll()
+    waiting.register(channel, select.POLLIN)
+    while not channel.has_message():
+        if not waiting.poll(1e3 * _SILENCE_S):
+            raise TimeoutError(f"nothing was heard of the other end for {_SILENCE_S:g} s")
+    return channel.receive()

@@ -1,0 +1,399 @@
+"""The agent of a node: starts and watches its processes, owns its shared pipeline.
+
+It is also the mould its children are cast from: it imports what they need (torch takes seconds)
+once and forks them, so it must never *use* torch or CUDA itself, and must stay single-threaded. It
+ends, and all its children with it, when its driver does, or is silent for too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import select
+import selectors
+import shutil
+import signal
+import socket
+import time
+from dataclasses import replace
+from typing import Any
+
+from optuna_fleet.executor.cluster.agent.backoff import Backoff
+from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
+from optuna_fleet.executor.cluster.agent.notice import Notice
+from optuna_fleet.executor.cluster.agent.sharing import GIVER, Sharing
+from optuna_fleet.executor.cluster.config import NodeSetup
+from optuna_fleet.pipeline import PipelineServer
+from optuna_fleet.pipeline.exchange.peers import Peers
+from optuna_fleet.pipeline.exchange.plan import Plan
+from optuna_fleet.processes import Forks, cause_of_death, run_loop
+from optuna_fleet.resources import Device
+from optuna_fleet.wire.channel import Channel
+from optuna_fleet.wire.invitation import Invitation
+from optuna_fleet.wire.node_messages import (
+    KeepObjective,
+    KillTrainer,
+    LeaveOut,
+    NoticeGiven,
+    ObjectiveKept,
+    OpenStore,
+    PipelineNotice,
+    PipelineReport,
+    ProcessId,
+    Quit,
+    ReportPipeline,
+    ShareChunks,
+    SignOfLife,
+    StoreLost,
+    StoreReady,
+    TrainerExited,
+    TrainerStarted,
+)
+
+SIGN_EVERY_S = 1.0
+_END_LIMIT_S = 2.0
+_REPORT_EVERY_S = 2.0
+_STORE = -1  # what `Backoff` knows it by, beside the devices
+_UNSTARTED = (
+    "The store where the ranks of a trial find each other can't be started, and is tried again "
+    "later: are `ulimit -n` and `-u` too low? {error}"
+)
+
+
+class Agent:
+    """The processes of one node, driven by one selector.
+
+    Args:
+        channel: To the driver, which this agent has joined.
+        invitation: With which its trainers connect to the same driver.
+        name: This incarnation of the agent.
+        host: Address under which other nodes reach this one.
+        setup: What the driver wants of it.
+        notice_s: Seconds that the node is left after a SIGTERM; None if that ends the agent.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        invitation: Invitation,
+        name: str,
+        host: str,
+        setup: NodeSetup,
+        notice_s: float | None = None,
+    ) -> None:
+        self._channel = channel
+        self._invitation = invitation
+        self._name = name
+        self._host = host
+        self._setup = setup
+        self._notice_s = notice_s
+        self._selector = selectors.DefaultSelector()
+        self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._channel.close)
+        self._trainers: dict[int, Device] = {}
+        self._left_out: set[int] = set()
+        self._backoff = Backoff()
+        self._pipeline: PipelineServer | None = None
+        self._sharing: Sharing | None = None
+        self._report_due = time.monotonic() + _REPORT_EVERY_S
+        self._store_pid: int | None = None
+        self._objective = -1
+        self._memory_kills = MemoryKills()
+        self._heard = self._said = time.monotonic()
+
+    def serve(self) -> None:
+        """Start everything, then act on events until told to quit.
+
+        Raises:
+            EOFError: The driver is gone, or has given this node up.
+            OSError: The same; or it has been silent for too long.
+        """
+        self._selector.register(self._channel, selectors.EVENT_READ, self._from_driver)
+        if self._notice_s is not None:
+            self._heed_notice(self._notice_s)
+        is_told = False
+        try:
+            self._open_pipeline()
+            for device in self._setup.devices:
+                self._start_trainer(device)
+            run_loop(self._selector, every_s=self._patience_s, tick=self._look_after)
+        except _ToldToQuitError:
+            is_told = True
+        except (EOFError, OSError):
+            if not (is_told := self._is_told_to_quit()):
+                raise
+        finally:
+            self._forks.kill_all()
+            if not is_told and _has_ended(self._setup.driver_pid):
+                shutil.rmtree(self._setup.private_folder or "", ignore_errors=True)
+
+    def _heed_notice(self, notice_s: float) -> None:
+        def noticed(mask: int) -> None:
+            self._selector.unregister(notice)
+            self._channel.send(NoticeGiven(agent=self._name, in_s=notice_s))
+
+        notice = Notice()
+        self._selector.register(notice, selectors.EVENT_READ, noticed)
+
+    def _is_told_to_quit(self) -> bool:
+        """Whether the driver's last word was that: it may have hung up since."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._channel.has_message():
+                if isinstance(self._channel.receive(), Quit):
+                    return True
+        return False
+
+    def _from_driver(self, mask: int) -> None:
+        while self._channel.has_message():
+            self._heard = time.monotonic()
+            self._act(self._channel.receive())
+
+    def _act(self, message: Any) -> None:
+        match message:
+            case KeepObjective():
+                self._keep_objective(message)
+            case KillTrainer():
+                if message.pid in self._trainers:
+                    os.kill(message.pid, signal.SIGKILL)
+            case LeaveOut():
+                self._leave_out(message.device)
+            case OpenStore():
+                self._start_store()
+            case ShareChunks() | Plan() if self._sharing is not None:
+                self._sharing.act(message)
+            case ReportPipeline():
+                self._channel.send(self._report(is_answer=True))
+            case Quit():
+                raise _ToldToQuitError
+
+    def _leave_out(self, index: int) -> None:
+        self._left_out.add(index)
+        for pid, device in self._trainers.items():
+            if device.index == index:
+                os.kill(pid, signal.SIGKILL)
+
+    def _keep_objective(self, message: KeepObjective) -> None:
+        """Keep it in memory that ends with this process, and has a path."""
+        if self._objective >= 0:
+            os.close(self._objective)
+        self._objective = os.memfd_create("objective")
+        with open(self._objective, "wb", closefd=False) as file:
+            pickle.dump(message, file)
+        path = f"/proc/{os.getpid()}/fd/{self._objective}"
+        kept = ObjectiveKept(agent=self._name, objective_id=message.objective_id, path=path)
+        self._channel.send(kept)
+
+    def _patience_s(self) -> float:
+        waits = [LOOK_EVERY_S, (self._setup.stuck_s or math.inf) / 4]
+        if self._setup.silence_s is not None:
+            waits.append(max(0.0, self._said + SIGN_EVERY_S - time.monotonic()))
+        return min([*waits, *self._backoff.waits_s()])
+
+    def _keep_lease(self) -> None:
+        """Give a sign of life; end if the driver has given none: it has given this node up."""
+        now, silence_s = time.monotonic(), self._setup.silence_s
+        if silence_s is None:
+            return
+        if now - self._heard > silence_s:
+            raise TimeoutError(f"nothing was heard of it for {silence_s:g} s")
+        if now - self._said >= SIGN_EVERY_S:
+            self._said = now
+            self._channel.send(SignOfLife(agent=self._name))
+
+    def _look_after(self) -> None:
+        self._keep_lease()
+        self._memory_kills.look()
+        for index in set(self._backoff.due()) - self._left_out:
+            if index == _STORE:
+                self._start_store()
+            elif index == GIVER and self._sharing is not None:
+                self._sharing.start()
+            else:
+                self._start_trainer(next(d for d in self._setup.devices if d.index == index))
+        if self._pipeline is not None:
+            self._pipeline.resume()
+            if self._setup.stuck_s is not None:
+                self._pipeline.kill_stuck(self._setup.stuck_s)
+
+    # -- children ---------------------------------------------------------------------------------
+
+    def _close_inherited(self) -> None:
+        """In a child: an evicted chunk's memory is only freed once no process has it open."""
+        if self._objective >= 0:
+            os.close(self._objective)
+        if self._pipeline is not None:
+            self._pipeline.close_in_child()
+        if self._sharing is not None:
+            self._sharing.close_in_child()
+
+    def _exited(self, pid: int, exit_code: int) -> None:
+        cause = cause_of_death(exit_code)
+        device = self._trainers.pop(pid, None)
+        if device is not None:
+            out_of_memory = self._memory_kills.take() and exit_code == -signal.SIGKILL
+            self._channel.send(
+                TrainerExited(
+                    device=device.index,
+                    process=ProcessId(self._name, pid),
+                    cause=cause,
+                    out_of_memory=out_of_memory,
+                )
+            )
+            if self._pipeline is not None:
+                self._pipeline.remove_reader(device.index)
+            if device.index in self._left_out:
+                return
+            if exit_code == 0 or self._backoff.may_start_again(device.index):
+                self._start_trainer(device)
+        elif pid == self._store_pid:
+            self._store_pid = None
+            self._channel.send(StoreLost(cause=cause, agent=self._name))
+        elif self._sharing is not None and self._sharing.exited(pid):
+            if self._backoff.may_start_again(GIVER):
+                self._sharing.start()
+        elif self._pipeline is not None:
+            self._pipeline.child_died(pid)
+
+    # -- what the children are --------------------------------------------------------------------
+
+    def _start_trainer(self, device: Device) -> None:
+        setup = self._setup
+
+        def main(sock: socket.socket) -> None:
+            self._close_inherited()
+            from optuna_fleet.trainer.main import trainer_main
+
+            trainer_main(
+                device,
+                agent=self._name,
+                invitation=self._invitation,
+                data=sock,
+                spec=setup.pipeline.spec if setup.pipeline else None,
+                num_threads=setup.threads_per_slot,
+            )
+
+        try:
+            pid, sock = self._forks.spawn(main)
+        except OSError as error:  # too many processes, or open files
+            self._backoff.failed(device.index)
+            problem = TrainerStarted(device=device.index, process=None, problem=str(error))
+            self._channel.send(problem)
+            return
+        self._trainers[pid] = device
+        self._backoff.started(device.index)
+        process = ProcessId(self._name, pid)
+        self._channel.send(TrainerStarted(device=device.index, process=process))
+        if self._pipeline is not None:
+            self._pipeline.add_reader(device.index, sock)
+        else:
+            sock.close()
+
+    def _open_pipeline(self) -> None:
+        setup = self._setup.pipeline
+        if setup is None:
+            return
+        peers = Peers(self._name, self._invitation.secret, setup.spec)
+        self._pipeline = PipelineServer(
+            setup,
+            spawn=self._forks.spawn,
+            selector=self._selector,
+            on_event=self._report_now_and_then,
+            notify=lambda text: self._channel.send(PipelineNotice(text=text)),
+            peers=peers,
+        )
+        self._sharing = Sharing(
+            peers,
+            self._pipeline,
+            host=self._host,
+            has_tls=self._invitation.fingerprint is not None,
+            look_ahead=2 * setup.num_preprocessors + 2,
+            spawn=self._forks.spawn,
+            selector=self._selector,
+            close_inherited=self._close_inherited,
+            say=self._channel.send,
+            backoff=self._backoff,
+        )
+        # The server has the data sets in a file now: they are not to be in memory twice.
+        self._setup = replace(self._setup, pipeline=replace(setup, payload=b""))
+
+    def _report_now_and_then(self) -> None:
+        if time.monotonic() >= self._report_due:
+            self._report_due = time.monotonic() + _REPORT_EVERY_S
+            self._channel.send(self._report(is_answer=False))
+
+    def _report(self, *, is_answer: bool) -> PipelineReport:
+        if self._pipeline is None:
+            return PipelineReport(is_answer=is_answer, agent=self._name)
+        stats, setup = self._pipeline.stats(), self._setup.pipeline
+        return PipelineReport(
+            busy_s=stats.busy_s,
+            num_most=setup.num_preprocessors if setup else 0,
+            num_received=stats.num_received,
+            received_bytes=stats.received_bytes,
+            link_bytes_per_s=stats.link_bytes_per_s,
+            preprocessed=stats.preprocessed,
+            consumed=stats.consumed,
+            resident_bytes=stats.resident_bytes,
+            repeated=stats.repeated,
+            num_skipped=stats.num_skipped,
+            num_lost=stats.num_lost,
+            use=stats.use,
+            is_answer=is_answer,
+            agent=self._name,
+        )
+
+    def _start_store(self) -> None:
+        """Start the process that keeps the store, so that no trainer's death takes it along."""
+        if self._store_pid is not None:
+            os.kill(self._store_pid, signal.SIGKILL)
+
+        def main(sock: socket.socket) -> None:
+            self._close_inherited()
+            _keep_store(sock, self._host)
+
+        try:
+            pid, sock = self._forks.spawn(main)
+        except OSError as error:  # too many processes, or open files
+            self._backoff.failed(_STORE)
+            self._channel.send(PipelineNotice(text=_UNSTARTED.format(error=error)))
+            return
+        self._store_pid = pid
+        self._backoff.started(_STORE)
+
+        def opened(mask: int) -> None:
+            self._selector.unregister(sock)
+            port = sock.recv(64)
+            if port and pid == self._store_pid:
+                self._store_socket = sock  # open as long as the store is wanted
+                process = ProcessId(self._name, pid)
+                self._channel.send(StoreReady(host=self._host, port=int(port), process=process))
+
+        self._selector.register(sock, selectors.EVENT_READ, opened)
+
+
+class _ToldToQuitError(Exception):
+    """The driver has ended, in good order."""
+
+
+def _keep_store(sock: socket.socket, host: str) -> None:
+    from optuna_fleet.trainer.groups import serve_store
+
+    store, port = serve_store(host)
+    sock.send(str(port).encode())
+    sock.recv(1)  # until the agent ends
+    del store
+
+
+def _has_ended(pid: int | None) -> bool:
+    """Whether a process has ended, or does in a moment: its connections end first."""
+    if pid is None:
+        return False
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        return bool(select.select([process], [], [], _END_LIMIT_S)[0])
+    finally:
+        os.close(process)

@@ -1,0 +1,144 @@
+"""How an agent joins a driver: says what its node is, is told what to be, and becomes it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pickle
+import platform
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+
+from optuna_fleet.exceptions import FleetConfigError, ProtocolError
+from optuna_fleet.executor.addresses import interface_of
+from optuna_fleet.executor.cluster.agent.agent import Agent
+from optuna_fleet.executor.cluster.config import AgentOptions, NodeSetup, machine
+from optuna_fleet.executor.cluster.devices import find_fleet
+from optuna_fleet.processes import clean_up_after_parent, end_session, flush_prints, preload
+from optuna_fleet.resources import cpu_count
+from optuna_fleet.wire.channel import Channel, connect
+from optuna_fleet.wire.node_messages import AgentJoining, Refused, SignOfLife
+
+_ENVIRONMENT = {
+    # Threads that spin at barriers starve the other slots; where all fit, they lose little.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # The driver judges who hangs, and hears of errors from whoever raised them: torch's own
+    # watchdog would abort the process first, and other trials' processes on the same store.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # A trial that resumes goes on bit for bit; has to be set before cuBLAS is first used.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+def environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that an agent needs before it imports anything; what the user has set stays.
+
+    Args:
+        threads: That each of its trainers may compute with.
+        given: The environment of whoever starts it.
+    """
+    return {**_ENVIRONMENT, **given, "OMP_NUM_THREADS": str(threads)}
+
+
+def versions() -> dict[str, str]:
+    """What has to be alike on all nodes of a fleet."""
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "optuna-fleet": _version_of("optuna-fleet"),
+        "torch": _version_of("torch"),
+    }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return "?"
+
+
+def run_agent(options: AgentOptions) -> None:
+    """Join the driver and serve it until it ends.
+
+    Raises:
+        FleetConfigError: The driver does not want this node, or the devices do not exist.
+        ProtocolError: One of the two does not know the other's secret.
+        OSError: The driver can't be reached.
+        EOFError: It has ended.
+    """
+    devices = find_fleet(options.devices, options.device_type, options.slots_per_device).devices
+    channel = connect(options.invitation)
+    agent, host = secrets.token_hex(8), local_address(channel)
+    channel.send(
+        AgentJoining(
+            agent=agent,
+            node=options.node,
+            host=host,
+            devices=devices,
+            cores=options.cores or cpu_count(),
+            machine=machine(),
+            pid=os.getpid(),
+            versions=versions(),
+        )
+    )
+    while isinstance(setup := channel.receive(), SignOfLife):
+        pass  # the answer to ours takes long
+    if isinstance(setup, Refused):
+        raise FleetConfigError(setup.problem)
+    if problem := _missing(setup):
+        channel.send(Refused(problem=problem))
+        raise FleetConfigError(problem)
+    _adopt(setup, host)
+    Agent(channel, options.invitation, agent, host, setup, options.notice_s).serve()
+
+
+def _missing(setup: NodeSetup) -> str:
+    """What this node lacks of what the script needs, in words, or ""."""
+    missing = [path for path in setup.needed if not os.path.exists(path)]
+    if not missing:
+        return ""
+    return (
+        f"{socket.gethostname()} has no {', '.join(missing)}, where the script runs or imports "
+        "from. Give all nodes the same paths: a shared file system, or the same image."
+    )
+
+
+def _adopt(setup: NodeSetup, host: str) -> None:
+    """Become what objectives know: the script's paths, and the network that leads to its peers."""
+    os.chdir(setup.cwd)
+    sys.path[:], sys.argv[:] = setup.sys_path, setup.argv
+    # gloo would look up the machine's name, which need not resolve.
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if interface := interface_of(host):
+            os.environ.setdefault(variable, interface)
+    preload(setup.preload)
+
+
+def local_address(channel: Channel) -> str:
+    """The address of this end of a connection."""
+    with socket.socket(fileno=os.dup(channel.fileno())) as sock:
+        return str(sock.getsockname()[0])
+
+
+def main() -> None:
+    """Run an agent as configured by pickled `AgentOptions` on standard input."""
+    options = pickle.loads(sys.stdin.buffer.read())  # from our parent, the driver
+    if options.is_child:  # others die with their parents, if these have said so
+        clean_up_after_parent()
+    problem = ""
+    try:
+        run_agent(options)
+    except (EOFError, OSError) as error:
+        # The driver knows, or is dead.
+        problem = "" if options.is_child else f"the driver is gone: {str(error) or 'it hung up'}"
+    except (FleetConfigError, ProtocolError) as error:
+        problem = str(error)
+    if problem:
+        print(f"optuna-fleet agent: {problem}", file=sys.stderr)
+    if options.is_child and not problem:
+        end_session()
+    flush_prints()  # torch was imported to be forked, not to be taken down in order
+    os._exit(1 if problem else 0)

@@ -1,0 +1,91 @@
+"""The join cluster: nodes whose agents somebody else starts: pods, ssh, mpirun, LSF."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from optuna_fleet.arguments import check_number, path
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
+from optuna_fleet.executor.cluster.protocol import Options, Runner
+from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.wire.invitation import Invitation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinCluster:
+    """Whatever joins by ``optuna-fleet agent --join``, at any time, and for as long as it likes.
+
+    Args:
+        file: Where the invitation is written to, for the agents to read: in a folder that they
+            see, or to be copied to them. It holds a secret, and only its owner may read it.
+        host: Address to listen on; "" for all of this machine.
+        port: Port to listen on; 0 for any that is free.
+
+    Raises:
+        FleetConfigError: An argument is out of range.
+    """
+
+    file: str | os.PathLike[str] = "optuna-fleet.join"
+    host: str = ""
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "file", path("file", self.file))
+        check_number("port", self.port, least=0, whole=True)
+
+    def new_runner(self, options: Options) -> Runner:
+        """See `Cluster`."""
+        if options.devices is not None or options.device_type is not None:
+            raise FleetConfigError(
+                "With JoinCluster each node says what it offers: give `--devices` and "
+                "`--device-type` to `optuna-fleet agent`, not to the FleetExecutor."
+            )
+        network = Network(host=self.host, port=self.port, has_leases=True, more_may_join=True)
+        return FleetRunner(options, JoinEngine(Path(self.file)), network)
+
+
+class JoinEngine:
+    """Places nothing: it only writes down how to join.
+
+    Args:
+        file: Where.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def open(self, invitation: Invitation) -> None:
+        """See `Engine`."""
+        invitation.write(self._file)
+        fleet_logger.info(
+            f"Nodes may join now: run `optuna-fleet agent --join {self._file.absolute()}` on each."
+        )
+
+    def want(self, nodes: int | None) -> None:
+        """See `Engine`: that is not ours to say."""
+
+    def expected(self) -> Iterable[str]:
+        """See `Engine`."""
+        return ()
+
+    def gone(self) -> Sequence[Departure]:
+        """See `Engine`: their connections tell."""
+        return ()
+
+    def readables(self) -> Iterable[Readable]:
+        """See `Engine`."""
+        return ()
+
+    def end(self, node: str) -> None:
+        """See `Engine`: it ends by itself, as it hears nothing more."""
+
+    def close(self) -> None:
+        """See `Engine`."""
+        with contextlib.suppress(OSError):  # it never was there, or its folder is gone
+            self._file.unlink()

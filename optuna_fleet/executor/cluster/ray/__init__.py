@@ -1,0 +1,1 @@
+"""Ray: an actor on each node has the agent as its child."""

@@ -1,0 +1,181 @@
+"""The agents in one allocation of Slurm: an srun for all of them, and one for each that ended."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.engine import Departure
+from optuna_fleet.executor.cluster.news import News
+from optuna_fleet.executor.cluster.slurm.commands import ask_jobs, departures_of, in_a_step
+from optuna_fleet.processes import cause_of_death, outlet
+
+_MOST_RESTARTS = 3
+_RESTART_AFTER_S = 1.0
+_END_LIMIT_S = 5.0
+_KILL_LIMIT_S = 2.0
+_LAST_LINES = 5
+
+
+class Allocation:
+    """Threads that start agents, listen to srun, and tell what it says.
+
+    Args:
+        job: The allocation's number.
+        agent: Command line of an agent, but for its name.
+        environment: Of srun.
+        nodes: Those that the allocation had in the beginning.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        agent: Sequence[str],
+        environment: Mapping[str, str],
+        nodes: Sequence[str],
+    ) -> None:
+        self.news = News()
+        self._job = job
+        self._agent = agent
+        self._environment = environment
+        # The srun of each node's agent; None until it has begun.
+        self._steps: dict[str, subprocess.Popen[str] | None] = dict.fromkeys(nodes)
+        self._num_restarts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._closed = threading.Event()
+        self._notice: tuple[str, float] | None = None
+        self._begin(self._look_and_run)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Those that have an agent, or soon will."""
+        return tuple(self._steps)
+
+    def leave(self, cause: str, by: float) -> None:
+        """Tell that all nodes will be gone; may be called by a signal handler."""
+        self._notice = cause, by
+        for node in self.nodes:
+            self._tell_notice(node)
+
+    def _tell_notice(self, node: str) -> None:
+        if self._notice is not None:
+            cause, by = self._notice
+            self.news.tell(Departure(node=node, cause=cause, by=by))
+
+    def close(self) -> None:
+        """Wait for the agents' end, which is near, or end them."""
+        with self._lock:
+            self._closed.set()
+            running = list(self._running)
+        deadline = time.monotonic() + _END_LIMIT_S
+        for step in running:
+            _end(step, max(0.0, deadline - time.monotonic()))
+        self.news.close()
+
+    # -- on threads -------------------------------------------------------------------------------
+
+    def _begin(self, work: object, *arguments: object) -> None:
+        assert callable(work)
+        name = "optuna-fleet-slurm"
+        threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+
+    def _look_and_run(self) -> None:
+        try:
+            jobs = ask_jobs(f"--jobs={self._job}")
+        except LaunchError as error:
+            self.news.tell(error)
+            return
+        for job in jobs:
+            self._steps = dict.fromkeys(job.nodes)  # those that have failed are no longer in it
+            if job.end is not None:
+                self.leave(f"job {self._job} reaches its time limit", by=job.end)
+        self._run(self.nodes)
+
+    def _run(self, nodes: Sequence[str]) -> None:
+        """Start agents, and listen to srun until they have ended."""
+        try:
+            step = self._started(nodes)
+        except OSError as error:
+            self.news.tell(LaunchError(f"`srun` can't be started: {error}"))
+            return
+        if step is None:
+            return
+        said = self._listen(step)
+        how = cause_of_death(step.wait())
+        for node in [node for node, its in self._steps.items() if its is step]:
+            self._left(Departure(node=node, cause=f"its srun ended with {how}"))
+        with self._lock:
+            self._running.discard(step)
+        if not (self._steps or self._closed.is_set()):
+            text = f"The srun of the agents of job {self._job} ended with {how}. It said:\n"
+            self.news.tell(LaunchError(text + "".join(said)))
+
+    def _started(self, nodes: Sequence[str]) -> subprocess.Popen[str] | None:
+        where = (f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}")
+        with self._lock:
+            if self._closed.is_set():
+                return None
+            step = subprocess.Popen(
+                in_a_step(self._agent, *where),
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=outlet(sys.__stdout__),
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # a Ctrl-C is for the driver
+            )
+            self._running.add(step)
+            self._steps |= dict.fromkeys(nodes, step)
+            return step
+
+    def _listen(self, step: subprocess.Popen[str]) -> list[str]:
+        """What srun says last; what the agents print goes where the driver prints."""
+        assert step.stderr is not None
+        said: list[str] = []
+        with step.stderr as lines:
+            for line in lines:
+                if not line.startswith("srun: ") or (
+                    line.startswith("srun: error: ") and not self._closed.is_set()
+                ):
+                    said = [*said[1 - _LAST_LINES :], line]
+                    with contextlib.suppress(OSError, ValueError, AttributeError):
+                        print(line, end="", file=sys.__stderr__, flush=True)
+                for departure in departures_of(line):
+                    self._left(departure)
+        return said
+
+    def _left(self, departure: Departure) -> None:
+        node = departure.node
+        if node not in self._steps or self._closed.is_set():
+            return
+        self._num_restarts[node] += 1
+        if departure.is_replaced and self._num_restarts[node] <= _MOST_RESTARTS:
+            self._steps[node] = None
+            self.news.tell(departure)
+            self._tell_notice(node)  # it is about the agent that comes next, too
+            self._begin(self._run_again, node)
+            return
+        del self._steps[node]
+        self.news.tell(replace(departure, is_replaced=False))
+
+    def _run_again(self, node: str) -> None:
+        if not self._closed.wait(_RESTART_AFTER_S):  # it may have ended as all do in the end
+            self._run([node])
+
+
+def _end(step: subprocess.Popen[str], patience_s: float) -> None:
+    for end, limit_s in ((step.terminate, patience_s), (step.kill, _KILL_LIMIT_S)):
+        try:
+            step.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            end()
+    step.wait()

@@ -1,0 +1,189 @@
+"""Slurm's commands: how they are called, and what their answers mean."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.engine import Departure
+
+# With its options in the environment, srun would ask for what its allocation's tasks were given.
+_OPTIONS = ("SLURM_", "SLURMD_", "SRUN_")
+_NO_OPTIONS = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
+_LIMIT_S = 600.0
+_PASSING = (
+    *("Unable to contact", "timed out", "Connection refused", "temporarily", "can't be run"),
+    *("QOSMax", "AssocMax", "AssocGrp", "QOSGrp", "job submit limit"),
+)
+_FORMAT = "%i|%T|%e|%N|%r"
+_NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
+_TASK_END = re.compile(r"srun: (?:\S+: )*?(\S+): tasks? [\d,-]+: (.+?)\s*$")
+_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_ENDINGS = {"Completed": 0} | {signal.strsignal(number): -int(number) for number in signal.Signals}
+_NAMED = """exec "$@" --name "$SLURMD_NODENAME{suffix}" """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What squeue says of a job.
+
+    Attributes:
+        number: Its number.
+        state: Slurm's word for it, as in "RUNNING".
+        end: When its time limit ends it, or it has ended, in seconds since the epoch; None for
+            never, or not known.
+        nodes: Where it runs, or ran.
+        reason: Why it waits, in Slurm's words.
+    """
+
+    number: str
+    state: str
+    end: float | None = None
+    nodes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+def ask_jobs(*which: str) -> list[Job]:
+    """The jobs that these options of squeue choose; waits for its answer.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    text = ask("squeue", "--noheader", "--states=all", f"--format={_FORMAT}", *which)
+    return jobs_of(text)
+
+
+def jobs_of(text: str) -> list[Job]:
+    """The jobs in an answer of squeue."""
+    lines = (line.strip().split("|", 4) for line in text.splitlines() if line.count("|") >= 4)
+    return [
+        Job(
+            number=number,
+            state=state,
+            end=float(end) if end.isdigit() else None,
+            nodes=node_names(nodes),
+            reason=reason,
+        )
+        for number, state, end, nodes, reason in lines
+    ]
+
+
+def node_names(text: str) -> tuple[str, ...]:
+    """The nodes that Slurm writes as in ``n[01-03,7],login``."""
+    parts = re.findall(r"(?:[^,\[\]\s]|\[[^\]]*\])+", text)
+    return tuple(name for part in parts for name in _expanded(part))
+
+
+def _expanded(part: str) -> Iterator[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        yield part
+        return
+    numbers, _, tail = rest.partition("]")
+    for piece in numbers.split(","):
+        first, _, last = piece.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            for end in _expanded(tail):
+                yield f"{head}{number:0{len(first)}d}{end}"
+
+
+def departures_of(line: str) -> list[Departure]:
+    """What a line of srun's standard error says of nodes, or of the agents on them.
+
+    Another agent can take the place of one that has ended.
+    """
+    if match := _NODE_FAILURE.match(line):
+        cause = "Slurm says that it has failed"
+        return [Departure(node=node, cause=cause) for node in node_names(match[1])]
+    if match := _TASK_END.match(line):
+        cause = f"Slurm says of its agent: {match[2]}"
+        code = _EXIT_CODE.match(match[2])
+        exit_code = int(code[1]) if code else _ENDINGS.get(match[2].partition(" (")[0])
+        return [
+            Departure(node=node, cause=cause, exit_code=exit_code, is_replaced=True)
+            for node in node_names(match[1])
+        ]
+    return []
+
+
+def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
+    """Standard output of a command; waits for it, for minutes where Slurm's controller is dead.
+
+    Args:
+        command: With its arguments.
+        text: For its standard input.
+        environment: Variables beyond those of this process.
+
+    Raises:
+        LaunchError: It failed; says how.
+    """
+    variables = {**without_options(os.environ), **(environment or {})}
+    variables |= {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            start_new_session=True,  # a Ctrl-C is for the driver
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"`{command[0]}` can't be run: {error}") from error
+    if done.returncode:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise LaunchError(f"`{' '.join(command)}` failed: {said}")
+    return done.stdout
+
+
+def may_pass(error: LaunchError) -> bool:
+    """Whether what Slurm has refused may be granted later: it was out of reach, or at a limit."""
+    return any(words in str(error) for words in _PASSING)
+
+
+def without_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what Slurm sets in a job: a command takes it for its options."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _NO_OPTIONS or not name.startswith(_OPTIONS)
+    }
+
+
+def in_a_step(agent: Sequence[str], *options: str, suffix: str = "") -> list[str]:
+    """The srun that starts an agent on each of its nodes, which says the node's name in Slurm.
+
+    Whatever the site's defaults are, the others go on when one ends.
+
+    Args:
+        agent: Its command line.
+        options: Of srun.
+        suffix: What follows the node's name in that of the agent, for the shell.
+    """
+    return [
+        *("srun", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"),
+        # Verbose, or it says nothing of a task that ends without a failure.
+        *("--verbose", "--overlap", "--mpi=none", "--input=none", "--export=ALL", *options),
+        *("sh", "-c", _NAMED.format(suffix=suffix).strip(), "sh", *agent),
+    ]
+
+
+def agent_command(
+    devices: int | None, device_type: str | None, slots_per_device: int, notice_s: float
+) -> list[str]:
+    """The command line of an agent, as it is on all nodes."""
+    given = {
+        "devices": devices,
+        "device-type": device_type,
+        "slots-per-device": slots_per_device,
+        "notice": notice_s,
+    }
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return [sys.executable, "-m", "optuna_fleet", "agent", *options]

@@ -1,0 +1,177 @@
+"""``optuna-fleet submit``: writes a batch script for Slurm, and submits it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.cluster.slurm.commands import without_options
+
+_MARK = "# Written by `optuna-fleet submit`"
+_SCRIPT = """\
+#!/bin/bash
+{mark}; `sbatch {file}` submits it again.
+{options}
+
+# One driver, on the first node; with cluster="slurm" it starts an agent on each node.
+{command} &
+driver=$!
+
+# Slurm sends USR1 {notice_s} s before the time limit, and at some sites before a preemption. The
+# driver is told, and has {grace_s} s for checkpoints.
+announce() {{
+    trap '' USR1 TERM
+    told=yes early=$1
+    kill -USR1 "$driver"
+    timeout {grace_s} tail --pid="$driver" -f /dev/null
+    kill -TERM "$driver" 2>/dev/null
+}}
+trap 'announce yes' USR1
+trap 'announce ""' TERM  # cancelled, or preempted: then Slurm requeues it
+
+wait "$driver"; status=$?
+if [ -n "$told" ]; then wait "$driver"; status=$?; fi  # the first was interrupted
+if [ -n "$early" ] && [ "$status" -ne 0 ]; then
+    {afterwards}
+fi
+exit "$status"
+"""
+_REQUEUE = 'echo "Not at its end in time: requeued."; scontrol requeue "$SLURM_JOB_ID"'
+_TELL = "echo 'Not at its end in time. Where it has `checkpoints` it goes on with: sbatch {file}'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What to submit.
+
+    Attributes:
+        command: What runs on the first node.
+        options: Of sbatch.
+        file: Where the script is written.
+        notice_s: Seconds before the time limit when the script is told.
+        requeue: Whether it then puts itself into the queue again.
+    """
+
+    command: Sequence[str]
+    options: Sequence[str]
+    file: Path
+    notice_s: int
+    requeue: bool
+
+
+def script_of(submission: Submission) -> str:
+    """The batch script."""
+    file = shlex.quote(str(submission.file))
+    options = [
+        *submission.options,
+        "--ntasks-per-node=1",
+        "--no-kill",
+        "--open-mode=append",
+        "--requeue" if submission.requeue else "--no-requeue",
+        f"--signal=B:USR1@{submission.notice_s}",
+    ]
+    return _SCRIPT.format(
+        mark=_MARK,
+        file=file,
+        options="\n".join(f"#SBATCH {option}" for option in options),
+        command=shlex.join(submission.command),
+        notice_s=submission.notice_s,
+        grace_s=max(1, submission.notice_s // 2),
+        afterwards=_REQUEUE if submission.requeue else _TELL.format(file=file),
+    )
+
+
+def add_submit(commands: Any) -> None:
+    """Add the command to those of the command line."""
+    command = commands.add_parser(
+        "submit",
+        help="write a batch script for Slurm, and submit it",
+        description="Writes a batch script that runs COMMAND on the first node of a new "
+        "allocation, and submits it. Other options, as in --account=abc, are passed to sbatch.",
+        usage="optuna-fleet submit [options] [options of sbatch] COMMAND ...",
+        allow_abbrev=False,
+    )
+    command.add_argument("--nodes", type=int, default=1, metavar="N")
+    command.add_argument("--gpus-per-node", type=int, metavar="N")
+    command.add_argument("--cpus-per-node", type=int, metavar="N")
+    command.add_argument("--time", metavar="LIMIT", help="as in 8:00:00; default the partition's")
+    command.add_argument("--partition", metavar="NAME")
+    command.add_argument(
+        "--requeue", action="store_true", help="submit it again at its time limit"
+    )
+    command.add_argument(
+        "--notice",
+        type=int,
+        default=120,
+        metavar="SECONDS",
+        help="how long before its time limit the sweep is told; default 120",
+    )
+    command.add_argument("--file", type=Path, metavar="SCRIPT", help="where the script is written")
+    command.add_argument("--dry-run", action="store_true", help="only print the script")
+    command.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    command.set_defaults(run=_submit, passes_on=True)
+
+
+def _submit(given: argparse.Namespace) -> int:
+    submission = _submission(given)
+    script = script_of(submission)
+    if given.dry_run:
+        print(script, end="", flush=True)
+        return 0
+    _write(submission.file, script)
+    try:
+        done = subprocess.run(["sbatch", submission.file], env=without_options(os.environ))
+    except FileNotFoundError as error:
+        raise FleetConfigError(
+            f"There is no `sbatch` here; {submission.file} was written: submit it on a login "
+            "node of the cluster."
+        ) from error
+    return done.returncode
+
+
+def _submission(given: argparse.Namespace) -> Submission:
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if not command:
+        raise FleetConfigError(
+            "What is to run? Give it last, as in `optuna-fleet submit --nodes 4 python sweep.py`."
+        )
+    if wrong := [option for option in given.others if not option.startswith("--")]:
+        raise FleetConfigError(
+            f"{wrong[0]!r} is no option: give those of sbatch in one word, as in --account=abc."
+        )
+    script = next((Path(word).stem for word in command if word.endswith(".py")), "sweep")
+    named = {
+        "job-name": script,
+        "nodes": given.nodes,
+        "gpus-per-node": given.gpus_per_node,
+        "cpus-per-task": given.cpus_per_node,
+        "time": given.time,
+        "partition": given.partition,
+    }
+    options = [f"--{name}={value}" for name, value in named.items() if value is not None]
+    return Submission(
+        command=command,
+        options=[*options, *given.others],
+        file=given.file or Path(f"{script}.sbatch"),
+        notice_s=given.notice,
+        requeue=given.requeue,
+    )
+
+
+def _write(file: Path, script: str) -> None:
+    try:
+        if file.exists() and _MARK not in file.read_text(errors="replace"):
+            raise FleetConfigError(
+                f"{file} is there already, and was not written by `optuna-fleet submit`: name "
+                "another one with --file."
+            )
+        file.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise FleetConfigError(f"{file} can't be written: {error.strerror}.") from error

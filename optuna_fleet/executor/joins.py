@@ -1,0 +1,61 @@
+"""Devices that join at nearly the same time are told of at once: one plan serves all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from optuna_fleet.events import DeviceJoined, Event
+
+GATHER_S = 0.15
+"""For so long others are waited for that may come."""
+
+AWAIT_S = 1.0
+"""For so long in all those that are known to come."""
+
+
+class Joins:
+    """Holds back devices that join, until no more of them are waited for.
+
+    Args:
+        are_starting: Whether trainers are started, and not yet ready.
+        clock: Seconds since any time.
+    """
+
+    def __init__(
+        self, are_starting: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._are_starting = are_starting
+        self._clock = clock
+        self._held: list[Event] = []
+        self._first = 0.0
+
+    def held_back(self, events: Sequence[Event], *, at_once: bool = False) -> list[Event]:
+        """What to tell now: nothing of devices that join; anything else comes after these.
+
+        Args:
+            events: What has changed.
+            at_once: No trial runs yet: tell all.
+        """
+        is_first = not self._held
+        self._held += events
+        if at_once or not all(isinstance(event, DeviceJoined) for event in events):
+            return self._all()
+        if is_first:
+            self._first = self._clock()
+        return []
+
+    def due(self) -> list[Event]:
+        """Devices that have waited long enough."""
+        return self._all() if self._held and self._clock() >= self._until() else []
+
+    def soonest(self) -> list[float]:
+        """When the next are due, if there are any."""
+        return [self._until()] if self._held else []
+
+    def _until(self) -> float:
+        return self._first + (AWAIT_S if self._are_starting() else GATHER_S)
+
+    def _all(self) -> list[Event]:
+        events, self._held = self._held, []
+        return events

@@ -1,0 +1,166 @@
+"""The nodes of the fleet: which have joined, under which numbers, and which are silent for long.
+
+A node is known by its name, its agent by its incarnation. When another agent joins from a node,
+its devices have the numbers that they had before.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from optuna_fleet.resources import Device
+from optuna_fleet.wire.node_messages import AgentJoining, ProcessId
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """A node that has joined.
+
+    Attributes:
+        name: Its name.
+        agent: The incarnation of its agent.
+        devices: Its devices, under their numbers in the fleet.
+        pid: Of its agent; None if that is on another machine.
+        heard: When its agent was last heard of; infinite until it is up.
+        starting: Devices whose trainers the agent has not tried to start.
+        cut_off: When its connection ended; its end is told as soon as the cause is known.
+    """
+
+    name: str
+    agent: str
+    devices: tuple[Device, ...]
+    pid: int | None
+    heard: float = math.inf
+    starting: set[int] = field(default_factory=set)
+    cut_off: float | None = None
+
+    def has_tried_all(self, device: int) -> bool:
+        """Its agent has tried to start this device's trainer; return whether it was the last."""
+        self.starting.discard(device)
+        return not self.starting
+
+
+class Nodes:
+    """Those that are there now, and the numbers of all that ever were.
+
+    Args:
+        lease_s: Seconds of silence after which a node is lost; None for no limit.
+        clock: Seconds since any time.
+
+    Attributes:
+        devices: The devices that are there, by number.
+    """
+
+    def __init__(self, lease_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lease_s = lease_s
+        self._clock = clock
+        self._looked = clock()
+        self._node_numbers: dict[str, int] = {}
+        self._device_numbers: dict[tuple[str, int], int] = {}
+        self._there: dict[str, Node] = {}
+        self.devices: dict[int, Device] = {}
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(list(self._there.values()))
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    def get(self, agent: str) -> Node | None:
+        """The node with this incarnation of an agent, if it is there."""
+        return self._there.get(agent)
+
+    def named(self, name: str) -> Node | None:
+        """The node of this name, if it is there."""
+        return next((node for node in self if node.name == name), None)
+
+    def of(self, device: int) -> Node | None:
+        """The node of a device, if it is there."""
+        return next((n for n in self if any(d.index == device for d in n.devices)), None)
+
+    def numbered(self, joining: AgentJoining) -> tuple[Device, ...]:
+        """The devices of a node that joins, under their numbers in the fleet."""
+        node = self._node_numbers.setdefault(joining.node, len(self._node_numbers))
+        known = self._device_numbers
+        return tuple(
+            replace(
+                device,
+                node=node,
+                node_name=joining.node,
+                index=known.setdefault((joining.node, device.index), len(known)),
+            )
+            for device in joining.devices
+        )
+
+    def join(self, joining: AgentJoining, devices: tuple[Device, ...], *, is_here: bool) -> Node:
+        """A node has joined, with these devices."""
+        self._there[joining.agent] = node = Node(
+            name=joining.node,
+            agent=joining.agent,
+            devices=devices,
+            pid=joining.pid if is_here else None,
+            starting={device.index for device in devices},
+        )
+        self.devices.update({device.index: device for device in devices})
+        return node
+
+    def leave(self, node: Node) -> None:
+        """A node has left."""
+        del self._there[node.agent]
+        for device in node.devices:
+            del self.devices[device.index]
+
+    # -- leases -----------------------------------------------------------------------------------
+
+    def hear(self, agent: str) -> None:
+        """An agent has said something."""
+        if node := self._there.get(agent):
+            node.heard = self._clock()
+
+    def cut_off(self, agent: str) -> None:
+        """The connection of an agent has ended."""
+        if node := self._there.get(agent):
+            node.cut_off = self._clock()
+
+    def pid_of(self, process: ProcessId | str | None) -> int | None:
+        """Pid of a process, or a node's agent, that runs on this machine; else None."""
+        if isinstance(process, ProcessId):
+            node = self._there.get(process.agent)
+            return None if node is None or node.pid is None else process.pid
+        named = None if process is None else self.named(process)
+        return None if named is None else named.pid
+
+    def patience_s(self) -> float | None:
+        """Seconds until the next look at who is silent; None if there is nothing to look at."""
+        if any(node.cut_off is not None for node in self):
+            return CAUSE_LIMIT_S / 4
+        return None if self._lease_s is None or not self._there else self._lease_s / 10
+
+    def lost(self) -> list[tuple[Node, str]]:
+        """Nodes that are lost now, and why, in words that end a sentence."""
+        now, before = self._clock(), self._looked
+        self._looked = now
+        found = [
+            (node, "its connection ended")
+            for node in self
+            if node.cut_off is not None and now - node.cut_off >= CAUSE_LIMIT_S
+        ]
+        if self._lease_s is None:
+            return found
+        if now - before > self._lease_s / 4:  # we were away, and what they said waits to be read
+            for node in self:
+                node.heard = max(node.heard, now - 0.75 * self._lease_s)
+        silent = f"nothing was heard of it for {self._lease_s:g} s"
+        cut_off = [node for node, _ in found]
+        return found + [
+            (node, silent)
+            for node in self
+            if node not in cut_off and now - node.heard >= self._lease_s
+        ]
+
+
+CAUSE_LIMIT_S = 0.5
+"""For so long after a connection's end the engine may say what became of the agent."""

@@ -1,0 +1,114 @@
+"""Which nodes share chunks, and by which scheme: the driver tells all agents. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from optuna_fleet.pipeline.exchange.cost import Measured, choose
+from optuna_fleet.pipeline.exchange.plan import Peer, Plan, Scheme
+from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
+
+
+class ChunkSharing:
+    """The plan of the nodes that are there.
+
+    Args:
+        exchange: The scheme; "auto" for the cheapest, once the rates are known. A broadcast that
+            is wanted is that of the first node, or of half of the nodes.
+        tell: Sends to an agent.
+
+    Attributes:
+        plan: What agents were told last.
+        reason: The scheme and why, in words; "" while nobody shares.
+    """
+
+    def __init__(
+        self, exchange: Scheme | Literal["auto"], tell: Callable[[str, Any], None]
+    ) -> None:
+        self._is_auto = exchange == "auto"
+        self._scheme: Scheme = "all-shared" if exchange == "auto" else exchange
+        self._makers: frozenset[str] = frozenset()
+        self._tell = tell
+        self._there: list[str] = []
+        self._asked: set[str] = set()
+        self._peers: dict[str, Peer] = {}
+        self.plan = Plan()
+        self.reason = ""
+
+    def joined(self, agent: str) -> None:
+        """A node has joined; one alone has nobody to share with."""
+        self._there.append(agent)
+        if len(self._there) < 2 or (self._scheme == "local" and not self._is_auto):
+            return
+        for each in self._there:
+            if each not in self._asked:
+                self._asked.add(each)
+                self._tell(each, ShareChunks())
+
+    def ready(self, peer: Peer) -> None:
+        """A node gives its chunks to whoever connects."""
+        self._peers[peer.agent] = peer
+        self._publish()
+
+    def left(self, agent: str) -> None:
+        """A node is gone."""
+        if agent in self._there:
+            self._there.remove(agent)
+        if self._peers.pop(agent, None) is not None:
+            self._publish()
+
+    def reported(self, reports: Mapping[str, PipelineReport]) -> None:
+        """Pipelines have told what they have done so far: choose again, once all are known."""
+        there = list(self._peers)
+        known = [reports[agent] for agent in there if agent in reports]
+        if not self._is_auto or len(known) < max(2, len(there)):
+            return
+        if (measured := measured_of(known)) is None:
+            return
+        makers = tuple(n for n, agent in enumerate(there) if agent in self._makers)
+        if self._scheme in ("local", "all-shared"):
+            makers = tuple(range(len(there)))
+        choice = choose(measured, (self._scheme, makers))
+        self.reason = choice.reason
+        if (choice.scheme, choice.makers) != (self._scheme, makers):
+            self._scheme = choice.scheme
+            self._makers = frozenset(there[place] for place in choice.makers)
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._scheme == "multi-broadcast" and not self._is_auto:
+            self._makers = frozenset(list(self._peers)[: math.ceil(len(self._peers) / 2)])
+        peers = tuple(self._peers.values())
+        self.plan = Plan(scheme=self._scheme, peers=peers, makers=self._makers)
+        self.reason = self.reason if len(self._peers) < 2 else self.reason or self._scheme
+        for agent in self._peers:
+            self._tell(agent, self.plan)
+
+
+def measured_of(reports: list[PipelineReport]) -> Measured | None:
+    """Returns the rates of nodes, in this order; None while they can't be known."""
+    made = [report for report in reports if report.preprocessed and report.busy_s]
+    received = [report for report in reports if report.num_received]
+    if not made or not received:
+        return None
+    sample_s = sum(r.busy_s for r in made) / sum(r.preprocessed for r in made)
+    rates = (
+        report.num_most * (report.preprocessed / report.busy_s if report in made else 1 / sample_s)
+        for report in reports
+    )
+    total = sum(report.num_received for report in received)
+    return Measured(
+        samples_per_s=tuple(rates),
+        sample_s=sample_s,
+        wanted_per_s=max(_wanted_per_s(report) for report in reports),
+        sample_bytes=sum(report.received_bytes for report in received) / total,
+        bytes_per_s=max(report.link_bytes_per_s for report in received),
+    )
+
+
+def _wanted_per_s(report: PipelineReport) -> float:
+    """What the trials of a node take while data are there."""
+    fed_s = max(report.use.active_s - report.use.starved_s, 0.01 * report.use.active_s, 1e-3)
+    return (report.preprocessed + report.num_received) / fed_s

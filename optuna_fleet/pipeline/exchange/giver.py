@@ -1,0 +1,157 @@
+"""The process that gives a node's own chunks to the others: to the broker it is a reader.
+
+A chunk that this node does not own is refused, also when that comes to be so while it is being
+made: an owner waits for nobody, so nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+from itertools import islice
+
+from optuna_fleet.exceptions import FleetError, PreprocessingError
+from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Answer, AskForChunk, Peers
+from optuna_fleet.pipeline.messages import Advance, ClosePass
+from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.spec import ChunkKey, count_chunks
+from optuna_fleet.wire.channel import Channel
+
+
+class Giver:
+    """Answers other nodes, each of whose processes asks for one chunk at a time.
+
+    Args:
+        peers: Who they are.
+        reader: The end of a socket pair whose other end the ``PipelineServer`` has.
+        news: Readable when there is a new plan; at its end this process is to end.
+        look_ahead: Own chunks to have made beyond each that is asked for. So all nodes preprocess
+            at a time, also while all wait for the same chunk.
+    """
+
+    def __init__(
+        self, peers: Peers, reader: socket.socket, news: socket.socket, *, look_ahead: int
+    ) -> None:
+        self._peers = peers
+        self._client = PipelineClient(reader, peers.spec)
+        self._news = news
+        self._look_ahead = look_ahead
+        self._asked: dict[Channel, tuple[int, ChunkKey]] = {}  # passes, one for each chunk
+        self._ahead: dict[int, ChunkKey] = {}
+        self._ahead_to: dict[tuple[str, int], int] = {}
+        self._selector = selectors.EpollSelector()  # may be registered with by another thread
+
+    def welcome(self, channel: Channel) -> None:
+        """Serves a peer that has proved itself; may be called by another thread."""
+        with socket.socket(fileno=socket.dup(channel.fileno())) as sock:
+            limit_ms = int(1e3 * PATIENCE_S)  # for one that takes nothing of what is sent to it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
+        self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def serve(self) -> None:
+        """Answers until the agent is gone."""
+        self._selector.register(self._news, selectors.EVENT_READ)
+        self._selector.register(self._client, selectors.EVENT_READ)
+        with contextlib.suppress(FleetError):  # the broker is gone
+            while True:
+                for key, mask in self._selector.select():
+                    if isinstance(key.data, Channel):
+                        self._attend(key.data, mask)
+                    elif key.fileobj is self._client:
+                        self._client.hear()
+                    elif self._news.recv(64):
+                        self._refuse_others()
+                    else:
+                        return
+                self._give()
+
+    def _attend(self, channel: Channel, mask: int) -> None:
+        try:
+            if mask & selectors.EVENT_WRITE:
+                channel.flush()
+                self._watch(channel)
+            elif channel.has_message():
+                self._hear(channel, channel.receive())
+        except (EOFError, OSError):
+            self._selector.unregister(channel)
+            channel.close()
+            self._end_pass(channel)
+
+    def _hear(self, channel: Channel, question: str | AskForChunk) -> None:
+        if isinstance(question, str):
+            number, size = self._open(ChunkKey(question, 0, 0))
+            self._close(number)
+            channel.post(Answer(chunk_size=size))
+            return
+        key = question.key
+        number, size = self._open(key)
+        if (size, self._peers.finishes(key.name)) != (question.chunk_size, question.is_finished):
+            self._close(number)
+            channel.post(Answer())
+            return
+        self._asked[channel] = number, key
+        self._client.advance(Advance(number, self._beyond(key), needed=(key.chunk,)))
+        self._refuse_others()
+        for chunk in self._next_own(key, size):
+            ahead, _ = self._open(key)
+            self._ahead[ahead] = key._replace(chunk=chunk)
+            self._client.advance(Advance(ahead, self._beyond(key), ahead=(chunk,)))
+
+    def _refuse_others(self) -> None:
+        for channel, (_, key) in list(self._asked.items()):
+            if not self._peers.owns(key) and not channel.has_unsent:
+                self._answer(channel, None)
+
+    def _next_own(self, key: ChunkKey, size: int) -> list[int]:
+        """The next chunks of this node that were not asked for yet."""
+        num_samples = self._peers.spec.dataset(key.name).num_samples
+        after = range(key.chunk + 1, count_chunks(num_samples, size))
+        own = (chunk for chunk in after if self._peers.owns(key._replace(chunk=chunk)))
+        last = self._ahead_to.get(key[:2], -1)
+        found = [chunk for chunk in islice(own, self._look_ahead) if chunk > last]
+        self._ahead_to[key[:2]] = max([last, *found])
+        return found
+
+    def _give(self) -> None:
+        """Sends what the broker has lent."""
+        for number, key in list(self._ahead.items()):
+            if self._client.arrived(number, key.chunk):
+                del self._ahead[number]
+                self._close(number)  # there it is, until it is asked for
+        for channel, (number, key) in list(self._asked.items()):
+            if not channel.has_unsent and self._client.arrived(number, key.chunk):
+                data = None  # if it can't be made, who asked for it will see why
+                with contextlib.suppress(PreprocessingError):
+                    data = self._client.take(number, key.chunk).memory
+                self._answer(channel, data)
+
+    def _answer(self, channel: Channel, data: memoryview | None) -> None:
+        with contextlib.suppress(OSError):  # its end will be read
+            channel.post(Answer(follows=data is not None))
+            if data is not None:
+                channel.post_bytes(data)
+        data = None  # or the chunk would be copied when it is given back
+        self._watch(channel)
+
+    def _watch(self, channel: Channel) -> None:
+        """Waits until a peer takes more; a chunk is held until it has been sent."""
+        wanted = selectors.EVENT_WRITE if channel.has_unsent else selectors.EVENT_READ
+        self._selector.modify(channel, wanted, channel)
+        if not channel.has_unsent:
+            self._end_pass(channel)
+
+    def _end_pass(self, channel: Channel) -> None:
+        if channel in self._asked:
+            self._close(self._asked.pop(channel)[0])
+
+    def _open(self, key: ChunkKey) -> tuple[int, int]:
+        number, size, _ = self._client.open_pass(key.name, key.epoch, self._beyond(key))
+        return number, size
+
+    def _beyond(self, key: ChunkKey) -> int:
+        """A place behind the last chunk: the broker makes none on account of a pass there."""
+        return 2 * self._peers.spec.dataset(key.name).num_samples
+
+    def _close(self, number: int) -> None:
+        self._client.close_pass(ClosePass(pass_id=number, num_consumed=0, waited_s=0.0))

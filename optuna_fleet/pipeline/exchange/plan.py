@@ -1,0 +1,69 @@
+"""Who makes which chunk: the schemes of Pittman et al. (SC18, IV) as owner functions. Pure.
+
+| scheme | the owner of a chunk is |
+|---|---|
+| local | each node, for itself |
+| all-shared | one of all nodes, by a hash of (chunk, node) |
+| single-broadcast | the first node |
+| multi-broadcast | one of the makers, likewise by a hash |
+
+The hash is a rendezvous hash: when a node comes or goes, only its own chunks change hands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Literal
+
+from optuna_fleet.pipeline.spec import ChunkKey
+
+Scheme = Literal["local", "all-shared", "single-broadcast", "multi-broadcast"]
+SCHEMES: tuple[Scheme, ...] = ("local", "all-shared", "single-broadcast", "multi-broadcast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """Where the chunks of a node are to be had.
+
+    Attributes:
+        agent: The incarnation of the node's agent.
+        host: Address to connect to.
+        port: Likewise.
+        fingerprint: SHA-256 of the certificate it shows; None on loopback, where there is no TLS.
+    """
+
+    agent: str
+    host: str
+    port: int
+    fingerprint: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The nodes that share chunks, and how. The driver sends a new one when either changes.
+
+    Attributes:
+        scheme: How.
+        peers: All of them, in the order in which they joined.
+        makers: Those that preprocess for all (their agents); only looked at in "multi-broadcast".
+    """
+
+    scheme: Scheme = "local"
+    peers: tuple[Peer, ...] = ()
+    makers: frozenset[str] = frozenset()
+
+    def owner(self, key: ChunkKey) -> Peer | None:
+        """Returns whose chunk this is; None if each node makes it for itself."""
+        if self.scheme == "local" or len(self.peers) < 2:
+            return None
+        if self.scheme == "single-broadcast":
+            return self.peers[0]
+        among = self.peers
+        if self.scheme == "multi-broadcast":
+            among = tuple(peer for peer in among if peer.agent in self.makers) or among
+        return max(among, key=lambda peer: _score(key, peer))
+
+
+def _score(key: ChunkKey, peer: Peer) -> bytes:
+    return blake2b(f"{peer.agent} {key.epoch} {key.chunk} {key.name}".encode()).digest()

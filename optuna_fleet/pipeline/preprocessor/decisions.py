@@ -1,0 +1,93 @@
+"""What has to be the same in all processes: decided once, where the data sets come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from optuna_fleet.pipeline.preprocessor import payload, prefetch, samplers
+from optuna_fleet.pipeline.preprocessor.order import own_randomness, seed_sample
+from optuna_fleet.pipeline.preprocessor.source import Source
+from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, decide, may_split
+from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
+
+Pack = Callable[[str, str, Any], "bytes | None"]
+"""Packs something for trainers: given what it is called, the data set's name, and itself."""
+
+
+def decided(
+    spec: PipelineSpec,
+    source: Source,
+    packed: bytes,
+    *,
+    by_itself: bool | None,
+    finish_on_device: bool,
+    pack: Pack,
+) -> PipelineSpec:
+    """Returns the description with how data sets are taken apart, and whether read many at once.
+
+    Args:
+        spec: What the user said.
+        source: The user's own data sets, of which no sample is read.
+        packed: The same as bytes.
+        by_itself: Data sets' own transforms may be taken apart; None: torchvision's data sets'.
+        finish_on_device: Trainers do the elementwise end of the preprocessing.
+        pack: Makes bytes of that.
+
+    Raises:
+        FleetConfigError: What the user gave does not do what it must.
+    """
+    splits = {
+        each.name
+        for each in spec.datasets
+        if (finish_on_device or each.shuffled or source.stages[each.name].in_parts)
+        and may_split(source.datasets[each.name], source.stages[each.name], by_itself=by_itself)
+    }
+    many = {name for name, dataset in source.datasets.items() if prefetch.gives_many(dataset)}
+    if not (splits or many or samplers.to_check(source)):
+        copied = source
+    else:
+        # A copy: what data sets open lazily (HDF5) must not be open when they are pickled.
+        # Of bytes that can be written to, as data sets may write into their arrays.
+        copied = payload.unpack(memoryview(bytearray(packed)))
+        samplers.check(copied, spec)
+    datasets = []
+    for each in spec.datasets:
+        found = split_of(copied, spec, each) if each.name in splits else None
+        each = replace(each, cut=found.cut if found is not None else None)
+        if each.name in many and each.cut is None:
+            each = replace(each, gives_many=_gives_many(copied, spec, each))
+        # With a collate_fn, samples must be finished before they are collated.
+        if finish_on_device and each.collate is None:
+            end = source.stages[each.name].finish if found is None else found.finish
+            each = replace(each, finish=pack("transform", each.name, end))
+        datasets.append(each)
+    return replace(spec, datasets=tuple(datasets))
+
+
+def split_of(source: Source, spec: PipelineSpec, dataset: DatasetSpec) -> SplitDataset | None:
+    """Returns how to take a data set apart.
+
+    Raises:
+        FleetConfigError: What the user gave does not do what it must.
+    """
+    with own_randomness():
+        return decide(
+            dataset.name,
+            source.datasets[dataset.name],
+            source.stages[dataset.name],
+            num_samples=dataset.length,
+            seed=partial(_seed, source, spec, dataset),
+        )
+
+
+def _gives_many(source: Source, spec: PipelineSpec, dataset: DatasetSpec) -> bool:
+    with own_randomness():
+        seed = partial(_seed, source, spec, dataset)
+        return prefetch.agrees(source.datasets[dataset.name], dataset.length, seed)
+
+
+def _seed(source: Source, spec: PipelineSpec, dataset: DatasetSpec, index: int) -> None:
+    seed_sample(spec.seed, dataset.name, 0, index, source.generators)

@@ -1,0 +1,154 @@
+"""The chunks that are there: who holds them, and which go to make room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from optuna_fleet.pipeline.server.allocator import Space, pages
+from optuna_fleet.pipeline.server.epochs import Epoch, Eviction, Place
+from optuna_fleet.pipeline.server.instructions import Drop, Instruction, Produce
+from optuna_fleet.pipeline.server.lookahead import Lookahead
+
+BRIEF_SHARE = 0.5
+"""Chunks beyond this part of the budget are only lent briefly, and not before they are needed.
+
+So readers that stand still can't keep the others from going on.
+"""
+
+_SHRINK = 8
+"""A chunk gives back what it does not need, if that is more than one part in so many."""
+
+
+class Residents:
+    """Keeps account of them.
+
+    Args:
+        space: Where they lie.
+        epochs: What is known of epochs, by name and number.
+        eviction: Ranks those that nobody holds.
+        lookahead: Told of those that are gone.
+
+    Attributes:
+        num_dropped: How many made room for others.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        epochs: dict[tuple[str, int], Epoch],
+        eviction: Eviction,
+        lookahead: Lookahead,
+    ) -> None:
+        self._space = space
+        self._epochs = epochs
+        self._eviction = eviction
+        self._lookahead = lookahead
+        self._lent = [0, 0]  # bytes in memory, on the disk
+        self._idle = [0, 0]
+        self.num_dropped = 0
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the chunks that passes hold."""
+        return sum(self._lent)
+
+    def add(self, epoch: Epoch, order: Produce, nbytes: int) -> None:
+        """A chunk of so many bytes is there now, as it was ordered."""
+        assert nbytes <= order.max_bytes, (nbytes, order)
+        taken = order.max_bytes
+        if (unused := taken - pages(nbytes)) > taken // _SHRINK:
+            taken -= unused
+            self._space.free(order.address + taken, unused)
+        epoch.chunks[order.key.chunk] = Place(order.address, taken)
+        epoch.rest(order.key.chunk)
+        self._idle[self._space.is_on_disk(order.address)] += taken
+        self._eviction.update(epoch)
+
+    def pin(self, epoch: Epoch, chunk: int) -> None:
+        """One more pass holds a chunk."""
+        epoch.pins[chunk] += 1
+        if epoch.pins[chunk] == 1:
+            address, nbytes = epoch.chunks[chunk]
+            epoch.wake(chunk)
+            self._idle[self._space.is_on_disk(address)] -= nbytes
+            self._lent[self._space.is_on_disk(address)] += nbytes
+            self._eviction.update(epoch)
+
+    def unpin(self, epoch: Epoch, chunk: int) -> None:
+        """One pass less holds a chunk."""
+        epoch.pins[chunk] -= 1
+        if epoch.pins[chunk]:
+            return
+        del epoch.pins[chunk]
+        address, nbytes = epoch.chunks[chunk]
+        self._lent[self._space.is_on_disk(address)] -= nbytes
+        self._idle[self._space.is_on_disk(address)] += nbytes
+        epoch.rest(chunk)
+        if not self._space.has(address, nbytes):  # reserved, or the disk has failed, meanwhile
+            self._drop(epoch, chunk)
+        self._eviction.update(epoch)
+
+    def is_short(self, epoch: Epoch, chunk: int, largest: int) -> bool:
+        """Whether what is left beside this and the lent chunks is too little for comfort."""
+        address, nbytes = epoch.chunks[chunk]
+        where = self._space.is_on_disk(address)
+        lent = self._lent[where] + (0 if epoch.pins[chunk] else nbytes)
+        budget = self._space.capacity(on_disk=where)
+        return lent > BRIEF_SHARE * budget or lent + largest > budget
+
+    def make_room(
+        self, nbytes: int, read: set[Epoch], *, spare: int
+    ) -> tuple[list[Instruction], int | None]:
+        """Drops chunks until so many bytes fit, and says where they do.
+
+        Args:
+            nbytes: In one piece.
+            read: The epochs that somebody reads.
+            spare: So many chunks from the cursor of every open pass on are not touched.
+        """
+        drops: list[Instruction] = []
+        while (address := self._space.allocate(nbytes)) is None:
+            if not drops and not self._space.could_fit(nbytes, *self._idle):
+                break  # known beforehand: not even without all idle chunks
+            worst = self._eviction.worst(read, spare)
+            if worst is None:
+                break
+            drops.append(self._drop(*worst))
+        return drops, address
+
+    def reserve(self, border: int) -> list[Instruction]:
+        """Leaves memory from this address on to the decoded store."""
+        if border >= self._space.border:
+            return []
+        self._space.reserve(border)
+        return self._drop_idle(lambda p: border < sum(p) and not self._space.is_on_disk(p.address))
+
+    def close_disk(self) -> list[Instruction]:
+        """The disk takes no more chunks: those that are there and idle are dropped."""
+        self._space.close_disk()
+        return self._drop_idle(lambda place: self._space.is_on_disk(place.address))
+
+    def forget(self, epoch: Epoch) -> None:
+        """Forgets an epoch of which nothing is left."""
+        if epoch.is_forgotten:
+            self._epochs.pop((epoch.name, epoch.number), None)
+
+    def _drop_idle(self, which: Callable[[Place], bool]) -> list[Instruction]:
+        gone = [
+            (epoch, chunk)
+            for epoch in self._epochs.values()
+            for chunk in epoch.idle
+            if which(epoch.chunks[chunk])
+        ]
+        return [self._drop(*each) for each in gone]
+
+    def _drop(self, epoch: Epoch, chunk: int) -> Drop:
+        place = epoch.chunks.pop(chunk)
+        epoch.wake(chunk)
+        self.num_dropped += 1
+        self._idle[self._space.is_on_disk(place.address)] -= place.nbytes
+        self._space.free(*place)
+        self._lookahead.absent(epoch, chunk)
+        self._eviction.update(epoch)
+        self.forget(epoch)
+        return Drop(epoch.key(chunk))

@@ -1,0 +1,107 @@
+"""How data sets are cut into chunks: by a few samples, and otherwise if those prove to be odd."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from optuna_fleet.pipeline import limits
+from optuna_fleet.pipeline.messages import ChunkProduced, MeasureSample, SampleMeasured
+from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
+from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size
+
+HEADER_SPARE_BYTES = 1024
+"""Room for what a chunk's header holds beyond that of a single sample."""
+
+CHANGED = 4
+"""A data set whose samples take so many times less than at first is cut otherwise from now on."""
+
+
+class Sizing:
+    """Has data sets measured, and tells the store how to cut them.
+
+    Args:
+        spec: The data sets.
+        store: The chunk store.
+        chunk_bytes: Size of a chunk to aim at.
+        is_final: Other nodes share the chunks: their size does not change any more.
+
+    Attributes:
+        found: By data set, what its first samples told.
+    """
+
+    def __init__(
+        self, spec: PipelineSpec, store: ChunkStore, chunk_bytes: int, *, is_final: bool
+    ) -> None:
+        self._lengths = {dataset.name: dataset.num_samples for dataset in spec.datasets}
+        self._store = store
+        self._chunk_bytes = chunk_bytes
+        self._is_final = is_final
+        self._wanted: dict[str, ChunkKey] = {}
+        self._flying: set[str] = set()
+        self._deaths: Counter[str] = Counter()
+        self.found: dict[str, SampleMeasured] = {}
+
+    @property
+    def num_measuring(self) -> int:
+        """Data sets being measured; somebody waits for each."""
+        return len(self._flying)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody is to measure a data set."""
+        return bool(self._wanted)
+
+    def measure(self, name: str, epoch: int) -> None:
+        """Has a data set measured by samples of this epoch."""
+        if name not in self._flying:
+            self._wanted.setdefault(name, ChunkKey(name, epoch, 0))
+
+    def order(self) -> MeasureSample:
+        """Returns the next order."""
+        name, key = self._wanted.popitem()
+        self._flying.add(name)
+        return MeasureSample(key=key)
+
+    def measured(self, message: SampleMeasured) -> None:
+        """Samples of a data set tell how to cut it."""
+        self._flying.discard(message.key.name)
+        self.found[message.key.name] = message
+        self._cut(message.key.name)
+
+    def lost(self, key: ChunkKey) -> SampleMeasured | None:
+        """Somebody died over the order; returns a guess if that was once too often."""
+        self._flying.discard(key.name)
+        self._deaths[key.name] += 1
+        if self._deaths[key.name] < MAX_DEATHS:
+            self._wanted[key.name] = key
+            return None
+        # Nobody will tell the size now. Guess, so that readers get to hear of the failure.
+        guess = limits.guess_sample_bytes(self._chunk_bytes)
+        return SampleMeasured(key=key, sample_bytes=guess, header_bytes=0)
+
+    def is_measuring(self, name: str) -> bool:
+        """Returns whether a data set is being measured."""
+        return name in self._flying
+
+    def made(self, message: ChunkProduced) -> None:
+        """The samples that told how long one takes may have been slow, as a disk was asleep."""
+        if self._is_final or message.num_made < message.num_samples // 2:
+            return
+        name, sample_s = message.key.name, message.busy_s / max(1, message.num_made)
+        if self.found[name].sample_s > CHANGED * sample_s:
+            self.found[name] = replace(self.found[name], sample_s=sample_s)
+            self._cut(name)
+
+    def _cut(self, name: str) -> None:
+        found = self.found[name]
+        size = found.chunk_size or choose_chunk_size(
+            num_samples=self._lengths[name],
+            sample_bytes=found.sample_bytes,
+            chunk_bytes=self._chunk_bytes,
+            sample_s=found.sample_s,
+        )
+        content = size * found.sample_bytes + found.header_bytes + HEADER_SPARE_BYTES
+        self._store.set_size(
+            name, num_samples=self._lengths[name], chunk_size=size, chunk_bytes=content
+        )

@@ -1,0 +1,87 @@
+"""What arrives from the driver: a thread reads it at once, whatever the objective is doing."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from typing import Any
+
+from optuna_fleet.trainer.stop_line import StopLine
+from optuna_fleet.wire.calls import Reply
+from optuna_fleet.wire.channel import Channel
+from optuna_fleet.wire.messages import AskStep, AtStep, StopAt
+from optuna_fleet.wire.node_messages import Quit
+
+
+class Inbox:
+    """The only reader of the driver's channel, for as long as the process lives.
+
+    Attributes:
+        is_over: The driver is gone, or wants this process to end.
+        send: `Channel.send`.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.is_over = False
+        self.send = channel.send
+        self._receive = channel.receive
+        self._orders = SimpleQueue[Any]()
+        self._put_back: list[Any] = []
+        self._replies = SimpleQueue[Reply | None]()
+        self._lines: dict[int, StopLine] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, name="optuna-fleet-inbox", daemon=True).start()
+
+    def next_order(self) -> Any:
+        """Wait for what this process is to do; `Quit` also when the driver is gone."""
+        if self._put_back:
+            return self._put_back.pop()
+        return self._orders.get()
+
+    def put_back(self, order: Any) -> None:
+        """Make that the next order again."""
+        self._put_back.append(order)
+
+    def next_reply(self) -> Reply | None:
+        """Wait for an answer to a call, of whichever run; None when there will be no more."""
+        reply = self._replies.get()
+        if reply is None:
+            self._replies.put(None)
+        return reply
+
+    def stop_line(self, run_id: int) -> StopLine:
+        """Where a run is to stop; those of runs before it are forgotten."""
+        with self._lock:
+            self._lines = {known: line for known, line in self._lines.items() if known >= run_id}
+            return self._lines.setdefault(run_id, StopLine())
+
+    def _read(self) -> None:
+        try:
+            while not self.is_over:
+                self._take(self._receive())
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._end()
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Reply():
+                self._replies.put(message)
+            case AskStep():  # it may come before the run that it is about
+                place = self.stop_line(message.run_id).ask()
+                self.send(AtStep(run_id=message.run_id, rank=message.rank, place=place))
+            case StopAt():
+                self.stop_line(message.run_id).stop_at(message.place, message.stays)
+            case Quit():
+                self.is_over = True
+            case _:
+                self._orders.put(message)
+
+    def _end(self) -> None:
+        with self._lock:
+            self.is_over = True
+            for line in self._lines.values():
+                line.cut()
+        self._replies.put(None)
+        self._orders.put(Quit())

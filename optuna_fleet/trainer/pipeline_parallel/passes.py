@@ -1,0 +1,116 @@
+"""The two passes of a minibatch through a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from optuna_fleet.trainer.nested import map_tensors
+from optuna_fleet.trainer.pipeline_parallel.messages import Targets, Tensors
+
+Loss = Callable[[Any, Any], Tensor]
+"""From a model's output and a minibatch's targets to a scalar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldPass:
+    """What a stage keeps of a minibatch until its backward pass.
+
+    Attributes:
+        weights: Those of the forward pass, as leaves of its graph.
+        received: Floating-point tensors that the stage before sent, as leaves of the graph.
+        sent: Floating-point tensors that the next stage got; of the last stage its loss.
+    """
+
+    weights: Tensors
+    received: tuple[Tensor, ...]
+    sent: tuple[Tensor, ...]
+
+
+class StageModule:
+    """A part of the model, with the loss at its end.
+
+    Buffers, as BatchNorm's statistics, are the module's own: they follow this virtual worker's
+    forward passes.
+
+    Args:
+        module: The part.
+        is_first: Whether nothing goes back from here.
+        loss: Of the last stage; else None.
+    """
+
+    def __init__(self, module: nn.Module, *, is_first: bool, loss: Loss | None) -> None:
+        self._module = module
+        self._is_first = is_first
+        self._loss = loss
+
+    def forward(
+        self, weights: Tensors, values: Any, targets: Targets | None
+    ) -> tuple[Any, HeldPass]:
+        """Return what goes on, or of the last stage its loss, and what to keep.
+
+        Args:
+            weights: Are used in place of the module's.
+            values: Tensors, also nested in dicts, lists and tuples.
+            targets: Of the last stage; else None.
+        """
+        leaves = values if self._is_first else map_tensors(values, _leaf)
+        # A copy, as the module may change it in place: neither a leaf nor what the stage before
+        # keeps may change.
+        given = leaves if self._is_first else map_tensors(leaves, torch.clone)
+        output = functional_call(self._module, dict(weights), (given,))
+        if self._loss is not None:
+            assert targets is not None
+            output = self._loss(output, targets.values)
+            if targets.weight != 1.0:
+                output = output * targets.weight
+        received = () if self._is_first else tuple(_floating(leaves))
+        held = HeldPass(weights=weights, received=received, sent=tuple(_floating(output)))
+        return map_tensors(output, torch.Tensor.detach), held
+
+    def backward(
+        self, held: HeldPass, gradients: tuple[Tensor | None, ...]
+    ) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
+        """Return gradients by the weights that have one, and by what was received.
+
+        Args:
+            held: Of the forward pass.
+            gradients: By what was sent; of the last stage none.
+        """
+        outputs, chosen = [], []
+        given = gradients if self._loss is None else (None,)
+        for tensor, gradient in zip(held.sent, given, strict=True):
+            if tensor.requires_grad and (gradient is not None or self._loss is not None):
+                outputs.append(tensor)
+                chosen.append(gradient)
+        trained = {name: w for name, w in held.weights.items() if w.requires_grad}
+        if not outputs:
+            return {}, (None,) * len(held.received)
+        found = torch.autograd.grad(
+            outputs, (*trained.values(), *held.received), chosen, allow_unused=True
+        )
+        by_name = {n: g for n, g in zip(trained, found, strict=False) if g is not None}
+        return by_name, found[len(trained) :]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+
+
+def _floating(values: Any) -> list[Tensor]:
+    """Floating-point tensors in a fixed order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            found.append(tensor)
+        return tensor
+
+    map_tensors(values, note)
+    return found

@@ -1,0 +1,177 @@
+"""A stage of a virtual worker: hears messages, does one pass at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import assert_never
+
+from optuna_fleet.trainer.pipeline_parallel.messages import (
+    Activations,
+    Gradients,
+    Inputs,
+    Message,
+    Pull,
+    Push,
+    Snapshot,
+    StageAddress,
+    Targets,
+    Transport,
+)
+from optuna_fleet.trainer.pipeline_parallel.passes import HeldPass, StageModule
+from optuna_fleet.trainer.pipeline_parallel.versions import Weights
+from optuna_fleet.wsp.credits import held_minibatches
+from optuna_fleet.wsp.schedules import Schedule, Tag, tag_of
+from optuna_fleet.wsp.turns import Pass, Turn, Turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassDone:
+    """A pass has been done.
+
+    Attributes:
+        address: By whom.
+        turn: Which.
+        tag: With which weights.
+        loss: Of a last stage's forward pass, without gradients; else None.
+    """
+
+    address: StageAddress
+    turn: Turn
+    tag: Tag
+    loss: Any = None
+
+
+Observer = Callable[[PassDone], None]
+
+
+class PipelineStage:
+    """Knows what its next pass is; who runs it (a loop, a process) is somebody else's matter.
+
+    Args:
+        address: Of the stage.
+        num_stages: Of its virtual worker.
+        module: Its part of the model.
+        weights: Its versions of them.
+        schedule: When a minibatch may start.
+        transport: To other stages.
+        observer: Is told of each pass.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: StageAddress,
+        num_stages: int,
+        module: StageModule,
+        weights: Weights,
+        schedule: Schedule,
+        transport: Transport,
+        observer: Observer | None = None,
+    ) -> None:
+        self.address = address
+        self.weights = weights
+        self._is_first = address.stage == 0
+        self._is_last = address.stage == num_stages - 1
+        self._module = module
+        self._schedule = schedule
+        self._transport = transport
+        self._observer = observer
+        credit = held_minibatches(address.stage, num_stages, schedule.wave_size)
+        self._turns = Turns(credit)
+        self._values: dict[int, Any] = {}
+        self._tags: dict[int, Tag] = {}
+        self._targets: dict[int, Targets] = {}
+        self._gradients: dict[int, tuple[Any, ...]] = {}
+        self._held: dict[int, HeldPass] = {}
+
+    @property
+    def completed(self) -> int:
+        """Minibatches whose backward pass is done here."""
+        return self._turns.backward_done
+
+    def receive(self, message: Message) -> None:
+        """Take note; nothing is computed."""
+        match message:
+            case Inputs(number=number, values=values):
+                self._turns.arrive(Turn(Pass.FORWARD, number))
+                self._values[number] = values
+            case Activations(number=number, tag=tag, values=values):
+                self._turns.arrive(Turn(Pass.FORWARD, number))
+                self._values[number], self._tags[number] = values, tag
+                self.weights.want(tag.clock, exactly=True)
+            case Targets(number=number):
+                self._targets[number] = message
+            case Gradients(number=number, values=values):
+                self._turns.arrive(Turn(Pass.BACKWARD, number))
+                self._gradients[number] = values
+            case Snapshot():
+                self.weights.receive(message)
+            case Push() | Pull():
+                raise AssertionError(f"{self.address} is no parameter server")
+            case _:
+                assert_never(message)
+
+    def next_turn(self) -> Turn | None:
+        """The pass that can be done now; None while there is none.
+
+        Asks for newer weights where these are what keeps the next minibatch from starting.
+        """
+        if self._is_first:
+            needed = self._schedule.least_clock(self._turns.forward_done + 1)
+            self.weights.want(needed, exactly=False)
+        return self._turns.next(self._may_start)
+
+    def run(self, turn: Turn) -> None:
+        """Do a pass that `next_turn` gave, and send on what came of it."""
+        self._turns.finish(turn)
+        if turn.what is Pass.FORWARD:
+            self._forward(turn)
+        else:
+            self._backward(turn)
+
+    def _may_start(self, number: int) -> bool:
+        if self._is_last and number not in self._targets:
+            return False
+        if self._is_first:
+            if self.weights.clock < self._schedule.least_clock(number):
+                return False
+            tag = tag_of(self._schedule, number, self.weights.clock)
+        else:
+            tag = self._tags[number]
+        return self.weights.has(tag)
+
+    def _forward(self, turn: Turn) -> None:
+        number = turn.number
+        if self._is_first:
+            self._tags[number] = tag_of(self._schedule, number, self.weights.clock)
+        tag = self._tags[number]
+        self._schedule.check_start(number, tag)
+        weights = self.weights.at(tag)
+        values, targets = self._values.pop(number), self._targets.pop(number, None)
+        output, self._held[number] = self._module.forward(weights, values, targets)
+        if self._is_last:
+            self._gradients[number] = ()
+            self._turns.arrive(Turn(Pass.BACKWARD, number))
+        else:
+            self._send(1, Activations(number=number, tag=tag, values=output))
+        self._observe(turn, tag, output if self._is_last else None)
+
+    def _backward(self, turn: Turn) -> None:
+        number = turn.number
+        held, tag = self._held.pop(number), self._tags.pop(number)
+        gradients, returned = self._module.backward(held, self._gradients.pop(number))
+        self.weights.finish(number, held.weights, gradients)
+        if not self._is_first:
+            self._send(-1, Gradients(number=number, values=returned))
+        self._observe(turn, tag)
+
+    def _send(self, distance: int, message: Message) -> None:
+        worker, stage = self.address
+        self._transport.send(self.address, StageAddress(worker, stage + distance), message)
+
+    def _observe(self, turn: Turn, tag: Tag, loss: Any = None) -> None:
+        if self._observer is not None:
+            self._observer(PassDone(address=self.address, turn=turn, tag=tag, loss=loss))

@@ -1,0 +1,157 @@
+"""The weights of a stage in several versions: each minibatch has the one it started with.
+
+A version is made out of place and never changes, so autograd's graph of a minibatch keeps its own:
+weights that were changed in place would make backward passes fail, or wrong without a word.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from optuna_fleet.trainer.pipeline_parallel.messages import Snapshot, Tensors
+from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
+from optuna_fleet.trainer.pipeline_parallel.updates import UpdateRule
+from optuna_fleet.wsp.schedules import Tag
+
+
+class Weights(Protocol):
+    """The weights of one stage of one virtual worker."""
+
+    @property
+    def clock(self) -> int:
+        """Of the newest snapshot that is there."""
+
+    def want(self, clock: int, *, exactly: bool) -> None:
+        """Ask for a snapshot, unless it is there or was asked for."""
+
+    def receive(self, snapshot: Snapshot) -> None:
+        """A piece of a snapshot that was asked for is there."""
+
+    def has(self, tag: Tag) -> bool:
+        """Whether this version can be made now."""
+
+    def at(self, tag: Tag) -> Tensors:
+        """A version, as leaves for autograd; versions are asked for in order."""
+
+    def finish(self, number: int, weights: Tensors, gradients: Tensors) -> None:
+        """The backward pass of a minibatch is done, at these weights; in order."""
+
+    def latest(self) -> Tensors:
+        """With all own updates: what a virtual worker that is alone has come to."""
+
+
+class VersionedWeights:
+    """``w_p = snapshot(clock) + own updates from there on, up to `local```: pulls rebase.
+
+    Kept are the newest version, updates that no minibatch has seen yet (with the versions of
+    minibatches in flight: N_m copies), and with servers, to rebase, sums of the wave that the
+    newest version ends in and of D + 2 waves.
+
+    Args:
+        initial: w_0; is copied.
+        rule: Makes updates.
+        wave_size: Minibatches of a wave.
+        client: Of the parameter servers; None for a virtual worker that is alone.
+    """
+
+    def __init__(
+        self, initial: Tensors, rule: UpdateRule, wave_size: int, client: ServerClient | None
+    ) -> None:
+        self._rule = rule
+        self._wave_size = wave_size
+        self._client = client
+        self._tag = Tag(0, 0)
+        self._newest = {name: w.detach().clone() for name, w in initial.items()}
+        self._done = 0
+        self._updates: dict[int, Tensors] = {}
+        self._begun: dict[str, Tensor] = {}
+        self._waves: dict[int, dict[str, Tensor]] = {}
+        self._snapshots: dict[int, Tensors] = {}
+
+    @property
+    def clock(self) -> int:
+        """Of the newest snapshot that is there."""
+        return max(self._snapshots, default=self._tag.clock)
+
+    def want(self, clock: int, *, exactly: bool) -> None:
+        """Ask for a snapshot, unless it is there or was asked for."""
+        if self._client is not None and clock > self.clock:
+            self._client.pull(clock, exactly=exactly)
+
+    def receive(self, snapshot: Snapshot) -> None:
+        """A piece of a snapshot that was asked for is there."""
+        if self._client is None:
+            raise AssertionError("a snapshot came, but there are no parameter servers")
+        if (weights := self._client.receive(snapshot)) is not None:
+            self._snapshots[snapshot.clock] = weights
+
+    def has(self, tag: Tag) -> bool:
+        """Whether this version can be made now."""
+        return tag.local <= self._done and (
+            tag.clock == self._tag.clock or tag.clock in self._snapshots
+        )
+
+    @torch.no_grad()
+    def at(self, tag: Tag) -> Tensors:
+        """A version, as leaves for autograd; versions are asked for in order."""
+        if tag < self._tag or tag.clock < self._tag.clock:
+            raise AssertionError(f"Weights {tag} after {self._tag}: minibatches are mixed up.")
+        if tag.clock > self._tag.clock:
+            self._rebase(tag)
+        for number in range(self._tag.local + 1, tag.local + 1):
+            self._add(number)
+        self._tag = tag
+        self._forget()
+        return {name: w.detach().requires_grad_() for name, w in self._newest.items()}
+
+    @torch.no_grad()
+    def finish(self, number: int, weights: Tensors, gradients: Tensors) -> None:
+        """The backward pass of a minibatch is done, at these weights; in order."""
+        if number != self._done + 1:
+            raise AssertionError(f"The update of minibatch {number} came after {self._done}.")
+        update = self._rule(weights, gradients)
+        self._done = number
+        self._updates[number] = update
+        if self._client is None:
+            return
+        wave = (number - 1) // self._wave_size
+        self._waves[wave] = _sum(self._waves.get(wave, {}), update)
+        if number % self._wave_size == 0:
+            self._client.push(wave, self._waves[wave])
+
+    def latest(self) -> Tensors:
+        """With all own updates: what a virtual worker that is alone has come to."""
+        return self.at(Tag(self._done, self._tag.clock))
+
+    def _add(self, number: int) -> None:
+        update = self._updates[number]
+        self._newest = _sum(self._newest, update)
+        if self._client is not None:
+            is_first = number % self._wave_size == 1 or self._wave_size == 1
+            self._begun = _sum({} if is_first else self._begun, update)
+
+    def _rebase(self, tag: Tag) -> None:
+        """Own updates that the snapshot lacks are added to it; it never overwrites them."""
+        newest = dict(self._snapshots[tag.clock])
+        local = max(self._tag.local, tag.clock * self._wave_size)
+        for wave in range(tag.clock, local // self._wave_size):
+            newest = _sum(newest, self._waves[wave])
+        if local % self._wave_size:
+            newest = _sum(newest, self._begun)
+        self._newest = newest
+        self._tag = Tag(local, tag.clock)
+
+    def _forget(self) -> None:
+        local, clock = self._tag
+        self._updates = {n: u for n, u in self._updates.items() if n > local}
+        self._waves = {c: sums for c, sums in self._waves.items() if c >= clock}
+        self._snapshots = {c: w for c, w in self._snapshots.items() if c > clock}
+
+
+def _sum(some: Tensors, others: Tensors) -> dict[str, Tensor]:
+    """By name, out of place; what is in one of them only is taken as it is."""
+    added = {n: some[n] + other if n in some else other for n, other in others.items()}
+    return {**some, **added}

@@ -1,0 +1,109 @@
+"""What an objective has given to `FleetTrial.prepare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer import calls
+from optuna_fleet.trainer.parallel import attach, check_same, make_data_parallel
+from optuna_fleet.trainer.resuming import Resuming
+from optuna_fleet.trainer.shares import BatchShares
+from optuna_fleet.trainer.steps import Steps
+
+_TAKES = (
+    "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
+)
+
+
+class Prepared:
+    """Objects that train on one device, or data-parallel on several.
+
+    Args:
+        objects: To be filled with them.
+        steps: Told of modules.
+        shares: What is known of the batches that the objective gets.
+        device: This rank's.
+
+    Attributes:
+        modules: Those of the objects that are modules.
+    """
+
+    def __init__(
+        self, objects: list[Any], steps: Steps, shares: BatchShares, device: torch.device
+    ) -> None:
+        self.modules: list[torch.nn.Module] = []
+        self._objects = objects
+        self._steps = steps
+        self._shares = shares
+        self._device = device
+        self._single: list[torch.nn.Module] = []  # of which no gradient is reduced
+
+    def add(
+        self,
+        objects: Sequence[Any],
+        resuming: Resuming | None,
+        *,
+        is_alone: bool,
+        is_checked: bool,
+    ) -> None:
+        """Take more of them.
+
+        Args:
+            objects: What the objective gives.
+            resuming: What they go on from.
+            is_alone: There is one rank, so far.
+            is_checked: Whether their losses can be split is still looked at.
+
+        Raises:
+            FleetConfigError: One has no state that can be saved, or there is none.
+        """
+        if not objects:
+            raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_TAKES}.")
+        for thing in objects:  # before any optimizer's state is made to follow them
+            if isinstance(thing, torch.nn.Module):
+                thing.to(self._device)
+        for thing in objects:
+            self._check(thing)
+            position = len(self._objects)
+            self._objects.append(thing)
+            if resuming is not None:
+                resuming.prepared(thing, position)
+            elif isinstance(thing, torch.optim.Optimizer) and thing.state:
+                thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are
+            if isinstance(thing, torch.nn.Module):
+                self._add_module(thing, is_alone=is_alone, is_checked=is_checked)
+
+    def _check(self, thing: Any) -> None:
+        has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+        if isinstance(thing, type) or not has_state:
+            kind = f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
+            raise FleetConfigError(f"trial.prepare() was given a `{kind}`, but takes {_TAKES}.")
+
+    def _add_module(self, module: torch.nn.Module, *, is_alone: bool, is_checked: bool) -> None:
+        self.modules.append(module)
+        self._steps.watch(module)
+        if is_checked:
+            calls.watch(module.modules())
+        if is_alone:
+            self._single.append(module)
+        else:
+            make_data_parallel(module, self._shares, self._device)
+
+    def check_alike(self) -> None:
+        """All ranks have prepared the same.
+
+        Raises:
+            TrialError: They have not.
+        """
+        for module in self.modules:
+            check_same(module)
+
+    def attach_all(self) -> None:
+        """Reduce the gradients of those that were prepared on one device."""
+        for module in self._single:
+            attach(module, self._shares)
+        self._single.clear()

@@ -1,0 +1,48 @@
+"""Tensors whose gradients are scaled on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Scaled(torch.autograd.Function):
+    """The same value; its gradient times `factor()`, if any, asked for when that is there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, call: object, factor: Callable[[], Tensor | float | None]
+    ) -> Tensor:
+        """Keep what `backward` needs; `call` is whatever it is of."""
+        ctx.call, ctx.factor = call, factor  # `owners_behind` looks for the call
+        return value.detach()  # which, unlike a view, may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Scale the gradient."""
+        factor = ctx.factor()
+        return grad if factor is None else (grad * factor).to(grad.dtype), None, None
+
+
+def drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:
+    """Of a rank without any weight nothing must count, also where its loss is 0 / 0.
+
+    Such a quotient lies between the loss and the sums that it is made of: among scalars.
+    """
+
+    def cleaned(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if grad is None else torch.where(is_unweighted, torch.zeros_like(grad), grad)
+            for grad in grads
+        )
+
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or any(item.shape for item in node._input_metadata):
+            continue
+        node.register_hook(cleaned)
+        nodes += [function for function, _ in node.next_functions]

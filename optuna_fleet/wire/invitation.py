@@ -1,0 +1,130 @@
+"""What an agent has to know to join a driver, and how it is handed over."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from optuna_fleet.checkpoints.file import replacing
+from optuna_fleet.exceptions import FleetConfigError
+
+_JOIN = "OPTUNA_FLEET_JOIN"
+_TOKEN = "OPTUNA_FLEET_TOKEN"
+SECRET_BYTES = 32
+_FINGERPRINT_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """Where a driver listens, and what opens it.
+
+    Attributes:
+        addresses: Host and port, in the order in which they are to be tried.
+        secret: What both ends of a connection must know.
+        fingerprint: SHA-256 of the driver's certificate; None on loopback, where there is no TLS.
+    """
+
+    addresses: tuple[tuple[str, int], ...]
+    secret: bytes = field(repr=False)
+    fingerprint: bytes | None = None
+
+    @property
+    def token(self) -> str:
+        """Secret and fingerprint as text: never for a command line."""
+        return base64.urlsafe_b64encode(self.secret + (self.fingerprint or b"")).decode()
+
+    def environment(self) -> dict[str, str]:
+        """The variables with which ``optuna-fleet agent`` joins this driver."""
+        addresses = ",".join(join_address(*address) for address in self.addresses)
+        return {_JOIN: addresses, _TOKEN: self.token}
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str], join: str = "") -> Invitation:
+        """The invitation that `environment` made.
+
+        Args:
+            environment: The process' environment.
+            join: Addresses as text, in the place of those of the environment.
+
+        Raises:
+            FleetConfigError: A variable is missing or damaged.
+        """
+        addresses = join or environment.get(_JOIN, "")
+        if not addresses:
+            raise FleetConfigError(
+                f"Which driver to join? Give `--join HOST:PORT`, or set {_JOIN} to it."
+            )
+        return cls.of(addresses, environment.get(_TOKEN, ""))
+
+    def write(self, file: Path) -> None:
+        """Write it to a file that only its owner may read.
+
+        Raises:
+            FleetConfigError: That is not possible.
+        """
+        addresses = ",".join(join_address(*address) for address in self.addresses)
+        try:
+            with replacing(file) as written:
+                written.write(f"{addresses}\n{self.token}\n".encode())
+        except OSError as error:
+            raise FleetConfigError(
+                f"The invitation can't be written to {file}: {error.strerror}."
+            ) from error
+
+    @classmethod
+    def read(cls, file: Path) -> Invitation:
+        """The invitation that `write` has written.
+
+        Raises:
+            FleetConfigError: There is none in this file.
+        """
+        try:
+            addresses, token = file.read_text(encoding="ascii").split()
+        except (OSError, ValueError) as error:
+            raise FleetConfigError(f"{file} is no invitation of a driver: {error}.") from error
+        return cls.of(addresses, token)
+
+    @classmethod
+    def of(cls, addresses: str, token: str) -> Invitation:
+        """The invitation of these addresses ("host:port,host:port") and this token.
+
+        Raises:
+            FleetConfigError: One of them is damaged.
+        """
+        try:
+            opened = base64.urlsafe_b64decode(token.strip())
+        except (binascii.Error, ValueError):
+            opened = b""
+        if len(opened) not in (SECRET_BYTES, SECRET_BYTES + _FINGERPRINT_BYTES):
+            raise FleetConfigError(
+                f"The token of the driver is {'missing' if not token else 'damaged'}: set "
+                f"{_TOKEN} to the one that the driver has shown or written to its file."
+            )
+        return cls(
+            addresses=tuple(split_address(address) for address in addresses.split(",")),
+            secret=opened[:SECRET_BYTES],
+            fingerprint=opened[SECRET_BYTES:] or None,
+        )
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[IPv6]:port``.
+
+    Raises:
+        FleetConfigError: It is none.
+    """
+    host, _, port = text.strip().rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise FleetConfigError(
+            f"{text.strip()!r} is no address of a driver: give HOST:PORT, as in 10.0.0.5:7077."
+        )
+    return host, int(port)

@@ -1,0 +1,305 @@
+"""What travels between the driver and the agents of nodes on the control channel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from optuna_fleet.pipeline.exchange.plan import Peer
+from optuna_fleet.pipeline.stats import PipelineUse
+from optuna_fleet.resources import Device
+from optuna_fleet.settings import Settings
+
+# -- hello ----------------------------------------------------------------------------------------
+
+
+class ProcessId(NamedTuple):
+    """A process of the fleet: the incarnation of the agent that started it, and its pid there."""
+
+    agent: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentJoining:
+    """First message of an agent: what its node is. Answered with `NodeSetup` or `Refused`.
+
+    Attributes:
+        agent: Its incarnation: no two agents have the same.
+        node: Name of the node; the same when another agent joins from there.
+        host: Address under which other nodes reach this one.
+        devices: Its slots, numbered within the node.
+        cores: How many it may use.
+        machine: What tells whether two processes see the same process ids.
+        pid: Process id of the agent.
+        versions: Of what has to be alike on all nodes, by name.
+    """
+
+    agent: str
+    node: str
+    host: str
+    devices: tuple[Device, ...]
+    cores: int
+    machine: str
+    pid: int
+    versions: Mapping[str, str]
+
+
+# -- driver to agent ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The node can't take part; `problem` says why, and what to do."""
+
+    problem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignOfLife:
+    """Both ways, every second, where agents have leases: silence means that the other is gone.
+
+    `agent`: which one gives it; "" for the driver.
+    """
+
+    agent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillTrainer:
+    """Kill a trainer if it still lives; the agent starts a new one in its place."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepObjective:
+    """Keep what the trainers of this node are to run, in the place of what was kept before.
+
+    Answered with `ObjectiveKept`.
+
+    Attributes:
+        objective_id: Which one it is.
+        objective: cloudpickle of it.
+        settings: What the script's process is set to.
+    """
+
+    objective_id: int
+    objective: bytes
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveOut:
+    """Have no trainer for this device any more."""
+
+    device: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStore:
+    """Start the store where the ranks of a trial find each other; answer with `StoreReady`.
+
+    It takes the place of one that there may be.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareChunks:
+    """There are other nodes: give them chunks. Answered with `ChunksShared`; a plan follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportPipeline:
+    """Answer with `PipelineReport`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quit:
+    """End the process (agent: and all its children)."""
+
+
+# -- agent to driver ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeGiven:
+    """The agent was told that its node will be taken, `in_s` seconds from now."""
+
+    agent: str
+    in_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveKept:
+    """Trainers of this node find the `KeepObjective` at `path`, as a pickle."""
+
+    agent: str
+    objective_id: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerStarted:
+    """A trainer was forked, or could not be: then `problem` says why; there is no `process`."""
+
+    device: int
+    process: ProcessId | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerExited:
+    """A trainer process ended; `cause` is its exit code or signal in words.
+
+    `out_of_memory` if the kernel killed it for want of memory.
+    """
+
+    device: int
+    process: ProcessId
+    cause: str
+    out_of_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionEnded:
+    """The connection of an agent ended. Nobody sends it: `Connections` makes it."""
+
+    agent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeaving:
+    """A node will be gone soon, as its engine says: nobody sends it.
+
+    Attributes:
+        text: What the user should know of it.
+        devices: The node's devices.
+    """
+
+    text: str
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost:
+    """A node is gone, with all processes on it.
+
+    Nobody sends it: the driver makes it of what it is told, or not told any more.
+
+    Attributes:
+        text: What the user should know of it.
+        exits: The trainers that were there.
+        devices: The node's devices.
+        is_replaced: Another agent is started there: its devices come back.
+    """
+
+    text: str
+    exits: tuple[TrainerExited, ...]
+    devices: tuple[int, ...]
+    is_replaced: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreReady:
+    """The store accepts connections at this address; `process` keeps it."""
+
+    host: str
+    port: int
+    process: ProcessId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLost:
+    """The store's process, kept by `agent`, ended; `cause` is its code or signal in words."""
+
+    cause: str
+    agent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunksShared:
+    """This node gives its chunks to others who connect there."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineNotice:
+    """Something about the node that the user should know, as a sentence."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineReport:
+    """What the node's shared pipeline has done since its start.
+
+    Sent when asked for, and by itself now and then while trials read.
+
+    Attributes:
+        preprocessed: Samples preprocessed.
+        consumed: Samples delivered to trials.
+        resident_bytes: Bytes of preprocessed data in memory now.
+        repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
+        num_skipped: Samples that raised and whose place others took, in all epochs.
+        num_lost: Preprocessors that died.
+        use: How preprocessors and readers spent their time, and how full the queues were.
+        busy_s: Seconds preprocessors spent on chunks, summed over them.
+        num_most: Preprocessors that there may be.
+        num_received: Samples that came from other nodes.
+        received_bytes: Bytes of these.
+        link_bytes_per_s: How fast the fastest of their chunks came.
+        exchange: How nodes shared chunks, and why; "" if they did not.
+        is_answer: It was asked for.
+        agent: Who sends it.
+    """
+
+    preprocessed: int = 0
+    consumed: int = 0
+    resident_bytes: int = 0
+    repeated: int = 0
+    num_skipped: int = 0
+    num_lost: int = 0
+    use: PipelineUse = field(default_factory=PipelineUse)
+    busy_s: float = 0.0
+    num_most: int = 0
+    num_received: int = 0
+    received_bytes: int = 0
+    link_bytes_per_s: float = 0.0
+    exchange: str = ""
+    is_answer: bool = False
+    agent: str = ""
+
+    def since(self, last: PipelineReport) -> PipelineReport:
+        """What came after `last`."""
+        return replace(
+            self,
+            preprocessed=self.preprocessed - last.preprocessed,
+            consumed=self.consumed - last.consumed,
+            repeated=self.repeated - last.repeated,
+            num_skipped=self.num_skipped - last.num_skipped,
+            num_lost=self.num_lost - last.num_lost,
+            use=self.use.since(last.use),
+            busy_s=self.busy_s - last.busy_s,
+            num_received=self.num_received - last.num_received,
+            received_bytes=self.received_bytes - last.received_bytes,
+        )
+
+    def plus(self, other: PipelineReport) -> PipelineReport:
+        """Both together: the pipelines of two nodes."""
+        return replace(
+            self,
+            preprocessed=self.preprocessed + other.preprocessed,
+            consumed=self.consumed + other.consumed,
+            resident_bytes=self.resident_bytes + other.resident_bytes,
+            repeated=self.repeated + other.repeated,
+            num_skipped=self.num_skipped + other.num_skipped,
+            num_lost=self.num_lost + other.num_lost,
+            use=self.use.plus(other.use),
+            busy_s=self.busy_s + other.busy_s,
+            num_most=self.num_most + other.num_most,
+            num_received=self.num_received + other.num_received,
+            received_bytes=self.received_bytes + other.received_bytes,
+        )

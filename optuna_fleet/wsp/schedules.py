@@ -1,0 +1,169 @@
+"""Which weights a minibatch may start with: Wave Synchronous Parallel, or a flush of the pipeline.
+
+Minibatches of a virtual worker are counted from 1, waves from 0. Wave c is minibatches c m + 1 to
+(c + 1) m. The global clock is how many waves *every* virtual worker has pushed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class Tag(NamedTuple):
+    """Which updates the weights of a minibatch contain; the same on all its stages.
+
+    ``w = w_0 + every virtual worker's updates of waves before `clock`, and its own from there up
+    to, with, minibatch `local```.
+    """
+
+    local: int
+    clock: int
+
+
+class Schedule(Protocol):
+    """When a minibatch may start, as published bounds of staleness demand."""
+
+    @property
+    def wave_size(self) -> int:
+        """Minibatches of a wave, m."""
+
+    def least_local(self, number: int) -> int:
+        """Own updates, from the first on, that its weights contain."""
+
+    def least_clock(self, number: int) -> int:
+        """Waves of all virtual workers that its weights contain."""
+
+    def check_start(self, number: int, tag: Tag) -> None:
+        """Nothing if a minibatch may have these weights.
+
+        Raises:
+            AssertionError: It may not: a fault of the engine.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class WaveSynchronous:
+    """HetPipe's WSP (section 5).
+
+    The paper's condition for starting minibatch p reads p > (D + 1)(s_global + 1) + s_local; its
+    own example (D = 0, m = 4: minibatch 8 waits for wave 0) only holds for s_local in the place of
+    s_global, and that is what is done here.
+
+    Attributes:
+        wave_size: m = N_m = s_local + 1, minibatches in flight.
+        clock_distance: D, how many waves a virtual worker may be ahead of the slowest one.
+
+    Raises:
+        ValueError: `wave_size` is below 1, or `clock_distance` below 0.
+    """
+
+    wave_size: int
+    clock_distance: int = 0
+
+    def __post_init__(self) -> None:
+        if self.wave_size < 1:
+            raise ValueError(f"The value of `wave_size` is {self.wave_size}, but must be >= 1.")
+        if self.clock_distance < 0:
+            raise ValueError(
+                f"The value of `clock_distance` is {self.clock_distance}, but must be >= 0."
+            )
+
+    def least_local(self, number: int) -> int:
+        """All but the s_local latest ones."""
+        return max(0, number - self.wave_size)
+
+    def least_clock(self, number: int) -> int:
+        """Only p = (c + 2) m with c >= D ever demands more than the minibatch before it."""
+        return max(0, number // self.wave_size - 1 - self.clock_distance)
+
+    @property
+    def global_staleness(self) -> int:
+        """s_global: most of the latest updates of another virtual worker that may be missing."""
+        return (self.clock_distance + 2) * self.wave_size - 2
+
+    def check_start(self, number: int, tag: Tag) -> None:
+        """The published bounds, and what follows from them."""
+        m = self.wave_size
+        _demand(max(0, number - m) <= tag.local < number, "local staleness", number, tag)
+        _demand(tag.clock >= self.least_clock(number), "clock distance", number, tag)
+        missing = number - 1 - tag.clock * m
+        _demand(missing <= self.global_staleness, "global staleness", number, tag)
+        ahead = ((number - 1) // m + self.clock_distance + 1) * m
+        _demand(tag.clock * m <= ahead, "updates from the future", number, tag)
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """All minibatches of a wave have the weights that the waves before it led to (as in GPipe).
+
+    Attributes:
+        wave_size: Microbatches of one update of the weights.
+    """
+
+    wave_size: int
+
+    @property
+    def clock_distance(self) -> int:
+        """Virtual workers that are flushed together are at the same wave."""
+        return 0
+
+    def least_local(self, number: int) -> int:
+        """All of the waves before its own."""
+        return (number - 1) // self.wave_size * self.wave_size
+
+    def least_clock(self, number: int) -> int:
+        """All waves before its own."""
+        return (number - 1) // self.wave_size
+
+    def check_start(self, number: int, tag: Tag) -> None:
+        """There is nothing to choose."""
+        exact = Tag(self.least_local(number), self.least_clock(number))
+        _demand(tag == exact, "flush", number, tag)
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A schedule of one virtual worker, which has no others to wait for: the clock stands at 0."""
+
+    of: WaveSynchronous | Flush
+
+    @property
+    def wave_size(self) -> int:
+        """As of several."""
+        return self.of.wave_size
+
+    def least_local(self, number: int) -> int:
+        """As of several."""
+        return self.of.least_local(number)
+
+    def least_clock(self, number: int) -> int:
+        """None but its own."""
+        return 0
+
+    def check_start(self, number: int, tag: Tag) -> None:
+        """Exactly the updates that it must have."""
+        exact = Tag(self.of.least_local(number), 0)
+        _demand(tag == exact, "local staleness", number, tag)
+
+
+def tag_of(schedule: Schedule, number: int, clock: int) -> Tag:
+    """The weights of a minibatch that starts when a virtual worker has the snapshot of `clock`."""
+    return Tag(max(schedule.least_local(number), clock * schedule.wave_size), clock)
+
+
+def check_clocks(pushed: list[int], clock_distance: int) -> None:
+    """Waves pushed by each virtual worker: the fastest is at most D + 1 ahead of the slowest.
+
+    One more than D, as a wave that was started within the distance may be pushed.
+
+    Raises:
+        AssertionError: It is further ahead.
+    """
+    if max(pushed) - min(pushed) > clock_distance + 1:
+        raise AssertionError(f"Waves pushed: {pushed}, with a clock distance of {clock_distance}.")
+
+
+def _demand(holds: bool, what: str, number: int, tag: Tag) -> None:
+    if not holds:
+        raise AssertionError(f"Minibatch {number} with weights {tag} breaks the bound: {what}.")

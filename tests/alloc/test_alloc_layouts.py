@@ -1,0 +1,179 @@
+"""Virtual workers: who gets which devices, where weights are, and when pipelines are worth it."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optuna_fleet.alloc.layouts.choice import LayoutProblem, best_layout, layouts
+from optuna_fleet.alloc.layouts.contention import partitions_under_load
+from optuna_fleet.alloc.layouts.distribution import (
+    equal_distribution,
+    hybrid_distribution,
+    node_partition,
+)
+from optuna_fleet.alloc.layouts.prediction import flushed_rate, pipeline_rate
+from optuna_fleet.alloc.layouts.servers import Servers, sync_seconds
+from optuna_fleet.alloc.partition import (
+    DoesNotFit,
+    Layers,
+    Link,
+    Links,
+    Memory,
+    PartitionProblem,
+    StageDevice,
+    Versions,
+    best_partition,
+)
+from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers
+from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
+
+SPEEDS = {"V": 112, "R": 123, "G": 48, "Q": 40}
+WEIGHTLESS = Memory(copies=0, versions=Versions.NONE)
+MEMORY = {"V": 12, "R": 24, "G": 6, "Q": 8}
+
+
+def nodes(kinds, per_node=4):
+    """A node for each letter."""
+    return tuple(
+        StageDevice(index=per_node * node + slot, node=node, kind=kind, memory_bytes=MEMORY[kind])
+        for node, kind in enumerate(kinds)
+        for slot in range(per_node)
+    )
+
+
+def layers_of(num, *, forward=1.0, cut=0.0, parameters=0.0, kept=0.0, kinds="VRGQ"):
+    seconds = {kind: (forward * 100 / SPEEDS[kind],) * num for kind in kinds}
+    return Layers(
+        forward_s=seconds,
+        backward_s={kind: tuple(2 * s for s in times) for kind, times in seconds.items()},
+        cut_bytes=(cut,) * num,
+        parameter_bytes=(parameters,) * num,
+        kept_bytes=(kept,) * num,
+    )
+
+
+def letters(workers):
+    return ["".join(device.kind for device in worker) for worker in workers]
+
+
+def test_the_papers_table_3():
+    devices = nodes("VRGQ")
+    assert letters(node_partition(devices)) == ["VVVV", "RRRR", "GGGG", "QQQQ"]
+    assert letters(equal_distribution(devices)) == ["VRGQ"] * 4
+    assert sorted(letters(hybrid_distribution(devices, SPEEDS))) == ["RRGG"] * 2 + ["VVQQ"] * 2
+
+
+@given(
+    st.lists(st.sampled_from("VRGQ"), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.integers(1, 5),
+)
+def test_every_device_is_in_one_virtual_worker(kinds, per_node, num_workers):
+    devices = nodes(kinds, per_node)
+    dealt = equal_distribution(devices, min(num_workers, len(devices)))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    for workers in (node_partition(devices), dealt, hybrid_distribution(devices, SPEEDS)):
+        assert Counter(d for worker in workers for d in worker) == Counter(devices)
+        assert all(workers)
+
+
+def test_more_virtual_workers_than_devices_are_refused():
+    with pytest.raises(ValueError, match="must be 1 to 8"):
+        equal_distribution(nodes("VR"), 9)
+
+
+def test_local_servers_keep_updates_within_nodes():
+    layers = layers_of(4, parameters=8.0)
+    links = Links(within=Link(bytes_per_s=4.0), between=Link(bytes_per_s=1.0))
+    workers = [
+        best_partition(PartitionProblem(layers=layers, devices=devices, memory=WEIGHTLESS))
+        for devices in equal_distribution(nodes("VR"), 4)
+    ]
+    local = sync_seconds(workers, layers, links, Servers.LOCAL)
+    assert local == ((4.0, 4.0),) * 4  # 2 layers of 8 bytes at 4 bytes/s
+    spread = sync_seconds(workers, layers, links, Servers.ROUND_ROBIN)
+    # A layer of each stage is on the other node: 4 workers send 8 bytes each through one port.
+    assert spread == ((32.0, 32.0),) * 4
+
+
+def test_servers_are_not_local_to_layers_on_unlike_nodes():
+    layers = layers_of(4, parameters=1.0)
+    workers = [
+        best_partition(PartitionProblem(layers=layers, devices=devices))
+        for devices in node_partition(nodes("VR"))
+    ]
+    with pytest.raises(ValueError, match="unlike nodes"):
+        sync_seconds(workers, layers, Links(), Servers.LOCAL)
+
+
+def test_virtual_workers_slow_down_each_others_transfers():
+    layers = layers_of(8, cut=3.0)
+    problem = PartitionProblem(
+        layers=layers,
+        devices=nodes("VR")[:1],
+        in_flight=3,
+        links=Links(between=Link(bytes_per_s=4.0)),
+    )
+    pairs = equal_distribution(nodes("VR"), 4)
+    (alone,) = partitions_under_load(problem, pairs[:1])
+    together = partitions_under_load(problem, pairs)
+    assert alone == best_partition(replace(problem, devices=pairs[0]))
+    assert all(worker.slowest_s > alone.slowest_s for worker in together)
+
+
+stage_seconds = st.lists(st.floats(0.5, 2), min_size=1, max_size=5)
+
+
+@given(stage_seconds, st.integers(1, 9), st.booleans())
+def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flush):
+    times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in stage_s]
+    schedule = Flush(in_flight) if flush else WaveSynchronous(in_flight)
+    found = VirtualWorkers([times], schedule).run(60).minibatches_per_s
+    predicted = (flushed_rate if flush else pipeline_rate)(stage_s, in_flight)
+    assert 0.5 * predicted <= found <= 1.4 * predicted
+
+
+def test_a_model_that_fits_on_no_device_gets_a_pipeline():
+    problem = LayoutProblem(layers=layers_of(8, kept=4.0), devices=nodes("VR"))
+    layout = best_layout(problem)
+    assert layout.workers
+    assert "does not fit on each device" in layout.reason
+    for worker in layout.workers:
+        assert all(stage.memory_bytes <= stage.device.memory_bytes for stage in worker.stages)
+
+
+def test_equal_devices_and_a_small_model_train_data_parallel():
+    problem = LayoutProblem(
+        layers=layers_of(8, cut=100.0), devices=nodes("V"), links=Links(within=Link(bytes_per_s=1))
+    )
+    layout = best_layout(problem)
+    assert (layout.policy, layout.workers) == ("data parallel", ())
+
+
+def test_a_straggler_makes_pipelines_worth_it():
+    # Data parallelism waits for Q; pipelines give it fewer layers.
+    problem = LayoutProblem(layers=layers_of(24), devices=nodes("VQ"))
+    by_policy = {layout.policy: layout for layout in layouts(problem)}
+    assert best_layout(problem).workers
+    assert by_policy["ED"].minibatches_per_s > 1.3 * by_policy["data parallel"].minibatches_per_s
+    measured = replace(problem, data_parallel_rate=100.0)
+    assert best_layout(measured).policy == "data parallel"
+
+
+def test_exact_weights_mean_flushes_which_cost_time():
+    problem = LayoutProblem(layers=layers_of(24, kept=0.5), devices=nodes("VQ"))
+    exact = best_layout(replace(problem, clock_distance=None))
+    assert exact.minibatches_per_s < best_layout(problem).minibatches_per_s
+
+
+def test_more_devices_than_layers_train_in_smaller_pipelines():
+    layout = best_layout(LayoutProblem(layers=layers_of(3, kept=5.0), devices=nodes("VR", 2)))
+    assert max(len(worker.stages) for worker in layout.workers) <= 3
+
+
+def test_what_fits_nowhere_says_so():
+    with pytest.raises(DoesNotFit, match="More devices"):
+        best_layout(LayoutProblem(layers=layers_of(8, kept=1e3), devices=nodes("VR")))

@@ -1,0 +1,270 @@
+"""What every engine does, whatever it places agents with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optuna_fleet import FleetConfigError, LaunchError, LocalCluster, processes
+from optuna_fleet.executor.cluster import local
+from optuna_fleet.executor.cluster.config import AgentOptions
+from optuna_fleet.executor.cluster.engine import Engine
+from optuna_fleet.executor.cluster.join import JoinEngine
+from optuna_fleet.executor.cluster.ray.actor import ray_module
+from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
+from optuna_fleet.executor.cluster.slurm.harvest import HarvestEngine
+from optuna_fleet.executor.cluster.slurm.harvesting import PilotJob
+from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
+from optuna_fleet.processes import ModuleProcess
+from optuna_fleet.wire.invitation import Invitation
+from tests.clusters.hub import AGENT, Hub
+from tests.clusters.ray_nodes import ray_cluster
+from tests.clusters.slurm_lab import SlurmLab, on_path
+from tests.clusters.stub_engine import StubEngine
+
+NODES = ("one", "two", "three")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An engine that reaches three nodes, and one that can't place anything, if there is one.
+
+    What it does not do: know its agents at all, end a lost one, place another only where one is
+    wanted, know why one has ended.
+    """
+
+    engine: Callable[[], Engine]
+    hopeless: Callable[[], Engine] | None
+    watches_agents: bool = True
+    ends_agents: bool = True
+    places_again: bool = True
+    tells_causes: bool = True
+
+
+@contextlib.contextmanager
+def _stub(request: pytest.FixtureRequest) -> Iterator[Case]:
+    yield Case(
+        engine=lambda: StubEngine(AGENT, NODES),
+        hopeless=lambda: StubEngine(("no-such-command",), NODES),
+    )
+
+
+class _StubProcess(ModuleProcess):
+    """In the place of an `AgentProcess`."""
+
+    def __init__(self, options: AgentOptions, threads: int) -> None:
+        variables = {**options.invitation.environment(), "STUB_NAME": options.node}
+        super().__init__("tests.clusters.stub_agent", None, environment=variables)
+
+
+@contextlib.contextmanager
+def _local(request: pytest.FixtureRequest) -> Iterator[Case]:
+    options: Any = SimpleNamespace(devices=1, device_type="cpu")
+    cluster = LocalCluster(nodes=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "AgentProcess", _StubProcess)
+        patch.setattr(processes, "_GRACE_S", 0.0)  # a driver closes their channels before
+        yield Case(
+            engine=lambda: local.LocalEngine(cluster, options, cores=1, threads=1),
+            hopeless=None,  # a process that can't be started is `ModuleProcess`' matter
+            places_again=False,  # whoever ends is replaced, wanted or not
+        )
+
+
+class _JoinEngine(JoinEngine):
+    """Beside which somebody starts agents; they end as the driver's end would have them do."""
+
+    agents: tuple[subprocess.Popen[bytes], ...] = ()
+
+    def open(self, invitation: Invitation) -> None:
+        super().open(invitation)
+        environment = {**os.environ, **Invitation.read(self._file).environment()}
+        self.agents = tuple(
+            subprocess.Popen([*AGENT, "--name", node], env=environment) for node in NODES
+        )
+
+    def close(self) -> None:
+        super().close()
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+
+
+@contextlib.contextmanager
+def _join(request: pytest.FixtureRequest) -> Iterator[Case]:
+    folder = request.getfixturevalue("tmp_path_factory").mktemp("join")
+    (folder / "no folder").touch()
+    yield Case(
+        engine=lambda: _JoinEngine(folder / "file"),
+        hopeless=lambda: JoinEngine(folder / "no folder" / "file"),
+        watches_agents=False,
+    )
+
+
+@contextlib.contextmanager
+def _ray(request: pytest.FixtureRequest) -> Iterator[Case]:
+    with ray_cluster(cpus=(2, 1, 1)) as cluster:
+        ray_module().init(address=cluster.address, logging_level="WARNING")  # once for all
+        yield Case(engine=cluster.engine, hopeless=lambda: cluster.engine(cpus_per_node=3))
+        ray_module().shutdown()
+
+
+@contextlib.contextmanager
+def _slurm(request: pytest.FixtureRequest) -> Iterator[Case]:
+    with _idle_lab(request) as lab, pytest.MonkeyPatch.context() as patch:
+        lab.run("salloc", "--no-shell", "--no-kill", "--nodes=3")
+        (job,) = lab.queue()
+        patch.setenv("SLURM_JOB_NODELIST", lab.run("squeue", "-h", "-o", "%N"))
+        yield Case(
+            engine=lambda: SlurmEngine(job, AGENT, notice_s=10.0),
+            hopeless=lambda: SlurmEngine("4711", AGENT, notice_s=10.0),
+            ends_agents=False,
+            places_again=False,  # whoever ends is replaced, wanted or not
+        )
+
+
+@contextlib.contextmanager
+def _harvest(request: pytest.FixtureRequest) -> Iterator[Case]:
+    def engine(partition: str) -> Engine:
+        options = (f"--partition={partition}", "--exclusive")
+        job = PilotJob(agent=AGENT, options=options, logs=lab.folder)
+        return HarvestEngine(PilotLimits(most=3, renewal_s=0.0), job, check_s=0.2)
+
+    with _idle_lab(request) as lab:
+        yield Case(
+            engine=lambda: engine("low"),
+            hopeless=lambda: engine("nowhere"),
+            tells_causes=False,  # Slurm's queue only shows that a pilot has failed
+        )
+
+
+@contextlib.contextmanager
+def _idle_lab(request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
+    lab: SlurmLab = request.getfixturevalue("slurm_lab")
+    with on_path(lab):
+        yield lab
+        lab.restore()
+
+
+_CASES = {
+    "stub": _stub,
+    "local": _local,
+    "join": _join,
+    "ray": _ray,
+    "slurm": _slurm,
+    "harvest": _harvest,
+}
+
+
+@pytest.fixture(scope="module", params=_CASES)
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    with _CASES[request.param](request) as case:
+        yield case
+
+
+@pytest.fixture
+def hub(case: Case) -> Iterator[Hub]:
+    with Hub(case.engine()) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 3)
+        while case.watches_agents and sorted(hub.engine.expected()) != hub.nodes():
+            time.sleep(0.05)  # Slurm's queue shows it later
+        yield hub
+
+
+@pytest.fixture
+def watching(case: Case, hub: Hub) -> Hub:
+    """A hub whose engine knows of its agents."""
+    if not case.watches_agents:
+        pytest.skip("agents are none of its business")
+    return hub
+
+
+def _wait_until_ended(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
+            select.select([pidfd], [], [])
+            os.close(pidfd)
+
+
+def test_an_agent_joins_from_each_node_by_a_token_that_nobody_sees(hub: Hub) -> None:
+    assert len(set(hub.nodes())) == 3
+    token = hub.invitation.token.encode()
+    assert all(agent.told["OPTUNA_FLEET_TOKEN"] == token.decode() for agent in hub.agents)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert token not in path.read_bytes()
+
+
+def test_an_agent_that_ends_is_told_of_once_and_why(case: Case, watching: Hub) -> None:
+    hub = watching
+    killed, *failed = hub.agents
+    os.kill(killed.told["pid"], signal.SIGKILL)
+    hub.wait_for(lambda: killed.node in hub.gone())
+    for agent in failed:
+        agent.end(3)
+    hub.wait_for(lambda: {agent.node for agent in failed} <= set(hub.gone()))
+    assert sorted(hub.gone()) == sorted(agent.node for agent in (killed, *failed))
+    causes = {departure.node: departure.cause for departure in hub.departures}
+    assert not any(cause.endswith(".") for cause in causes.values())
+    if case.tells_causes:
+        assert "KILL" in causes[killed.node].upper()
+        assert all("exit code 3" in causes[agent.node] for agent in failed)
+
+
+def test_a_lost_nodes_agent_is_ended(case: Case, watching: Hub) -> None:
+    if not case.ends_agents:
+        pytest.skip("its agents end by their leases")
+    hub = watching
+    agent = hub.agents[2]
+    hub.engine.end(agent.node)
+    hub.wait_for(lambda: agent.node in hub.gone())
+    _wait_until_ended([agent.told["pid"]])
+    hub.engine.end("no such node")
+
+
+def test_more_and_fewer_are_wanted(case: Case, hub: Hub) -> None:
+    hub.engine.want(3)
+    hub.engine.want(1)
+    if case.places_again and case.watches_agents:
+        ended = [agent.node for agent in hub.agents[:2]]
+        for agent in hub.agents[:2]:
+            agent.end(0)
+        hub.wait_for(lambda: set(ended) <= set(hub.gone()))
+        hub.wait_for(lambda: len(hub.nodes()) == 1)
+        hub.engine.want(2)
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+    hub.engine.want(None)
+    hub.wait_for(lambda: len(hub.nodes()) == 3)
+
+
+def test_closing_leaves_no_process_and_it_can_be_opened_again(hub: Hub) -> None:
+    pids = [agent.told["pid"] for agent in hub.agents]
+    hub.engine.close()
+    _wait_until_ended(pids)
+    hub.engine.close()
+    with Hub(hub.engine) as again:
+        again.wait_for(lambda: len(again.nodes()) == 3)
+
+
+def test_one_that_was_never_opened_can_be_closed(case: Case) -> None:
+    case.engine().close()
+
+
+def test_one_that_can_place_nothing_says_what_to_do(case: Case) -> None:
+    if case.hopeless is None:
+        pytest.skip("it can always place something")
+    with pytest.raises((LaunchError, FleetConfigError)) as error, Hub(case.hopeless()) as hub:
+        hub.wait_for(lambda: False)
+    assert len(str(error.value)) > 30

@@ -1,0 +1,133 @@
+"""Pilot jobs on a real Slurm: they join, are preempted, and come back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.slurm import pilots
+from optuna_fleet.executor.cluster.slurm.harvest import HarvestEngine
+from optuna_fleet.executor.cluster.slurm.harvesting import PilotJob
+from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
+from tests.clusters.hub import AGENT, Hub
+from tests.clusters.slurm_lab import NODES, SlurmLab
+
+
+def hub_of(folder: Path, *options: str, most: int = 3, shares_nodes: bool = False) -> Hub:
+    where = () if shares_nodes else ("--exclusive",)
+    job = PilotJob(agent=AGENT, options=("--partition=low", *where, *options), logs=folder)
+    limits = PilotLimits(most=most, renewal_s=55.0, shares_nodes=shares_nodes)
+    return Hub(HarvestEngine(limits, job, check_s=0.2))
+
+
+def joined_and_seen(hub: Hub, slurm: SlurmLab) -> str:
+    """The node of the only pilot, which Slurm's queue has shown to the engine."""
+    hub.wait_for(hub.nodes)
+    slurm.wait_for(lambda: list(hub.engine.expected()) == hub.nodes())
+    return hub.nodes()[0]
+
+
+def test_pilots_join_and_are_cancelled_in_the_end(slurm: SlurmLab, tmp_path: Path) -> None:
+    with hub_of(tmp_path, "--gres=gpu:1") as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 3)
+        assert set(hub.nodes()) < set(NODES)
+        assert {agent.told["CUDA_VISIBLE_DEVICES"] for agent in hub.agents} == {"0"}
+        assert hub.invitation.token not in slurm.run("ps", "-eo", "args")
+    slurm.wait_for(lambda: not slurm.queue())
+
+
+def test_as_many_wait_as_are_wanted(slurm: SlurmLab, tmp_path: Path) -> None:
+    blocker = slurm.submit("sleep 1000", "--nodes=4", "--exclusive")
+    slurm.wait_for(lambda: slurm.queue()[blocker] == "RUNNING")
+    with hub_of(tmp_path, most=4) as hub:
+        hub.engine.want(2)
+        slurm.wait_for(lambda: len(slurm.queue()) == 3)
+        hub.engine.want(1)
+        slurm.wait_for(lambda: len(slurm.queue()) == 2)
+        hub.engine.want(None)
+        slurm.wait_for(lambda: len(slurm.queue()) == 5)
+        slurm.run("scancel", blocker)
+        hub.wait_for(lambda: hub.nodes() == sorted(NODES))
+
+
+def test_pilots_that_nobody_uses_are_cancelled_with_notice(
+    slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pilots, "_SURPLUS_S", 0.0)
+    with hub_of(tmp_path) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 3)
+        hub.engine.want(1)
+        hub.wait_for(lambda: sum(agent.noticed for agent in hub.agents) == 2)
+        hub.wait_for(lambda: len(hub.nodes()) == 1)
+
+
+def test_preempted_pilots_get_notice_and_come_back(slurm: SlurmLab, tmp_path: Path) -> None:
+    with hub_of(tmp_path, most=4) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 4)
+        first = {agent.told["SLURM_JOB_ID"] for agent in hub.agents}
+        preemptor = slurm.submit("sleep 1000", "--partition=high", "--nodes=2", "--exclusive")
+        hub.wait_for(lambda: sum(agent.noticed for agent in hub.agents) == 2)
+        taken = [agent for agent in hub.agents if agent.noticed]
+        for agent in taken:
+            agent.end(0)  # it leaves; its pilot is thus not requeued
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        slurm.wait_for(lambda: slurm.queue()[preemptor] == "RUNNING")
+        slurm.run("scancel", preemptor)
+        hub.wait_for(lambda: len(hub.nodes()) == 4)
+        assert {agent.told["SLURM_JOB_ID"] for agent in hub.agents} != first
+
+
+def test_requeued_pilots_come_back_by_themselves(slurm: SlurmLab, tmp_path: Path) -> None:
+    with hub_of(tmp_path, most=1) as hub:
+        node = joined_and_seen(hub, slurm)
+        job = hub.agents[0].told["SLURM_JOB_ID"]
+        blocker = slurm.submit("sleep 1000", "--partition=high", "--nodes=3", "--exclusive")
+        slurm.wait_for(lambda: slurm.queue()[blocker] == "RUNNING")
+        slurm.run("scontrol", "requeue", job)
+        hub.wait_for(lambda: hub.gone() == [node])
+        hub.wait_for(lambda: [a.told.get("SLURM_JOB_ID") for a in hub.agents] == [job])
+
+
+def test_a_pilot_whose_node_crashes_is_requeued(slurm: SlurmLab, tmp_path: Path) -> None:
+    with hub_of(tmp_path, most=1) as hub:
+        node = joined_and_seen(hub, slurm)
+        slurm.crash(node)
+        hub.wait_for(lambda: hub.gone() == [node])
+        hub.wait_for(lambda: hub.nodes() and hub.nodes() != [node])
+
+
+def test_a_lost_node_is_given_back_and_another_taken(slurm: SlurmLab, tmp_path: Path) -> None:
+    with hub_of(tmp_path, most=1) as hub:
+        hub.engine.end(joined_and_seen(hub, slurm))
+        (agent,) = hub.agents
+        agent.end(0)
+        hub.wait_for(lambda: hub.agents and agent not in hub.agents and hub.nodes())
+        assert hub.agents[0].told["SLURM_JOB_ID"] != agent.told["SLURM_JOB_ID"]
+
+
+def test_a_time_limit_is_known_and_another_pilot_waits(slurm: SlurmLab, tmp_path: Path) -> None:
+    begun = time.time()
+    with hub_of(tmp_path, "--time=1", most=1) as hub:
+        hub.wait_for(lambda: hub.departures)
+        (departure,) = hub.departures
+        assert departure.by is not None
+        assert begun + 55 < departure.by < time.time() + 61
+        hub.wait_for(lambda: len(hub.nodes()) == 2)  # 55 s before the first one ends
+
+
+def test_pilots_that_share_a_node_have_names_of_their_own(slurm: SlurmLab, tmp_path: Path) -> None:
+    with hub_of(tmp_path, "--nodelist=node1", "--gres=gpu:1", most=2, shares_nodes=True) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        jobs = sorted(agent.told["SLURM_JOB_ID"] for agent in hub.agents)
+        assert hub.nodes() == [f"node1.{job}" for job in jobs]
+
+
+def test_a_submission_that_can_not_work_is_an_error(slurm: SlurmLab, tmp_path: Path) -> None:
+    with (
+        hub_of(tmp_path, "--partition=nowhere") as hub,
+        pytest.raises(LaunchError, match="invalid partition"),
+    ):
+        hub.wait_for(lambda: False)

@@ -1,0 +1,154 @@
+"""Sweeps whose driver and nodes reach each other through a network only, and what befalls them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numpy.testing import assert_allclose
+
+from tests.clusters.namespaces import Node, needs_namespaces, nodes_at_a_switch
+from tests.clusters.sweep import WORDS, fleet_on, losses
+from tests.nursery import Forked, Nursery
+
+pytestmark = needs_namespaces
+
+NUM_AGENTS = 5
+# All that passes this node, by interface, until the word that is its last argument.
+_CAPTURE = """
+import socket, sys
+from pathlib import Path
+sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.ntohs(3))
+sock.setsockopt(socket.SOL_SOCKET, 33, 1 << 28)  # SO_RCVBUFFORCE: nothing is to be missed
+print("listening", flush=True)
+last = b""
+while sys.argv[2].encode() not in last:
+    last, (interface, *_) = sock.recvfrom(1 << 17)
+    with Path(sys.argv[1], interface).open("ab") as file:
+        file.write(last)
+"""
+_SAY = """
+import socket, sys
+socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), (sys.argv[1], 7000))
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Any]:
+    """All losses, on one machine."""
+    with fleet_on(devices=2, device_type="cpu") as fleet:
+        return losses(fleet, NUM_AGENTS)
+
+
+class Sweep:
+    """A driver on the first node, and an agent of one device on each of the others."""
+
+    def __init__(self, nodes: list[Node], folder: Path, nursery: Nursery) -> None:
+        self.nodes = nodes
+        self._nursery = nursery
+        self._file, self._log = folder / "join", folder / "log"
+        with self._log.open("w") as log:
+            files = (str(self._file), f"{self._file}-here")
+            script = (sys.executable, "-m", "tests.clusters.sweep", *files)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.driver = nodes[0].start(*script, stderr=log, **pipes)
+        self.agents = {node.name: self.join(node) for node in nodes[1:]}
+        self.agents["here"] = self.join(nodes[0], "-here")
+
+    def join(self, node: Node, suffix: str = "") -> Forked:
+        options = (f"{self._file}{suffix}", "--devices", "1", "--name", node.name)
+        with self._file.with_name(f"log-{node.name}").open("a") as log:
+            return node.fork(self._nursery, "tests.joining", *options, log=log)
+
+    def losses(self, midway: Callable[[], Any]) -> list[Any]:
+        """What it records, if something is done in its midst."""
+        assert self.driver.stdin is not None
+        assert self.driver.stdout is not None
+        assert self.driver.stdout.readline() == "here\n", self.log
+        midway()
+        self.driver.stdin.write("go on\n")
+        self.driver.stdin.flush()
+        while self.driver.poll() is None and self.agents["back"].wait():
+            self.agents["back"] = self.join(self.nodes[-1])  # its old self is not yet lost
+        said, _ = self.driver.communicate()
+        found: list[Any] = json.loads(said)
+        return found
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+
+class Capture:
+    """Collects what passes a node."""
+
+    def __init__(self, node: Node, folder: Path) -> None:
+        self._node, self._folder = node, folder
+        command = (sys.executable, "-c", _CAPTURE, str(folder), "the end")
+        self._process = node.start(*command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "listening\n"
+
+    def end(self, other: Node) -> dict[str, bytes]:
+        """All frames until now, by interface; the last is one that another node sends."""
+        other.run(sys.executable, "-c", _SAY, self._node.address, "the end")
+        self._process.wait()
+        return {path.name: path.read_bytes() for path in self._folder.iterdir()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Struck:
+    """A sweep of five nodes, three of which were cut off in its midst, and one crashed."""
+
+    sweep: Sweep
+    losses: list[Any]
+    frames: dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Struck]:
+    with nodes_at_a_switch(1 + NUM_AGENTS) as nodes:
+        capture = Capture(nodes[0], tmp_path_factory.mktemp("frames"))
+        sweep = Sweep(nodes, tmp_path_factory.mktemp("sweep"), nursery)
+        _, stays, hears, speaks, alone, crashes = nodes
+
+        def strike() -> None:
+            hears.cut_off(hears=True)
+            speaks.cut_off(speaks=True)
+            alone.cut_off()
+            crashes.crash()
+            crashes.boot()
+            sweep.agents["back"] = sweep.join(crashes)
+
+        losses = sweep.losses(strike)
+        yield Struck(sweep=sweep, losses=losses, frames=capture.end(stays))
+    for agent in sweep.agents.values():
+        agent.wait()
+
+
+def test_no_fault_of_nodes_costs_a_result(struck: Struck, undisturbed: list[Any]) -> None:
+    assert_allclose(struck.losses, undisturbed, rtol=1e-10)
+    for node in struck.sweep.nodes[2:]:
+        assert f"Node {node.name} was lost" in struck.sweep.log
+
+
+def test_nodes_end_by_themselves_cut_off_or_not(struck: Struck) -> None:
+    agents, (driver, stays, *cut_off, crashed) = struck.sweep.agents, struck.sweep.nodes
+    assert [agents[node.name].wait() for node in (stays, *cut_off)] == [0, 1, 1, 1]
+    for name in ("here", "back"):
+        agents[name].wait()
+    assert [node.processes() for node in (driver, stays, *cut_off, crashed)] == [[]] * 6
+
+
+def test_what_passes_between_nodes_says_nothing_of_the_sweep(struck: Struck) -> None:
+    between, within = struck.frames["eth0"], struck.frames["lo"]
+    assert b"the end" in between
+    assert len(between) > len(within) > 0  # that of five nodes, and of one without TLS
+    assert [word in within for word in WORDS] == [True] * len(WORDS)
+    assert [word in between for word in WORDS] == [False] * len(WORDS)

@@ -1,0 +1,239 @@
+"""Nodes of Ray clusters come and go; what an agent takes of them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, RayCluster
+from optuna_fleet.executor.cluster.ray.engine import RayEngine
+from optuna_fleet.executor.cluster.ray.nodes import Claim, Share, by_name, claim_of
+from tests.clusters.hub import AGENT, Hub
+from tests.clusters.ray_nodes import RayNodes, ray_cluster
+from tests.samplers import ByNumber
+
+
+@pytest.fixture(scope="module")
+def ray_nodes() -> Iterator[RayNodes]:
+    with ray_cluster(cpus=(1, 2)) as nodes:
+        yield nodes
+
+
+def test_an_agent_has_what_the_actor_has_reserved(ray_nodes: RayNodes) -> None:
+    with Hub(ray_nodes.engine()) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        options = sorted(agent.told["options"] for agent in hub.agents)
+    assert options == [["--device-type", "cpu", "--devices", n] for n in ("1", "2")]
+
+
+def test_nodes_that_are_added_are_used_and_those_removed_are_told_of(ray_nodes: RayNodes) -> None:
+    with Hub(ray_nodes.engine()) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        before = set(hub.nodes())
+        added = ray_nodes.add(cpus=1)
+        hub.wait_for(lambda: len(hub.nodes()) == 3)
+        [name] = set(hub.nodes()) - before
+        ray_nodes.remove(added)
+        hub.wait_for(lambda: hub.gone() == [name] and len(hub.nodes()) == 2)
+        for agent in list(hub.agents):  # so that whatever else is told of the node comes first
+            agent.end(0)
+        hub.wait_for(lambda: len(hub.gone()) >= 3)
+    assert hub.gone().count(name) == 1
+    # Of a node that dies at once, either may be heard first.
+    cause = hub.departures[0].cause
+    assert cause.startswith(("its Ray actor died: ", "its agent ended with signal "))
+
+
+def test_missing_nodes_are_awaited(ray_nodes: RayNodes) -> None:
+    with Hub(ray_nodes.engine(num_nodes=4, cpus_per_node=1)) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        added = [ray_nodes.add(cpus=2) for _ in range(2)]
+        hub.wait_for(lambda: len(hub.nodes()) == 4)
+        assert len(set(hub.nodes())) == 4
+    for node in added:
+        ray_nodes.cluster.remove_node(node)
+
+
+def test_an_agent_dies_with_its_actor(ray_nodes: RayNodes) -> None:
+    with Hub(ray_nodes.engine(num_nodes=1)) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 1)
+        node, pid = hub.agents[0].node, hub.agents[0].told["pid"]
+        agent = os.pidfd_open(pid)
+        os.kill(_parent(pid), signal.SIGKILL)
+        select.select([agent], [], [])
+        os.close(agent)
+        hub.wait_for(lambda: node in hub.gone())
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+_DRIVER = """
+import sys
+from optuna_fleet.executor.cluster.ray.engine import RayEngine
+from optuna_fleet.wire.invitation import Invitation
+engine = RayEngine((sys.argv[2],), address=sys.argv[1], device_type="cpu")
+engine.open(Invitation.of(sys.argv[3], sys.stdin.readline()))
+sys.stdin.read()
+"""
+
+
+class _ElsewhereEngine(RayEngine):
+    """Whose driver is another process."""
+
+    def open(self, invitation: Any) -> None:
+        host, port = invitation.addresses[0]
+        self.driver = subprocess.Popen(
+            [sys.executable, "-c", _DRIVER, str(self._address), AGENT[1], f"{host}:{port}"],
+            stdin=subprocess.PIPE,
+            text=True,
+        )
+        assert self.driver.stdin is not None
+        self.driver.stdin.write(f"{invitation.token}\n")
+        self.driver.stdin.flush()
+
+    def readables(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        self.driver.kill()
+        self.driver.communicate()
+
+
+def test_agents_end_with_the_driver(ray_nodes: RayNodes) -> None:
+    engine = _ElsewhereEngine(AGENT[1:], address=ray_nodes.address)
+    with Hub(engine) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        engine.driver.kill()
+        hub.wait_for(lambda: not hub.agents)  # their connections are to this process, which lives
+
+
+def test_a_ray_that_was_there_stays(ray_nodes: RayNodes) -> None:
+    import ray
+
+    ray.init(address=ray_nodes.address, logging_level="WARNING")
+    try:
+        with Hub(RayEngine(AGENT[1:], device_type="cpu")) as hub:
+            hub.wait_for(lambda: len(hub.nodes()) == 2)
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
+
+
+def test_a_ray_that_is_shut_down_is_an_error(ray_nodes: RayNodes) -> None:
+    import ray
+
+    ray.init(address=ray_nodes.address, logging_level="WARNING")
+    with Hub(RayEngine(AGENT[1:], device_type="cpu")) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        ray.shutdown()
+        with pytest.raises(LaunchError, match=r"more: ray\.shutdown"):
+            hub.wait_for(lambda: False)
+
+
+def test_nodes_whose_agents_keep_failing_are_left_out(ray_nodes: RayNodes) -> None:
+    engine = RayEngine(("-c", "exit(2)"), address=ray_nodes.address, device_type="cpu")
+    with Hub(engine) as hub, pytest.raises(LaunchError, match="agents of all nodes failed"):
+        hub.wait_for(lambda: False)
+    causes = [departure.cause for departure in hub.departures]
+    assert len(causes) == 6
+    assert sum("left out" in cause for cause in causes) == 2
+    assert all("ended with exit code 2" in cause for cause in causes)
+
+
+def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'optuna-fleet[ray]'"
+    )
+
+    def init(address: str, **options: Any) -> None:  # the real one tries for a minute
+        raise ray.exceptions.RpcError("Timed out while waiting for GCS to become available.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(LaunchError, match=r"address='10\.0\.0\.9:1'.*ray start --head"):
+        Hub(RayEngine(AGENT[1:], address="10.0.0.9:1")).__enter__()
+
+
+def _square(trial: Any) -> float:
+    x = trial.suggest_float("x", -1, 1)
+    trial.set_user_attr("variable", os.environ.get("OPTUNA_FLEET_TOKEN"))
+    return float(x * x)
+
+
+def test_a_sweep_records_what_it_records_on_one_machine(ray_nodes: RayNodes) -> None:
+    def records(cluster: Any, **options: Any) -> list[Any]:
+        study = optuna.create_study(sampler=ByNumber())
+        with FleetExecutor(cluster=cluster, **options) as executor:
+            study.optimize(_square, n_trials=6, executor=executor)
+        return [
+            (t.number, t.state, t.params, t.value, t.user_attrs["variable"]) for t in study.trials
+        ]
+
+    assert records(RayCluster(address=ray_nodes.address)) == records("local", devices=3)
+
+
+# -- without Ray ---------------------------------------------------------------------------------
+
+
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(FleetConfigError, match=r"pip install 'optuna-fleet\[ray\]'"):
+        RayCluster()
+
+
+@pytest.mark.parametrize("option", ["num_nodes", "gpus_per_node", "cpus_per_node"])
+def test_numbers_are_checked(option: str) -> None:
+    with pytest.raises(FleetConfigError, match=option):
+        RayCluster(**{option: 0})
+
+
+def _node(cpus: float, gpus: float = 0.0) -> dict[str, Any]:
+    return {"Resources": {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}}
+
+
+def test_gpus_are_used_where_there_are_some() -> None:
+    head, small, large = _node(8), _node(4, 1), _node(16, 4)
+    claim = claim_of(None, None, None, [head, small, large])
+    shares = [claim.share(node) for node in (head, small, large)]
+    assert shares == [None, Share(cpus=0, gpus=1), Share(cpus=0, gpus=4)]
+
+
+def test_a_node_with_less_than_was_asked_for_is_not_used() -> None:
+    claim = claim_of(2, 2, None, [])
+    assert claim.share(_node(16, 1)) is None
+    assert claim.share(_node(1, 2)) is None
+    assert claim.share(_node(16, 4)) == Share(cpus=2, gpus=2)
+
+
+def test_without_gpus_all_cpus_are_taken_or_those_asked_for() -> None:
+    assert claim_of(None, None, None, [_node(0), _node(8)]).share(_node(8)) == Share(
+        cpus=8, gpus=0
+    )
+    assert claim_of(None, None, "cpu", [_node(8, 4)]).share(_node(8, 4)) == Share(cpus=8, gpus=0)
+    three = Claim(cpus=3, gpus=None, on_gpus=False)
+    assert three.share(_node(8)) == Share(cpus=3, gpus=0)
+    assert three.share(_node(2)) is None
+    assert claim_of(None, None, None, []).share(_node(0)) is None
+
+
+def test_an_agent_is_told_of_its_share() -> None:
+    assert Share(cpus=2, gpus=1).arguments() == ["--device-type", "cuda"]
+    assert Share(cpus=2, gpus=0).arguments() == ["--device-type", "cpu", "--devices", "2"]
+
+
+def test_nodes_of_one_machine_have_unlike_names() -> None:
+    nodes = [
+        {"NodeManagerHostname": "host", "NodeID": f"{number:08}abc", "Alive": number < 2}
+        for number in range(3)
+    ]
+    assert list(by_name(nodes)) == ["host-00000000", "host-00000001"]

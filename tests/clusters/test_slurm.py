@@ -1,0 +1,168 @@
+"""One srun in an allocation: agents join from its nodes, and their ends are told of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from optuna_fleet.exceptions import FleetConfigError, LaunchError
+from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine, check_allocation
+from tests.clusters.hub import AGENT, Hub
+from tests.clusters.slurm_lab import NODES
+
+
+def hub_of(job: str, notice_s: float = 100.0) -> Hub:
+    return Hub(SlurmEngine(job, AGENT, notice_s))
+
+
+def test_an_agent_joins_from_each_node(allocate, slurm) -> None:
+    job = allocate("--nodes=4", "--gres=gpu:2")
+    with hub_of(job) as hub:
+        assert sorted(hub.engine.expected()) == sorted(NODES)
+        hub.wait_for(lambda: hub.nodes() == sorted(NODES))
+        told = [agent.told for agent in hub.agents]
+        assert {t["CUDA_VISIBLE_DEVICES"] for t in told} == {"0,1"}
+        assert {t["OPTUNA_FLEET_TOKEN"] for t in told} == {hub.invitation.token}
+        assert hub.departures == []  # the partition has no time limit
+        assert hub.invitation.token not in slurm.run("ps", "-eo", "args")
+    assert slurm.run("squeue", "-h", "--steps", "-j", job, "-o", "%i") == ""
+
+
+def test_nodes_may_be_uneven(allocate) -> None:
+    with hub_of(allocate("--ntasks=6")) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        assert sorted(a.told["SLURM_CPUS_ON_NODE"] for a in hub.agents) == ["2", "4"]
+
+
+def test_options_of_the_allocation_are_none_of_the_agents_step(allocate, monkeypatch) -> None:
+    job = allocate("--nodelist=node1,node2", "--ntasks=4", "--gpus-per-task=1")
+    for name, value in {"NTASKS": "4", "GPUS_PER_TASK": "1", "NTASKS_PER_NODE": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with hub_of(job) as hub:
+        hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
+
+
+def test_a_node_that_fails_is_told_of_and_the_others_go_on(allocate, slurm) -> None:
+    with hub_of(allocate("--nodes=4")) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 4)
+        slurm.crash("node3")
+        hub.wait_for(lambda: hub.gone())
+        (departure,) = hub.departures
+        assert (departure.node, departure.is_replaced) == ("node3", False)
+        hub.wait_for(lambda: hub.nodes() == ["node1", "node2", "node4"])
+        assert "node3" not in hub.engine.expected()
+
+
+def test_a_node_that_has_failed_before_is_no_matter(allocate, slurm) -> None:
+    job = allocate("--nodes=4")
+    slurm.crash("node2")  # the variables of the batch script still name it
+    with hub_of(job) as hub:
+        hub.wait_for(lambda: hub.nodes() == ["node1", "node3", "node4"])
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_an_agent_that_ends_is_replaced(exit_code: int, allocate) -> None:
+    with hub_of(allocate("--nodelist=node1,node2")) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        hub.agent_of("node1").end(exit_code)
+        hub.wait_for(lambda: hub.gone() == ["node1"])
+        assert hub.departures[0].exit_code == exit_code
+        assert hub.departures[0].is_replaced
+        hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
+
+
+def test_one_that_keeps_ending_is_left_out_and_the_last_ends_all(allocate) -> None:
+    with hub_of(allocate("--nodelist=node1")) as hub:
+        for _ in range(4):
+            hub.wait_for(lambda: hub.nodes() == ["node1"])
+            hub.agent_of("node1").end(1)
+            hub.wait_for(lambda: hub.nodes() == [])
+        with pytest.raises(LaunchError, match="ended with exit code 1"):
+            hub.wait_for(lambda: False)
+        assert [d.is_replaced for d in hub.departures] == [True, True, True, False]
+
+
+def test_draining_a_node_ends_nothing(allocate, slurm) -> None:
+    with hub_of(allocate("--nodelist=node1,node2")) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        slurm.run("scontrol", "update", "NodeName=node2", "State=DRAIN", "Reason=test")
+        hub.agent_of("node1").end(1)
+        hub.wait_for(lambda: hub.gone() == ["node1"])
+        assert "node2" in hub.nodes()
+
+
+def test_the_time_limit_is_a_known_departure(allocate) -> None:
+    before = time.time()
+    with hub_of(allocate("--nodes=2", "--time=5")) as hub:
+        hub.wait_for(lambda: len(hub.departures) == 2)
+        assert sorted(d.node for d in hub.departures) == sorted(hub.engine.expected())
+        assert before + 295 <= (hub.departures[0].by or 0.0) <= time.time() + 301
+
+
+def test_an_agent_that_is_placed_again_has_the_same_time_limit(allocate) -> None:
+    with hub_of(allocate("--nodelist=node1", "--time=5")) as hub:
+        hub.wait_for(lambda: hub.nodes() and hub.departures)
+        hub.agent_of("node1").end(1)
+        hub.wait_for(lambda: len(hub.departures) == 3)
+        limit, end, again = hub.departures
+        assert (end.by, again) == (None, limit)
+
+
+def test_scancel_ends_all(allocate, slurm) -> None:
+    job = allocate("--nodelist=node1,node2")
+    with hub_of(job) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        slurm.run("scancel", job)
+        with pytest.raises(LaunchError, match=f"job {job} ended"):
+            hub.wait_for(lambda: False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_is_a_notice(allocate, number: int) -> None:
+    others = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of tests before this one
+    with hub_of(allocate("--nodelist=node1,node2"), notice_s=50.0) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        os.kill(os.getpid(), number)
+        hub.wait_for(lambda: len(hub.departures) == 2)
+        assert all(0 < (d.by or 0.0) - time.time() <= 50 for d in hub.departures)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # a second one is meant
+    assert signal.signal(signal.SIGTERM, others) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_script_stays(allocate) -> None:
+    def own(number: int, frame: object) -> None: ...
+
+    others = signal.signal(signal.SIGTERM, own)
+    with hub_of(allocate("--nodelist=node1"), notice_s=50.0) as hub:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        hub.wait_for(lambda: hub.departures)
+        assert signal.getsignal(signal.SIGTERM) is own
+    assert signal.signal(signal.SIGTERM, others) is own
+
+
+def test_steps_get_a_notice_of_preemption(allocate, slurm) -> None:
+    with hub_of(allocate("--nodes=4", "--partition=low", "--exclusive")) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 4)
+        slurm.submit("true", "--partition=high", "--nodes=4", "--exclusive")
+        hub.wait_for(lambda: all(agent.noticed for agent in hub.agents))
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        ({}, "SLURM_JOB_ID is not set"),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"},
+            "there would be 4 drivers",
+        ),
+    ],
+)
+def test_where_there_is_no_allocation_it_says_so(
+    environment: dict[str, str], complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    with pytest.raises(FleetConfigError, match=complaint):
+        check_allocation(environment)

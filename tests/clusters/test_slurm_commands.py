@@ -1,0 +1,118 @@
+"""What Slurm's commands have printed, and what that means. Recorded from Slurm 22.05."""
+
+from __future__ import annotations
+
+import pytest
+
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.engine import Departure
+from optuna_fleet.executor.cluster.slurm.commands import (
+    Job,
+    ask,
+    departures_of,
+    jobs_of,
+    may_pass,
+    node_names,
+    without_options,
+)
+
+QUEUE = """\
+7|RUNNING|1795385303|node[1-2]|None
+8|RUNNING|NONE|node1|None
+9|PENDING|N/A||Resources
+10|PENDING|N/A||Nodes required for job are DOWN, DRAINED or reserved | or so
+1|COMPLETED|1795385121|node[1-4]|None
+"""
+
+
+def test_jobs() -> None:
+    assert jobs_of(QUEUE) == [
+        Job(
+            number="7", state="RUNNING", end=1795385303.0, nodes=("node1", "node2"), reason="None"
+        ),
+        Job(number="8", state="RUNNING", nodes=("node1",), reason="None"),
+        Job(number="9", state="PENDING", reason="Resources"),
+        Job(
+            number="10",
+            state="PENDING",
+            reason="Nodes required for job are DOWN, DRAINED or reserved | or so",
+        ),
+        Job(
+            number="1",
+            state="COMPLETED",
+            end=1795385121.0,
+            nodes=("node1", "node2", "node3", "node4"),
+            reason="None",
+        ),
+    ]
+    assert jobs_of("") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("", ()),
+        ("login", ("login",)),
+        ("node[1-2,4]", ("node1", "node2", "node4")),
+        ("n[08-11]", ("n08", "n09", "n10", "n11")),
+        ("a1,gpu-[3,7]-ib,b[1-2]", ("a1", "gpu-3-ib", "gpu-7-ib", "b1", "b2")),
+        ("r[1-2]n[1-2]", ("r1n1", "r1n2", "r2n1", "r2n2")),
+    ],
+)
+def test_names_of_nodes(text: str, names: tuple[str, ...]) -> None:
+    assert node_names(text) == names
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "exit_code", "is_replaced"),
+    [
+        ("srun: error: node1: task 0: Exited with exit code 3\n", ["node1"], 3, True),
+        ("srun: error: node2: task 1: Killed\n", ["node2"], -9, True),
+        ("srun: error: node3: task 2: Segmentation fault (core dumped)\n", ["node3"], -11, True),
+        ("srun: launch/slurm: _task_finish: node2: task 1: Completed\n", ["node2"], 0, True),
+        ("srun: launch/slurm: _task_start: Node node2, 1 tasks started\n", [], None, False),
+        ("srun: launching StepId=1.0 on host node1, 1 tasks: 0\n", [], None, False),
+        ("srun: error: n[1-2]: tasks 0-1: Out Of Memory\n", ["n1", "n2"], None, True),
+        ("srun: error: Node failure on node3\n", ["node3"], None, False),
+        ("srun: Force Terminated StepId=9.0\n", [], None, False),
+        ("slurmstepd-node1: error: *** STEP 10.0 ON node1 CANCELLED AT ...\n", [], None, False),
+        ("loss: task 3: Killed\n", [], None, False),
+    ],
+)
+def test_what_srun_says(
+    line: str, nodes: list[str], exit_code: int | None, is_replaced: bool
+) -> None:
+    told = departures_of(line)
+    assert [departure.node for departure in told] == nodes
+    for departure in told:
+        assert departure == Departure(
+            node=departure.node,
+            cause=departure.cause,
+            exit_code=exit_code,
+            is_replaced=is_replaced,
+        )
+
+
+@pytest.mark.parametrize(
+    ("said", "passes"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid partition name specified", False),
+        ("sbatch: error: Batch job submission failed: Unable to contact slurm controller", True),
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: ...", True),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv", True),
+    ],
+)
+def test_what_may_pass(said: str, passes: bool) -> None:
+    assert may_pass(LaunchError(said)) == passes
+
+
+def test_a_command_that_fails_says_how() -> None:
+    with pytest.raises(LaunchError, match=r"`sh -c .*` failed: no such partition"):
+        ask("sh", "-c", "echo no such partition >&2; exit 1")
+    with pytest.raises(LaunchError, match="can't be run"):
+        ask("no-such-command")
+
+
+def test_a_job_is_no_option_of_another() -> None:
+    given = {"SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "2", "SLURM_CONF": "/x", "HOME": "/home"}
+    assert without_options(given) == {"SLURM_CONF": "/x", "HOME": "/home"}

@@ -1,0 +1,105 @@
+"""Whole sweeps under Slurm, whose nodes fail or are taken: all trials have their results."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import FrozenTrial
+
+from optuna_fleet import FleetExecutor, HarvestCluster, SlurmCluster
+from optuna_fleet.cli import main
+from tests.clusters import requeued
+from tests.clusters.slurm_lab import NODES, SlurmLab
+
+ROOT = Path(__file__).parents[2]
+NUM_TRIALS = 12
+
+
+def objective(trial: Any) -> float:
+    time.sleep(0.5)  # so that others are under way when one has ended
+    trial.set_user_attr("node", os.environ["SLURMD_NODENAME"])
+    return float(trial.number**2)
+
+
+def nodes_of_sweep(cluster: Any, disturb: Callable[[FrozenTrial], None]) -> set[str]:
+    """The nodes on which the trials of a sweep ended, of which `disturb` hears."""
+    study = optuna.create_study()
+    with FleetExecutor(cluster=cluster, devices=1, device_type="cpu") as fleet:
+        study.optimize(
+            objective,
+            n_trials=NUM_TRIALS,
+            callbacks=[lambda study, trial: disturb(trial)],
+            executor=fleet,
+        )
+    assert {t.number: t.value for t in study.trials} == {n: n**2 for n in range(NUM_TRIALS)}
+    return {trial.user_attrs["node"] for trial in study.trials}
+
+
+def test_an_allocation_loses_a_node(allocate: Callable[..., str], slurm: SlurmLab) -> None:
+    allocate("--nodelist=node1,node2")
+    crashed: list[str] = []
+
+    def crash(trial: FrozenTrial) -> None:
+        if not crashed:
+            crashed.append(trial.user_attrs["node"])
+            slurm.crash(crashed[0])
+
+    assert nodes_of_sweep(SlurmCluster(), crash) == {"node1", "node2"}
+
+
+def test_all_pilots_are_preempted_and_come_back(
+    slurm: SlurmLab, tmp_path: Path, log: io.StringIO
+) -> None:
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    preemptors: list[str] = []
+
+    def preempt(trial: FrozenTrial) -> None:
+        if not preemptors:
+            options = ("--partition=high", "--nodes=4", "--exclusive")
+            preemptors.append(slurm.submit("sleep 1", *options))
+
+    cluster = HarvestCluster(partition="low", max_nodes=2, logs=tmp_path)
+    assert nodes_of_sweep(cluster, preempt) <= set(NODES)
+    assert "its agent was told so by a SIGTERM" in log.getvalue()
+    slurm.wait_for(lambda: not slurm.queue())
+
+
+def test_a_sweep_that_is_preempted_and_requeued_records_what_it_would_have(
+    slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    options = ["--requeue", "--partition=low", "--exclusive", "--output=out"]
+    assert main(["submit", *options, sys.executable, "-m", "tests.clusters.requeued"]) == 0
+    (job,) = slurm.queue()
+    midst, out = Path("midst"), Path("out")
+    slurm.wait_for(midst.exists)
+    slurm.submit("true", "--partition=high", "--nodes=4", "--exclusive")
+    slurm.wait_for(lambda: job not in slurm.queue())
+    assert re.search("go on, [1-9] of them from a checkpoint", out.read_text()), out.read_text()
+    assert records(optuna.load_study(study_name="s", storage="sqlite:///s.db")) == pytest.approx(
+        records(requeued.run(None)), rel=1e-10
+    )
+
+
+def records(study: optuna.Study) -> list[float]:
+    return [
+        number
+        for t in study.trials
+        for number in (
+            t.state.value,
+            *t.params.values(),
+            *t.intermediate_values.keys(),
+            *t.intermediate_values.values(),
+            *t.user_attrs["losses"],
+        )
+    ]

@@ -1,0 +1,198 @@
+"""What a run that has stopped within an epoch holds is handed on, or written before it is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optuna_fleet.events import CheckpointSaved, Ending, Launch
+from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.executor.handovers import Handovers, Start
+from optuna_fleet.executor.runs import RunRecord
+from optuna_fleet.wire.messages import CheckpointFailed, Ended, Rehearsed, Release
+
+SAVED = CheckpointSaved(run_id=5, epoch=2, location="there")
+
+
+class Fleet:
+    """Trial 1 flies on these devices, in run 5."""
+
+    def __init__(self, *devices: int) -> None:
+        self.sent: list[tuple[int, Any]] = []
+        self.interrupted: list[tuple[int, ...]] = []
+        self.rehearsals: dict[int, int] = {}
+        self.handovers = Handovers(
+            lambda device, message: self.sent.append((device, message)),
+            lambda run, stays: self.interrupted.append(stays),
+            self.rehearse,
+            lambda order: None,
+        )
+        self.run = RunRecord(
+            launch=replace(launch_on(*devices), run_id=5),
+            start=0,
+            saved=0,
+            calls=RunCalls(world_size=2),
+        )
+
+    def rehearse(self, launch: Launch, *, follows: int, answers: Any) -> None:
+        assert follows == 5
+        self.rehearsals[launch.devices[-1]] = launch.run_id
+
+    def is_rehearsed(self, device: int, *, is_ready: bool = True) -> list[Start]:
+        message = Rehearsed(run_id=self.rehearsals[device], device=device, is_ready=is_ready)
+        return list(self.handovers.rehearsed(message))
+
+    def stop(self, *devices: int, can_join: bool = True) -> None:
+        for device in devices:
+            ended = Ended(
+                run_id=5,
+                rank=self.run.launch.devices.index(device),
+                device=device,
+                time_s=0,
+                ending=Ending.YIELDED,
+                waits=True,
+                can_join=can_join,
+            )
+            self.handovers.rank_ended(self.run, ended)
+
+    def launch(self, *devices: int, number: int = 1) -> Start | None:
+        return self.handovers.begin(launch_on(*devices, number=number))
+
+    def told(self) -> dict[int, bool]:
+        return {device: message.saves for device, message in self.sent}
+
+
+def stopped(*devices: int) -> Fleet:
+    fleet = Fleet(*devices)
+    fleet.stop(*devices)
+    return fleet
+
+
+def launch_on(*devices: int, number: int = 1, checkpoint: str | None = None) -> Launch:
+    return Launch(
+        run_id=6,
+        number=number,
+        devices=devices,
+        probe=False,
+        measure=False,
+        round=1,
+        checkpoint=checkpoint,
+    )
+
+
+def test_it_goes_on_where_its_ranks_wait_in_their_order() -> None:
+    fleet = stopped(3, 1, 2)
+    assert fleet.launch(2, 3) == Start(launch=launch_on(3, 2), follows=5, num_stay=2, saved_at=0)
+    assert fleet.sent == [(1, Release(run_id=5, saves=False))]
+    assert fleet.launch(2, 3) == Start(launch=launch_on(2, 3))
+
+
+def test_elsewhere_it_begins_with_what_one_of_them_writes() -> None:
+    fleet = stopped(3, 1)
+    assert fleet.launch(0) is None
+    assert fleet.told() == {3: True, 1: False}
+    saved = CheckpointSaved(run_id=6, epoch=2, location="there")
+    assert list(fleet.handovers.take(SAVED)) == [
+        Start(launch=launch_on(0, checkpoint="there"), saved=saved)
+    ]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_who_needs_their_devices_waits_until_it_is_written(is_first: bool) -> None:
+    fleet = stopped(3, 1)
+    other = launch_on(1, number=2)
+    assert fleet.launch(1, number=2) == Start(launch=other)
+    assert fleet.told() == {3: True, 1: False}
+    if is_first:
+        assert list(fleet.handovers.take(SAVED)) == []
+        start = fleet.launch(3)
+    else:
+        assert fleet.launch(3) is None
+        (start,) = fleet.handovers.take(SAVED)
+    assert start is not None
+    assert (start.follows, start.launch.checkpoint) == (None, "there")
+
+
+@pytest.mark.parametrize("how", ["dies", "fails"])
+def test_what_can_not_be_written_is_not_waited_for(how: str) -> None:
+    fleet = stopped(3, 1)
+    assert fleet.launch(0) is None
+    failed = CheckpointFailed(run_id=5, problem="the disk is full")
+    lost = fleet.handovers.device_lost(3) if how == "dies" else fleet.handovers.take(failed)
+    assert list(lost) == [Start(launch=launch_on(0))]
+
+
+def test_no_run_begins_where_a_trainer_is_missing() -> None:
+    fleet = stopped(3, 1)
+    assert fleet.launch(0) is None
+    assert list(fleet.handovers.device_lost(0)) == []
+    assert list(fleet.handovers.take(SAVED)) == []
+
+
+def test_a_rank_that_dies_while_it_waits_is_not_counted_on() -> None:
+    fleet = stopped(3, 1)
+    assert list(fleet.handovers.device_lost(3)) == []
+    assert fleet.launch(1) == Start(launch=launch_on(1), follows=5, num_stay=1, saved_at=0)
+
+
+def test_all_leave_when_the_trial_or_the_call_is_over() -> None:
+    for end in (lambda handovers: handovers.forget(1), lambda handovers: handovers.end()):
+        fleet = stopped(3, 1)
+        end(fleet.handovers)
+        assert fleet.told() == {3: False, 1: False}
+
+
+# -- who joins ------------------------------------------------------------------------------------
+
+
+def test_a_run_trains_on_until_those_who_join_on_idle_devices_are_ready() -> None:
+    fleet = Fleet(0, 1)
+    fleet.handovers.interrupt(fleet.run, (1, 2, 3, 4), busy={0, 1, 4})
+    assert fleet.rehearsals.keys() == {2, 3}
+    assert fleet.is_rehearsed(3) == []
+    assert not fleet.interrupted
+    assert fleet.is_rehearsed(2) == []
+    assert fleet.interrupted == [(1,)]
+    fleet.stop(1)
+    assert fleet.launch(1, 2, 3, 4) is None
+    joined = launch_on(1, 2, 3, 4)
+    assert fleet.is_rehearsed(4) == [Start(launch=joined, follows=5, num_stay=1, saved_at=0)]
+    assert not fleet.sent
+
+
+@pytest.mark.parametrize("how", ["fails", "dies"])
+def test_nobody_waits_for_who_can_not_join(how: str) -> None:
+    fleet = Fleet(0, 1)
+    fleet.handovers.interrupt(fleet.run, (1, 2), busy={0, 1})
+    if how == "fails":
+        fleet.is_rehearsed(2, is_ready=False)
+        assert fleet.interrupted == [()]  # all leave, with a checkpoint
+    else:
+        list(fleet.handovers.device_lost(2))
+        assert fleet.interrupted == [(1,)]
+
+
+@pytest.mark.parametrize("can_join", [True, False])
+def test_a_stopped_run_that_nobody_can_join_is_written(can_join: bool) -> None:
+    fleet = Fleet(0, 1)
+    fleet.stop(0, 1, can_join=can_join)
+    assert fleet.launch(0, 1, 2) is None
+    if can_join:
+        fleet.is_rehearsed(2, is_ready=False)
+    assert {device: message.saves for device, message in fleet.sent if device < 2} == {
+        0: True,
+        1: False,
+    }
+    (start,) = fleet.handovers.take(SAVED)
+    assert start.launch == launch_on(0, 1, 2, checkpoint="there")
+
+
+def test_a_rehearsal_makes_place_for_another_trial() -> None:
+    fleet = Fleet(0, 1)
+    fleet.handovers.interrupt(fleet.run, (1, 2, 3), busy={0, 1})
+    assert fleet.launch(2, number=2) == Start(launch=launch_on(2, number=2))
+    assert fleet.sent == [(2, Release(run_id=fleet.rehearsals[2], saves=False))]
+    fleet.is_rehearsed(3)
+    assert fleet.interrupted == [(1,)]

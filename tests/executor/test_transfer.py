@@ -1,0 +1,370 @@
+"""Checkpoints travel over the channel where a trainer does not see the driver's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import io
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import optuna
+import pytest
+
+from optuna_fleet import CheckpointError, Checkpoints, load_best_model
+from optuna_fleet.checkpoints.folder import StudyFolder, is_shared, mark
+from optuna_fleet.exceptions import RetryableError, TrainerLostError
+from optuna_fleet.executor import checkpoint_server, launcher
+from optuna_fleet.executor.checkpoint_server import CheckpointServer
+from optuna_fleet.trainer.files import RunFiles
+from optuna_fleet.trainer.session import no_driver
+from optuna_fleet.wire import transfer
+from optuna_fleet.wire.channel import Channel
+from optuna_fleet.wire.messages import RunTrial
+from optuna_fleet.wire.transfer import Get, OpenTransfer, Piece, Put, Refused, Whole
+from tests.fleets import Leg, fleet_of, small_model, train
+from tests.test_channel import tcp_pair
+
+DATA = bytes(range(256)) * 40
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PIECE_BYTES", 1000)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[CheckpointServer]:
+    server = CheckpointServer(tmp_path)
+    yield server
+    server.close()
+    assert server._at_work == {}
+
+
+class Opened(Channel):
+    """What a connection is for has been read when it is handed over."""
+
+    def send(self, message: Any) -> None:
+        if not isinstance(message, OpenTransfer):
+            super().send(message)
+
+
+def served_by(server: CheckpointServer) -> Channel:
+    """The other end of a connection to it."""
+    ours, theirs = tcp_pair()
+    server.serve(Channel(theirs, outgoing=b"1", incoming=b"2"))
+    return Opened(ours, outgoing=b"2", incoming=b"1")
+
+
+def files_of(folder: StudyFolder, dial: Callable[[], Channel], token: str = "other") -> RunFiles:
+    run = RunTrial(
+        run_id=0,
+        number=7,
+        trial_id=0,
+        rank=0,
+        world_size=1,
+        seed=0,
+        objective_id=0,
+        measure=False,
+        group="",
+        store=None,
+        gc_after_trial=False,
+        maximize=None,
+        study_name=folder.study_name,
+        run_name="0123abcd-0",
+        folder=str(folder.path),
+        folder_token=token,
+    )
+    return RunFiles(run, dial)
+
+
+def write(files: RunFiles, data: bytes = DATA) -> str:
+    return files.write((1, 5), "", lambda file: _write(file, data))
+
+
+def _write(file: Any, data: bytes) -> None:
+    file.write(data)
+
+
+# -- one file ------------------------------------------------------------------------------------
+
+
+def test_who_reads_the_token_shares_the_folder(tmp_path: Path) -> None:
+    token = mark(tmp_path)
+    assert is_shared(tmp_path, token)
+    assert not is_shared(tmp_path / "elsewhere", token)
+    assert mark(tmp_path) != token
+    assert not is_shared(tmp_path, token)
+
+
+def test_a_file_gets_there_and_back(server: CheckpointServer, tmp_path: Path) -> None:
+    folder = StudyFolder(tmp_path, "a study")
+    files = files_of(folder, functools.partial(served_by, server))
+    for data in (DATA, b"", b"1"):
+        location = write(files, data)
+        assert location == str(folder.path / "trial-7.1-5.0123abcd-0.pt")
+        assert Path(location).read_bytes() == data
+        assert files.read(location) == data
+    assert os.listdir(folder.path) == [Path(location).name]
+    assert Path(location).stat().st_mode & 0o777 == 0o600
+
+
+def test_who_shares_the_folder_needs_no_connection(tmp_path: Path) -> None:
+    files = files_of(StudyFolder(tmp_path, "a study"), no_driver, mark(tmp_path))
+    assert files.read(write(files)) == DATA
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Get(study="s", name="../../etc/passwd"),
+        Get(study="s", name="call.json"),
+        Put(study="s", name="trial-7.final.pt"),
+        Put(study="s", name="/tmp/trial-7.1-5.0123abcd-0.pt"),
+        "anything",
+    ],
+)
+def test_what_is_no_checkpoint_of_a_run_is_refused(
+    server: CheckpointServer, request_: Any
+) -> None:
+    channel = served_by(server)
+    channel.send(request_)
+    answer = channel.receive()
+    channel.close()
+    assert isinstance(answer, Refused)
+    assert "is no checkpoint" in answer.problem
+
+
+def test_a_study_is_a_folder_of_the_drivers_whatever_its_name(
+    server: CheckpointServer, tmp_path: Path
+) -> None:
+    folder = StudyFolder(tmp_path, "../../outside")
+    write(files_of(folder, functools.partial(served_by, server)))
+    assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
+
+
+def test_what_is_not_there_is_said(server: CheckpointServer, tmp_path: Path) -> None:
+    folder = StudyFolder(tmp_path, "a study")
+    with pytest.raises(CheckpointError, match=r"can't be read.*No such file"):
+        files_of(folder, functools.partial(served_by, server)).read(
+            str(folder.path / "trial-7.1-5.0123abcd-0.pt")
+        )
+
+
+class FullDisk(io.BytesIO):
+    """Takes a part, then has no space left."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() > 2000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_of_the_drivers_is_said(
+    server: CheckpointServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = StudyFolder(tmp_path, "a study")
+    folder.path.mkdir()
+
+    def fdopen(descriptor: int, mode: str) -> Any:
+        os.close(descriptor)
+        return FullDisk()
+
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    with pytest.raises(CheckpointError, match=r"can't be written.*No space left.*has space"):
+        write(files_of(folder, functools.partial(served_by, server)), DATA * 100)
+    assert os.listdir(folder.path) == []
+
+
+def test_a_full_disk_of_the_nodes_is_said(tmp_path: Path) -> None:
+    def full(file: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = files_of(StudyFolder(tmp_path, "s"), no_driver)
+    with pytest.raises(CheckpointError, match=r"can't be written.*No space left.*has space"):
+        files.write((1, 5), "", full)
+
+
+def test_a_driver_that_can_not_be_reached_is_said(tmp_path: Path) -> None:
+    files = files_of(StudyFolder(tmp_path, "s"), no_driver)
+    with pytest.raises(CheckpointError, match=r"can't be sent to the driver .*no driver"):
+        write(files)
+    with pytest.raises(RetryableError, match=r"can't be fetched from the driver .*no driver"):
+        files.read("trial-7.1-5.0123abcd-0.pt")
+
+
+@pytest.mark.parametrize("ends", ["gone", "closed", "damaged"])
+def test_half_a_file_leaves_what_was_there(
+    server: CheckpointServer, tmp_path: Path, ends: str
+) -> None:
+    folder = StudyFolder(tmp_path, "a study")
+    before = Path(write(files_of(folder, functools.partial(served_by, server))))
+    channel = served_by(server)
+    channel.send(Put(study="a study", name=before.name))
+    channel.send(Piece(data=b"other"))
+    if ends == "damaged":
+        channel.send(Whole(num_bytes=5, sha256=bytes(32)))
+        answer = channel.receive()
+        assert isinstance(answer, Refused)
+        assert "did not arrive as it was sent" in answer.problem
+    if ends == "closed":
+        server.close()
+        assert hears_nothing(channel)
+    channel.close()
+    server.close()
+    assert os.listdir(folder.path) == [before.name]
+    assert before.read_bytes() == DATA
+
+
+def hears_nothing(channel: Channel) -> bool:
+    with contextlib.closing(channel), pytest.raises((EOFError, OSError)):
+        channel.receive()
+    return True
+
+
+def test_a_server_that_is_closed_serves_nobody(server: CheckpointServer) -> None:
+    server.close()
+    assert hears_nothing(served_by(server))
+
+
+def test_where_no_thread_can_be_started_the_other_end_is_told(
+    server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=error))
+    assert hears_nothing(served_by(server))
+
+
+def test_who_says_nothing_is_not_waited_for(
+    server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optuna_fleet.executor.checkpoint_server._SILENCE_S", 0.0)
+    assert hears_nothing(served_by(server))
+
+
+# -- a fleet that shares no disk -----------------------------------------------------------------
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """Trainers do not find the folder's token, and what they ask the driver for."""
+    asked: list[type] = []
+    answer = CheckpointServer._answer
+
+    def noted(server: CheckpointServer, channel: Channel, request: Any) -> None:
+        asked.append(type(request))
+        answer(server, channel, request)
+
+    monkeypatch.setattr(CheckpointServer, "_answer", noted)
+    monkeypatch.setattr(launcher, "mark", lambda root: mark(root)[::-1])
+    return asked
+
+
+def dies_once(trial: Any, flag: Path) -> float:
+    own_epochs = trial.epochs
+
+    def epochs(number: int) -> Iterator[int]:
+        for epoch in own_epochs(number):
+            if epoch == 3 and trial.number == 1 and not flag.exists():
+                trial._training._saver.finish()  # or it would not be known what is lost
+                flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield epoch
+
+    trial.epochs = epochs
+    train(trial, epochs=5)
+    return trial.best_value  # type: ignore[no-any-return]
+
+
+def check_same(study: optuna.Study, undisturbed: optuna.Study) -> None:
+    """Equal but for rounding: trials may be on several devices."""
+    for ours, theirs in zip(study.trials, undisturbed.trials, strict=True):
+        assert ours.value == pytest.approx(theirs.value, rel=1e-10)
+        assert ours.intermediate_values == theirs.intermediate_values
+        assert ours.user_attrs["noise"] == theirs.user_attrs["noise"]
+        losses = theirs.user_attrs["losses"]
+        assert ours.user_attrs["losses"] == pytest.approx(losses, rel=1e-10)
+
+
+def test_a_sweep_on_nodes_that_share_no_disk_is_the_same(
+    requests: list[type], tmp_path: Path, fleet: Any
+) -> None:
+    survives = functools.partial(dies_once, flag=tmp_path)
+    dies = functools.partial(dies_once, flag=tmp_path / "died")
+    moves = {n: [Leg((n,), 2), Leg((n + 1,), 4), Leg((n,))] for n in (0, 1)}
+    undisturbed, root = optuna.create_study(), tmp_path / "checkpoints"
+    undisturbed.optimize(survives, n_trials=2, executor=fleet)
+    with fleet_of(devices=3, checkpoints=Checkpoints(root, interval_s=0.0, keep=2)) as executor:
+        for script, objective in ((moves, survives), (None, dies)):
+            study = optuna.create_study()
+            executor.script = script
+            study.optimize(objective, n_trials=2, executor=executor)
+            check_same(study, undisturbed)
+            for number in (0, 1):
+                load_best_model(study, small_model(), trial=number)
+            left = os.listdir(StudyFolder(root, study.study_name).path)
+            assert set(left) == {"call.json", "trial-0.final.pt", "trial-1.final.pt"}
+    assert (tmp_path / "died").exists()
+    assert set(requests) == {Put, Get}
+
+
+def test_a_disk_that_is_full_costs_the_checkpoints_alone(
+    requests: list[type],
+    tmp_path: Path,
+    fleet: Any,
+    log: io.StringIO,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextlib.contextmanager
+    def full(path: Path) -> Iterator[None]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    monkeypatch.setattr(checkpoint_server, "replacing", full)
+    undisturbed, study = optuna.create_study(), optuna.create_study()
+    undisturbed.optimize(train, n_trials=1, executor=fleet)
+    with fleet_of(devices=1, checkpoints=Checkpoints(tmp_path, interval_s=0.0)) as executor:
+        study.optimize(train, n_trials=1, executor=executor)
+    check_same(study, undisturbed)
+    assert set(requests) == {Put}
+    assert log.getvalue().count("goes on without a new checkpoint") == 1
+    assert "No space left on device): check that its folder exists" in log.getvalue()
+
+
+def test_ranks_that_share_no_disk_resume_together(
+    requests: list[type], tmp_path: Path, fleet: Any
+) -> None:
+    undisturbed, study = optuna.create_study(), optuna.create_study()
+    undisturbed.optimize(train, n_trials=1, executor=fleet)
+    with fleet_of(devices=2) as executor:  # in a private folder
+        executor.script = {0: [Leg((0,), 2), Leg((0, 1), 4), Leg((1,))]}
+        study.optimize(train, n_trials=1, executor=executor)
+    assert requests.count(Get) == 3
+    check_same(study, undisturbed)
+
+
+def reads_nothing_once(trial: Any) -> float:
+    """On the device where it runs alone, the next run finds its newest checkpoint damaged."""
+    if trial.world_size == 1:
+        read = RunFiles.read
+
+        def damaged(files: RunFiles, path: str) -> Any:
+            RunFiles.read = read  # type: ignore[method-assign]
+            raise CheckpointError("damaged")
+
+        RunFiles.read = damaged  # type: ignore[method-assign]
+    return train(trial, epochs=3)
+
+
+def test_ranks_never_resume_from_unlike_checkpoints(tmp_path: Path) -> None:
+    study = optuna.create_study()
+    with fleet_of(devices=2) as executor:
+        executor.script = {0: [Leg((1,), 1), Leg((0, 1))]}
+        with pytest.raises(TrainerLostError, match="did not all read the same checkpoint"):
+            study.optimize(reads_nothing_once, n_trials=1, executor=executor)

@@ -1,0 +1,187 @@
+"""A LightningModule on a fleet trains as the plain loop does, wherever the trial is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import optuna
+import pytest
+import torch
+import torch.nn.functional as F
+from optuna_integration import PyTorchLightningPruningCallback
+
+from optuna_fleet import SharedPipeline
+from optuna_fleet.events import WidthLimited
+from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.integrations.lightning import FleetStrategy
+from tests.fleets import Leg, Noise, fleet_of, small_model
+
+# Objectives have the filters too, and Lightning much to say of the machine.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")
+]
+
+EPOCHS, BATCH_SIZE, ACCUMULATED = 3, 8, 2
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "enable_progress_bar": False,
+}
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self, precise: bool = True) -> None:
+        super().__init__()
+        self.layers = small_model() if precise else small_model().float()
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self.layers(batch[0].to(next(self.parameters()).dtype)), batch[1])
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]))
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log_dict({"val": self.loss(batch)})
+        self.log("worst", self.loss(batch), reduce_fx="max")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+def by_lightning(trial: Any, precision: str = "32-true", val: str = "val") -> float:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    best = pl.callbacks.EarlyStopping("val", patience=1, min_delta=-1.0)
+    trainer = pl.Trainer(
+        **QUIET,
+        max_epochs=EPOCHS,
+        strategy=FleetStrategy(trial),
+        accumulate_grad_batches=ACCUMULATED,
+        precision=precision,
+        callbacks=[PyTorchLightningPruningCallback(trial, monitor="val"), best],
+    )
+    model = Classifier(precise=precision == "32-true")
+    trainer.fit(model, trial.batches("train", BATCH_SIZE), trial.batches(val))
+    seen = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    trial.set_user_attr("seen", [seen["loss"], seen["worst"], best.best_score.item()])
+    trial.set_user_attr("steps", trainer.global_step)
+    return seen["val"]
+
+
+def by_hand(trial: Any) -> float:
+    model = Classifier()
+    (optimizer,), (scheduler,) = model.configure_optimizers()
+    trial.prepare(model, optimizer, scheduler)
+    losses = []
+    for epoch in trial.epochs(EPOCHS):
+        model.train()
+        batches = trial.batches("train", BATCH_SIZE)
+        total = torch.zeros((), dtype=torch.float64)
+        for step, batch in enumerate(batches, 1):
+            loss = model.loss(batch)
+            total += loss.detach() * trial.shard_size
+            (loss / ACCUMULATED).backward()
+            if step % ACCUMULATED == 0 or step == len(batches):
+                optimizer.step()
+                optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            parts = [(model.loss(batch).item(), len(batch[1])) for batch in trial.batches("val")]
+        scheduler.step()
+        losses.append(sum(loss * size for loss, size in parts) / sum(size for _, size in parts))
+        trial.report(losses[-1], epoch)
+    worst = max(loss for loss, _ in parts)
+    trial.set_user_attr("seen", [total.item() / 41, worst, min(losses)])
+    trial.set_user_attr("steps", EPOCHS * -(-len(batches) // ACCUMULATED))
+    return losses[-1]
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Any]:
+    # The last batch of 41 samples has one, which some ranks have a stand-in for.
+    data = SharedPipeline(train=Noise(41, augment=True), val=Noise(20), val_tiny=Noise(1))
+    with fleet_of(devices=3, pipeline=data) as fleet:
+        yield fleet
+
+
+def flown(fleet: Any, objective: Any, *legs: Leg, **options: Any) -> optuna.trial.FrozenTrial:
+    fleet.script = {0: list(legs)}
+    study = optuna.create_study(**options)
+    study.optimize(objective, n_trials=1, executor=fleet)
+    return study.trials[0]
+
+
+def close_to(values: Any) -> Any:
+    return pytest.approx(values, rel=1e-10)
+
+
+def test_the_same_as_by_hand_on_any_devices(three: Any) -> None:
+    expected = flown(three, by_hand, Leg((0,)))
+    alone = flown(three, by_lightning, Leg((1,)))
+    assert alone.intermediate_values == close_to(expected.intermediate_values)
+    assert alone.user_attrs["seen"] == close_to(expected.user_attrs["seen"])
+    assert alone.user_attrs["steps"] == expected.user_attrs["steps"]
+    for legs in (
+        [Leg((0, 1))],
+        [Leg((0, 1, 2))],
+        [Leg((0, 1, 2), 1), Leg((2,), 2), Leg((1, 0))],
+    ):
+        trial = flown(three, by_lightning, *legs)
+        assert trial.value == close_to(alone.value)
+        assert trial.intermediate_values == close_to(alone.intermediate_values)
+        # The largest loss of a step is that of a shard.
+        seen, wanted = trial.user_attrs["seen"], alone.user_attrs["seen"]
+        assert [seen[0], seen[2]] == close_to([wanted[0], wanted[2]])
+        assert seen[1] >= wanted[1]
+        assert trial.user_attrs["steps"] == alone.user_attrs["steps"]
+
+
+def test_mixed_precision_is_that_of_one_device(three: Any) -> None:
+    def objective(trial: Any) -> float:
+        return by_lightning(trial, "bf16-mixed")
+
+    alone, wide = (flown(three, objective, Leg(devices)) for devices in [(0,), (0, 1)])
+    assert wide.value == pytest.approx(alone.value, rel=0.05)
+
+
+def test_a_pruned_trial_frees_its_devices(three: Any) -> None:
+    class AtOnce(optuna.pruners.BasePruner):
+        def prune(self, study: optuna.Study, trial: optuna.trial.FrozenTrial) -> bool:
+            return trial.last_step == 1
+
+    trial = flown(three, by_lightning, Leg((0, 1)), pruner=AtOnce())
+    assert trial.state is optuna.trial.TrialState.PRUNED
+    assert list(trial.intermediate_values) == [0, 1]
+    assert flown(three, by_lightning, Leg((0, 1, 2))).state.is_finished()
+
+
+def test_what_some_devices_could_not_log_is_to_be_logged_on_fewer(three: Any) -> None:
+    def objective(trial: Any) -> float:
+        return by_lightning(trial, val="val_tiny")
+
+    with pytest.raises(TrialError, match="logged on 1 of the trial's devices only"):
+        flown(three, objective, Leg((0, 1)))
+    limits = [event.max_devices for event in three.events if isinstance(event, WidthLimited)]
+    assert limits  # the controller goes on from the last checkpoint then
+    assert set(limits) == {1}
+
+
+@pytest.mark.parametrize("max_epochs", [-1, 0])
+def test_a_trial_must_have_an_end(three: Any, max_epochs: int) -> None:
+    def objective(trial: Any) -> None:
+        trainer = pl.Trainer(**QUIET, max_epochs=max_epochs, strategy=FleetStrategy(trial))
+        trainer.fit(Classifier(), trial.batches("train", BATCH_SIZE))
+
+    with pytest.raises(FleetConfigError, match=rf"`max_epochs` is {max_epochs}"):
+        flown(three, objective, Leg((0,)))
+
+
+def test_plain_optuna_is_told_of() -> None:
+    with pytest.raises(FleetConfigError, match="given a `FixedTrial`"):
+        FleetStrategy(optuna.trial.FixedTrial({}))  # type: ignore[arg-type]

@@ -1,0 +1,240 @@
+"""Random crops: torchvision's, to the last bit, by the compiled step and without it."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_images import encoded, photograph
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional
+
+from optuna_fleet.pipeline import SharedPipeline, crops, images
+from optuna_fleet.pipeline.crops import RandomResizedCrop
+from optuna_fleet.pipeline.images import read_image
+
+
+@pytest.fixture(params=["simplejpeg", "pillow"])
+def decoder(request, monkeypatch):
+    if request.param == "simplejpeg":
+        pytest.importorskip("simplejpeg")
+    else:
+        monkeypatch.setattr(images, "_simplejpeg", lambda: None)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def kernel(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(crops, "_resample", None)
+    elif crops._resample is None:
+        pytest.skip("not compiled: python setup.py build_ext --inplace")
+
+
+SIZES = [(375, 500), (64, 97), (64, 2000), (2000, 64), (3, 5), (1, 1)]
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"scale": (0.5, 0.6)}, {"scale": (0.9, 1.0), "ratio": (1.9, 2.0)}]
+)
+def test_draws_torchvisions_crops(height, width, arguments):
+    theirs, ours = v2.RandomResizedCrop(16, **arguments), RandomResizedCrop(16, **arguments)
+    empty = torch.empty(3, height, width)
+    for seed in range(200):
+        torch.manual_seed(seed)
+        wanted = theirs.make_params([empty])
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        box = ours.draw(height, width)
+        assert box == tuple(wanted[side] for side in ("top", "left", "height", "width"))
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("decoder", "kernel")
+@pytest.mark.parametrize("size", [24, (24,), (20, 31)])
+def test_pixels_of_torchvision(size):
+    data = encoded(photograph())
+    image = read_image(data)
+    theirs, ours = v2.RandomResizedCrop(size), RandomResizedCrop(size)
+    exact = RandomResizedCrop(size, scaled_decoding=False)
+    for seed in range(30):
+        crops = []
+        inputs = [image, image.contiguous(), image.float(), Image.open(io.BytesIO(data))]
+        for crop, given in [*((theirs, i) for i in inputs), *((ours, i) for i in inputs)]:
+            torch.manual_seed(seed)
+            crops.append(crop(given))
+        for wanted, got in zip(crops[:3], crops[4:7], strict=True):
+            assert torch.equal(wanted, got)
+        assert crops[3].tobytes() == crops[7].tobytes()
+        torch.manual_seed(seed)
+        assert torch.equal(exact(data), crops[0])
+
+
+def layouts(pixels):
+    """The same image [3, H, W] in memory in every way there is."""
+    image = torch.from_numpy(pixels)
+    _, height, width = image.shape
+    wide = torch.zeros(height + 3, width + 5, 3, dtype=torch.uint8)
+    wide[1:-2, 2:-3] = image.permute(1, 2, 0)
+    return {
+        "channels first": image.contiguous(),
+        "channels last": image.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+        "part of another": wide[1:-2, 2:-3].permute(2, 0, 1),
+        "columns first": image.permute(0, 2, 1).contiguous().permute(0, 2, 1),
+        "tv_tensor": tv_tensors.Image(image.contiguous()),
+    }
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("flip", [0.0, 0.5, 1.0])
+def test_bits_of_torchvision(flip):
+    """Crops and outputs of all sizes, larger and smaller than each other."""
+    dice = np.random.default_rng(int(10 * flip))
+    for seed in range(60):
+        height, width = dice.integers(1, 300, 2)
+        size = tuple(int(n) for n in dice.integers(1, (240, 40)[seed % 2], 2))
+        theirs = v2.RandomResizedCrop(size, scale=(0.01, 1))
+        ours = RandomResizedCrop(size, scale=(0.01, 1), flip=flip)
+        pixels = dice.integers(0, 256, (3, height, width), dtype=np.uint8)
+        both = v2.Compose([theirs, v2.RandomHorizontalFlip(flip)]) if flip else theirs
+        for name, image in layouts(pixels).items():
+            torch.manual_seed(seed)
+            wanted = both(image)
+            state = torch.get_rng_state()
+            torch.manual_seed(seed)
+            got = ours(image)
+            assert type(got) is type(image)
+            assert got.is_contiguous()
+            assert torch.equal(got, wanted), (name, pixels.shape, size)
+            assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_other_tensors_and_pictures_are_flipped_too():
+    picture = photograph()
+    image = functional.pil_to_tensor(picture)
+    theirs = v2.Compose([v2.RandomResizedCrop(16), v2.RandomHorizontalFlip()])
+    ours = RandomResizedCrop(16, flip=0.5)
+    inputs = [image.float(), image[:1], image.expand(2, 3, -1, -1), image[:1].expand(3, -1, -1)]
+    for seed in range(6):
+        for given in inputs:
+            torch.manual_seed(seed)
+            wanted = theirs(given)
+            torch.manual_seed(seed)
+            assert torch.equal(ours(given), wanted)
+        torch.manual_seed(seed)
+        wanted = theirs(picture)
+        torch.manual_seed(seed)
+        assert ours(picture).tobytes() == wanted.tobytes()
+
+
+def test_compiled_step_refuses_what_would_lie_outside():
+    if crops._resample is None:
+        pytest.skip("not compiled: python setup.py build_ext --inplace")
+    image, out = np.zeros((3, 8, 9), np.uint8), np.zeros((3, 4, 4), np.uint8)
+    boxes = [(0, 0, 9, 9), (0, 1, 8, 9), (-1, 0, 4, 4), (0, 0, 0, 4), (8, 0, 1, 1)]
+    for box in boxes:
+        with pytest.raises(ValueError, match="not a box"):
+            crops._resample.resized_crop(image, box, out, False)
+    others = [(image[0], out), (image.astype(np.int16), out), (image, out[:, :0]), (out[:2], out)]
+    for source, target in others:
+        with pytest.raises(ValueError, match="not a box"):
+            crops._resample.resized_crop(source, (0, 0, 4, 4), target, False)
+    with pytest.raises((ValueError, BufferError)):
+        crops._resample.resized_crop(image, (0, 0, 4, 4), out[:, ::2], False)
+
+
+class Photographs(Dataset):
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.transform(read_image(encoded(photograph(seed=index)))), index
+
+
+END = [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.2] * 3)]
+
+
+def batches(pipeline):
+    return [batch.data for batch in pipeline.inline().read("train", epoch=1, batch_size=3)]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_pipeline_repeats_the_crop_alone(nested):
+    """It is taken for the random step that it is: what comes before it is kept."""
+    crop = RandomResizedCrop(8, flip=0.5)
+    pipeline = SharedPipeline(
+        train=Photographs(v2.Compose([crop, *END]) if nested else crop), split=True
+    )
+    cut = pipeline.spec(finish_on_device=True).dataset("train").cut
+    assert (cut.begin, cut.end) == (0, 1)
+    theirs = [v2.RandomResizedCrop(8), v2.RandomHorizontalFlip(), *(END if nested else [])]
+    wanted = SharedPipeline(train=Photographs(v2.Compose(theirs)))
+    for ours, other in zip(batches(pipeline), batches(wanted), strict=True):
+        assert torch.equal(ours[0], other[0])
+
+
+def test_tv_tensors_stay_what_they_are():
+    image = tv_tensors.Image(read_image(encoded(photograph())))
+    torch.manual_seed(0)
+    wanted = v2.RandomResizedCrop(16)(image)
+    torch.manual_seed(0)
+    got = RandomResizedCrop(16)(image)
+    assert type(got) is tv_tensors.Image
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize(("width", "height"), [(400, 300), (303, 401), (640, 200)])
+def test_scaled_decoding_gives_nearly_the_same_picture(width, height, monkeypatch):
+    data = encoded(photograph(width, height))
+    decoded = []
+    decode = crops.decode
+
+    def spy(*args, **kwargs):
+        decoded.append(decode(*args, **kwargs))
+        assert tuple(decoded[-1].shape[1:]) == kwargs["min_size"]
+        return decoded[-1]
+
+    monkeypatch.setattr(crops, "decode", spy)
+    scaled, exact = RandomResizedCrop(32), RandomResizedCrop(32, scaled_decoding=False)
+    for seed in range(30):
+        torch.manual_seed(seed)
+        got = scaled(data)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        wanted = exact(data)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert got.shape == wanted.shape == (3, 32, 32)
+        assert (got.float() - wanted.float()).abs().mean() < 8
+    shapes = {tuple(image.shape[1:]) for image in decoded}
+    assert len(shapes) > 2
+    assert shapes <= {(-(-height * k // 8), -(-width * k // 8)) for k in (1, 2, 4, 8)}
+
+
+def test_scale_is_chosen_by_the_crop():
+    crop = RandomResizedCrop((10, 20))
+    boxes = [(80, 160), (79, 400), (40, 80), (20, 40), (19, 40), (20, 39), (400, 30)]
+    assert [crop._eighths((0, 0, h, w)) for h, w in boxes] == [1, 2, 2, 4, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"size": 0}, "`size` is 0"),
+        ({"size": (1, 2, 3)}, "`size` is"),
+        ({"size": 8.0}, "`size` is 8.0"),
+        ({"size": 8, "scale": (0.0, 1.0)}, "`scale` is"),
+        ({"size": 8, "ratio": (2.0, 1.0)}, "`ratio` is"),
+        ({"size": 8, "flip": 1.5}, "`flip` is 1.5"),
+    ],
+)
+def test_arguments_that_can_not_work(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RandomResizedCrop(**arguments)
