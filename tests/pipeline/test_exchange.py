@@ -179,6 +179,14 @@ def test_a_dead_node_is_done_without():
         assert sums(found[:1]) == (N, 0)
 
 
+def test_a_giver_that_dies_with_unread_news_harms_nobody():
+    with nodes(pipeline(), 2, patience_s=LONG_S) as found:
+        os.kill(found[1].giver, signal.SIGSTOP)
+        agree(found)
+        os.kill(found[1].giver, signal.SIGKILL)
+        assert [labels(node.client()) for node in found] == [order_of(0)] * 2
+
+
 def test_a_stopped_node_is_done_without_until_there_is_a_new_plan():
     with nodes(pipeline(), 2, patience_s=0.5) as found:
         client = found[0].client()

@@ -53,7 +53,7 @@ class Giver:
         """Answers until the agent is gone."""
         self._selector.register(self._news, selectors.EVENT_READ)
         self._selector.register(self._client, selectors.EVENT_READ)
-        with contextlib.suppress(FleetError):  # the broker is gone
+        with contextlib.suppress(FleetError, ConnectionResetError):  # broker, agent are gone
             while True:
                 for key, mask in self._selector.select():
                     if isinstance(key.data, Channel):

@@ -115,7 +115,10 @@ class Sharing:
         giver.serve()
 
     def _hear(self, news: socket.socket) -> None:
-        said = news.recv(4096)
+        try:
+            said = news.recv(4096)
+        except ConnectionResetError:  # it has ended before it read our last news
+            said = b""
         if said:
             self._say(pickle.loads(said))
         else:
