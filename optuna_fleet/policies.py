@@ -30,8 +30,7 @@ from optuna_fleet.arguments import (
     suggests_options,
 )
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.trials import PARADIGMS, Paradigm
-from optuna_fleet.executor.trials import Policy as Rules
+from optuna_fleet.executor.trials import PARADIGMS, Paradigm, PolicyRules
 
 _WHEN_ALL_ENDED = 1e-9
 
@@ -88,9 +87,9 @@ class Policy:
         """The allocator that is asked; most need no seed."""
         return self.allocator_type()
 
-    def rules(self, **more: Any) -> Rules:
-        """What the controller goes by; ``more`` as in its `Policy`."""
-        return Rules(
+    def rules(self, **more: Any) -> PolicyRules:
+        """What the controller goes by; ``more`` as in `PolicyRules`."""
+        return PolicyRules(
             paradigm=self.paradigm,
             alpha=self.alpha,
             rate_spread=self.rate_spread,

@@ -55,7 +55,7 @@ from optuna_fleet.executor.presence import Presence
 from optuna_fleet.executor.problem_builder import ProblemBuilder
 from optuna_fleet.executor.profiles import Profiles
 from optuna_fleet.executor.roster import Roster
-from optuna_fleet.executor.trials import Policy, Run, Stage, Status, Trial
+from optuna_fleet.executor.trials import PolicyRules, Run, Stage, Status, Trial
 
 
 class Controller:
@@ -66,7 +66,7 @@ class Controller:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PolicyRules,
         *,
         profiles: dict[str, RateProfile] | None = None,
         run_ids: Iterator[int] | None = None,

@@ -20,7 +20,7 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.problem_builder import ProblemBuilder
 from optuna_fleet.executor.roster import Roster
 from optuna_fleet.executor.rounds import Rounds
-from optuna_fleet.executor.trials import Policy, Run, Stage, Trial
+from optuna_fleet.executor.trials import PolicyRules, Run, Stage, Trial
 
 
 class Planner:
@@ -35,7 +35,7 @@ class Planner:
         num_to_come: Trials that will still be proposed, as far as the study knows.
     """
 
-    def __init__(self, policy: Policy, problems: ProblemBuilder, roster: Roster) -> None:
+    def __init__(self, policy: PolicyRules, problems: ProblemBuilder, roster: Roster) -> None:
         self.is_deciding = False
         self.has_news = False
         self.joined: dict[int, int] = {}

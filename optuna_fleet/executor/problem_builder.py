@@ -9,7 +9,7 @@ from optuna_fleet.alloc.problem import AllocationProblem, Candidate
 from optuna_fleet.executor.presence import Presence
 from optuna_fleet.executor.profiles import Profiles
 from optuna_fleet.executor.roster import Roster
-from optuna_fleet.executor.trials import Policy, Run, Stage, Status, Trial
+from optuna_fleet.executor.trials import PolicyRules, Run, Stage, Status, Trial
 
 
 class ProblemBuilder:
@@ -19,7 +19,7 @@ class ProblemBuilder:
         moves_s: What each move so far was measured to cost, in seconds.
     """
 
-    def __init__(self, policy: Policy, profiles: Profiles, presence: Presence) -> None:
+    def __init__(self, policy: PolicyRules, profiles: Profiles, presence: Presence) -> None:
         self._policy = policy
         self._profiles = profiles
         self._presence = presence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from optuna_fleet.alloc.problem import Plan
-from optuna_fleet.executor.trials import Policy, Run, Trial
+from optuna_fleet.executor.trials import PolicyRules, Run, Trial
 
 
 class Rounds:
@@ -15,7 +15,7 @@ class Rounds:
         number: Of the present round; 0 before the first plan.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: PolicyRules) -> None:
         self.number = 0
         self._policy = policy
         self._widths: dict[int, int] = {}

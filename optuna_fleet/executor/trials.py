@@ -16,7 +16,7 @@ PARADIGMS: tuple[Paradigm, ...] = get_args(Paradigm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class PolicyRules:
     """When to decide again, and within which bounds.
 
     Attributes:

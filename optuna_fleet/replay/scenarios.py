@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from optuna_fleet.alloc import Allocator, ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.trials import Policy
+from optuna_fleet.executor.trials import PolicyRules
 from optuna_fleet.policies import policy_of
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.report import common_report, utilisation
@@ -140,7 +140,7 @@ class TraceScenario:
             FleetConfigError: It is to go on to the end, but a trial never has nodes enough.
         """
         self._check_end()
-        policy = Policy(
+        policy = PolicyRules(
             paradigm="elastic",
             rate_spread=math.inf,
             max_trials=self.max_trials,

@@ -48,7 +48,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.trials import Policy
+from optuna_fleet.executor.trials import PolicyRules
 from optuna_fleet.replay.progress import Progress, SimulatedRun, Totals, charge_loss, charge_start
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
 from optuna_fleet.resources import Fleet
@@ -85,7 +85,7 @@ class Simulation:
         self,
         fleet: Fleet,
         trials: Sequence[SimulatedTrial],
-        policy: Policy,
+        policy: PolicyRules,
         allocator: Allocator,
         profiles: dict[str, RateProfile],
         rules: Rules,

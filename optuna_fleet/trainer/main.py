@@ -228,8 +228,8 @@ class Trainer:
 
     def _adopt_numbers(self) -> None:
         self._adoption.adopt_numbers(self._settings)
-        if calls := sys.modules.get("optuna_fleet.trainer.calls"):
-            calls.quieten()  # the filters of warnings may be new
+        if hooks := sys.modules.get("optuna_fleet.trainer.module_hooks"):
+            hooks.quieten()  # the filters of warnings may be new
         torch = sys.modules.get("torch")
         if torch is not None:
             # The slot's share of the cores; a script that chose fewer gets those.

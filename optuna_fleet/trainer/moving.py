@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from optuna_fleet.events import MoveRefused
-from optuna_fleet.trainer import checkpoint, reduction
+from optuna_fleet.trainer import checkpoint, collectives
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.states import remainder_of, state_of
@@ -124,7 +124,7 @@ class Moving:
         return is_fit
 
     def _agree(self, *, is_fit: bool) -> bool:
-        has_failed = bool(reduction.all_reduce_sum(int(not is_fit)))
+        has_failed = bool(collectives.all_reduce_sum(int(not is_fit)))
         if has_failed and self._session.run.rank == 0:
             self._session.send(MoveRefused(run_id=self._session.run.run_id))
         return not has_failed

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer import calls
-from optuna_fleet.trainer.parallel import attach, check_same, make_data_parallel
+from optuna_fleet.trainer import module_hooks
+from optuna_fleet.trainer.gradient_sync import attach, check_same, make_data_parallel
 from optuna_fleet.trainer.resuming import Resuming
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.steps import Steps
@@ -87,7 +87,7 @@ class Prepared:
         self.modules.append(module)
         self._steps.watch(module)
         if is_checked:
-            calls.watch(module.modules())
+            module_hooks.watch(module.modules())
         if is_alone:
             self._single.append(module)
         else:

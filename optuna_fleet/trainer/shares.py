@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.groups import group_size
-from optuna_fleet.trainer.owners import Places, owners_behind
 from optuna_fleet.trainer.scaled import Scaled, drop_nans
+from optuna_fleet.trainer.tensor_owners import Places, owners_behind
 
 _MOST_AHEAD = 64
 
@@ -223,7 +223,7 @@ class BatchShares:
     # -- calls of prepared modules ----------------------------------------------------------------
 
     def enter(self, module: torch.nn.Module, inputs: Any) -> Any:
-        """See `calls.Listener`."""
+        """See `module_hooks.Listener`."""
         self._depth += 1
         if not self._num_steps or (self._depth > 1 and self.is_found):
             return None
@@ -240,7 +240,7 @@ class BatchShares:
         return self._scaled(inputs, self._call, is_inverse=True)
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
-        """See `calls.Listener`."""
+        """See `module_hooks.Listener`."""
         self._depth -= 1
         if self._depth or self._call is None:
             return None

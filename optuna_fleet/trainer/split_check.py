@@ -132,10 +132,10 @@ class SplitCheck:
                 self._remark(["a loss that is too large"], TOO_LARGE)
         self._stopped = [worlds for worlds in self._stopped if not worlds.stop()]
 
-    # Calls of prepared modules, as a `calls.Listener`.
+    # Calls of prepared modules, as a `module_hooks.Listener`.
 
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """See `calls.Listener`."""
+        """See `module_hooks.Listener`."""
         self._depth += 1
         is_open = self._depth == 1 or not self._shares.is_found
         if self._shares.follows and self._num_batches and is_open and torch.is_grad_enabled():
@@ -146,7 +146,7 @@ class SplitCheck:
             self._worlds.enter(module, inputs)
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        """See `calls.Listener`."""
+        """See `module_hooks.Listener`."""
         self._depth -= 1
         if self._worlds is not None:
             self._worlds.leave(module, inputs, outputs)

@@ -12,7 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from optuna_fleet.trainer.parallel import hook_gradient
+from optuna_fleet.trainer.gradient_sync import hook_gradient
 
 
 class Steps:

@@ -16,7 +16,7 @@ from optuna_fleet.events import EpochDecision, WidthLimited
 from optuna_fleet.exceptions import TrainerLostError, TrialError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer import calls, checkpoint, reduction
+from optuna_fleet.trainer import checkpoint, collectives, module_hooks
 from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.files import RunFiles
 from optuna_fleet.trainer.groups import join_group_of, leave_group
@@ -83,7 +83,7 @@ class Training:
             self._shares,
             self._split_check,
         )
-        calls.listen(self._split_check or self._shares)
+        module_hooks.listen(self._split_check or self._shares)
         self._state: dict[str, Any] = {}
         self._resuming: Resuming | None = None
         self._files = RunFiles(session.run, session.dial)
@@ -168,7 +168,7 @@ class Training:
 
     def _check_alike(self, num_damaged: int) -> None:
         own = [num_damaged, num_damaged**2]  # of unlike numbers, no one equals both means
-        if reduction.all_reduce_sum(own) != [self._run.world_size * number for number in own]:
+        if collectives.all_reduce_sum(own) != [self._run.world_size * number for number in own]:
             raise TrainerLostError("the ranks did not all read the same checkpoint")
 
     def end(self, *, alone: bool) -> Usage:
@@ -276,7 +276,7 @@ class Training:
         return decision is not EpochDecision.STOP
 
     def _check_replicas(self) -> None:
-        if self._is_apart or not (apart := reduction.find_divergence(self._objects)):
+        if self._is_apart or not (apart := collectives.find_divergence(self._objects)):
             return
         self._is_apart = True
         shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
@@ -320,15 +320,15 @@ class Training:
         if self._split_check is not None:
             self._split_check.close()
             self._split_check = self._loader.split_check = None
-            calls.listen(self._shares)
+            module_hooks.listen(self._shares)
         self._prepared.attach_all()
 
     # -- losses -----------------------------------------------------------------------------------
 
     def weighted(self, loss: Any, weight: Any) -> Any:
         """See `FleetTrial.weighted`."""
-        reduction.one_number(loss, "loss")
-        own = reduction.one_number(weight, "weight")
+        collectives.one_number(loss, "loss")
+        own = collectives.one_number(weight, "weight")
         if self._run.world_size == 1:
             if self._split_check is not None:
                 self._split_check.weigh(loss, weight)
@@ -337,7 +337,7 @@ class Training:
         shares.begin("trial.weighted")
         share = shares.share_behind(loss)
         is_dummy = (share or shares.present).dummy
-        part = reduction.share_of_sum(torch.zeros_like(own) if is_dummy else own)
+        part = collectives.share_of_sum(torch.zeros_like(own) if is_dummy else own)
         return shares.weigh(loss, part.to(loss.device), share)
 
     # -- data -------------------------------------------------------------------------------------
@@ -354,10 +354,10 @@ class Training:
         """See `FleetTrial.sum`."""
         self._shares.check_step("trial.sum")
         self._shares.begin("trial.sum")
-        return reduction.all_reduce_sum(value)
+        return collectives.all_reduce_sum(value)
 
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
         self._shares.check_step("trial.mean")
         self._shares.begin("trial.mean")
-        return reduction.mean(value, weight)
+        return collectives.mean(value, weight)

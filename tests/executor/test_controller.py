@@ -48,7 +48,7 @@ from optuna_fleet.events import (
     WidthLimited,
 )
 from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.trials import PARADIGMS, STAGES_AFTER, Policy, Run, Stage, Status
+from optuna_fleet.executor.trials import PARADIGMS, STAGES_AFTER, PolicyRules, Run, Stage, Status
 from optuna_fleet.resources import Device
 
 
@@ -89,7 +89,7 @@ class World:
         devices: Sequence[Device] | None = None,
         **policy: Any,
     ) -> None:
-        self.controller = Controller(Policy(**policy))
+        self.controller = Controller(PolicyRules(**policy))
         self.devices = devices or [joined(device).device for device in range(num_devices)]
         self.allocator: Allocator = GreedyAllocator()
         self.budget = trials
@@ -450,7 +450,7 @@ def test_a_trial_goes_on_where_its_last_checkpoint_is() -> None:
 
 
 def test_a_trial_that_a_dead_driver_left_goes_on_where_that_had_a_checkpoint() -> None:
-    controller = Controller(Policy())
+    controller = Controller(PolicyRules())
     controller.handle(joined(0))
     (launch, *_) = controller.handle(TrialProposed(number=0, checkpoint="there"))
     assert isinstance(launch, Launch)
@@ -547,7 +547,7 @@ def test_who_needs_more_devices_than_are_left_is_launched_to_say_so(paradigm: An
 
 
 def test_what_a_plan_had_for_a_run_that_failed_meanwhile_goes_to_who_waits() -> None:
-    controller = Controller(Policy(paradigm="elastic"))
+    controller = Controller(PolicyRules(paradigm="elastic"))
     for k in range(2):
         controller.handle(joined(k))
         controller.handle(TrialProposed(number=k))
@@ -578,7 +578,7 @@ def test_news_of_ended_runs_are_dropped() -> None:
 
 def test_known_profiles_spare_the_measurement() -> None:
     profiles = {"s on cpu": RateProfile(structure="s", measured={1: 5.0}, kind="cpu")}
-    controller = Controller(Policy(), profiles=profiles)
+    controller = Controller(PolicyRules(), profiles=profiles)
     controller.handle(joined(0))
     controller.handle(TrialProposed(number=0))
     instructions = controller.handle(reached(0, "s"))
@@ -628,7 +628,7 @@ def test_only_trials_that_say_so_move_within_an_epoch(movable: bool) -> None:
 
 def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
     """Rank 1 of trial 0 has returned, and trial 1 flies on its device, while rank 0 goes on."""
-    controller = Controller(Policy(paradigm="elastic"))
+    controller = Controller(PolicyRules(paradigm="elastic"))
     controller.handle(joined(0), TrialProposed(number=0))
     controller.handle(joined(1), reached(0, "s"), ProposalDelayed())
     controller.handle(RateMeasured(run_id=0, samples_per_s=10.0))
@@ -655,7 +655,7 @@ def test_what_a_rank_that_is_done_leaves_belongs_to_the_next_trial() -> None:
 
 def problem_at_the_first_epochs_end(*, told: int, delayed: bool = False, **policy: Any) -> Any:
     """The problem of two trials on two of four devices, told how many trials are to come."""
-    controller = Controller(Policy(paradigm="elastic", **policy))
+    controller = Controller(PolicyRules(paradigm="elastic", **policy))
     for k in (2, 3):  # whose trainers are to come again
         assert controller.handle(joined(k), DeviceLost(device=k)) == []
     for k in range(2):

@@ -46,7 +46,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.cluster.local import AgentProcess
-from optuna_fleet.executor.controller import Controller, Policy
+from optuna_fleet.executor.controller import Controller, PolicyRules
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import Device
 from tests.fleets import Leg, Noise, ScriptedController, fleet_of, small_model, train
@@ -592,7 +592,7 @@ def die_as(trial: Any, *, number: int) -> float:
 
 def test_giving_up_a_trial_forgets_where_it_was_to_move() -> None:
     devices = tuple(Device(index=i, node=0, kind="cpu") for i in range(2))
-    controller = Controller(Policy(max_restarts=0))
+    controller = Controller(PolicyRules(max_restarts=0))
     controller.handle(DeviceJoined(device=devices[0]))
     (launch,) = controller.handle(TrialProposed(number=0))
     controller.handle(ProposalsExhausted())

@@ -56,7 +56,7 @@ from optuna_fleet.events import (
     WidthLimited,
 )
 from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.trials import Policy, Status
+from optuna_fleet.executor.trials import PolicyRules, Status
 from optuna_fleet.resources import Device
 
 STEPS = 60
@@ -435,7 +435,7 @@ def world_of(
     rng = random.Random(seed)
     indices = rng.sample(range(3 * devices), devices)  # with gaps, in any order
     return World(
-        controller=Controller(Policy(max_restarts=2, **policy)),
+        controller=Controller(PolicyRules(max_restarts=2, **policy)),
         fleet=[
             Device(index=index, node=7 - k // 2, kind="cpu") for k, index in enumerate(indices)
         ],

@@ -34,7 +34,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.controller import Controller
 from optuna_fleet.executor.presence import Presence
-from optuna_fleet.executor.trials import Policy
+from optuna_fleet.executor.trials import PolicyRules
 from optuna_fleet.resources import Device
 from tests.executor.test_controller import epoch_ended, reached
 
@@ -55,7 +55,7 @@ class Sweep:
     """A controller and its study; plans are made at once."""
 
     def __init__(self, trials: int, **policy: Any) -> None:
-        self.controller = Controller(Policy(**policy))
+        self.controller = Controller(PolicyRules(**policy))
         self.numbers = iter(range(trials))
         self.problems: list[Any] = []
 
@@ -180,13 +180,13 @@ def test_peers_of_who_left_with_its_node_do_not_count_either() -> None:
 
 
 def test_who_was_launched_and_lost_with_its_node_is_not_given_back_as_new() -> None:
-    controller = Controller(Policy())
+    controller = Controller(PolicyRules())
     controller.handle(joined(0))
     controller.handle(TrialProposed(number=0))
     controller.handle(*node_leaves(0))
     assert controller.handle(ProposalsExhausted()) == []
     assert launches(controller.handle(joined(0))) == [(0, (0,))]
-    untouched = Controller(Policy(lookahead=1))
+    untouched = Controller(PolicyRules(lookahead=1))
     untouched.handle()
     untouched.handle(TrialProposed(number=0))
     assert untouched.handle(ProposalsExhausted()) == [ReturnToQueue(number=0)]
@@ -305,7 +305,7 @@ def test_nobody_is_launched_on_a_device_that_leaves() -> None:
 
 
 def test_a_plan_that_did_not_know_of_a_leave_is_not_carried_out_there() -> None:
-    controller = Controller(Policy(paradigm="elastic"))
+    controller = Controller(PolicyRules(paradigm="elastic"))
     controller.handle(joined(0), joined(1))
     controller.handle(TrialProposed(number=0))
     controller.handle(ProposalsExhausted())

@@ -29,7 +29,7 @@ from optuna_fleet.executor import agents
 from optuna_fleet.executor import runtime as runtimes
 from optuna_fleet.executor.agents import NOTICE_S
 from optuna_fleet.executor.calls import RunCalls
-from optuna_fleet.executor.cluster import shares
+from optuna_fleet.executor.cluster import cores
 from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import AgentOptions, machine
@@ -909,7 +909,7 @@ def pipeline_of(kind: str = "cpu", **more: Any) -> PipelineSetup:
     """For two devices and 12 cores."""
     pipeline = SharedPipeline(train=[1.0], finish=halve, **more)
     devices = [Device(index=index, node=0, kind=kind) for index in range(2)]
-    return shares.pipeline_setup(pipeline, devices, cores=12)
+    return cores.pipeline_setup(pipeline, devices, cores=12)
 
 
 def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from optuna_fleet.alloc import AllocationProblem, Plan, validate
 from optuna_fleet.alloc.problem import Allocator
-from optuna_fleet.executor.trials import Policy
+from optuna_fleet.executor.trials import PolicyRules
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.simulation import Outcome, Simulation
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles
@@ -83,7 +83,7 @@ def simulate(
     simulation = Simulation(
         fleet_of(num_devices),
         trials,
-        replace(POLICIES[policy]().rules(), **more) if policy else Policy(**more),
+        replace(POLICIES[policy]().rules(), **more) if policy else PolicyRules(**more),
         allocator,
         believed_profiles(trials, (KIND,), noise=noise, widest=widest),
         rules or Rules(),

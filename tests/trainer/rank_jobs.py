@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from optuna_fleet.trainer import checkpoint, groups, parallel, reduction
+from optuna_fleet.trainer import checkpoint, collectives, gradient_sync, groups
 from optuna_fleet.trainer.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.shares import BatchShares, Share
@@ -103,7 +103,7 @@ def train(
         model = build(seed=spec.rank, normed_head=batch_size > 2)
         make = {"sgd": sgd, "adam": torch.optim.Adam}[optimizer]
         optim = make(model.parameters(), lr=0.05)
-        model = parallel.make_data_parallel(model, shares, CPU)
+        model = gradient_sync.make_data_parallel(model, shares, CPU)
         losses, grads = [], {}
         for x, y in batches(4, batch_size):
             optim.zero_grad()
@@ -119,7 +119,7 @@ def train(
                 loss.backward()
                 F.cross_entropy(model(x) * 2, y).backward()
             optim.step()
-            losses.append(reduction.mean(loss.item(), shares.present.local_size))
+            losses.append(collectives.mean(loss.item(), shares.present.local_size))
         grads = {
             name: None if p.grad is None else p.grad.clone()
             for name, p in model.named_parameters()
@@ -174,7 +174,7 @@ def lonely_passes(spec: GroupSpec) -> str:
     """Only rank 0 evaluates: a collective would hang and time out."""
     with group(spec, timeout_s=3.0):
         shares = BatchShares()
-        model = parallel.make_data_parallel(build(), shares, CPU)
+        model = gradient_sync.make_data_parallel(build(), shares, CPU)
         if spec.rank == 0:
             x = batches(1, 5)[0][0]
             with torch.no_grad():
@@ -188,7 +188,7 @@ def accumulate_stats(spec: GroupSpec) -> dict[str, torch.Tensor]:
     with group(spec):
         shares = BatchShares()
         shares.lockstep = True
-        model = parallel.make_data_parallel(build(), shares, CPU)
+        model = gradient_sync.make_data_parallel(build(), shares, CPU)
         with torch.no_grad():
             for x, _ in batches(3, 8):
                 model(shard(x, shares))
@@ -202,7 +202,7 @@ def freezing(spec: GroupSpec) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(3)]).double()
         model[0].requires_grad_(False)
-        model = parallel.make_data_parallel(model, shares, CPU)
+        model = gradient_sync.make_data_parallel(model, shares, CPU)
         x = shard(torch.arange(15.0, dtype=torch.float64).view(5, 3), shares)
         model[2](model[0](x)).square().mean().backward()
         frozen = model[0].weight.grad is None and model[1].weight.grad is None
@@ -232,7 +232,7 @@ def branches(spec: GroupSpec) -> list[torch.Tensor | None]:
         shares = BatchShares()
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)]).double()
-        model = parallel.make_data_parallel(model, shares, CPU)
+        model = gradient_sync.make_data_parallel(model, shares, CPU)
         x = torch.arange(10.0, dtype=torch.float64).view(5, 2)
         mine = shard(x, shares)
         losses = []
@@ -249,7 +249,7 @@ def sparse(spec: GroupSpec) -> list[Any]:
         torch.manual_seed(0)
         model = torch.nn.Embedding(6, 2, sparse=True).double()
         optim = torch.optim.SparseAdam(model.parameters())
-        parallel.make_data_parallel(model, shares, CPU)
+        gradient_sync.make_data_parallel(model, shares, CPU)
         model(shard(torch.tensor([0, 1, 1, 5]), shares)).square().mean().backward()
         optim.step()
         return [model.weight.grad.is_sparse, model.weight.grad.to_dense(), model.weight.detach()]
@@ -261,7 +261,7 @@ def identity(spec: GroupSpec) -> dict[str, Any]:
         mine = build()
         bn, weight = mine.bn1, mine.bn1.weight
         keys = list(mine.state_dict())
-        model = parallel.make_data_parallel(mine, BatchShares(), CPU)
+        model = gradient_sync.make_data_parallel(mine, BatchShares(), CPU)
         twin = copy.deepcopy(model)
         buffer = io.BytesIO()
         torch.save(model, buffer)
@@ -279,7 +279,7 @@ def identity(spec: GroupSpec) -> dict[str, Any]:
 
 def wrong_model(spec: GroupSpec) -> None:
     with group(spec):
-        parallel.make_data_parallel(torch.nn.Linear(2 + spec.rank, 2), BatchShares(), CPU)
+        gradient_sync.make_data_parallel(torch.nn.Linear(2 + spec.rank, 2), BatchShares(), CPU)
 
 
 def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
@@ -289,7 +289,7 @@ def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
         for name in ODD_TYPES:
             value = torch.full((2, 3), 3 - spec.rank, dtype=torch.float32)
             module.register_buffer(f"its_{name}", value.to(getattr(torch, name)))
-        parallel.make_data_parallel(module, BatchShares(), CPU)
+        gradient_sync.make_data_parallel(module, BatchShares(), CPU)
         return {name: module.get_buffer(f"its_{name}").to(torch.complex64) for name in ODD_TYPES}
 
 
@@ -300,7 +300,7 @@ def penalty(spec: GroupSpec, how: str) -> Any:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)]
         model = torch.nn.Sequential(*layers[: 2 if how == "norm last" else 3]).double()
-        model = parallel.make_data_parallel(model, shares, CPU).train(how != "eval")
+        model = gradient_sync.make_data_parallel(model, shares, CPU).train(how != "eval")
         x = torch.arange(12.0, dtype=torch.float64).view(6, 2).square()
         x = shard(x, shares).requires_grad_()
         loss = model(x).square().mean()
@@ -315,18 +315,18 @@ def grad_of(spec: GroupSpec, what: str) -> tuple[bool, bool]:
     """Whether a reduced loss carries gradients, and whether it is the tensor given."""
     with group(spec):
         loss = torch.ones((), requires_grad=True) * 2
-        reduced: Any = getattr(reduction, what)(loss)
+        reduced: Any = getattr(collectives, what)(loss)
         return reduced.requires_grad, reduced.data_ptr() == loss.data_ptr()
 
 
 def reduce(spec: GroupSpec, values: list[Any]) -> Any:
     with group(spec):
-        return reduction.all_reduce_sum(values[spec.rank])
+        return collectives.all_reduce_sum(values[spec.rank])
 
 
 def average(spec: GroupSpec, values: list[Any], weights: list[float | None]) -> Any:
     with group(spec):
-        return reduction.mean(values[spec.rank], weights[spec.rank])
+        return collectives.mean(values[spec.rank], weights[spec.rank])
 
 
 def ranks_sum(spec: GroupSpec) -> tuple[int, float]:
@@ -365,7 +365,7 @@ def reduce_forever(spec: GroupSpec, folder: str) -> None:
 def backward_forever(spec: GroupSpec, folder: str) -> None:
     with group(spec):
         shares = BatchShares()
-        model = parallel.make_data_parallel(build(), shares, CPU)
+        model = gradient_sync.make_data_parallel(build(), shares, CPU)
         while True:
             for x, y in batches(4, 6):
                 F.cross_entropy(model(shard(x, shares)), shard(y, shares)).backward()

@@ -12,7 +12,7 @@ import torch
 from rank_pool import Failure, RankPool
 
 from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
-from optuna_fleet.trainer import groups, nested, parallel, reduction
+from optuna_fleet.trainer import collectives, gradient_sync, groups, nested
 from optuna_fleet.trainer.groups import GroupSpec
 
 _prefixes = itertools.count()
@@ -278,10 +278,13 @@ def test_peer_that_does_not_arrive(fleet: Fleet) -> None:
 
 def test_alone_nothing_is_touched() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    assert parallel.make_data_parallel(model, parallel.BatchShares(), torch.device("cpu")) is model
+    assert (
+        gradient_sync.make_data_parallel(model, gradient_sync.BatchShares(), torch.device("cpu"))
+        is model
+    )
     assert type(model[0]) is torch.nn.BatchNorm1d
-    assert reduction.all_reduce_sum({"a": 1}) == {"a": 1}
-    assert reduction.mean(3) == 3
+    assert collectives.all_reduce_sum({"a": 1}) == {"a": 1}
+    assert collectives.mean(3) == 3
     groups.leave_group()
 
 
@@ -312,10 +315,10 @@ def test_broken_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_lazy_layers_are_refused(affine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "group_size", lambda: 2)
+    monkeypatch.setattr(gradient_sync, "group_size", lambda: 2)
     model = torch.nn.Sequential(torch.nn.LazyBatchNorm1d(affine=affine))
     with pytest.raises(FleetConfigError, match=r"'0\.\w+' of Sequential is lazy"):
-        parallel.make_data_parallel(model, parallel.BatchShares(), torch.device("cpu"))
+        gradient_sync.make_data_parallel(model, gradient_sync.BatchShares(), torch.device("cpu"))
 
 
 class OfTheirs(UserDict[str, Any]):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from optuna_fleet.trainer import calls, cuts, split_check, worlds
+from optuna_fleet.trainer import cuts, module_hooks, split_check, worlds
 from optuna_fleet.trainer.shares import BatchShares, Share
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.tracked import TrackedInt, plain, tracked
@@ -42,8 +42,8 @@ class Checked:
         self.check = SplitCheck(
             self.told.append, lambda _, text: self.remarks.append(text), self.shares
         )
-        calls.listen(self.check)
-        calls.watch(self.model.modules())
+        module_hooks.listen(self.check)
+        module_hooks.watch(self.model.modules())
 
     def batch(self, number: int, size: int = SIZE, last_size: int = SIZE) -> Any:
         generator = torch.Generator().manual_seed(number)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from optuna_fleet.executor.cluster.shares import cores_set_aside, pipeline_setup
+from optuna_fleet.executor.cluster.cores import cores_set_aside, pipeline_setup
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.resources import Device

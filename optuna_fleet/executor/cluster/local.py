@@ -12,10 +12,10 @@ from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.config import AgentOptions
+from optuna_fleet.executor.cluster.cores import cores_set_aside
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
 from optuna_fleet.executor.cluster.protocol import Options, Runner
-from optuna_fleet.executor.cluster.shares import cores_set_aside
 from optuna_fleet.executor.fleet_runner import FleetRunner
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import cpu_count

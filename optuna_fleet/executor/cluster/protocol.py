@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from optuna_fleet.alloc import Allocator
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.executor.summary import FleetSummary
-from optuna_fleet.executor.trials import Policy
+from optuna_fleet.executor.trials import PolicyRules
 from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.loop import Loop
@@ -23,7 +23,7 @@ class Options:
     pipeline: SharedPipeline | None
     devices: int | None
     device_type: str | None
-    policy: Policy
+    policy: PolicyRules
     allocator: Allocator
     checkpoints: Checkpoints
     checkpoint_dir: Path | None

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.trainer import calls
+from optuna_fleet.trainer import module_hooks
 from optuna_fleet.trainer.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
 from optuna_fleet.trainer.shares import BatchShares, Share
@@ -82,7 +82,7 @@ def attach(module: torch.nn.Module, shares: BatchShares) -> None:
     In a group of one it trains as if nothing had been done.
     """
     convert_batchnorm(module, shares)
-    calls.watch(module.modules())
+    module_hooks.watch(module.modules())
     _Reducer(module, shares)
 
 
