@@ -177,8 +177,7 @@ class Runtime:
         yield NodeLost(
             text=(
                 f"Node {node.name} was lost: {cause}"
-                + ("; another agent was started there. " if is_replaced else ". ")
-                + "The trials that flew there are run again from their last checkpoints."
+                + ("; another agent was started there." if is_replaced else ".")
             ),
             exits=tuple(TrainerExited(device=d, process=p, cause=cause) for d, p in dead.items()),
             devices=tuple(device.index for device in node.devices),

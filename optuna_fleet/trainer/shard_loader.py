@@ -184,10 +184,10 @@ class ShardLoader:
         is_shuffled = self._pipeline.is_shuffled(name)
         self._check_order(name, is_shuffled and not rolls)
         self._num_passes += 1
+        first, goes_on = self._within.first_step(movable=can_leave)
         if self._timed_pass is None and self._trains(is_shuffled):
             self._timed_pass = self._num_passes
-            self.stopwatch.start()
-        first, goes_on = self._within.first_step(movable=can_leave)
+            self.stopwatch.start()  # that of the run which a newcomer has joined by now
         if self._session.joins and self._position.is_inside:
             self._session.cannot_join("the epoch begins with another pass than at first")
         if goes_on:  # with the generator that the checkpoint has

@@ -6,6 +6,7 @@ end with the same records.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import logging
@@ -18,8 +19,10 @@ from typing import Any
 import optuna
 import torch
 import torch.nn.functional as F
+from optuna.exceptions import StorageInternalError
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
+from sqlalchemy.exc import OperationalError
 
 from optuna_fleet import Checkpoints, FleetExecutor, Limits, SharedPipeline, policies
 from optuna_fleet.alloc import EqualSplitAllocator
@@ -135,13 +138,15 @@ def _reach_gone(record: logging.LogRecord) -> bool:
 
 
 def _study(url: str) -> Any:
-    return optuna.create_study(
-        storage=open_storage(url),
-        study_name=STUDY,
-        sampler=ByNumber(),
-        pruner=optuna.pruners.ThresholdPruner(upper=1.25, n_warmup_steps=2),
-        load_if_exists=True,
-    )
+    while True:  # begun anew while the demon has the database locked, one would just try again
+        with contextlib.suppress(OperationalError, StorageInternalError):
+            return optuna.create_study(
+                storage=open_storage(url),
+                study_name=STUDY,
+                sampler=ByNumber(),
+                pruner=optuna.pruners.ThresholdPruner(upper=1.25, n_warmup_steps=2),
+                load_if_exists=True,
+            )
 
 
 def _fleet(checkpoints: str) -> FleetExecutor:

@@ -150,6 +150,12 @@ def test_on_equally_many_devices_it_goes_on_bit_for_bit(
     assert moved.trials[0].user_attrs["draws"] == alone.trials[0].user_attrs["draws"]
 
 
+def test_a_newcomer_may_join_a_run_whose_rate_is_measured(fleet: Any, tmp_path: Path) -> None:
+    script = {0: [Leg((0,), until_asked=True), Leg((0, 1), measure=True)]}
+    moved = run(fleet, script, tmp_path / "m", {0: {3}})
+    assert endings(moved) == ["yielded", "returned"]
+
+
 @pytest.mark.parametrize("wait", [True, False], ids=["at that step", "at any step"])
 def test_a_hundred_moves_within_epochs_change_nothing(
     fleet: Any, undisturbed: optuna.Study, tmp_path: Path, wait: bool
