@@ -35,7 +35,8 @@ class _Stopped:
         ranks: Those that wait, by device.
         can_join: Other ranks can join these.
         saving: The device whose rank writes a checkpoint, as the run can't go on where it is.
-        saved: What that has written.
+        is_written: That rank has, or never will.
+        saved: What it has written.
         due: The launch that waits, for that or for who joins.
     """
 
@@ -43,6 +44,7 @@ class _Stopped:
     ranks: dict[int, int] = field(default_factory=dict)
     can_join: bool = True
     saving: int | None = None
+    is_written: bool = False
     saved: CheckpointSaved | None = None
     due: Launch | None = None
 
@@ -165,10 +167,14 @@ class Handovers:
 
     def rank_ended(self, run: RunRecord, ended: Ended) -> None:
         """A rank has ended, and waits if it says so."""
-        if ended.waits:
-            stopped = self._stopped.setdefault(run.launch.number, _Stopped(run=run))
+        if not ended.waits:
+            return
+        stopped = self._stopped.setdefault(run.launch.number, _Stopped(run=run))
+        stopped.can_join &= ended.can_join
+        if stopped.saving is None:
             stopped.ranks[ended.device] = ended.rank
-            stopped.can_join &= ended.can_join
+        else:  # the others were told to leave before it had stopped
+            self._release(stopped, ended.device)
 
     def device_lost(self, device: int) -> Iterator[Start]:
         """A trainer has died; what waited for it alone begins."""
@@ -192,6 +198,7 @@ class Handovers:
 
     def _written(self, number: int) -> Iterator[Start]:
         """Nobody writes any more."""
+        self._stopped[number].is_written = True
         self._stopped[number].ranks.clear()
         yield from self._advance(number)
 
@@ -240,7 +247,7 @@ class Handovers:
             if is_ready is not False:
                 return
             self._save(stopped)
-        if stopped.ranks:
+        if not stopped.is_written:
             return
         self._leave_rehearsals(number)
         del self._stopped[number]
@@ -279,10 +286,12 @@ class Handovers:
         )
 
     def _save(self, stopped: _Stopped) -> None:
-        """Have one rank write a checkpoint, and all leave."""
+        """Have the first rank write a checkpoint, and all leave, as soon as they have stopped."""
         if stopped.saving is not None:
             return
-        stopped.saving = min(stopped.ranks, key=lambda device: stopped.ranks[device])
+        own, late = stopped.run.launch.devices, stopped.run.remaining()
+        stays = {rank for rank in stopped.run.stays if own[rank] in late}
+        stopped.saving = own[min(stays.union(stopped.ranks.values()))]
         for device in stopped.ranks:
             self._release(stopped, device)
 

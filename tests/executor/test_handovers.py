@@ -115,6 +115,26 @@ def test_who_needs_their_devices_waits_until_it_is_written(is_first: bool) -> No
     assert (start.follows, start.launch.checkpoint) == (None, "there")
 
 
+@pytest.mark.parametrize("is_first_late", [True, False])
+def test_a_rank_that_stops_late_leaves_as_the_others_do(is_first_late: bool) -> None:
+    fleet = Fleet(3, 1)
+    fleet.run.stays = (0, 1)
+    early, late = (1, 3) if is_first_late else (3, 1)
+    fleet.stop(early)
+    assert fleet.launch(early, number=2) == Start(launch=launch_on(early, number=2))
+    if not is_first_late:  # it may even be written by then
+        assert list(fleet.handovers.take(SAVED)) == []
+    fleet.stop(late)
+    assert fleet.told() == {3: True, 1: False}
+    if is_first_late:
+        assert fleet.launch(0) is None
+        (start,) = fleet.handovers.take(SAVED)
+    else:
+        start = fleet.launch(0)
+    assert start is not None
+    assert (start.follows, start.launch.checkpoint) == (None, "there")
+
+
 @pytest.mark.parametrize("how", ["dies", "fails"])
 def test_what_can_not_be_written_is_not_waited_for(how: str) -> None:
     fleet = stopped(3, 1)
