@@ -31,7 +31,7 @@ import numpy as np
 import optuna
 import torch
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.executor.cluster.agent.main import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
@@ -53,6 +53,7 @@ from optuna_fleet.wire.invitation import Invitation
 BATCH = 16
 STEP_S = 0.5  # on one node; long, or 24 processes do not share two cores
 FORWARD_LOOKING_S = 120.0  # of the trace
+CHECKPOINT_S = 60.0  # of the trace
 GRACE_S = 2.0  # from a node's notice to its kill
 PROFILED_STEPS = 12  # 6 to 24, by their length
 RESCALE_S = 0.2  # until it is measured
@@ -351,6 +352,7 @@ class Harvest:
                 pipeline,
                 policy=self.policy(policy),
                 cluster=HarvestCluster(mould),
+                checkpoints=Checkpoints(interval_s=CHECKPOINT_S / self.compression),
                 max_trials=self.max_trials,
             ) as fleet,
         ):
