@@ -64,7 +64,7 @@ def objective(trial: Any, trials: list[SimulatedTrial]) -> float:
     model, optimizer = trial.prepare(model, optimizer)
     for epoch in trial.epochs(MOST_EPOCHS):
         due = time.perf_counter()
-        for (x,) in trial.batches("train", batch_size=BATCH):
+        for (x,) in trial.batches("train", batch_size=BATCH, movable=True):
             model(x).square().mean().backward()
             optimizer.step()
             due += BATCH / spec.rates[trial.world_size - 1]
@@ -97,6 +97,7 @@ def simulated_s(trials: list[SimulatedTrial], policy: str, real: FleetSummary) -
         devices_per_node=NUM_DEVICES,
         policy=policy,
         lookahead=0,
+        movable=True,
         rules=Rules(
             profile_samples=PROFILED_STEPS * BATCH,
             decision_s=statistics.fmean(decision_s) if decision_s else 0.0,

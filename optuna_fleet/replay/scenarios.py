@@ -36,6 +36,8 @@ class EnsembleScenario:
         allocator: Instead of the policy's own.
         lookahead: Trials that may wait for devices while further ones are proposed, as if their
             models were known; None for all, 0 to propose and to probe as the executor does.
+        movable: Trials read ``trial.batches(..., movable=True)``: a policy that can moves them
+            within epochs.
         rules: How the world behaves; None for its defaults.
     """
 
@@ -48,6 +50,7 @@ class EnsembleScenario:
     widest_known: int | None = None
     allocator: Allocator | None = None
     lookahead: int | None = None
+    movable: bool = False
     rules: Rules | None = None
 
     def run(self) -> Outcome:
@@ -56,7 +59,7 @@ class EnsembleScenario:
         lookahead = len(self.trials) if self.lookahead is None else self.lookahead
         allocator = self.allocator or named.new_allocator(self.seed)
         policy = named.rules(lookahead=lookahead)
-        policy = replace(policy, moves_within_epochs=False)  # no trial says that it is movable
+        policy = replace(policy, moves_within_epochs=policy.moves_within_epochs and self.movable)
         fleet = self._fleet()
         profiles = believed_profiles(
             self.trials,
