@@ -33,6 +33,7 @@ NUM_TRIALS, NUM_DEVICES = 24, 16
 BATCH, STEPS = 16, 12
 MOST_EPOCHS = 40  # that a trial says it may take
 EPOCH_S = (0.3, 5.0)
+LATE_S = 0.02  # by which a step may be late by chance: no more, or moves would cost nothing
 PROFILED_STEPS = 12  # 6 to 24, by their length
 
 
@@ -55,6 +56,18 @@ def ensemble(seed: int) -> list[SimulatedTrial]:
     return trials
 
 
+class Pace:
+    """Has each step last as long as it would, what the last one was late by chance taken off."""
+
+    def __init__(self) -> None:
+        self._due = time.perf_counter()
+
+    def keep(self, step_s: float) -> None:
+        """Sleep for what is left of a step."""
+        self._due = max(self._due + step_s, time.perf_counter() - LATE_S)
+        time.sleep(max(0.0, self._due - time.perf_counter()))
+
+
 def objective(trial: Any, trials: list[SimulatedTrial]) -> float:
     """Trains next to nothing, and sleeps."""
     torch.set_num_threads(1)
@@ -62,13 +75,12 @@ def objective(trial: Any, trials: list[SimulatedTrial]) -> float:
     model = torch.nn.Linear(1, 1 + trial.number % NUM_TRIALS)  # a structure, so a rate, of its own
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = trial.prepare(model, optimizer)
+    pace = Pace()
     for epoch in trial.epochs(MOST_EPOCHS):
-        due = time.perf_counter()
         for (x,) in trial.batches("train", batch_size=BATCH, movable=True):
             model(x).square().mean().backward()
             optimizer.step()
-            due += BATCH / spec.rates[trial.world_size - 1]
-            time.sleep(max(0.0, due - time.perf_counter()))
+            pace.keep(BATCH / spec.rates[trial.world_size - 1])
         if epoch + 1 == spec.epochs:
             break
     return 0.0

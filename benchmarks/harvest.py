@@ -129,12 +129,12 @@ class Mould:
                 if not self._agents:  # or trials that are under way could never end
                     self._start(node, invitation, pipe)
             elif what == "join":
-                self._end(node, pipe)  # it has come back before its time was over
+                self._end(node, pipe)  # taken again before it had come back
                 self._start(node, invitation, pipe)
             elif what == "notice":
-                leaving[node] = by = began + time_s + GRACE_S
-                pipe.send(Departure(node=str(node), cause="it is taken", by=by))
-            elif leaving.get(node) == began + time_s:
+                leaving[node] = by = time_s + GRACE_S
+                pipe.send(Departure(node=str(node), cause="it is taken", by=began + by))
+            elif leaving.get(node) == time_s:
                 self._end(node, pipe)
         pipe.recv()  # the end
 
@@ -164,12 +164,15 @@ class Mould:
 
 
 def _orders(changes: Iterable[FleetChange]) -> Iterator[tuple[float, str, int]]:
+    """When which node does what; what comes at one moment is in alphabetical order."""
+    gone = dict[int, float]()
     for change in changes:
         for node in change.left:
+            gone[node] = change.time_s + GRACE_S
             yield change.time_s, "notice", node
-            yield change.time_s + GRACE_S, "leave", node
-        for node in change.joined:
-            yield change.time_s, "join", node
+            yield gone[node], "end", node
+        for node in change.joined:  # one that was taken for a moment has its time all the same
+            yield max(change.time_s, gone.get(node, 0.0)), "join", node
 
 
 @dataclass(frozen=True)
