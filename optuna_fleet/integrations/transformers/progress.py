@@ -58,7 +58,7 @@ class Progress:
             return
         trainer = self._trainer
         latest, total, last_logged = self._saved["losses"]
-        if trainer._fleet_trial.rank == 0:
+        if trainer.fleet_trial.rank == 0:
             trainer._tr_loss.fill_(latest)
             trainer._total_loss_scalar = total
         trainer._globalstep_last_logged = last_logged

@@ -76,9 +76,8 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
                 "`data_collator` was given to a Trainer on a fleet, but batches are made by the "
                 "pipeline: SharedPipeline(..., collate_fn=...)."
             )
-        self._fleet_trial = trial
+        self.fleet_trial = trial
         self._bounds = {"min_devices": min_devices, "max_devices": max_devices}
-        self._prepared: list[Any] = []
         self._epochs: Iterator[int] = iter(())
         self._parts: deque[Part] = deque()
         self._num_evaluated: Any = None
@@ -96,7 +95,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
             loss: What `compute_loss` has returned.
             num_items: How many labels it is the mean of.
         """
-        return self._fleet_trial.weighted(loss, num_items)
+        return self.fleet_trial.weighted(loss, num_items)
 
     # -- data -------------------------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
             )
         self._set_signature_columns_if_needed()
         return Loader(
-            self._fleet_trial,
+            self.fleet_trial,
             name,
             batch_size,
             drop_last=self.args.dataloader_drop_last,
@@ -149,7 +148,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         super()._init_training_state(*args, **kwargs)
         self._progress = Progress(self)
-        self._fleet_trial.prepare(self._progress)  # in a resumed trial it is restored here
+        self.fleet_trial.prepare(self._progress)  # in a resumed trial it is restored here
         self._progress.put_back_state()
         return self._progress.num_epochs, 0
 
@@ -160,17 +159,16 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         return model_and_loader
 
     def _prepare(self, *parts: Any) -> None:
-        known = self._prepared
+        known = self.fleet_trial._training._objects  # another Trainer may have the same model
         new = [part for part in parts if part is not None and all(part is not k for k in known)]
         if new:
-            known += new
-            self._fleet_trial.prepare(*new, **self._bounds)
+            self.fleet_trial.prepare(*new, **self._bounds)
 
     # -- epochs -----------------------------------------------------------------------------------
 
     def begin_epochs(self) -> None:
         """Trainer is about to begin with its epochs, or with what the trial has left of them."""
-        self._epochs = self._fleet_trial.epochs(self.state.num_train_epochs)
+        self._epochs = self.fleet_trial.epochs(self.state.num_train_epochs)
         next(self._epochs, None)
         self._progress.put_back_losses()
 
@@ -196,7 +194,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         loader = self.callback_handler.train_dataloader
         loader.shares.clear()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._fleet_trial.world_size == 1:
+        if self.fleet_trial.world_size == 1:
             return batches, num_items
         self._parts = deque(Part(share.weight) for share in loader.shares)
         if num_items is None:
@@ -206,13 +204,13 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
             * (share.local_size > 0)
             for batch, share in zip(batches, loader.shares, strict=True)
         ]
-        totals = self._fleet_trial.sum(counts)
+        totals = self.fleet_trial.sum(counts)
         self._parts = deque(map(Part.of_items, counts, totals))
         return batches, sum(totals)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """One backward pass; returns this rank's part of the trial's loss. See `Trainer`."""
-        if self._fleet_trial.world_size == 1:
+        if self.fleet_trial.world_size == 1:
             return super().training_step(model, inputs, num_items_in_batch)
         self._part = part = self._parts.popleft()
         if num_items_in_batch is not None:
@@ -237,7 +235,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         if num_items_in_batch is None:
             return found
         num_items = num_items_in_batch
-        if self._fleet_trial.world_size > 1:
+        if self.fleet_trial.world_size > 1:
             num_items = self._part.num_items
         loss, outputs = found if return_outputs else (found, None)
         loss = self.weighted(loss, num_items)
@@ -246,23 +244,23 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """See `Trainer`; its own losses are those of all ranks."""
         own = {name: logs[name] for name in ("loss", "train_loss") if name in logs}
-        if own and self.is_in_train and self._fleet_trial.world_size > 1:
-            logs.update(self._fleet_trial.sum(own))
+        if own and self.is_in_train and self.fleet_trial.world_size > 1:
+            logs.update(self.fleet_trial.sum(own))
         super().log(logs, *args, **kwargs)
 
     def store_flos(self) -> None:
         """See `Trainer`; those of all ranks."""
-        if self._fleet_trial.world_size > 1:
-            self.current_flos = self._fleet_trial.sum(self.current_flos)
+        if self.fleet_trial.world_size > 1:
+            self.current_flos = self.fleet_trial.sum(self.current_flos)
         super().store_flos()
 
     def _merge_losses(self) -> None:
         """Rank 0 has what all have added up: its state is that of the trial."""
-        if self._fleet_trial.world_size == 1:
+        if self.fleet_trial.world_size == 1:
             return
         own = [self._tr_loss.item(), self._total_loss_scalar]
-        latest, total = self._fleet_trial.sum(own)
-        is_first = self._fleet_trial.rank == 0
+        latest, total = self.fleet_trial.sum(own)
+        is_first = self.fleet_trial.rank == 0
         self._tr_loss.fill_(latest if is_first else 0.0)
         self._total_loss_scalar = total if is_first else 0.0
 
