@@ -20,11 +20,11 @@ def arguments_of(args: Any, rank: int) -> Any:
 
 def check_arguments(args: Any, trial: FleetTrial) -> None:
     """Raise an error for what is done by others on a fleet, or can't be done."""
-    if args.world_size > 1:
+    if (kind := getattr(args.distributed_state, "distributed_type", "NO")) != "NO":
         raise FleetConfigError(
-            f"Accelerate takes this process for one of {args.world_size}, as a launcher's "
-            "variables (LOCAL_RANK, WORLD_SIZE, PMI_SIZE, ...) are in its environment: start the "
-            "script without torchrun, `accelerate launch` or mpirun."
+            f"Accelerate takes this for one of several processes ({kind}), as variables of a launcher "
+            "(LOCAL_RANK, WORLD_SIZE, PMI_SIZE, ...) are in its environment: start the script "
+            "without torchrun, `accelerate launch` or mpirun."
         )
     if args.device.type != trial.device.type:
         raise FleetConfigError(
@@ -47,6 +47,7 @@ _OF_OTHERS = (
     ),
     ("auto_find_batch_size", False, "suggest the batch size"),
     ("train_sampling_strategy", "random", "the order is SharedPipeline(sampler=...)'s"),
+    ("include_num_input_tokens_seen", "no", "each device sees its own samples only"),
     ("deepspeed", None, _ONE_DEVICE),
     ("fsdp", None, _ONE_DEVICE),
     ("parallelism_config", None, _ONE_DEVICE),

@@ -64,6 +64,9 @@ class Progress:
         trainer._globalstep_last_logged = last_logged
         trainer._initial_global_step = 0
         trainer.args.eval_on_start = False  # it was done
+        history = trainer.state.log_history
+        if history and "train_loss" in history[-1]:
+            history.pop()  # all was done, and that is said once more
 
     def _callbacks(self) -> list[Any]:
         trainer = self._trainer
