@@ -22,9 +22,9 @@ def check_arguments(args: Any, trial: FleetTrial) -> None:
     """Raise an error for what is done by others on a fleet, or can't be done."""
     if (kind := getattr(args.distributed_state, "distributed_type", "NO")) != "NO":
         raise FleetConfigError(
-            f"Accelerate takes this for one of several processes ({kind}), as variables of a launcher "
-            "(LOCAL_RANK, WORLD_SIZE, PMI_SIZE, ...) are in its environment: start the script "
-            "without torchrun, `accelerate launch` or mpirun."
+            f"Accelerate takes this for one of several processes ({kind}), as there are variables "
+            "of a launcher in its environment (LOCAL_RANK, WORLD_SIZE, PMI_SIZE, ...): start the "
+            "script without torchrun, `accelerate launch` or mpirun."
         )
     if args.device.type != trial.device.type:
         raise FleetConfigError(
