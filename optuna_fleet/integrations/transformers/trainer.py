@@ -183,6 +183,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         if self.control.should_training_stop and not is_last:
             return
         self._merge_losses()
+        self.store_flos()
         # The trial leaves from here if it has to move. Where it has converged, it has no more.
         if next(self._epochs, None) is None:
             self.control.should_training_stop = True
