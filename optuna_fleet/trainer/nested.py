@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 def to_device(data: Any, device: torch.device) -> Any:
@@ -49,3 +50,12 @@ def _map_children(data: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*map(function, data))
     return type(data)(map(function, data)) if isinstance(data, (list, tuple)) else data
+
+
+def tensors_in(data: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested data, also in what is a mapping but no dict (of Transformers, say)."""
+    for leaf in pytree.tree_leaves(data):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from tensors_in(dict(leaf))

@@ -83,6 +83,8 @@ class SplitCheck:
         self._depth = 0
         self._num_batches = 0
         self._num_followed = 0
+        self._is_due = False  # to look at what comes next
+        self._is_ahead = False  # no module was called since a batch was handed out
         self._worlds: Worlds | None = None
         self._most_samples: int | None = None  # that worlds have the memory for
         self._stopped: list[Worlds] = []  # that are still to come off their thread's stack
@@ -105,9 +107,14 @@ class SplitCheck:
         is_enough = self._has_compared or self._num_followed >= _MOST_BATCHES
         if self._stopped or (worlds is not None and (worlds.is_over or is_enough)):
             self.close()
+        self._is_due |= self._num_batches in _STEPS
+        was_ahead, self._is_ahead = self._is_ahead, True
         if self._worlds is None:
-            if self._is_done or self._num_batches not in _STEPS or size < 2:
+            # Of batches that are fetched together, all are followed or none: their losses may be
+            # divided by the number of labels in all of them.
+            if self._is_done or not self._is_due or was_ahead or size < 2:
                 return
+            self._is_due = False
             self._worlds = Worlds(self._compare, self._fails, self._most_samples)
             self._num_followed, self._has_compared = 0, False
             self._worlds.start()
@@ -137,6 +144,7 @@ class SplitCheck:
     def enter(self, module: torch.nn.Module, inputs: Any) -> None:
         """See `module_hooks.Listener`."""
         self._depth += 1
+        self._is_ahead &= not torch.is_grad_enabled()
         is_open = self._depth == 1 or not self._shares.is_found
         if self._shares.follows and self._num_batches and is_open and torch.is_grad_enabled():
             sizes = self._shares.unclear(inputs)

@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
+
+from optuna_fleet.trainer.nested import tensors_in
 
 Owner = TypeVar("Owner")
 
@@ -76,8 +77,4 @@ class _Place(Generic[Owner]):
 
 
 def _dense(data: Any) -> Iterable[Tensor]:
-    return (
-        leaf
-        for leaf in pytree.tree_leaves(data)
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel()
-    )
+    return (leaf for leaf in tensors_in(data) if leaf.layout is torch.strided and leaf.numel())

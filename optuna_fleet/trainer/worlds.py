@@ -37,6 +37,7 @@ from optuna_fleet.trainer.cuts import (
     find_rows,
     twin_of,
 )
+from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import (
     are_alike,
     generators_now,
@@ -389,7 +390,7 @@ class Worlds(TorchFunctionMode):
 
 
 def _tensors(data: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(data) if isinstance(leaf, Tensor)]
+    return list(tensors_in(data))
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -33,7 +33,9 @@ PLAIN = (  # beside pytorch_checkpoint, which has a test of its own
     "pytorch_multi_objective",
     "pytorch_lightning_simple",
     "pytorch_ignite_simple",
+    "transformers_simple",
 )
+FLEET = ("pytorch_simple_fleet", "pytorch_lightning_fleet", "transformers_fleet")
 
 
 def run(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -76,7 +78,7 @@ def flown(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return fly
 
 
-@pytest.mark.parametrize("port", [*PLAIN, "pytorch_simple_fleet", "pytorch_lightning_fleet"])
+@pytest.mark.parametrize("port", [*PLAIN, *FLEET])
 def test_a_port_runs_on_a_fleet(flown: Any, port: str) -> None:
     trials = trials_of(flown(port))
     assert [trial.state for trial in trials] == 2 * [TrialState.COMPLETE]
@@ -209,6 +211,7 @@ def test_a_missing_package_is_named_in_one_line(nursery: Nursery, tmp_path: Path
         "lightning.pytorch:pytorch_lightning_simple",
         "ignite.engine:pytorch_ignite_simple",
         "optuna_integration:pytorch_distributed_simple",
+        "transformers:transformers_simple",
     )
     script = tmp_path / "missing.py"
     script.write_text(MISSING)
@@ -217,6 +220,7 @@ def test_a_missing_package_is_named_in_one_line(nursery: Nursery, tmp_path: Path
         "please: pip install lightning optuna-integration",
         "please: pip install pytorch-ignite optuna-integration",
         "please: pip install optuna-integration",
+        "please: pip install transformers accelerate datasets",
     ]
 
 
@@ -238,6 +242,7 @@ def changed_lines(before: str, after: str) -> tuple[int, int]:
         ("pytorch_simple", "pytorch_simple_fleet"),
         ("pytorch_distributed_simple", "pytorch_distributed_fleet"),
         ("pytorch_lightning_simple", "pytorch_lightning_fleet"),
+        ("transformers_simple", "transformers_fleet"),
     ],
 )
 def test_the_table_has_the_lines_that_differ(before: str, after: str) -> None:

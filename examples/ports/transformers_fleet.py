@@ -1,0 +1,71 @@
+"""Hugging Face's Trainer on several devices: a trial has as many as the fleet gives it.
+
+python examples/ports/transformers_fleet.py --trials 40
+
+Beside transformers_simple.py: a trial may use several devices, is checkpointed and resumed where
+its process dies, and all trials share one pipeline of data.
+"""
+
+import optuna
+from digits_data import parse_arguments, print_summary
+
+from optuna_fleet import FleetExecutor, SharedPipeline
+
+try:
+    import transformers
+    from transformers import DataCollatorWithPadding, TrainingArguments
+    from transformers_data import get_tokenizer, load_reviews, make_model
+
+    from optuna_fleet.integrations.transformers import FleetTrainer, PruningCallback
+except ImportError as error:
+    raise SystemExit(f"{error}; please: pip install transformers accelerate datasets") from None
+
+EPOCHS = 3
+
+
+def accuracy(predicted):
+    right = predicted.predictions.argmax(axis=1) == predicted.label_ids
+    return {"accuracy": right.mean()}
+
+
+def objective(trial):
+    transformers.logging.set_verbosity_error()  # a trial needs no banner
+    trainer = FleetTrainer(
+        trial,
+        model_init=lambda: make_model(trial.suggest_categorical("hidden", [16, 32])),
+        args=TrainingArguments(
+            output_dir=f"transformers_simple/{trial.number}",
+            learning_rate=trial.suggest_float("lr", 1e-4, 1e-1, log=True),
+            num_train_epochs=EPOCHS,
+            per_device_train_batch_size=32,
+            eval_strategy="epoch",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            log_level="error",
+        ),
+        train_dataset="train",
+        eval_dataset="val",
+        compute_metrics=accuracy,
+        callbacks=[PruningCallback(trial, "eval_accuracy")],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    return trainer.evaluate()["eval_accuracy"]
+
+
+def main():
+    arguments = parse_arguments(__doc__)
+    study = optuna.create_study(direction="maximize", storage=arguments.storage)
+    pipeline = SharedPipeline(
+        train=load_reviews(800, seed=0),
+        val=load_reviews(200, seed=1),
+        collate_fn=DataCollatorWithPadding(get_tokenizer()),
+    )
+    executor = FleetExecutor(pipeline, devices=arguments.devices)
+    study.optimize(objective, n_trials=arguments.trials, executor=executor)
+    print_summary(study)
+
+
+if __name__ == "__main__":
+    main()

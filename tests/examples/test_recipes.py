@@ -1,0 +1,123 @@
+"""The recipes of docs/recipes.md are run as they stand, on several devices and with a move."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tests.fleets
+from optuna_fleet import SharedPipeline
+from tests.fleets import Leg, Noise, fleet_of, small_model, small_pipeline
+
+TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+
+
+def make_model() -> Any:
+    torch.manual_seed(0)
+    return small_model()
+
+
+def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    model.train()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def evaluate(trial: Any, model: Any) -> float:
+    def loss(outputs: Any, labels: Any) -> Any:
+        return F.cross_entropy(outputs, labels, reduction="sum")
+
+    return tests.fleets.evaluate(trial, model, loss) / 20
+
+
+class SummaryWriter:
+    """Writes as TensorBoard's does, in lines."""
+
+    def __init__(self, folder: str, purge_step: int) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.path = Path(folder) / "events"
+        self.write(["purge", purge_step])
+
+    def write(self, line: list[Any]) -> None:
+        with self.path.open("a") as file:
+            print(json.dumps(line), file=file)
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.write([tag, value, step])
+
+    def flush(self) -> None:
+        pass
+
+
+def recipe(title: str, **names: Any) -> dict[str, Any]:
+    """The names that the code of a section defines."""
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", TEXT, re.S | re.M)
+    blocks = re.findall(r"```python\n(.*?)```", section, re.S)
+    found = {
+        "torch": torch,
+        "optuna": optuna,
+        "math": math,
+        "itertools": itertools,
+        "make_model": make_model,
+        "step": step,
+        "evaluate": evaluate,
+        "SharedPipeline": SharedPipeline,
+        "SummaryWriter": SummaryWriter,
+        **names,
+    }
+    exec("\n".join(blocks), found)
+    return found
+
+
+def flown(fleet: Any, objective: Any, *legs: Leg) -> list[float]:
+    fleet.script = {0: list(legs)}
+    study = optuna.create_study()
+    study.enqueue_trial({"strength": 0.25})
+    study.optimize(objective, n_trials=1, executor=fleet)
+    return list(study.trials[0].intermediate_values.values())
+
+
+@pytest.mark.parametrize(
+    ("title", "num_reports"),
+    [
+        ("The number of batches, for a scheduler", 4),
+        ("A number of steps instead of epochs", 3),
+        ("A fraction of the data as fidelity", 3),
+        ("Hyperparameters of the data", 4),
+    ],
+)
+def test_a_recipe_gives_the_same_anywhere(title: str, num_reports: int) -> None:
+    names = recipe(title)
+    make_pipeline = names.get("make_pipeline")
+    sets = (Noise(41, augment=True), Noise(20))
+    pipeline = make_pipeline(*sets) if make_pipeline else small_pipeline()
+    with fleet_of(devices=3, pipeline=pipeline) as fleet:
+        alone = flown(fleet, names["objective"], Leg((0,)))
+        assert len(alone) == num_reports
+        for legs in ([Leg((0, 1, 2))], [Leg((0, 1), 2), Leg((2,))]):
+            assert flown(fleet, names["objective"], *legs) == pytest.approx(alone, rel=1e-10)
+
+
+def test_what_a_writer_shows_after_a_move(tmp_path: Path) -> None:
+    objective = recipe("A TensorBoard writer", FOLDER=str(tmp_path))["objective"]
+    with fleet_of(devices=3) as fleet:
+        reported = flown(fleet, objective, Leg((0, 1), 2), Leg((2, 0)))
+    shown: dict[int, float] = {}
+    for line in (tmp_path / "0" / "events").read_text().splitlines():
+        match json.loads(line):
+            case ["purge", purged]:
+                shown = {at: value for at, value in shown.items() if at < purged}
+            case ["loss", value, at]:
+                assert at not in shown  # by one process only
+                shown[at] = value
+    assert list(shown.values()) == reported
