@@ -37,9 +37,6 @@ _logger = logging.getLogger(__name__)
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
-# Before torch 2.5 only the older kind of store takes a socket that listens already.
-_LIBUV_LISTENS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 5)
-
 _leaving: threading.Thread | None = None
 
 
@@ -82,7 +79,7 @@ def serve_store(host: str = "127.0.0.1") -> tuple[TCPStore, int]:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),  # the store closes it
-            use_libuv=_LIBUV_LISTENS,
+            use_libuv=False,  # that of older versions of torch (2.5) takes no socket
         )
     return store, port
 
