@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import tempfile
 from typing import Any
 
 import digits
@@ -20,7 +21,7 @@ def drawn(num_trials: int, seed: int) -> list[dict[str, Any]]:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
     for _ in range(num_trials):
         trial = study.ask()
-        digits.build_optimizer(trial, digits.build_model(trial))
+        space(trial)
     return [trial.params for trial in study.trials]
 
 
@@ -61,6 +62,10 @@ def by_optuna(trials: list[dict[str, Any]], num_epochs: int) -> list[float]:
     return [float(trial.value or 0) for trial in study.trials]
 
 
+def space(trial: optuna.Trial) -> None:
+    digits.build_optimizer(trial, digits.build_model(trial))
+
+
 def by_tune(trials: list[dict[str, Any]], num_epochs: int) -> list[float]:
     import ray
     from ray import tune
@@ -71,19 +76,17 @@ def by_tune(trials: list[dict[str, Any]], num_epochs: int) -> list[float]:
         trial = optuna.trial.FixedTrial(config)
         tune.report({"accuracy": train(trial, num_epochs)})
 
-    def space(trial: optuna.Trial) -> None:
-        digits.build_optimizer(trial, digits.build_model(trial))
-
-    ray.init(num_cpus=NUM_AT_ONCE, include_dashboard=False, log_to_driver=False)
+    ray.init(num_cpus=NUM_AT_ONCE, include_dashboard=False)
     search = OptunaSearch(space, metric="accuracy", mode="max", points_to_evaluate=trials)
-    tuner = tune.Tuner(
-        tune.with_resources(objective, {"cpu": 1}),
-        tune_config=tune.TuneConfig(
-            search_alg=ConcurrencyLimiter(search, NUM_AT_ONCE), num_samples=len(trials)
-        ),
-        run_config=tune.RunConfig(verbose=0),
-    )
-    results = tuner.fit()
+    with tempfile.TemporaryDirectory() as folder:
+        tuner = tune.Tuner(
+            tune.with_resources(objective, {"cpu": 1}),
+            tune_config=tune.TuneConfig(
+                search_alg=ConcurrencyLimiter(search, NUM_AT_ONCE), num_samples=len(trials)
+            ),
+            run_config=tune.RunConfig(verbose=0, storage_path=folder),
+        )
+        results = tuner.fit()
     ray.shutdown()
     return [float(result.metrics["accuracy"]) for result in results]
 
