@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import optuna
 
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.repeatable import repeatable
 
 
 class BackgroundSampler:
@@ -35,8 +36,12 @@ class BackgroundSampler:
 
     def start(self, trial: optuna.Trial) -> None:
         """Let the study's sampler propose the parameters of `trial`."""
-        self._sampling = self._pool.submit(compat.sample, self._study, trial)
+        self._sampling = self._pool.submit(self._sample, trial)
         self._sampling.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
+
+    def _sample(self, trial: optuna.Trial) -> None:
+        with repeatable(self._study, trial.number):
+            compat.sample(self._study, trial)
 
     def take(self) -> BaseException | None:
         """Wait until it is done; return what the sampler raised, if anything."""

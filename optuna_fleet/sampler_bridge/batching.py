@@ -65,10 +65,12 @@ def _next_is_given(trials: Sequence[FrozenTrial]) -> bool:
 def _wait_for_space(
     trials: Sequence[FrozenTrial], running: list[FrozenTrial], defined: Collection[int]
 ) -> str | None:
-    """The first trial defines the space that the sequence fills."""
-    if any(t.state in (TrialState.COMPLETE, TrialState.PRUNED) for t in trials):
+    """The first trial that is not from the queue defines the space that the sequence fills."""
+    ended = (t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED))
+    if not all(map(compat.is_from_queue, ended)):
         return None
-    if any(t.number in defined or t.intermediate_values for t in running):
+    first = [t for t in running if not compat.is_from_queue(t)]
+    if not first or any(t.number in defined or t.intermediate_values for t in first):
         return None
     return "the first trial defines the space of the others"
 

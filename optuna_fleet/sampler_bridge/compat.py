@@ -237,6 +237,11 @@ def base_sampler(sampler: BaseSampler) -> BaseSampler:
     return sampler
 
 
+def is_from_queue(trial: FrozenTrial) -> bool:
+    """Whether the user named parameters of the trial (`enqueue_trial`)."""
+    return "fixed_params" in trial.system_attrs
+
+
 def is_unsampled(trial: optuna.Trial, name: str) -> bool:
     """Whether suggesting this parameter makes the sampler propose parameters for the trial."""
     known = trial._cached_frozen_trial.distributions.keys() | trial._fixed_params.keys()

@@ -25,6 +25,7 @@ from optuna_fleet.exceptions import (
 )
 from optuna_fleet.sampler_bridge import choices, compat
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.repeatable import repeatable
 from optuna_fleet.wire.calls import Call
 from optuna_fleet.wire.packing import is_primitive, unpack
 
@@ -184,10 +185,13 @@ class Ledger:
                 "driver: ask in a callback, or optimize another study."
             )
         args, kwargs = unpack(call.arguments)
-        if call.name == "suggest_categorical" and choices.with_objects(args):
-            return choices.choose(self.study, trial, *args)
         attribute = getattr(targets[call.target], call.name)
-        return attribute if call.is_read else attribute(*args, **kwargs)
+        if not call.is_suggestion:
+            return attribute if call.is_read else attribute(*args, **kwargs)
+        with repeatable(self.study, number, _parameter(args, kwargs)):
+            if call.name == "suggest_categorical" and choices.with_objects(args):
+                return choices.choose(self.study, trial, *args)
+            return attribute(*args, **kwargs)
 
     def unsampled(self, number: int, call: Call) -> optuna.Trial | None:
         """The trial, if this call makes the sampler propose its parameters."""
@@ -195,10 +199,8 @@ class Ledger:
             return None
         if number not in self._proposals.unfinished():  # a late call: `carry_out` will say so
             return None
-        args, kwargs = unpack(call.arguments)
-        name = args[0] if args else kwargs.get("name")
         trial = self._proposals[number]
-        return trial if compat.is_unsampled(trial, name) else None
+        return trial if compat.is_unsampled(trial, _parameter(*unpack(call.arguments))) else None
 
     def report(self, number: int, value: float, step: int) -> None:
         """Store what a trial reports, but for what it reports again since it is run again.
@@ -207,6 +209,7 @@ class Ledger:
             Exception: Whatever Optuna raises.
         """
         if step not in self._replayed.get(number, ()):
+            self._proposals.note_defined(number)
             compat.forget_cached_trials(self.study)
             self._proposals[number].report(value, step)
 
@@ -358,3 +361,8 @@ class Ledger:
         else:
             message = str(problem) if error is None else shown(error)
             compat.log_failed(trial, message, value, error)
+
+
+def _parameter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The name in the arguments of a suggestion."""
+    return str(args[0] if args else kwargs.get("name", ""))

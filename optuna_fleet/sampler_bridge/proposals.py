@@ -12,6 +12,11 @@ from optuna_fleet.events import Event, ProposalDelayed, ProposalsExhausted, Tria
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.batching import is_limited, reason_to_wait
 from optuna_fleet.sampler_bridge.ownership import TrialOwnership
+from optuna_fleet.sampler_bridge.repeatable import (
+    note_space,
+    repeatable_cell,
+    why_not_repeatable,
+)
 
 _NO_LIMIT = 2**31
 
@@ -43,7 +48,8 @@ class Proposals:
         self._trials: dict[int, optuna.Trial] = {}
         self._heartbeats: dict[int, compat.Heartbeat] = {}
         self._defined: set[int] = set()
-        self._reasons: set[str] = set()
+        self._remarks: set[str] = set()
+        self._unrepeatable = why_not_repeatable(study.sampler)
         self._is_delayed = False
         self._adopted: deque[int] = deque()
         self._checkpoints: dict[int, str] = {}
@@ -117,14 +123,22 @@ class Proposals:
         reason = reason_to_wait(
             study.sampler, study.pruner, compat.trials_of(study), self._trials, self._defined
         )
-        if reason is not None and reason not in self._reasons:
-            self._reasons.add(reason)
-            compat.fleet_logger.info(f"{type(study.sampler).__name__}: {reason}.")
+        if reason is not None:
+            self._say(reason)
         return reason is not None
 
+    def _say(self, remark: str) -> None:
+        """Tell the user something of the sampler, once."""
+        if remark not in self._remarks:
+            self._remarks.add(remark)
+            name = type(compat.base_sampler(self._study.sampler)).__name__
+            compat.fleet_logger.info(f"{name}: {remark}.")
+
     def note_defined(self, number: int) -> None:
-        """The trial has suggested its parameters: it asks for data."""
-        self._defined.add(number)
+        """The trial has suggested its parameters: it asks for data, or reports."""
+        if number not in self._defined:
+            self._defined.add(number)
+            note_space(self._study, compat.frozen(self._study, self._trials[number]))
 
     def reconsider_stop(self) -> None:
         """A sampler has just called `Study.stop`: one by brute force may have been too early.
@@ -153,8 +167,11 @@ class Proposals:
         if self._is_spent():
             return None
         compat.fail_stale_trials(self._study)
-        trial = self._study.ask() if self._ownership is None else self._ownership.ask()
+        with repeatable_cell(self._study):
+            trial = self._study.ask() if self._ownership is None else self._ownership.ask()
         self._asked += 1
+        if self._trials and self._unrepeatable:
+            self._say(self._unrepeatable)
         self._enter(trial)
         return trial.number
 

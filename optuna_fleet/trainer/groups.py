@@ -39,6 +39,12 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 _leaving: threading.Thread | None = None
 
+# Before torch 2.7 a group ends when its last reference does: it then waits for its threads and
+# keeps the interpreter's lock, which one of them may still want. By the time that the next group
+# is left it does not.
+_CAN_SHUT_DOWN = hasattr(dist.ProcessGroup, "shutdown")
+_kept: list[dist.ProcessGroup] = []
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
@@ -79,6 +85,7 @@ def serve_store(host: str = "127.0.0.1") -> tuple[TCPStore, int]:
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),  # the store closes it
+            use_libuv=False,  # that of older versions of torch (2.5) takes no socket
         )
     return store, port
 
@@ -162,8 +169,10 @@ def _leave_aside() -> None:
 
     Gloo waits for 10 ms per peer there, which is most of the time that a regrouping takes.
     """
-    global _leaving
+    global _leaving, _kept
     groups = list(dist.distributed_c10d._world.pg_names)
+    if not _CAN_SHUT_DOWN:
+        groups, _kept = _kept, groups
     _forget_group()
     wait_until_left()
     thread = threading.Thread(

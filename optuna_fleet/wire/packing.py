@@ -205,9 +205,12 @@ def unpack_objective(data: bytes, resolve: Callable[[str], Any]) -> Any:
     Raises:
         Exception: It can't be unpickled here.
     """
-    unpickler = pickle.Unpickler(io.BytesIO(data))
-    unpickler.persistent_load = resolve  # type: ignore[method-assign]
-    objective = unpickler.load()
+
+    class ObjectiveUnpickler(pickle.Unpickler):
+        def persistent_load(self, name: Any) -> Any:
+            return resolve(name)
+
+    objective = ObjectiveUnpickler(io.BytesIO(data)).load()
     _become_main(objective)
     return objective
 

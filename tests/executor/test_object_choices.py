@@ -147,8 +147,13 @@ def pick_mixed(trial: Any) -> float:
     return float([type(choice) for choice in MIXED].index(type(chosen)))
 
 
+class InTurn(optuna.samplers.RandomSampler):
+    def sample_independent(self, study: Any, trial: Any, name: str, distribution: Any) -> Any:
+        return distribution.choices[trial.number % len(distribution.choices)]
+
+
 def test_among_objects_others_are_chosen_as_by_optuna(fleet: Any) -> None:
-    study, plain = random_study(), random_study()
+    study, plain = (optuna.create_study(sampler=InTurn()) for _ in range(2))
     fleet.script = {number: [Leg((0,))] for number in range(12)}  # one by one
     study.optimize(pick_mixed, n_trials=12, executor=fleet)
     plain.optimize(pick_mixed, n_trials=12)

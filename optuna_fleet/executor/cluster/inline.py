@@ -21,12 +21,13 @@ from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.calls import RankCall, Reply
-from optuna_fleet.wire.messages import Remark, RunTrial
+from optuna_fleet.wire.messages import FirstBatchRequested, Remark, RunTrial
 
 
 class InlineCluster:
@@ -57,7 +58,7 @@ class InlineRunner:
         while (number := loop.proposals.ask()) is not None:
             trial_id = compat.id_of(loop.proposals[number])
             run = _order(number, trial_id, options.seed, loop)
-            session = _InlineSession(run, calls, evaluator, replies)
+            session = _InlineSession(run, calls, evaluator, replies, loop.proposals)
             value, error = None, None
             try:
                 value = _run(func, session, options.pipeline)
@@ -134,6 +135,7 @@ class _InlineSession(Session):
         calls: CallHandler,
         evaluator: EpochEvaluator,
         replies: deque[Reply],
+        proposals: Proposals,
     ) -> None:
         super().__init__(None, run)
         number = run.number
@@ -144,9 +146,12 @@ class _InlineSession(Session):
         self._calls = calls
         self._evaluator = evaluator
         self._replies = replies
+        self._proposals = proposals
 
     def send(self, message: Any) -> None:
         """Have it answered at once; nothing else needs to be told."""
+        if isinstance(message, FirstBatchRequested):
+            self._proposals.note_defined(self.run.number)
         if not isinstance(message, RankCall | Remark):
             return
         if self._calls.take(self._record, message) is not None:

@@ -1,0 +1,88 @@
+"""The code of the documentation: what a user would paste is run, all of it is Python."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import torch.nn.functional as F
+
+import optuna_fleet
+from tests.fleets import Noise, small_model
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Who imports `FleetExecutor` gets one that runs the trials in this process."""
+
+    def executor(pipeline: Any = None, **_: Any) -> Any:
+        return optuna_fleet.executor.fleet_executor.FleetExecutor(pipeline, cluster="inline")
+
+    monkeypatch.setattr(optuna_fleet, "FleetExecutor", executor)
+    return executor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_all_code_is_python(page: Path) -> None:
+    for block in blocks(page):
+        ast.parse(block)
+
+
+@pytest.mark.usefixtures("inline")
+def test_the_quickstart_runs() -> None:
+    (script,) = blocks(ROOT / "docs" / "index.md")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(script, names)
+    assert len(names["study"].trials) == 8
+    assert 0 <= names["study"].best_value <= 1
+
+
+def build(trial: Any) -> tuple[Any, Any]:
+    model = small_model()
+    lr = trial.suggest_float("lr", 1e-3, 1e-1)
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def step(model: Any, optimizer: Any, x: Any, y: Any) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def num_correct(model: Any, x: Any, y: Any) -> int:
+    with torch.no_grad():
+        return int((model(x).argmax(1) == y).sum())
+
+
+@pytest.mark.parametrize("page", ["from_dataloader", "from_ddp"])
+def test_what_becomes_of_other_code_runs(page: str, inline: Any) -> None:
+    _, after = blocks(ROOT / "docs" / f"{page}.md")
+    study = optuna.create_study(direction="maximize")
+    names = {
+        "SharedPipeline": optuna_fleet.SharedPipeline,
+        "FleetExecutor": inline,
+        "study": study,
+        "train_set": Noise(41, augment=True),
+        "val_set": Noise(20),
+        **{used.__name__: used for used in (build, step, num_correct)},
+    }
+    exec(after.replace("n_trials=100", "n_trials=2"), names)
+    assert all(0 <= trial.values[0] <= 1 for trial in study.trials)
+    assert len(study.trials) == 2
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(page.name for page in PAGES[1:])
