@@ -78,6 +78,10 @@ class FleetRunner:
             used = driver.pipeline_log.finish(report, time.time()) if report else None
             self.summary = driver.tally.summary(used)
             compat.fleet_logger.info(str(self.summary))
+        except KeyboardInterrupt as interrupt:
+            # Where we waited says nothing to whom a notebook would show each of these lines; and
+            # what it keeps of a traceback would keep the executor and its processes.
+            raise interrupt.with_traceback(None)  # noqa: B904 - the same
         finally:
             if not driver.has_freed_devices:
                 self.close()

@@ -195,6 +195,16 @@ def set_study_record(study: optuna.Study, key: str, value: Any) -> None:
     study._storage.set_study_system_attr(study._study_id, key, value)
 
 
+def try_study_record(study: optuna.Study, key: str, value: Any) -> bool:
+    """Store a record that may be missing, without waiting for a storage that is gone."""
+    storage: Any = getattr(study._storage, "itself", study._storage)
+    try:
+        storage.set_study_system_attr(study._study_id, key, value)
+    except Exception:
+        return False
+    return True
+
+
 def study_records(study: optuna.Study, prefix: str) -> list[Any]:
     """Our records of the study whose keys begin like this."""
     records = study._storage.get_study_system_attrs(study._study_id)
