@@ -65,11 +65,9 @@ class Browser:
         self.wait_for("Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression in the page; in the next one, where this one goes."""
-        while True:
-            answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
-            if "value" in answer.get("result", {}):
-                return answer["result"]["value"]
+        """The value of an expression in the page; None where that goes away."""
+        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
+        return answer.get("result", {}).get("value")
 
     def screenshot(self) -> bytes:
         """The page as PNG, base64-encoded."""

@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,9 @@ from tests.executor.storage_servers import Postgres, has_postgres
 START = 1.7e9
 
 
-def add_trial(study: Any, state: TrialState, value: float | None = None, **more: Any) -> int:
+def add_trial(
+    study: Any, state: TrialState, value: float | None = None, *, began: float = 0.0, **more: Any
+) -> int:
     trial = optuna.create_trial(
         state=state,
         value=value,
@@ -44,6 +48,7 @@ def add_trial(study: Any, state: TrialState, value: float | None = None, **more:
         distributions={"lr": FloatDistribution(0, 1)},
         **more,
     )
+    trial.datetime_start = datetime.fromtimestamp(START + began)
     study.add_trial(trial)
     return len(study.trials) - 1
 
@@ -88,6 +93,7 @@ def fill(study: Any) -> None:
         start=START + 30,
         epochs_done=2,
         max_epochs=4,
+        epoch_s=5.0,
         samples_per_s=12345.6,
     )
     plain = RunState(trial=running + 1, devices=(3,), start=START + 35)
@@ -115,8 +121,8 @@ def test_it_sees_who_is_where_and_who_waits(study: optuna.Study) -> None:
     assert places == {3: [("n1", 0), ("n1", 1)], 4: [("n2", 3)]}
     assert [device.number for device in snapshot.idle] == [2]
     wide, plain = snapshot.runs
-    assert (wide.for_s, wide.share, wide.samples_per_s, wide.value) == (10, 0.5, 12345.6, 0.5)
-    assert (plain.for_s, plain.share, plain.samples_per_s, plain.value) == (5, None, None, None)
+    assert (wide.for_s, wide.left_s, wide.samples_per_s, wide.value) == (10, 10, 12345.6, 0.5)
+    assert (plain.for_s, plain.left_s, plain.samples_per_s, plain.value) == (5, None, None, None)
     assert (snapshot.waiting, snapshot.elsewhere, snapshot.num_to_come) == ((5,), (), 8)
     assert [trial.number for trial in snapshot.best] == [1]
     assert [(trial.number, trial.widths) for trial in snapshot.recent] == [
@@ -124,6 +130,12 @@ def test_it_sees_who_is_where_and_who_waits(study: optuna.Study) -> None:
         (1, (2,)),
         (0, (1,)),
     ]
+
+
+def test_a_trial_that_has_begun_since_the_driver_wrote_is_nowhere_yet(study: Any) -> None:
+    add_trial(study, TrialState.RUNNING, began=39.5)
+    add_trial(study, TrialState.RUNNING, began=38.5)
+    assert at(study, 40).elsewhere == (7,)
 
 
 def test_a_trial_that_has_ended_since_the_driver_wrote_is_on_no_device() -> None:
@@ -245,7 +257,7 @@ def test_who_is_under_way_takes_as_long_as_those_that_took_longer() -> None:
 
 
 def test_nobody_takes_longer_than_its_epochs() -> None:
-    half = UnderWay(spent_s=10, num_devices=1, share=0.5)
+    half = UnderWay(spent_s=10, num_devices=1, left_s=10)
     assert forecast(half, ended=[]) == 110
     assert forecast(half, ended=[1000]) == 110
     assert forecast(half, ended=[], num_to_come=2) == 100 + (10 + 2 * 20) / 2
@@ -458,26 +470,34 @@ def test_a_page_that_can_not_be_written_is_told_of(tmp_path: Path, capsys: Any) 
     assert "can't be written: No such file or directory" in capsys.readouterr().err
 
 
+_SHOWN = """document.readyState == "complete" && JSON.stringify([
+    [...document.querySelectorAll("dt,dd,h2,th,td")].map(e => e.textContent),
+    document.getElementById("age").textContent])"""
+
+
+def shown(browser: Browser) -> tuple[list[str], str]:
+    """Facts and cells; and what the page says of its age."""
+    while not (found := browser.evaluate(_SHOWN)):  # it loads itself anew just now
+        browser.wait_for("Page.loadEventFired")
+    cells, age = json.loads(found)
+    return cells, age
+
+
 @pytest.mark.skipif(not has_browser(), reason="no Chromium")
 def test_a_browser_shows_the_page_and_loads_it_anew(study: optuna.Study, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-
-    def shown(browser: Browser) -> list[str]:
-        script = "[...document.querySelectorAll('dt,dd,h2,th,td')].map(e => e.textContent)"
-        return list(json.loads(browser.evaluate(f"JSON.stringify({script})")))
-
     first = view_of(at(study, 40))
     path.write_text(page(first, START, 0.2))
     with Browser() as browser:
         browser.open(path.as_uri())
-        assert shown(browser) == cells_of(first)
-        age = browser.evaluate("document.getElementById('age').textContent")
+        cells, age = shown(browser)
+        assert cells == cells_of(first)
         assert re.fullmatch(r": \d+ s old\. Does `optuna-fleet top` still run\?", age)
         note(study, 50, ending="done", n_trials=14, num_asked=6)
         second = view_of(at(study, 60))
-        (tmp_path / "next").write_text(page(second, START, 0.2))
-        os.replace(tmp_path / "next", path)
-        while shown(browser) != cells_of(second):
-            browser.wait_for("Page.loadEventFired")
         assert cells_of(first) != cells_of(second)
+        (tmp_path / "next").write_text(page(second, time.time(), 0.2))
+        os.replace(tmp_path / "next", path)
+        while shown(browser)[0] != cells_of(second):
+            browser.wait_for("Page.loadEventFired")
         assert browser.errors == []

@@ -25,6 +25,7 @@ class _Pace:
     run: RunState
     samples_per_epoch: float = 0.0
     epoch_began: float | None = None
+    has_done_one: bool = False  # on these devices
 
 
 class CallLog:
@@ -77,10 +78,13 @@ class CallLog:
         """A trial has done an epoch: so fast it is, evaluation and waiting for data included."""
         pace, now = self._paces[number], self._clock()
         pace.run = replace(pace.run, epochs_done=epochs_done)
-        if pace.epoch_began is not None and pace.samples_per_epoch:
-            rate = pace.samples_per_epoch / max(now - pace.epoch_began, 1e-9)
+        if pace.epoch_began is not None:
+            epoch_s = max(now - pace.epoch_began, 1e-9)
+            rate = pace.samples_per_epoch / epoch_s or None
             pace.run = replace(pace.run, samples_per_s=rate)
-        pace.epoch_began = now
+            if pace.has_done_one:
+                pace.run = replace(pace.run, epoch_s=epoch_s)
+        pace.epoch_began, pace.has_done_one = now, True
 
     def done(self, number: int) -> None:
         """A trial is done."""

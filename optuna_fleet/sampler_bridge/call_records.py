@@ -22,6 +22,7 @@ class RunState:
         start: When it was launched there, seconds since the epoch.
         epochs_done: Epochs that it is known to have done, since its beginning.
         max_epochs: Epochs of the loop it is in; None if it does not say.
+        epoch_s: What its last epoch took there; None before the second, as the first is slower.
         samples_per_s: How fast it trains there; None while that is not known.
     """
 
@@ -30,6 +31,7 @@ class RunState:
     start: float
     epochs_done: int = 0
     max_epochs: int | None = None
+    epoch_s: float | None = None
     samples_per_s: float | None = None
 
 

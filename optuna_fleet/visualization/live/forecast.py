@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ class UnderWay:
     Attributes:
         spent_s: Device seconds that it has had.
         num_devices: How many it is on.
-        share: How much of its epochs it has done, from 0 to 1; None if that is not known.
+        left_s: Device seconds that its other epochs take, as far as is known; it may be pruned.
     """
 
     spent_s: float
     num_devices: int
-    share: float | None = None
+    left_s: float | None = None
 
 
 def expected_end(
@@ -41,7 +42,7 @@ def expected_end(
         num_devices: Devices that are there.
         deadline: When no further trial is begun, in the same seconds; None if nobody says.
     """
-    known = [*ended] or [one.spent_s / one.share for one in under_way if one.share]
+    known = [*ended] or [one.spent_s + one.left_s for one in under_way if one.left_s is not None]
     if not known or not num_devices or (num_to_come is None and deadline is None):
         return None
     left = [_left_s(one, ended) for one in under_way]
@@ -57,8 +58,8 @@ def expected_end(
 
 def _left_s(one: UnderWay, ended: Sequence[float]) -> float:
     """Device seconds that a trial will still take: like those that took longer, or to its end."""
-    whole_s = one.spent_s / one.share if one.share else None
-    longer = [s if whole_s is None else min(s, whole_s) for s in ended if s > one.spent_s]
+    most_s = math.inf if one.left_s is None else one.left_s
+    longer = [min(s - one.spent_s, most_s) for s in ended if s > one.spent_s]
     if longer:
-        return statistics.mean(longer) - one.spent_s
-    return 0.0 if whole_s is None else whole_s - one.spent_s
+        return statistics.mean(longer)
+    return 0.0 if one.left_s is None else one.left_s

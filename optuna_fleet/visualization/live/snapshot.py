@@ -53,6 +53,7 @@ class Run:
         for_s: For how long it has been there.
         epochs_done: Epochs that it has done.
         max_epochs: Of how many; None if that is not known.
+        epoch_s: What an epoch takes; None if that is not known.
         samples_per_s: How fast it trains; None if that is not known.
         value: What it reported last; None without a report.
         params: Its parameters.
@@ -63,14 +64,17 @@ class Run:
     for_s: float
     epochs_done: int
     max_epochs: int | None
+    epoch_s: float | None
     samples_per_s: float | None
     value: float | None
     params: Mapping[str, Any]
 
     @property
-    def share(self) -> float | None:
-        """How much of its epochs it has done; None if that is not known."""
-        return self.epochs_done / self.max_epochs if self.max_epochs else None
+    def left_s(self) -> float | None:
+        """Seconds that its other epochs take; None if that is not known."""
+        if self.max_epochs is None or self.epoch_s is None:
+            return None
+        return self.epoch_s * max(0, self.max_epochs - self.epochs_done)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +112,7 @@ class Snapshot:
         best: The best trial; of several objectives, all that no other is better than.
         devices: Those that are there.
         runs: Who is on them, by trial.
-        waiting: Trials that have begun, or were asked for, and have no devices now.
+        waiting: Trials that were asked for and have no devices now.
         elsewhere: RUNNING trials of no call that is known to run: another process has them, or a
             dead one had.
         num_to_come: Trials that are still to be asked for; None where nobody says.
@@ -157,6 +161,8 @@ def snapshot_of(study: optuna.Study, now: float) -> Snapshot:
         if state.trial in running
     ]
     waiting = {n for call in calls for n in call.waiting if n in running}
+    noted = max((call.noted for call in calls), default=None)
+    new = {n for n in running if noted is not None and _started(trials[n]) > noted}
     ended = {
         n: _ended(trial, flights.get(n, ()))
         for n, trial in trials.items()
@@ -167,13 +173,13 @@ def snapshot_of(study: optuna.Study, now: float) -> Snapshot:
         time=now,
         condition=_condition(trials, flights, calls, now),
         began=min((call.began for call in calls), default=None),
-        noted=max((call.noted for call in calls), default=None),
+        noted=noted,
         states=Counter(trial.state for trial in trials.values()),
         best=tuple(ended[n] for n in _best(study)),
         devices=tuple(device for known in there.values() for device in known.values()),
         runs=tuple(sorted(runs, key=lambda run: run.number)),
         waiting=tuple(sorted(waiting)),
-        elsewhere=tuple(sorted(running - waiting - {run.number for run in runs})),
+        elsewhere=tuple(sorted(running - waiting - {run.number for run in runs} - new)),
         num_to_come=_num_to_come(calls),
         recent=tuple(ended[n] for n in _last_ended(trials.values())),
     )
@@ -185,6 +191,10 @@ def snapshot_of(study: optuna.Study, now: float) -> Snapshot:
 
 def _known_until(call: CallState, now: float) -> float:
     return now if _is_alive(call, now) else call.noted
+
+
+def _started(trial: FrozenTrial) -> float:
+    return 0.0 if trial.datetime_start is None else trial.datetime_start.timestamp()
 
 
 def _is_alive(call: CallState, now: float) -> bool:
@@ -236,6 +246,7 @@ def _run(state: RunState, trial: FrozenTrial, there: Mapping[int, Device], until
         for_s=max(0.0, until - state.start),
         epochs_done=state.epochs_done,
         max_epochs=state.max_epochs,
+        epoch_s=state.epoch_s,
         samples_per_s=state.samples_per_s,
         value=values[max(values)] if values else None,
         params=trial.params,
@@ -287,15 +298,20 @@ def _expected_end(
     ended: Iterable[int],
 ) -> float | None:
     deadlines = [call.began + call.timeout for call in calls if call.timeout is not None]
-    waiting = [(n, 0.0, 1, None) for n in snapshot.waiting]
-    flying = [(r.number, r.for_s * len(r.devices), len(r.devices), r.share) for r in snapshot.runs]
+    under_way = [UnderWay(spent_s=spent.get(n, 0.0), num_devices=1) for n in snapshot.waiting]
+    for run in snapshot.runs:
+        width, left_s = len(run.devices), run.left_s
+        under_way.append(
+            UnderWay(
+                spent_s=spent.get(run.number, 0.0) + run.for_s * width,
+                num_devices=width,
+                left_s=None if left_s is None else left_s * width,
+            )
+        )
     return expected_end(
         snapshot.time,
         ended=[spent[n] for n in ended if n in spent],
-        under_way=[
-            UnderWay(spent_s=spent.get(n, 0.0) + now_s, num_devices=width, share=share)
-            for n, now_s, width, share in (*flying, *waiting)
-        ],
+        under_way=under_way,
         num_to_come=snapshot.num_to_come,
         num_devices=len(snapshot.devices),
         deadline=max(deadlines) if len(deadlines) == len(calls) else None,
