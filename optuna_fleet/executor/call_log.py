@@ -96,16 +96,18 @@ class CallLog:
         """When `note` has to be called at the latest, by the clock."""
         return [self._due]
 
-    def note(self, on_devices: Iterable[int], asked: Collection[int], num_asked: int) -> None:
-        """Write down how it goes, if it is time to.
+    def note(self, on_devices: Iterable[int], asked: Collection[int], num_asked: int) -> bool:
+        """Write down how it goes, if it is time to; say whether it was.
 
         Args:
             on_devices: Trials that are on devices.
             asked: Trials that were asked for and are not done.
             num_asked: Number of trials that were asked for at all.
         """
-        if self._clock() >= self._due:
+        is_due = self._clock() >= self._due
+        if is_due:
             self._write(on_devices, asked, num_asked)
+        return is_due
 
     def end(self, ending: str, num_asked: int) -> None:
         """The call is over; see `CallState.ending`."""

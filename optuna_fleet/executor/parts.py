@@ -100,6 +100,9 @@ class Parts:
 
     def note_call(self) -> None:
         """Tell the study how the call is getting on, if it is time to."""
-        flying = {run.launch.number for run in self.runs.values()}
+        launches = [run.launch for run in self.runs.values()]
+        flying = {launch.number for launch in launches}
         proposals = self.proposals
-        self.call_log.note(flying, proposals.unfinished(), proposals.num_asked)
+        if self.call_log.note(flying, proposals.unfinished(), proposals.num_asked):
+            num_devices = sum(len(launch.devices) for launch in launches)
+            self.ledger.show_under_way(len(flying), num_devices)

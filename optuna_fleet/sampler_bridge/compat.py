@@ -35,6 +35,12 @@ fleet_logger = optuna.logging.get_logger("optuna.fleet")
 ProgressBar = _ProgressBar
 
 
+def show_beside_bar(bar: ProgressBar, text: str) -> None:
+    """Show a few words behind the bar, where it has nothing there itself."""
+    if bar._is_valid and bar._timeout is None:
+        bar._progress_bar.set_postfix_str(text)
+
+
 def enter_loop(study: optuna.Study) -> None:
     """Mark this thread as optimizing `study`.
 

@@ -254,6 +254,11 @@ class Ledger:
             key = DEVICES_KEY.format(began=self.began, index=index)
             compat.set_study_record(self.study, key, [asdict(span) for span in few])
 
+    def show_under_way(self, num_trials: int, num_devices: int) -> None:
+        """Show in the progress bar what is at work: it may be long until a trial ends."""
+        text = f"{num_trials} trials on {num_devices} devices"
+        compat.show_beside_bar(self._progress_bar, text)
+
     def record_span(self, span: PipelineSpan) -> None:
         """Store what the pipeline did with the study; a record each too."""
         key = PIPELINE_KEY.format(began=self.began, index=self._num_spans)
