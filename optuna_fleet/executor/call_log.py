@@ -93,28 +93,22 @@ class CallLog:
     # -- the record -------------------------------------------------------------------------------
 
     def soonest(self) -> list[float]:
-        """When `note` has to be called at the latest, by the clock."""
+        """When it is time to, by the clock."""
         return [self._due]
 
-    def note(self, on_devices: Iterable[int], asked: Collection[int], num_asked: int) -> bool:
-        """Write down how it goes, if it is time to; say whether it was.
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to."""
+        return self._clock() >= self._due
+
+    def note(self, on_devices: Iterable[int], asked: Collection[int], num_asked: int) -> None:
+        """Write down how it goes.
 
         Args:
             on_devices: Trials that are on devices.
             asked: Trials that were asked for and are not done.
             num_asked: Number of trials that were asked for at all.
         """
-        is_due = self._clock() >= self._due
-        if is_due:
-            self._write(on_devices, asked, num_asked)
-        return is_due
-
-    def end(self, ending: str, num_asked: int) -> None:
-        """The call is over; see `CallState.ending`."""
-        self._state = replace(self._state, ending=ending)
-        self._write((), (), num_asked)
-
-    def _write(self, on_devices: Iterable[int], asked: Collection[int], num_asked: int) -> None:
         began = self._clock()
         every_s = min(_LONGEST_S, max(_SHORTEST_S, (began - self._began) / _PART))
         flying = sorted(on_devices)
@@ -131,3 +125,8 @@ class CallLog:
         rest_s = _PART * (ended - began)
         self._due = ended + max(every_s, rest_s)
         self._rested = ended + max(_SHORTEST_S, rest_s)
+
+    def end(self, ending: str, num_asked: int) -> None:
+        """The call is over; see `CallState.ending`."""
+        self._state = replace(self._state, ending=ending)
+        self.note((), (), num_asked)

@@ -100,9 +100,11 @@ class Parts:
 
     def note_call(self) -> None:
         """Tell the study how the call is getting on, if it is time to."""
+        if not self.call_log.is_due:
+            return
         launches = [run.launch for run in self.runs.values()]
         flying = {launch.number for launch in launches}
-        proposals = self.proposals
-        if self.call_log.note(flying, proposals.unfinished(), proposals.num_asked):
-            num_devices = sum(len(launch.devices) for launch in launches)
-            self.ledger.show_under_way(len(flying), num_devices)
+        asked, num_asked = self.proposals.unfinished(), self.proposals.num_asked
+        self.call_log.note(flying, asked, num_asked)
+        num_devices = sum(len(launch.devices) for launch in launches)
+        self.ledger.show_under_way(len(flying), num_devices)

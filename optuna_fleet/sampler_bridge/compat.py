@@ -161,6 +161,11 @@ def trial_of(study: optuna.Study, frozen: FrozenTrial) -> optuna.Trial:
     return optuna.Trial(study, frozen._trial_id)
 
 
+def bare_trial(study: optuna.Study, frozen: FrozenTrial) -> Any:
+    """What says which trial is meant; to make an `optuna.Trial` would make its sampler begin."""
+    return SimpleNamespace(study=study, storage=study._storage, _trial_id=frozen._trial_id)
+
+
 def ask_marked(study: optuna.Study, mark: Callable[[int | None], tuple[str, Any]]) -> optuna.Trial:
     """`Study.ask` for a trial that is never RUNNING without a system attribute of ours.
 

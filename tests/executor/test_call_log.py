@@ -34,7 +34,8 @@ class Clocked:
 
     def note(self, *flying: int, asked: tuple[int, ...] = (), after_s: float = 0.0) -> CallState:
         self.now += after_s
-        self.log.note(flying, {*flying, *asked}, len(flying) + len(asked))
+        if self.log.is_due:
+            self.log.note(flying, {*flying, *asked}, len(flying) + len(asked))
         return self.states[-1]
 
 
