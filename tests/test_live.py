@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import pty
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -424,6 +428,48 @@ def test_it_writes_nothing(tmp_path: Path, capsys: Any) -> None:
     for where in ["sqlite:///study.db", "study.db", "journal"]:
         assert main(["top", "sweep", "--storage", where, "--once"]) == 0
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_it_is_shown_anew_in_a_terminal_until_an_interrupt(tmp_path: Path) -> None:
+    ours, its = pty.openpty()
+    where = filled(f"sqlite:///{tmp_path}/study.db")
+    with started("--storage", where, stdout=its) as process:
+        os.close(its)
+        shown = b""
+        while shown.count(b"as of") < 2:
+            shown += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        threading.Thread(target=drain, args=(ours,), daemon=True).start()
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+
+
+def drain(terminal: int) -> None:
+    """Read what is left, which it waits for."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
+
+
+def test_the_page_is_written_anew_until_an_interrupt(tmp_path: Path) -> None:
+    where, target = filled(f"sqlite:///{tmp_path}/study.db"), tmp_path / "page.html"
+    with started("--storage", where, "--html", str(target), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert (
+            process.stdout.readline() == f"Written to {target}; open it in a browser.\n".encode()
+        )
+        first = target.stat().st_ino
+        while target.stat().st_ino == first:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "study.db"]
+
+
+def started(*options: str, stdout: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "optuna_fleet.cli", "top", "--interval", "0.1", *options]
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE)
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class CallLog:
         self._clock = clock
         self._began = clock()
         self._due = self._rested = self._began
+        self._rest_s = 0.0
         self._paces: dict[int, _Pace] = {}  # by trial, until it is done
 
     # -- news -------------------------------------------------------------------------------------
@@ -111,6 +112,7 @@ class CallLog:
         """
         began = self._clock()
         every_s = min(_LONGEST_S, max(_SHORTEST_S, (began - self._began) / _PART))
+        every_s = max(every_s, self._rest_s)
         flying = sorted(on_devices)
         state = replace(
             self._state,
@@ -122,9 +124,9 @@ class CallLog:
         )
         self._record(state)
         ended = self._clock()
-        rest_s = _PART * (ended - began)
-        self._due = ended + max(every_s, rest_s)
-        self._rested = ended + max(_SHORTEST_S, rest_s)
+        self._rest_s = _PART * (ended - began)
+        self._due = ended + max(every_s, self._rest_s)
+        self._rested = ended + max(_SHORTEST_S, self._rest_s)
 
     def end(self, ending: str, num_asked: int) -> None:
         """The call is over; see `CallState.ending`."""

@@ -113,6 +113,7 @@ def test_what_is_costly_is_done_seldom() -> None:
     assert clocked.log.soonest() == [100.5 + 50]
     clocked.log.launched(launch(0, 0), 0.0)
     assert clocked.log.soonest() == [100.5 + 50]
+    assert clocked.note(after_s=50.0).every_s == 50.0
 
 
 def test_at_the_end_nobody_is_anywhere() -> None:
