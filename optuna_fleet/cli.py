@@ -1,4 +1,4 @@
-"""The command line: `optuna-fleet agent`, `simulate`, `replay`, `checkpoints`."""
+"""The command line: `optuna-fleet agent`, `submit`, `top`, `simulate`, `replay`, `checkpoints`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from optuna_fleet.replay.scenarios import (
 )
 from optuna_fleet.replay.simulation import Outcome
 from optuna_fleet.replay.trace import load_trace
+from optuna_fleet.visualization.live.command import add_top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,7 +123,8 @@ def _write(path: Path, text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="optuna-fleet",
-        description="Join a fleet; simulate how sweeps would run on one; look after checkpoints.",
+        description="Join a fleet; watch a study; simulate how sweeps would run; look after "
+        "checkpoints.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_agent(commands)
@@ -130,6 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     _add_checkpoints(commands)
     add_submit(commands)
+    add_top(commands)
     return parser
 
 

@@ -75,10 +75,12 @@ class Driver:
         try:
             self._work()
             while not self._controller.finished:
+                parts.note_call()
                 self._wait()
                 self._work()
             self.has_freed_devices = True
             self.tally.devices.end(time.time())
+            self._end_log("failed" if self.failure else "done")
         except BaseException as error:
             self._abandon(error)
             raise
@@ -105,7 +107,12 @@ class Driver:
         self._events += self._receiver.due()
 
     def _patience_s(self) -> float | None:
-        deadlines = [*self._parts.deadlines.soonest(), *self._receiver.soonest()]
+        parts = self._parts
+        deadlines = [
+            *parts.deadlines.soonest(),
+            *self._receiver.soonest(),
+            *parts.call_log.soonest(),
+        ]
         if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
             deadlines.append(deadline)
         waits = [deadline - time.monotonic() for deadline in deadlines]
@@ -124,6 +131,9 @@ class Driver:
                 self._events += self._performer.carry_out(instruction)
         self._runtime.agents.want(self._controller.most_usable)
 
+    def _end_log(self, ending: str) -> None:
+        self._parts.call_log.end(ending, self._parts.proposals.num_asked)
+
     def _abandon(self, error: BaseException) -> None:
         """End what flies: fail those trials, give back those that never flew, free the devices.
 
@@ -135,6 +145,7 @@ class Driver:
             if self._deciding:
                 self._runtime.allocator.close()
             self._parts.outcomes.end_all(launched, runs.values(), error)
+            self._end_log("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
         finally:
             is_fit = not isinstance(error, LaunchError)
             self.has_freed_devices = is_fit and self._runtime.reset(busy)

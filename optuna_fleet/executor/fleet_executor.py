@@ -144,6 +144,7 @@ class FleetExecutor:
             StorageLostError: The study's storage was gone for longer than `storage_patience_s`.
             BaseException: The first failure of a trial that `catch` does not cover.
         """
+        __tracebackhide__ = True  # from IPython's and pytest's tracebacks
         _check_not_importing_main()
         if self._busy:
             raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
@@ -169,6 +170,9 @@ class FleetExecutor:
                 self._runner.run(loop, func)
         finally:
             self._busy = False
+            # Notebooks keep the last traceback: not the executor with it, whose processes would
+            # stay when the cell that made it is run again.
+            del self
 
     def close(self) -> None:
         """End all processes of the executor; a later `optimize` starts new ones."""

@@ -55,6 +55,7 @@ class FleetRunner:
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
         """See `Runner`."""
+        __tracebackhide__ = True
         options, objective = self._options, _packed(func, loop.study)
         runtime = self._started(_uses_torch(func, objective))
         job = Job(
@@ -78,9 +79,13 @@ class FleetRunner:
             used = driver.pipeline_log.finish(report, time.time()) if report else None
             self.summary = driver.tally.summary(used)
             compat.fleet_logger.info(str(self.summary))
+        except KeyboardInterrupt as interrupt:
+            # Where we waited says nothing, and a notebook would show each frame's lines.
+            raise interrupt.with_traceback(None)  # noqa: B904 - the same
         finally:
             if not driver.has_freed_devices:
                 self.close()
+            del self  # see `FleetExecutor.optimize`
         if driver.failure is not None:
             raise driver.failure
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.events import Launch
 from optuna_fleet.executor.call_handler import CallHandler
+from optuna_fleet.executor.call_log import CallLog
 from optuna_fleet.executor.deadlines import Deadlines
 from optuna_fleet.executor.device_log import DeviceLog
 from optuna_fleet.executor.handovers import Answers, Handovers
@@ -18,6 +19,7 @@ from optuna_fleet.executor.runtime import Runtime
 from optuna_fleet.executor.summary import Tally
 from optuna_fleet.executor.watchdog import Watchdog
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.call_records import CallState, record_call
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
@@ -44,6 +46,7 @@ class Parts:
     handovers: Handovers
     watchdog: Watchdog
     pipeline_log: PipelineLog
+    call_log: CallLog
     deadlines: Deadlines = field(default_factory=Deadlines)
     runs: dict[int, RunRecord] = field(default_factory=dict)
 
@@ -61,6 +64,14 @@ class Parts:
         tally = Tally(devices=devices, left_out=runtime.faults.reasons)
         calls = CallHandler(runtime.send, ledger, retention)
         launcher = Launcher(runtime, job, retention, adopted=proposals.adopted())
+
+        state = CallState(
+            began=ledger.began,
+            noted=ledger.began,
+            every_s=0.0,
+            n_trials=proposals.n_trials,
+            timeout=proposals.timeout,
+        )
 
         def rehearse(launch: Launch, *, follows: int, answers: Answers) -> None:
             launcher.rehearse(
@@ -84,4 +95,16 @@ class Parts:
             handovers=Handovers(runtime.send, calls.interrupt, rehearse, launcher.call_off),
             watchdog=Watchdog(job.options.limits, runtime.process_state),
             pipeline_log=PipelineLog(ledger.record_span, runtime.last_report, time.time()),
+            call_log=CallLog(lambda state: record_call(ledger.study, state), state),
         )
+
+    def note_call(self) -> None:
+        """Tell the study how the call is getting on, if it is time to."""
+        if not self.call_log.is_due:
+            return
+        launches = [run.launch for run in self.runs.values()]
+        flying = {launch.number for launch in launches}
+        asked, num_asked = self.proposals.unfinished(), self.proposals.num_asked
+        self.call_log.note(flying, asked, num_asked)
+        num_devices = sum(len(launch.devices) for launch in launches)
+        self.ledger.show_under_way(len(flying), num_devices)

@@ -87,6 +87,7 @@ class Performer:
             has_one_clock=len(nodes) == 1,
         )
         parts.tally.moves.launched(launch.number)
+        parts.call_log.launched(launch, time.time())
         what = parts.handovers.begin(launch)
         return [] if what is None else start(parts, what)
 
@@ -109,6 +110,8 @@ class Performer:
         """A run has ended on all its devices."""
         run = self._runs.pop(run_id)
         self._parts.watchdog.ended(run_id, is_done=is_done)
+        if is_done:
+            self._parts.call_log.done(run.launch.number)
         self._parts.tally.moves.left(run.launch.number)
         self._parts.ledger.record(run.launch.number, run.flight(end=time.time()))
         return run

@@ -84,6 +84,10 @@ class Receiver:
                 return self._called(self._runs[message.run_id], message)
             case FirstBatchRequested() if message.run_id in self._runs:
                 return self._data_requested(message)
+            case RateMeasured() if message.run_id in self._runs:
+                number = self._runs[message.run_id].launch.number
+                parts.call_log.measured(number, message.samples_per_s)
+                return [message]
             case RateMeasured() | WidthLimited():
                 return [message]
             case CheckpointSaved() if message.run_id in self._runs:
@@ -127,13 +131,16 @@ class Receiver:
         self._runtime.prepare_groups()
         self._runs[message.run_id].calls.has_begun = True
         requested = DataRequested(run_id=message.run_id, model=model_of(message))
-        self._parts.proposals.note_defined(self._runs[message.run_id].launch.number)
+        number = self._runs[message.run_id].launch.number
+        self._parts.proposals.note_defined(number)
+        self._parts.call_log.defined(number, requested.model)
         return [requested, *self._parts.outcomes.propose(again=True)]
 
     def _called(self, run: RunRecord, call: RankCall | Remark | AtStep) -> list[Event]:
         news: list[Event] = []
         if (ended := self._parts.calls.take(run, call)) is not None:
             number = run.launch.number
+            self._parts.call_log.epoch_ended(number, ended + 1)
             news.append(self._evaluator.epoch_ended(call.run_id, number, ended + 1))
         if isinstance(call, Report | EndEpoch):
             news += self._progressed(run.launch.devices)

@@ -35,6 +35,12 @@ fleet_logger = optuna.logging.get_logger("optuna.fleet")
 ProgressBar = _ProgressBar
 
 
+def show_beside_bar(bar: ProgressBar, text: str) -> None:
+    """Show a few words behind the bar, where it has nothing there itself."""
+    if bar._is_valid and bar._timeout is None:
+        bar._progress_bar.set_postfix_str(text)
+
+
 def enter_loop(study: optuna.Study) -> None:
     """Mark this thread as optimizing `study`.
 
@@ -155,6 +161,11 @@ def trial_of(study: optuna.Study, frozen: FrozenTrial) -> optuna.Trial:
     return optuna.Trial(study, frozen._trial_id)
 
 
+def bare_trial(study: optuna.Study, frozen: FrozenTrial) -> Any:
+    """What says which trial is meant; to make an `optuna.Trial` would make its sampler begin."""
+    return SimpleNamespace(study=study, storage=study._storage, _trial_id=frozen._trial_id)
+
+
 def ask_marked(study: optuna.Study, mark: Callable[[int | None], tuple[str, Any]]) -> optuna.Trial:
     """`Study.ask` for a trial that is never RUNNING without a system attribute of ours.
 
@@ -193,6 +204,16 @@ def set_trial_record(
 def set_study_record(study: optuna.Study, key: str, value: Any) -> None:
     """Store a record of ours with the study."""
     study._storage.set_study_system_attr(study._study_id, key, value)
+
+
+def try_study_record(study: optuna.Study, key: str, value: Any) -> bool:
+    """Store a record that may be missing, without waiting for a storage that is gone."""
+    storage: Any = getattr(study._storage, "itself", study._storage)
+    try:
+        storage.set_study_system_attr(study._study_id, key, value)
+    except Exception:
+        return False
+    return True
 
 
 def study_records(study: optuna.Study, prefix: str) -> list[Any]:

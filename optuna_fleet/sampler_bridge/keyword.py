@@ -29,6 +29,7 @@ def install() -> None:
     def optimize(
         self: optuna.Study, func: Any, *args: Any, executor: Any = None, **kwargs: Any
     ) -> None:
+        __tracebackhide__ = True
         if executor is None:
             return original(self, func, *args, **kwargs)
         check_that(
@@ -46,7 +47,10 @@ def install() -> None:
                 f"`n_jobs` is {n_jobs}, but must be 1 together with `executor`: the executor runs "
                 "as many trials at once as it has devices, FleetExecutor(devices=...)."
             )
-        return executor.optimize(self, func, **given)  # type: ignore[no-any-return]
+        try:
+            executor.optimize(self, func, **given)
+        finally:
+            del executor  # see `FleetExecutor.optimize`
 
     setattr(optimize, _MARK, original)
     optuna.Study.optimize = optimize  # type: ignore[method-assign]

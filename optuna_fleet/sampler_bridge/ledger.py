@@ -136,9 +136,10 @@ def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
     return flights
 
 
-def device_spans_of(study: optuna.Study) -> list[DeviceSpan]:
-    """When which device was there, as recorded, by start."""
-    records = chain.from_iterable(compat.study_records(study, DEVICES_PREFIX))
+def device_spans_of(study: optuna.Study, began: float | None = None) -> list[DeviceSpan]:
+    """When which device was there, as recorded, by start; in the call that `began` then."""
+    prefix = DEVICES_PREFIX if began is None else f"{DEVICES_PREFIX}{began:.3f}:"
+    records = chain.from_iterable(compat.study_records(study, prefix))
     return sorted((DeviceSpan(**record) for record in records), key=lambda span: span.start)
 
 
@@ -156,12 +157,12 @@ class Ledger:
         progress_bar: compat.ProgressBar,
     ) -> None:
         self.study = study
+        self.began = round(time.time(), 3)
         self._proposals = proposals
         self._catch = catch
         self._callbacks = list(callbacks or ())
         self._gc_after_trial = gc_after_trial
         self._progress_bar = progress_bar
-        self._began = time.time()
         self._flights: list[dict[str, Any]] = []
         self._num_flight_records = 0
         self._replayed: dict[int, frozenset[int]] = {}
@@ -238,7 +239,7 @@ class Ledger:
         """
         devices = list(flight.devices)  # as it comes out of storages
         self._flights.append({"trial": number, **asdict(flight), "devices": devices})
-        key = FLIGHTS_KEY.format(began=self._began, index=self._num_flight_records)
+        key = FLIGHTS_KEY.format(began=self.began, index=self._num_flight_records)
         compat.set_study_record(self.study, key, list(self._flights))
         if len(self._flights) == _PER_RECORD:
             self._flights = []
@@ -246,19 +247,24 @@ class Ledger:
 
     def record_decision(self, decision: Decision) -> None:
         """Store an allocation with the study; a record each, so that long sweeps stay cheap."""
-        key = DECISION_KEY.format(began=self._began, round=decision.round)
+        key = DECISION_KEY.format(began=self.began, round=decision.round)
         compat.set_study_record(self.study, key, asdict(decision))
 
     def record_devices(self, spans: Sequence[DeviceSpan], changed: Iterable[int]) -> None:
         """Store when devices were there, as far as that has changed; a few to a record."""
         for index in sorted({position // _PER_RECORD for position in changed}):
             few = spans[index * _PER_RECORD : (index + 1) * _PER_RECORD]
-            key = DEVICES_KEY.format(began=self._began, index=index)
+            key = DEVICES_KEY.format(began=self.began, index=index)
             compat.set_study_record(self.study, key, [asdict(span) for span in few])
+
+    def show_under_way(self, num_trials: int, num_devices: int) -> None:
+        """Show in the progress bar what is at work: it may be long until a trial ends."""
+        text = f"{num_trials} trials on {num_devices} devices"
+        compat.show_beside_bar(self._progress_bar, text)
 
     def record_span(self, span: PipelineSpan) -> None:
         """Store what the pipeline did with the study; a record each too."""
-        key = PIPELINE_KEY.format(began=self._began, index=self._num_spans)
+        key = PIPELINE_KEY.format(began=self.began, index=self._num_spans)
         self._num_spans += 1
         compat.set_study_record(self.study, key, asdict(span))
 

@@ -29,6 +29,11 @@ class Proposals:
         n_trials: Trials to launch, or None for no limit.
         timeout: Seconds after which no further trial is launched, or None.
         ownership: Marks the trials as this call's; gives those that a dead driver of it left.
+
+    Attributes:
+        n_trials: As given.
+        timeout: As given.
+        num_asked: Trials asked for so far, but for those that were given back.
     """
 
     def __init__(
@@ -39,12 +44,12 @@ class Proposals:
         ownership: TrialOwnership | None = None,
     ) -> None:
         self._study = study
-        self._n_trials = n_trials
-        self._timeout = timeout
+        self.n_trials = n_trials
+        self.timeout = timeout
         self._began: float | None = None
         self._stopped = False
         self._ownership = ownership
-        self._asked = 0
+        self.num_asked = 0
         self._trials: dict[int, optuna.Trial] = {}
         self._heartbeats: dict[int, compat.Heartbeat] = {}
         self._defined: set[int] = set()
@@ -57,12 +62,12 @@ class Proposals:
             self._adopt(ownership)
 
     def _adopt(self, ownership: TrialOwnership) -> None:
-        self._asked = ownership.num_launched
+        self.num_asked = ownership.num_launched
         self._checkpoints = dict(ownership.checkpoints)
         for trial in ownership.interrupted_trials:
             self._enter(trial)
             self._adopted.append(trial.number)
-        while self._adopted and self._n_trials is not None and self._asked > self._n_trials:
+        while self._adopted and self.n_trials is not None and self.num_asked > self.n_trials:
             self.return_to_queue(self._adopted.pop())
 
     @property
@@ -109,9 +114,9 @@ class Proposals:
         """Trials that may still be asked for; until `timeout`, if they come as fast as so far."""
         if self._is_spent():
             return len(self._adopted)
-        most: float = _NO_LIMIT if self._n_trials is None else self._n_trials - self._asked
-        if self._timeout is not None:
-            most = min(most, self._asked * (self._timeout / max(self.elapsed_s, 1e-3) - 1))
+        most: float = _NO_LIMIT if self.n_trials is None else self.n_trials - self.num_asked
+        if self.timeout is not None:
+            most = min(most, self.num_asked * (self.timeout / max(self.elapsed_s, 1e-3) - 1))
         return len(self._adopted) + math.ceil(most)
 
     def _must_wait(self) -> bool:
@@ -154,8 +159,8 @@ class Proposals:
         return (
             self._stopped
             or compat.is_stopped(self._study)
-            or (self._n_trials is not None and self._asked >= self._n_trials)
-            or (self._timeout is not None and self.elapsed_s >= self._timeout)
+            or (self.n_trials is not None and self.num_asked >= self.n_trials)
+            or (self.timeout is not None and self.elapsed_s >= self.timeout)
         )
 
     def ask(self) -> int | None:
@@ -169,7 +174,7 @@ class Proposals:
         compat.fail_stale_trials(self._study)
         with repeatable_cell(self._study):
             trial = self._study.ask() if self._ownership is None else self._ownership.ask()
-        self._asked += 1
+        self.num_asked += 1
         if self._trials and self._unrepeatable:
             self._say(self._unrepeatable)
         self._enter(trial)
@@ -202,4 +207,4 @@ class Proposals:
         if self._ownership is not None:
             self._ownership.give_up(trial)
             self._checkpoints.pop(number, None)
-        self._asked -= 1
+        self.num_asked -= 1

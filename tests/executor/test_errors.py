@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,25 @@ def fail_first(trial: Any) -> float:
 
 
 # -- objectives that cannot run ------------------------------------------------------------------
+
+
+def test_a_kept_traceback_does_not_keep_the_executor() -> None:
+    """As a notebook keeps the last one, while the cell that makes the executor is run again."""
+    executor = FleetExecutor(devices=1, device_type="cpu")
+    study = optuna.create_study()
+    with pytest.raises(ZeroDivisionError) as by_keyword:
+        study.optimize(divide, n_trials=1, executor=executor)
+    with pytest.raises(ZeroDivisionError) as by_method:
+        executor.optimize(study, divide, n_trials=1)
+    left = weakref.ref(executor), weakref.ref(executor._runner)
+    del executor
+    assert [reference() for reference in left] == [None, None]
+    assert by_keyword.tb is not None
+    assert by_method.tb is not None
+
+
+def divide(trial: Any) -> float:
+    return 1 / 0
 
 
 def test_an_objective_that_cannot_be_pickled_is_refused_before_any_trial(

@@ -117,7 +117,7 @@ def test_device_spans_begin_with_their_node_and_end_with_it() -> None:
 def test_devices_are_recorded_a_few_at_a_time() -> None:
     """With hundreds of nodes, one that joins does not have all written again."""
     study, writes = optuna.create_study(), []
-    ledger: Any = SimpleNamespace(study=study, _began=0.0)
+    ledger: Any = SimpleNamespace(study=study, began=0.0)
     spans = [DeviceSpan(device=i, node="a", kind="cpu", start=float(i)) for i in range(45)]
     Ledger.record_devices(ledger, spans, range(45))
     spans[41] = replace(spans[41], end=50.0)

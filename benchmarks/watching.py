@@ -1,0 +1,88 @@
+"""Draws the pictures of docs/watching.md: what `optuna-fleet top` shows of a sweep of digits.
+
+python -m benchmarks.watching  # two minutes on 2 cores; needs Chromium for the page
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optuna
+from rich.console import Console
+
+from examples import digits
+from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet.visualization.live.page import page
+from optuna_fleet.visualization.live.snapshot import Snapshot, snapshot_of
+from optuna_fleet.visualization.live.storage import open_study
+from optuna_fleet.visualization.live.terminal import rendered
+from optuna_fleet.visualization.live.view import View, view_of
+from tests.browser import Browser, has_browser
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+_LEAST_ENDED = 5
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/study.db"
+        study = optuna.create_study(
+            study_name="digits",
+            storage=url,
+            direction="maximize",
+            sampler=optuna.samplers.TPESampler(seed=0),
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=2),
+        )
+        seen: list[View] = []
+        watcher = threading.Thread(target=watch, args=(url, study, seen))
+        watcher.start()
+        train, val = digits.load_datasets()
+        pipeline = SharedPipeline(train=train, val=val, split=True)
+        with FleetExecutor(pipeline, devices=4, device_type="cpu", max_trials=3) as fleet:
+            objective: Any = partial(digits.objective, num_epochs=15)
+            study.optimize(objective, n_trials=24, executor=fleet)
+        watcher.join()
+        draw(*seen, Path(folder))
+
+
+def watch(url: str, study: optuna.Study, seen: list[View]) -> None:
+    """Look until there is something of everything to see; then stop the sweep."""
+    own = open_study("digits", url)
+    while not seen:
+        snapshot = snapshot_of(own, time.time())
+        if is_worth_seeing(snapshot):
+            seen.append(view_of(snapshot))
+        time.sleep(0.5)
+    study._stop_flag = True
+
+
+def is_worth_seeing(snapshot: Snapshot) -> bool:
+    is_wide = any(len(run.devices) > 1 for run in snapshot.runs)
+    has_ended = len(snapshot.recent) >= _LEAST_ENDED
+    return is_wide and has_ended and snapshot.expected_end is not None and len(snapshot.runs) > 1
+
+
+def draw(view: View, folder: Path) -> None:
+    console = Console(record=True, width=118, file=io.StringIO())
+    console.print(rendered(view))
+    console.save_svg(
+        str(IMAGES / "top.svg"), title="optuna-fleet top --storage sqlite:///study.db"
+    )
+    if not has_browser():
+        print("There is no Chromium for the page.")
+        return
+    (folder / "page.html").write_text(page(view, time.time(), 3600))
+    with Browser(height=700) as browser:
+        browser.open((folder / "page.html").as_uri())
+        (IMAGES / "page.png").write_bytes(base64.b64decode(browser.screenshot()))
+
+
+if __name__ == "__main__":
+    main()

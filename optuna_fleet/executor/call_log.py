@@ -1,0 +1,134 @@
+"""How one call is getting on: who is where, how far and how fast. Told to the study now and then.
+
+Soon after a trial was launched; else often at first, and the seldomer the longer the call takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+
+from optuna_fleet.events import Launch, Model
+from optuna_fleet.sampler_bridge.call_records import CallState, RunState
+
+_SHORTEST_S, _LONGEST_S = 2.0, 15.0
+_PART = 100
+"""Without a launch, an interval is this part of the call so far, within these bounds. With one,
+the shortest; none is less than this many times what the last record took to write."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pace:
+    """How far a trial is, and how fast where it is."""
+
+    run: RunState
+    samples_per_epoch: float = 0.0
+    epoch_began: float | None = None
+    has_done_one: bool = False  # on these devices
+
+
+class CallLog:
+    """Notes what runs say of themselves.
+
+    Args:
+        record: Stores a `CallState`; says whether it could.
+        state: What is known of the call when it begins.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        record: Callable[[CallState], bool],
+        state: CallState,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._record = record
+        self._state = state
+        self._clock = clock
+        self._began = clock()
+        self._due = self._rested = self._began
+        self._rest_s = 0.0
+        self._paces: dict[int, _Pace] = {}  # by trial, until it is done
+
+    # -- news -------------------------------------------------------------------------------------
+
+    def launched(self, launch: Launch, now: float) -> None:
+        """A trial is on devices; `now` is in seconds since the epoch."""
+        run = RunState(trial=launch.number, devices=launch.devices, start=now)
+        if (before := self._paces.get(launch.number)) is not None:
+            done, most = before.run.epochs_done, before.run.max_epochs
+            run = replace(run, epochs_done=done, max_epochs=most)
+        self._paces[launch.number] = _Pace(run=run)
+        self._due = min(self._due, self._rested)
+
+    def defined(self, number: int, model: Model) -> None:
+        """A trial asks for data: from now on it trains."""
+        pace = self._paces[number]
+        pace.run = replace(pace.run, max_epochs=model.max_epochs)
+        pace.samples_per_epoch = model.samples_per_epoch
+        if not pace.run.epochs_done:  # else it may go on in the midst of an epoch
+            pace.epoch_began = self._clock()
+
+    def measured(self, number: int, samples_per_s: float) -> None:
+        """A trial's rate was measured over its first batches."""
+        pace = self._paces[number]
+        pace.run = replace(pace.run, samples_per_s=samples_per_s)
+
+    def epoch_ended(self, number: int, epochs_done: int) -> None:
+        """A trial has done an epoch: so fast it is, evaluation and waiting for data included."""
+        pace, now = self._paces[number], self._clock()
+        pace.run = replace(pace.run, epochs_done=epochs_done)
+        if pace.epoch_began is not None:
+            epoch_s = max(now - pace.epoch_began, 1e-9)
+            rate = pace.samples_per_epoch / epoch_s or None
+            pace.run = replace(pace.run, samples_per_s=rate)
+            if pace.has_done_one:
+                pace.run = replace(pace.run, epoch_s=epoch_s)
+        pace.epoch_began, pace.has_done_one = now, True
+
+    def done(self, number: int) -> None:
+        """A trial is done."""
+        self._paces.pop(number, None)
+
+    # -- the record -------------------------------------------------------------------------------
+
+    def soonest(self) -> list[float]:
+        """When it is time to, by the clock."""
+        return [self._due]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to."""
+        return self._clock() >= self._due
+
+    def note(self, on_devices: Iterable[int], asked: Collection[int], num_asked: int) -> None:
+        """Write down how it goes.
+
+        Args:
+            on_devices: Trials that are on devices.
+            asked: Trials that were asked for and are not done.
+            num_asked: Number of trials that were asked for at all.
+        """
+        began = self._clock()
+        every_s = min(_LONGEST_S, max(_SHORTEST_S, (began - self._began) / _PART))
+        every_s = max(every_s, self._rest_s)
+        flying = sorted(on_devices)
+        state = replace(
+            self._state,
+            noted=round(time.time(), 3),
+            every_s=round(every_s, 3),
+            num_asked=num_asked,
+            waiting=tuple(sorted(set(asked).difference(flying))),
+            runs=tuple(self._paces[number].run for number in flying),
+        )
+        self._record(state)
+        ended = self._clock()
+        self._rest_s = _PART * (ended - began)
+        self._due = ended + max(every_s, self._rest_s)
+        self._rested = ended + max(_SHORTEST_S, self._rest_s)
+
+    def end(self, ending: str, num_asked: int) -> None:
+        """The call is over; see `CallState.ending`."""
+        self._state = replace(self._state, ending=ending)
+        self.note((), (), num_asked)

@@ -1,0 +1,126 @@
+"""``optuna-fleet top``: watches a study, in a terminal or as a page."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.visualization.live.page import page
+from optuna_fleet.visualization.live.snapshot import snapshot_of
+from optuna_fleet.visualization.live.storage import in_words, open_study
+from optuna_fleet.visualization.live.terminal import rendered
+from optuna_fleet.visualization.live.view import View, view_of
+
+
+def add_top(commands: Any) -> None:
+    """Add the command to the command line."""
+    command = commands.add_parser(
+        "top",
+        help="watch a study: who trains where and how fast, what is best, when it will be done",
+        description="Shows what the study has stored, again and again until Ctrl+C. Never writes "
+        "to it. The driver tells every few seconds how it goes.",
+    )
+    command.add_argument("study", nargs="?", metavar="STUDY", help="needed if there are several")
+    command.add_argument(
+        "--storage",
+        required=True,
+        metavar="URL",
+        help="of a database, as in sqlite:///study.db, or redis://...; or a journal file",
+    )
+    command.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write it as a page that loads itself anew, instead of to the terminal",
+    )
+    command.add_argument("--interval", type=_seconds, default=2.0, metavar="SECONDS")
+    command.add_argument("--once", action="store_true", help="show it once and end")
+    command.set_defaults(run=_top)
+
+
+def _top(options: argparse.Namespace) -> int:
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    views = _views(open_study(options.study, options.storage), options.interval, options.once)
+    show = _in_terminal if options.html is None else _as_page(options.html, options.interval)
+    with contextlib.suppress(KeyboardInterrupt):
+        show(views)
+    return 0
+
+
+def _views(study: optuna.Study, interval_s: float, once: bool) -> Iterator[View]:
+    """One every so many seconds; the last one again, with a note, while the storage is gone."""
+    view = view_of(snapshot_of(study, time.time()))
+    yield view
+    while not once:
+        time.sleep(interval_s)
+        try:
+            view = view_of(snapshot_of(study, time.time()))
+        except Exception as error:
+            note = ("storage", f"can't be read: {in_words(error)}")
+            facts = (*(fact for fact in view.facts if fact[0] != note[0]), note)
+            view = replace(view, facts=facts, is_alarming=True)
+        yield view
+
+
+def _in_terminal(views: Iterator[View]) -> None:
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError as error:
+        raise ImportError(
+            "`optuna-fleet top` needs rich: pip install 'optuna-fleet[top]'. With --html FILE it "
+            "writes a page, and needs nothing."
+        ) from error
+    console = Console()
+    if not console.is_terminal:
+        console.print(rendered(next(views)))
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        for view in views:
+            live.update(rendered(view), refresh=True)
+
+
+def _as_page(path: Path, interval_s: float) -> Callable[[Iterator[View]], None]:
+    def write(views: Iterator[View]) -> None:
+        for number, view in enumerate(views):
+            _replace(path, page(view, time.time(), interval_s))
+            if not number:
+                print(f"Written to {path}; open it in a browser.", flush=True)
+
+    return write
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write it so that a browser never sees a part of it."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            try:
+                file.write(text)
+                file.close()
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        raise FleetConfigError(f"{path} can't be written: {error.strerror}.") from error
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds >= 0.1")

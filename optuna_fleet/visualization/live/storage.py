@@ -1,0 +1,106 @@
+"""Opens a study to look at: nothing is made, nothing is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+import optuna
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend, JournalRedisBackend
+
+from optuna_fleet.exceptions import FleetConfigError
+
+_SQLITE = "sqlite:///"
+_MAGIC = b"SQLite format 3\0"
+
+
+def open_study(name: str | None, url: str) -> optuna.Study:
+    """The study of that name, or the only one there is.
+
+    Args:
+        name: Its name; None if the storage has one study.
+        url: As Optuna's command line takes it: of a database or a Redis server, or a journal file.
+
+    Raises:
+        FleetConfigError: There is no such storage, or no such study in it.
+    """
+    try:
+        storage = _opened(url)
+        names = optuna.get_all_study_names(storage)
+    except (FleetConfigError, ImportError):
+        raise
+    except Exception as error:
+        raise FleetConfigError(
+            f"The storage {_shown(url)} can't be read ({in_words(error)}): give what "
+            "`create_study(storage=...)` was given, or the path of a journal file."
+        ) from error
+    if name is None and len(names) == 1:
+        (name,) = names
+    if name not in names:
+        known = ", ".join(map(repr, sorted(names))) or "none"
+        wanted = "a study's name is needed" if name is None else f"there is no study {name!r}"
+        raise FleetConfigError(f"In {_shown(url)} {wanted}; it has {known}.")
+    return optuna.load_study(study_name=name, storage=storage)
+
+
+def in_words(error: BaseException) -> str:
+    """The error's type and first line; of Optuna's own that of its cause, which says more."""
+    error = error.__cause__ or error
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _opened(url: str) -> BaseStorage:
+    if url.startswith("redis"):
+        return JournalStorage(JournalRedisBackend(url))
+    if "://" not in url:
+        return _of_file(Path(url))
+    if url.startswith("sqlite"):
+        return _read_only(_file_of(url))
+    # Optuna would create its tables where there are none.
+    return RDBStorage(url, skip_table_creation=True)
+
+
+def _of_file(path: Path) -> BaseStorage:
+    _check_there(path)
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) == _MAGIC:
+            return _read_only(path)
+    return JournalStorage(JournalFileBackend(str(path)))
+
+
+def _file_of(url: str) -> Path:
+    driver, _, rest = url.partition(":///")
+    path, _, _ = rest.partition("?")
+    if not path or path == ":memory:" or path.startswith("file:"):
+        raise FleetConfigError(
+            f"The storage {url} is in the memory of one process, or no plain path: give "
+            f"{driver}:///PATH of a file."
+        )
+    return Path(path)
+
+
+def _read_only(path: Path) -> RDBStorage:
+    _check_there(path)
+    # SQLite makes the file where there is none; one that is opened so can't be written either.
+    file = f"file:{quote(os.path.abspath(path))}"
+    return RDBStorage(
+        f"{_SQLITE}{file}?mode=ro&uri=true",
+        engine_kwargs={"connect_args": {"timeout": 20}},
+        skip_table_creation=True,
+    )
+
+
+def _check_there(path: Path) -> None:
+    if not path.is_file():
+        raise FleetConfigError(f"There is no file {path}, where the study should be.")
+
+
+def _shown(url: str) -> str:
+    """Without its password."""
+    scheme, separator, rest = url.partition("://")
+    credentials, at, host = rest.rpartition("@")
+    user = credentials.partition(":")[0]
+    return f"{scheme}{separator}{user}{at}{host}"

@@ -1,0 +1,241 @@
+"""A snapshot in words, for whatever shows it: facts, and tables of cells."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optuna.trial import TrialState
+
+from optuna_fleet.visualization.live.snapshot import Condition, Device, Ended, Run, Snapshot
+
+_LONGEST = 48
+_MOST_SHOWN = 12
+_NOTHING = "-"
+_IS_OVER = {Condition.DONE, Condition.INTERRUPTED, Condition.FAILED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of text under their headings; `trials` are whose they are, if anybody's."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    trials: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What is shown, from the top.
+
+    Attributes:
+        title: The study.
+        condition: How the sweep is.
+        is_alarming: That is a reason to look after it.
+        facts: Names, and what there is to say.
+        tables: Those that have rows.
+        time: When it was so, as a clock says it.
+    """
+
+    title: str
+    condition: str
+    is_alarming: bool
+    facts: tuple[tuple[str, str], ...]
+    tables: tuple[Table, ...]
+    time: str
+
+
+def view_of(snapshot: Snapshot) -> View:
+    """The snapshot in words."""
+    tables = [_on_devices(snapshot), _recent(snapshot.recent)]
+    return View(
+        title=printable(snapshot.study_name),
+        condition=_condition(snapshot),
+        is_alarming=snapshot.condition in (Condition.SILENT, Condition.FAILED),
+        facts=tuple((name, text) for name, text in _facts(snapshot).items() if text),
+        tables=tuple(table for table in tables if table.rows),
+        time=_clock(snapshot.time, snapshot.time),
+    )
+
+
+def printable(value: object, longest: int = _LONGEST) -> str:
+    """Text without what would control a terminal, and not too long."""
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(value))
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the two largest units that say something."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min {int(seconds % 60)} s"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers, those that follow each other as one: 0-3, 5."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+
+
+# -- facts ----------------------------------------------------------------------------------------
+
+
+def _condition(snapshot: Snapshot) -> str:
+    text = snapshot.condition.value
+    if snapshot.condition is Condition.RUNNING and snapshot.began is not None:
+        return f"{text} for {duration(snapshot.time - snapshot.began)}"
+    if snapshot.condition is Condition.SILENT and snapshot.noted is not None:
+        silence = duration(snapshot.time - snapshot.noted)
+        return f"{text} from its driver for {silence}: this is how it was then"
+    if snapshot.condition in _IS_OVER and snapshot.noted is not None:
+        return f"{text} since {_clock(snapshot.noted, snapshot.time)}"
+    return text
+
+
+def _facts(snapshot: Snapshot) -> dict[str, str]:
+    return {
+        "trials": _trials(snapshot),
+        "best": _best(snapshot.best),
+        "devices": _devices(snapshot),
+        "waiting for devices": _numbers(snapshot.waiting),
+        "running elsewhere, or left": _numbers(snapshot.elsewhere),
+        "expected end": _expected(snapshot),
+    }
+
+
+def _trials(snapshot: Snapshot) -> str:
+    counts = [(state, snapshot.states.get(state, 0)) for state in TrialState]
+    words = [f"{number} {state.name.lower()}" for state, number in counts if number]
+    if snapshot.condition is Condition.RUNNING and snapshot.num_to_come:
+        words.append(f"{snapshot.num_to_come} to come")
+    return ", ".join(words)
+
+
+def _best(best: Sequence[Ended]) -> str:
+    if len(best) > 1:
+        numbers = _numbers(trial.number for trial in best)
+        return f"{len(best)} trials that no other is better than: {numbers}"
+    return "".join(f"trial {t.number}: {_values(t.values)} with {_params(t.params)}" for t in best)
+
+
+def _devices(snapshot: Snapshot) -> str:
+    if not snapshot.devices:
+        return ""
+    num_idle = len(snapshot.idle)
+    nodes = sorted({device.node for device in snapshot.devices})
+    kinds = ", ".join(sorted({device.kind for device in snapshot.devices}))
+    where = f" of {len(nodes)} nodes" if len(nodes) > 1 else f" of {printable(nodes[0])}"
+    return f"{len(snapshot.devices)}{where} ({printable(kinds)}), {num_idle} idle"
+
+
+def _expected(snapshot: Snapshot) -> str:
+    if snapshot.expected_end is None:
+        return ""
+    left_s = snapshot.expected_end - snapshot.time
+    return f"in about {duration(left_s)}, {_clock(snapshot.expected_end, snapshot.time)}"
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def _on_devices(snapshot: Snapshot) -> Table:
+    num_nodes = len({device.node for device in snapshot.devices})
+    rows = [_run(run, num_nodes) for run in snapshot.runs]
+    if snapshot.idle:
+        rows.append(("idle", _places(snapshot.idle, num_nodes), *[""] * 5))
+    headings = ("trial", "devices", "for", "epoch", "samples/s", "last value", "parameters")
+    numbers = [run.number for run in snapshot.runs]
+    trials = (*numbers, *[None] * (len(rows) - len(numbers)))
+    return Table(title="On devices", headings=headings, rows=tuple(rows), trials=trials)
+
+
+def _run(run: Run, num_nodes: int) -> tuple[str, ...]:
+    epochs = f"{run.epochs_done}" + (f" of {run.max_epochs}" if run.max_epochs else "")
+    return (
+        str(run.number),
+        _places(run.devices, num_nodes),
+        duration(run.for_s),
+        epochs,
+        _rate(run.samples_per_s),
+        _NOTHING if run.value is None else f"{run.value:.6g}",
+        _params(run.params),
+    )
+
+
+def _rate(samples_per_s: float | None) -> str:
+    if samples_per_s is None:
+        return _NOTHING
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
+
+
+def _recent(ended: Sequence[Ended]) -> Table:
+    rows = tuple(
+        (
+            str(one.number),
+            one.state.name.lower(),
+            _values(one.values) or _NOTHING,
+            _widths(one.widths),
+            _NOTHING if one.took_s is None else duration(one.took_s),
+            _params(one.params),
+        )
+        for one in ended
+    )
+    headings = ("trial", "ended", "value", "number of devices", "took", "parameters")
+    trials = tuple(one.number for one in ended)
+    return Table(title="Ended last", headings=headings, rows=rows, trials=trials)
+
+
+def _places(devices: Iterable[Device], num_nodes: int) -> str:
+    by_node: dict[str, list[int]] = defaultdict(list)
+    for device in devices:
+        by_node[device.node].append(device.number)
+    if num_nodes < 2:
+        return ranges(itertools.chain.from_iterable(by_node.values()))
+    return "; ".join(f"{printable(node, 24)} {ranges(on)}" for node, on in by_node.items())
+
+
+def _widths(widths: Sequence[int]) -> str:
+    """One after the other, what follows itself once."""
+    return " → ".join(str(width) for width, _ in itertools.groupby(widths)) or _NOTHING
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    known = sorted(numbers)
+    more = len(known) - _MOST_SHOWN
+    return ranges(known[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _values(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)
+
+
+def _params(params: Mapping[str, Any]) -> str:
+    shown = (f"{name}={_short(value)}" for name, value in params.items())
+    return printable(" ".join(shown), 2 * _LONGEST) or _NOTHING
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else printable(value, 24)
+
+
+def _clock(seconds: float, now: float) -> str:
+    """The time of day, with its date if that is not today's."""
+    then = time.localtime(seconds)
+    is_today = then[:3] == time.localtime(now)[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", then)

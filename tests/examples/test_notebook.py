@@ -1,0 +1,93 @@
+"""The notebook: run as one runs it, with an interrupt and a changed cell."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests import leftovers
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+_UNDER_WAY = re.compile(r"[1-9] trials on [1-9] devices")
+
+
+class Interrupting(NotebookClient):  # type: ignore[misc]
+    """Interrupts the cell of that tag once its progress bar says that trials are under way."""
+
+    has_interrupted = False
+
+    def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+        is_now = not self.has_interrupted and "interrupt" in cell.metadata.get("tags", ())
+        if is_now and _UNDER_WAY.search(str(msg["content"])):
+            self.has_interrupted = True
+            self.interrupt = asyncio.ensure_future(self.km.interrupt_kernel())
+        return super().process_message(msg, cell, cell_index)
+
+
+@pytest.fixture(scope="module")
+def ran() -> tuple[Any, list[str]]:
+    """The notebook with its outputs, and the processes that there were at its end."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    before = leftovers.processes()
+    client = Interrupting(
+        notebook, timeout=None, resources={"metadata": {"path": NOTEBOOK.parent}}
+    )
+    with client.setup_kernel():
+        for index, cell in enumerate(notebook.cells):
+            client.execute_cell(cell, index)
+        at_the_end = leftovers.processes()
+    assert client.has_interrupted
+    return notebook, [process for process in at_the_end if process not in before]
+
+
+def outputs_of(notebook: Any, beginning: str) -> list[Any]:
+    (cell,) = (cell for cell in notebook.cells if cell.source.startswith(beginning))
+    return list(cell.outputs)
+
+
+def lines_of(outputs: list[Any]) -> list[str]:
+    """What the streams show in the end: a line that is written anew is one."""
+    text = "".join(output.text for output in outputs if output.output_type == "stream")
+    return [line.rpartition("\r")[2] for line in text.split("\n") if line]
+
+
+def test_progress_is_one_line(ran: tuple[Any, list[str]]) -> None:
+    (line,) = lines_of(outputs_of(ran[0], "def objective(trial, epochs"))
+    assert "100%" in line
+    assert "6/6" in line
+
+
+def test_results_are_shown_as_more_than_text(ran: tuple[Any, list[str]]) -> None:
+    (summary,) = outputs_of(ran[0], "fleet.summary")
+    assert "<li>sharing factor" in summary.data["text/html"]
+    assert summary.data["text/plain"].startswith("Sweep of 6 trials (6 complete)")
+    (timeline,) = outputs_of(ran[0], "plot_timeline")
+    assert "application/vnd.plotly.v1+json" in timeline.data
+
+
+def test_an_interrupt_ends_the_sweep_in_a_few_lines(ran: tuple[Any, list[str]]) -> None:
+    outputs = outputs_of(ran[0], "study.optimize(lambda")
+    (error,) = (output for output in outputs if output.output_type == "error")
+    assert error.ename == "KeyboardInterrupt"
+    traceback = [line for part in error.traceback for line in part.splitlines()]
+    assert len(traceback) < 20, traceback
+    lines = lines_of(outputs)
+    assert len(lines) <= 3, lines
+    assert any("Trials under way (6, 7) failed: KeyboardInterrupt" in line for line in lines)
+
+
+def test_a_changed_cell_is_what_runs(ran: tuple[Any, list[str]]) -> None:
+    outputs = outputs_of(ran[0], "def objective(trial):")
+    (result,) = (output for output in outputs if output.output_type == "execute_result")
+    assert result.data["text/plain"] == "{'version': 'changed'}"
+
+
+def test_nothing_but_the_kernel_is_left(ran: tuple[Any, list[str]]) -> None:
+    (kernel,) = ran[1]
+    assert "ipykernel" in kernel

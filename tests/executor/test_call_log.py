@@ -1,0 +1,190 @@
+"""What the study is told of a call while it runs: by a made-up one, then by a real fleet."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet.events import Launch, Model
+from optuna_fleet.executor.call_log import CallLog
+from optuna_fleet.sampler_bridge.call_records import CallState, calls_of
+from optuna_fleet.visualization.live.snapshot import Condition, Snapshot, snapshot_of
+from optuna_fleet.visualization.live.storage import open_study
+from tests.fleets import evaluate, num_wrong, small_model, train_epoch
+
+
+class Clocked:
+    """A log whose clock stands still until it is set, and what it has recorded."""
+
+    def __init__(self, cost_s: float = 0.0) -> None:
+        self.now, self.cost_s = 100.0, cost_s
+        self.states: list[CallState] = []
+        state = CallState(began=1.0, noted=1.0, every_s=0.0)
+        self.log = CallLog(self._record, state, clock=lambda: self.now)
+
+    def _record(self, state: CallState) -> bool:
+        self.states.append(state)
+        self.now += self.cost_s
+        return True
+
+    def note(self, *flying: int, asked: tuple[int, ...] = (), after_s: float = 0.0) -> CallState:
+        self.now += after_s
+        if self.log.is_due:
+            self.log.note(flying, {*flying, *asked}, len(flying) + len(asked))
+        return self.states[-1]
+
+
+def launch(number: int, *devices: int) -> Launch:
+    return Launch(
+        run_id=number, number=number, devices=devices, probe=False, measure=False, round=1
+    )
+
+
+def model(samples: int, epochs: int | None) -> Model:
+    return Model(
+        structure="a",
+        resumable=True,
+        max_devices=4,
+        samples_per_epoch=samples,
+        max_epochs=epochs,
+    )
+
+
+def test_it_says_who_is_where_and_who_waits() -> None:
+    clocked = Clocked()
+    clocked.log.launched(launch(3, 0, 2), 55.0)
+    state = clocked.note(3, asked=(4, 5))
+    (run,) = state.runs
+    assert (run.trial, run.devices, run.start) == (3, (0, 2), 55.0)
+    assert (state.waiting, state.num_asked) == ((4, 5), 3)
+
+
+def test_it_knows_how_fast_a_trial_is() -> None:
+    clocked = Clocked()
+    clocked.log.launched(launch(0, 0), 0.0)
+    clocked.log.defined(0, model(1000, 7))
+    assert clocked.note(0).runs[0].samples_per_s is None
+    clocked.log.measured(0, 400.0)
+    assert clocked.note(0, after_s=5).runs[0].samples_per_s == 400.0
+    clocked.log.epoch_ended(0, 1)
+    run = clocked.note(0, after_s=5).runs[0]
+    assert (run.samples_per_s, run.epochs_done, run.max_epochs) == (200.0, 1, 7)
+    clocked.log.epoch_ended(0, 2)  # in 5 seconds, as the first
+    assert clocked.note(0, after_s=5).runs[0].samples_per_s == 200.0
+
+
+def test_a_trial_that_moved_is_as_far_as_it_was_and_as_fast_as_a_whole_epoch_tells() -> None:
+    clocked = Clocked()
+    clocked.log.launched(launch(0, 0), 0.0)
+    clocked.log.defined(0, model(1000, 7))
+    clocked.log.epoch_ended(0, 3)
+    clocked.log.launched(launch(0, 0, 1), 9.0)
+    clocked.log.defined(0, model(1000, 7))
+    (run,) = clocked.note(0).runs
+    assert (run.epochs_done, run.max_epochs, run.samples_per_s) == (3, 7, None)
+    clocked.now += 1
+    clocked.log.epoch_ended(0, 4)  # it may have begun in the midst of it
+    assert clocked.note(0, after_s=10).runs[0].samples_per_s is None
+    clocked.log.epoch_ended(0, 5)
+    assert clocked.note(0, after_s=20).runs[0].samples_per_s == 100.0
+
+
+def test_signs_of_life_become_rarer_but_a_launch_is_told_of_soon() -> None:
+    clocked = Clocked()
+    clocked.note()
+    assert clocked.log.soonest() == [102.0]
+    clocked.note(after_s=1.0)
+    assert len(clocked.states) == 1
+    assert clocked.note(after_s=900.0).every_s == pytest.approx(9.01)
+    assert clocked.note(after_s=1e5).every_s == 15.0
+    assert clocked.log.soonest() == [clocked.now + 15]
+    clocked.log.launched(launch(0, 0), 0.0)
+    assert clocked.log.soonest() == [clocked.now + 2]
+
+
+def test_what_is_costly_is_done_seldom() -> None:
+    clocked = Clocked(cost_s=0.5)
+    clocked.note()
+    assert clocked.log.soonest() == [100.5 + 50]
+    clocked.log.launched(launch(0, 0), 0.0)
+    assert clocked.log.soonest() == [100.5 + 50]
+    assert clocked.note(after_s=50.0).every_s == 50.0
+
+
+def test_at_the_end_nobody_is_anywhere() -> None:
+    clocked = Clocked()
+    clocked.log.launched(launch(0, 0), 0.0)
+    clocked.note(0)
+    clocked.log.end("interrupted", 1)
+    state = clocked.states[-1]
+    assert (state.ending, state.runs, state.num_asked) == ("interrupted", (), 1)
+
+
+# -- a fleet --------------------------------------------------------------------------------------
+
+
+def train_until(trial: Any, *, seen: Path) -> float:
+    """Epochs, until somebody has seen it."""
+    model = trial.prepare(small_model())
+    for epoch in trial.epochs(10_000):
+        train_epoch(trial, model, _NoOptimizer(), [], batch_size=10)
+        trial.report(evaluate(trial, model, num_wrong) / 20, epoch)
+        if trial.sum(float(seen.exists())):
+            break
+    return 1.0
+
+
+class _NoOptimizer:
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> None: ...
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_sweep_can_be_watched_while_it_runs(fleet: Any, tmp_path: Path, fails: bool) -> None:
+    url, seen = f"sqlite:///{tmp_path}/study.db", tmp_path / "seen"
+    study = optuna.create_study(study_name="watched", storage=url)
+    watched: list[Snapshot] = []
+
+    def watch() -> None:
+        import time
+
+        own = open_study("watched", url)
+        while not watched or not _trains(watched[-1]):
+            watched.append(snapshot_of(own, time.time()))
+        seen.touch()
+
+    def look(study: Any, trial: Any) -> None:
+        if fails:
+            raise ValueError("no more")
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    objective = functools.partial(train_until, seen=seen)
+    try:
+        study.optimize(objective, n_trials=1, executor=fleet, callbacks=[look])
+    except ValueError:
+        assert fails
+    finally:
+        seen.touch()
+        watcher.join()
+    assert {snapshot.condition for snapshot in watched} <= {
+        Condition.EMPTY,
+        Condition.NOT_A_FLEETS,
+        Condition.RUNNING,
+    }
+    (run,) = watched[-1].runs
+    assert len(watched[-1].devices) == 4
+    assert (run.number, run.max_epochs) == (0, 10_000)
+    (call,) = calls_of(study)
+    assert (call.n_trials, call.num_asked, call.runs) == (1, 1, ())
+    assert call.ending == ("failed" if fails else "done")
+
+
+def _trains(snapshot: Snapshot) -> bool:
+    return any(run.epochs_done and run.samples_per_s for run in snapshot.runs)

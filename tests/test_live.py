@@ -1,0 +1,549 @@
+"""The live view: what it says of made-up studies, the same in a terminal and as a page."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.distributions import FloatDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
+from rich.console import Console
+
+from optuna_fleet.cli import main
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.call_records import CallState, RunState, calls_of, record_call
+from optuna_fleet.sampler_bridge.ledger import DEVICES_KEY, FLIGHTS_KEY
+from optuna_fleet.visualization.live.forecast import UnderWay, expected_end
+from optuna_fleet.visualization.live.page import page
+from optuna_fleet.visualization.live.snapshot import Condition, snapshot_of
+from optuna_fleet.visualization.live.terminal import rendered
+from optuna_fleet.visualization.live.view import View, duration, printable, ranges, view_of
+from tests.browser import Browser, has_browser
+from tests.executor.storage_servers import Postgres, has_postgres
+
+START = 1.7e9
+
+
+def add_trial(
+    study: Any, state: TrialState, value: float | None = None, *, began: float = 0.0, **more: Any
+) -> int:
+    trial = optuna.create_trial(
+        state=state,
+        value=value,
+        params={"lr": 0.1},
+        distributions={"lr": FloatDistribution(0, 1)},
+        **more,
+    )
+    trial.datetime_start = datetime.fromtimestamp(START + began)
+    study.add_trial(trial)
+    return len(study.trials) - 1
+
+
+def add_flight(study: Any, trial: int, devices: list[int], start: float, end: float) -> None:
+    flight = {"trial": trial, "devices": devices, "start": START + start, "end": START + end}
+    others = {"round": 1, "ending": "returned", "probing_s": 0, "profiling_s": 0, "data_wait_s": 0}
+    key = FLIGHTS_KEY.format(began=START, index=f"{trial}.{start}")
+    compat.set_study_record(study, key, [{**flight, **others}])
+
+
+def add_devices(study: Any, *nodes: str, began: float = 0.0) -> None:
+    """One device for each."""
+    spans = [
+        {"device": n, "node": node, "kind": "a100", "start": START + began, "end": None}
+        for n, node in enumerate(nodes)
+    ]
+    compat.set_study_record(study, DEVICES_KEY.format(began=START + began, index=0), spans)
+
+
+def note(study: Any, noted: float, *runs: RunState, began: float = 0.0, **more: Any) -> None:
+    state = CallState(
+        began=START + began, noted=START + noted, every_s=2.0, runs=tuple(runs), **more
+    )
+    assert record_call(study, state)
+
+
+def fill(study: Any) -> None:
+    """Two done, one pruned, two on three of four devices, one waits; eight to come."""
+    for value, devices, start, end in [(0.5, [0], 0, 20), (0.75, [0, 1], 20, 30)]:
+        number = add_trial(study, TrialState.COMPLETE, value)
+        add_flight(study, number, devices, start, end)
+    add_flight(study, add_trial(study, TrialState.PRUNED, 0.1), [2], 0, 5)
+    reports = {0: 0.25, 1: 0.5}
+    running = add_trial(study, TrialState.RUNNING, intermediate_values=reports)
+    add_trial(study, TrialState.RUNNING)
+    add_trial(study, TrialState.RUNNING)
+    add_devices(study, "n1", "n1", "n1", "n2")
+    wide = RunState(
+        trial=running,
+        devices=(0, 1),
+        start=START + 30,
+        epochs_done=2,
+        max_epochs=4,
+        epoch_s=5.0,
+        samples_per_s=12345.6,
+    )
+    plain = RunState(trial=running + 1, devices=(3,), start=START + 35)
+    note(study, 39, wide, plain, n_trials=14, num_asked=6, waiting=(running + 2,))
+
+
+@pytest.fixture
+def study() -> optuna.Study:
+    study = optuna.create_study(study_name="sweep", direction="maximize")
+    fill(study)
+    return study
+
+
+def at(study: optuna.Study, seconds: float) -> Any:
+    return snapshot_of(study, START + seconds)
+
+
+# -- what is read ---------------------------------------------------------------------------------
+
+
+def test_it_sees_who_is_where_and_who_waits(study: optuna.Study) -> None:
+    snapshot = at(study, 40)
+    assert snapshot.condition is Condition.RUNNING
+    places = {run.number: [(d.node, d.number) for d in run.devices] for run in snapshot.runs}
+    assert places == {3: [("n1", 0), ("n1", 1)], 4: [("n2", 3)]}
+    assert [device.number for device in snapshot.idle] == [2]
+    wide, plain = snapshot.runs
+    assert (wide.for_s, wide.left_s, wide.samples_per_s, wide.value) == (10, 10, 12345.6, 0.5)
+    assert (plain.for_s, plain.left_s, plain.samples_per_s, plain.value) == (5, None, None, None)
+    assert (snapshot.waiting, snapshot.elsewhere, snapshot.num_to_come) == ((5,), (), 8)
+    assert [trial.number for trial in snapshot.best] == [1]
+    assert [(trial.number, trial.widths) for trial in snapshot.recent] == [
+        (2, (1,)),
+        (1, (2,)),
+        (0, (1,)),
+    ]
+
+
+def test_a_trial_that_has_begun_since_the_driver_wrote_is_nowhere_yet(study: Any) -> None:
+    add_trial(study, TrialState.RUNNING, began=39.5)
+    add_trial(study, TrialState.RUNNING, began=38.5)
+    assert at(study, 40).elsewhere == (7,)
+
+
+def test_a_trial_that_has_ended_since_the_driver_wrote_is_on_no_device() -> None:
+    study = optuna.create_study()
+    add_trial(study, TrialState.COMPLETE, 1.0)
+    add_devices(study, "n")
+    note(study, 1, RunState(trial=0, devices=(0,), start=START), n_trials=1, num_asked=1)
+    snapshot = at(study, 2)
+    assert snapshot.runs == ()
+    assert len(snapshot.idle) == 1
+
+
+def test_a_driver_without_signs_of_life_is_told_of(study: optuna.Study) -> None:
+    snapshot = at(study, 100)
+    assert snapshot.condition is Condition.SILENT
+    assert [run.for_s for run in snapshot.runs] == [9, 4]  # as it was then
+    assert snapshot.expected_end is None
+    view = view_of(snapshot)
+    assert view.is_alarming
+    assert view.condition.startswith("no sign of life from its driver for 1 min 1 s")
+
+
+@pytest.mark.parametrize(
+    ("ending", "condition"),
+    [
+        ("done", Condition.DONE),
+        ("interrupted", Condition.INTERRUPTED),
+        ("failed", Condition.FAILED),
+    ],
+)
+def test_a_call_that_has_ended_has_no_devices(
+    ending: str, condition: Condition, study: optuna.Study
+) -> None:
+    note(study, 50, ending=ending, n_trials=14, num_asked=6)
+    snapshot = at(study, 1000)
+    assert snapshot.condition is condition
+    assert (snapshot.devices, snapshot.runs, snapshot.expected_end) == ((), (), None)
+    assert snapshot.elsewhere == (3, 4, 5)  # nobody has told them as ended
+
+
+def test_a_later_call_takes_the_place_of_one_that_died(study: optuna.Study) -> None:
+    add_devices(study, "n9", began=200)
+    run = RunState(trial=3, devices=(0,), start=START + 201)
+    note(study, 202, run, began=200, n_trials=14, num_asked=6)
+    snapshot = at(study, 203)
+    assert snapshot.condition is Condition.RUNNING
+    assert {device.node for device in snapshot.devices} == {"n9"}
+    assert [run.number for run in snapshot.runs] == [3]
+    assert snapshot.elsewhere == (4, 5)
+
+
+def test_several_drivers_of_one_study_are_seen_together(study: optuna.Study) -> None:
+    add_trial(study, TrialState.RUNNING)
+    add_devices(study, "other", began=1)
+    run = RunState(trial=6, devices=(0,), start=START + 2)
+    note(study, 39, run, began=1, n_trials=3, num_asked=1)
+    snapshot = at(study, 40)
+    assert [run.number for run in snapshot.runs] == [3, 4, 6]
+    assert len(snapshot.devices) == 5
+    assert [(d.node, d.number) for d in snapshot.runs[-1].devices] == [("other", 0)]
+    assert len(snapshot.idle) == 1
+    assert snapshot.num_to_come == 8 + 2
+
+
+def test_any_study_can_be_looked_at() -> None:
+    study = optuna.create_study()
+    assert at(study, 0).condition is Condition.EMPTY
+    study.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=2)
+    trial = study.ask()
+    snapshot = at(study, 0)
+    assert snapshot.condition is Condition.NOT_A_FLEETS
+    assert snapshot.elsewhere == (trial.number,)
+    assert view_of(snapshot).facts[0] == ("trials", "1 running, 2 complete")
+
+
+def test_of_several_objectives_all_best_trials_are_named() -> None:
+    study = optuna.create_study(directions=["minimize", "maximize"])
+    for values in [(0, 0), (1, 1), (2, 0)]:
+        study.add_trial(optuna.create_trial(values=values))
+    facts = dict(view_of(at(study, 0)).facts)
+    assert facts["best"] == "2 trials that no other is better than: 0-1"
+
+
+def test_records_come_back_as_they_were(tmp_path: Path) -> None:
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db")
+    runs = [RunState(trial=0, devices=(0, 1), start=START, samples_per_s=1.5)]
+    note(study, 1, *runs, timeout=5.0, waiting=(4,))
+    note(study, 2, *runs, timeout=5.0, waiting=(4,))
+    (call,) = calls_of(study)
+    assert (call.noted, call.runs, call.waiting) == (START + 2, tuple(runs), (4,))
+
+
+def test_a_record_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None:
+    study = optuna.create_study(storage=f"sqlite:///{tmp_path}/study.db")
+    state = CallState(began=0.0, noted=0.0, every_s=1.0)
+    compat.storage_of(study)._backend.engine.dispose()  # type: ignore[attr-defined]
+    (tmp_path / "study.db").write_bytes(b"no database any more" * 500)
+    assert not record_call(study, state)
+
+
+# -- the forecast ---------------------------------------------------------------------------------
+
+
+def forecast(*under_way: UnderWay, ended: list[float], **more: Any) -> float | None:
+    given = {"num_to_come": 0, "num_devices": 2, **more}
+    return expected_end(100.0, ended=ended, under_way=under_way, **given)
+
+
+def test_trials_to_come_take_as_long_as_those_that_have_ended() -> None:
+    assert forecast(ended=[10, 30], num_to_come=4) == 100 + 4 * 20 / 2
+
+
+def test_who_is_under_way_takes_as_long_as_those_that_took_longer() -> None:
+    young = UnderWay(spent_s=5, num_devices=1)
+    old = UnderWay(spent_s=20, num_devices=1)
+    assert forecast(young, ended=[10, 30], num_devices=1) == 100 + 15
+    assert forecast(old, ended=[10, 30], num_devices=1) == 100 + 10
+    assert forecast(UnderWay(spent_s=50, num_devices=1), ended=[10, 30]) == 100
+
+
+def test_nobody_takes_longer_than_its_epochs() -> None:
+    half = UnderWay(spent_s=10, num_devices=1, left_s=10)
+    assert forecast(half, ended=[]) == 110
+    assert forecast(half, ended=[1000]) == 110
+    assert forecast(half, ended=[], num_to_come=2) == 100 + (10 + 2 * 20) / 2
+
+
+def test_the_end_is_no_sooner_than_that_of_the_longest() -> None:
+    assert forecast(UnderWay(spent_s=0, num_devices=1), ended=[50], num_devices=10) == 150
+
+
+def test_a_deadline_ends_what_has_no_number() -> None:
+    under_way = UnderWay(spent_s=0, num_devices=2)
+    assert forecast(under_way, ended=[10], num_to_come=None) is None
+    assert forecast(under_way, ended=[10], num_to_come=None, deadline=130) == 135
+    assert forecast(under_way, ended=[10], num_to_come=1, deadline=900) == 110
+    assert forecast(under_way, ended=[10], num_to_come=None, deadline=50) == 105
+
+
+def test_nothing_is_foretold_from_nothing() -> None:
+    assert forecast(UnderWay(spent_s=5, num_devices=1), ended=[], num_to_come=3) is None
+    assert forecast(ended=[1], num_devices=0) is None
+
+
+# -- in words -------------------------------------------------------------------------------------
+
+
+def test_the_view_says_it_in_words(study: optuna.Study) -> None:
+    view = view_of(at(study, 40))
+    facts = dict(view.facts)
+    assert view.condition == "running for 40.0 s" or view.condition == "running for 40 s"
+    assert facts["trials"] == "3 running, 2 complete, 1 pruned, 8 to come"
+    assert facts["best"] == "trial 1: 0.75 with lr=0.1"
+    assert facts["devices"] == "4 of 2 nodes (a100), 1 idle"
+    assert facts["waiting for devices"] == "5"
+    assert facts["expected end"].startswith("in about ")
+    on_devices, recent = view.tables
+    assert on_devices.rows[0] == ("3", "n1 0-1", "10 s", "2 of 4", "12,346", "0.5", "lr=0.1")
+    assert on_devices.rows[1] == ("4", "n2 3", "5.0 s", "0", "-", "-", "lr=0.1")
+    assert on_devices.rows[2][:2] == ("idle", "n1 2")
+    assert [row[:4] for row in recent.rows] == [
+        ("2", "pruned", "0.1", "1"),
+        ("1", "complete", "0.75", "2"),
+        ("0", "complete", "0.5", "1"),
+    ]
+
+
+def test_the_widths_of_a_trial_that_moved_are_named_in_order(study: optuna.Study) -> None:
+    add_flight(study, 0, [0, 1, 2], 20, 25)
+    add_flight(study, 0, [1, 2, 3], 25, 30)
+    assert view_of(at(study, 40)).tables[1].rows[2][3] == "1 → 3"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0.0 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min"), (1e6, "11 d 13 h")],
+)
+def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_numbers_that_follow_each_other_are_one() -> None:
+    assert ranges([5, 1, 2, 3, 7, 8]) == "1-3, 5, 7-8"
+
+
+def test_names_control_no_terminal() -> None:
+    assert printable("a\x1b[31m\nb") == "a\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}b"
+
+
+# -- both show the same ---------------------------------------------------------------------------
+
+
+class Cells(HTMLParser):
+    """The text of a page's facts and cells, in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._is_in = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag in ("td", "th", "dd", "dt", "h2"):
+            self._is_in = True
+            self.found.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_in &= tag not in ("td", "th", "dd", "dt", "h2")
+
+    def handle_data(self, data: str) -> None:
+        if self._is_in:
+            self.found[-1] += data
+
+
+def cells_of(view: View) -> list[str]:
+    found = [text for fact in view.facts for text in fact]
+    for table in view.tables:
+        found += [table.title, *table.headings, *(cell for row in table.rows for cell in row)]
+    return found
+
+
+def test_the_page_has_all_of_the_view(study: optuna.Study) -> None:
+    view = view_of(at(study, 40))
+    assert Cells(page(view, START, 2.0)).found == cells_of(view)
+
+
+def test_the_terminal_has_all_of_the_view(study: optuna.Study) -> None:
+    view = view_of(at(study, 40))
+    console = Console(file=io.StringIO(), width=200)
+    console.print(rendered(view))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    position = 0
+    for cell in filter(None, cells_of(view)):
+        position = shown.index(cell, position)
+    assert view.title in shown
+    assert view.condition in shown
+
+
+def test_names_are_no_html_and_no_markup() -> None:
+    study = optuna.create_study(study_name="<b>[red]x[/red]</b>")
+    view = view_of(at(study, 0))
+    assert "<title>&lt;b&gt;[red]x[/red]&lt;/b&gt;</title>" in page(view, 0, 1)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(rendered(view))
+    assert "<b>[red]x[/red]</b>" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["sqlite", "journal", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A storage with the study."""
+    if request.param == "sqlite":
+        yield filled(f"sqlite:///{tmp_path}/study.db")
+    elif request.param == "journal":
+        yield filled(str(tmp_path / "journal.log"))
+    else:
+        if not has_postgres():
+            pytest.skip("no PostgreSQL")
+        server = Postgres()
+        try:
+            yield filled(server.new_database("live"))
+        finally:
+            server.close()
+
+
+def filled(url: str) -> str:
+    storage: Any = url if "://" in url else JournalStorage(JournalFileBackend(url))
+    fill(optuna.create_study(study_name="sweep", storage=storage, direction="maximize"))
+    return url
+
+
+def test_it_reads_what_any_storage_has(url: str, capsys: Any) -> None:
+    assert main(["top", "--storage", url, "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 complete" in shown
+    assert "no sign of life" in shown
+
+
+def test_it_writes_nothing(tmp_path: Path, capsys: Any) -> None:
+    os.chdir(tmp_path)
+    filled("sqlite:///study.db")
+    filled("journal")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for where in ["sqlite:///study.db", "study.db", "journal"]:
+        assert main(["top", "sweep", "--storage", where, "--once"]) == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_it_is_shown_anew_in_a_terminal_until_an_interrupt(tmp_path: Path) -> None:
+    ours, its = pty.openpty()
+    where = filled(f"sqlite:///{tmp_path}/study.db")
+    with started("--storage", where, stdout=its) as process:
+        os.close(its)
+        shown = b""
+        while shown.count(b"as of") < 2:
+            shown += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        threading.Thread(target=drain, args=(ours,), daemon=True).start()
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+
+
+def drain(terminal: int) -> None:
+    """Read what is left, which it waits for."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
+
+
+def test_the_page_is_written_anew_until_an_interrupt(tmp_path: Path) -> None:
+    where, target = filled(f"sqlite:///{tmp_path}/study.db"), tmp_path / "page.html"
+    with started("--storage", where, "--html", str(target), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert (
+            process.stdout.readline() == f"Written to {target}; open it in a browser.\n".encode()
+        )
+        first = target.stat().st_ino
+        while target.stat().st_ino == first:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, b"")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "study.db"]
+
+
+def started(*options: str, stdout: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "optuna_fleet.cli", "top", "--interval", "0.1", *options]
+    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE)
+
+
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    where = filled(f"sqlite:///{tmp_path}/study.db")
+    code = (
+        "import sys; from optuna_fleet.cli import main; "
+        f"assert main(['top', '--storage', {where!r}, '--once']) == 0; "
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "said"),
+    [
+        ("sweep", "sqlite:///nowhere.db", "There is no file nowhere.db"),
+        ("sweep", "nowhere", "There is no file nowhere"),
+        ("sweep", "sqlite://", "in the memory of one process"),
+        ("other", "sqlite:///study.db", "there is no study 'other'; it has 'sweep'"),
+        ("sweep", "sqlite:///other.db", "can't be read (OperationalError"),
+        ("sweep", "nonsense://x:secret@y/z", "nonsense://x@y/z can't be read"),
+    ],
+)
+def test_wrong_storages_are_told_of(
+    name: str, where: str, said: str, tmp_path: Path, capsys: Any
+) -> None:
+    os.chdir(tmp_path)
+    filled("sqlite:///study.db")
+    import sqlite3
+
+    sqlite3.connect("other.db").execute("create table t (x)")
+    files = set(tmp_path.iterdir())
+    assert main(["top", name, "--storage", where, "--once"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "secret" not in error
+    assert set(tmp_path.iterdir()) == files
+
+
+def test_a_page_that_can_not_be_written_is_told_of(tmp_path: Path, capsys: Any) -> None:
+    where = filled(f"sqlite:///{tmp_path}/study.db")
+    target = tmp_path / "none" / "page.html"
+    assert main(["top", "--storage", where, "--html", str(target), "--once"]) == 2
+    assert "can't be written: No such file or directory" in capsys.readouterr().err
+
+
+_SHOWN = """document.readyState == "complete" && JSON.stringify([
+    [...document.querySelectorAll("dt,dd,h2,th,td")].map(e => e.textContent),
+    document.getElementById("age").textContent])"""
+
+
+def shown(browser: Browser) -> tuple[list[str], str]:
+    """Facts and cells; and what the page says of its age."""
+    while not (found := browser.evaluate(_SHOWN)):  # it loads itself anew just now
+        browser.wait_for("Page.loadEventFired")
+    cells, age = json.loads(found)
+    return cells, age
+
+
+@pytest.mark.skipif(not has_browser(), reason="no Chromium")
+def test_a_browser_shows_the_page_and_loads_it_anew(study: optuna.Study, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    first = view_of(at(study, 40))
+    path.write_text(page(first, START, 0.2))
+    with Browser() as browser:
+        browser.open(path.as_uri())
+        cells, age = shown(browser)
+        assert cells == cells_of(first)
+        assert re.fullmatch(r": \d+ s old\. Does `optuna-fleet top` still run\?", age)
+        note(study, 50, ending="done", n_trials=14, num_asked=6)
+        second = view_of(at(study, 60))
+        assert cells_of(first) != cells_of(second)
+        (tmp_path / "next").write_text(page(second, time.time(), 0.2))
+        os.replace(tmp_path / "next", path)
+        while shown(browser)[0] != cells_of(second):
+            browser.wait_for("Page.loadEventFired")
+        assert browser.errors == []
