@@ -21,7 +21,7 @@ from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.executor.cluster.join import JoinEngine
-from optuna_fleet.executor.cluster.ray.actor import ray_module
+from optuna_fleet.executor.cluster.ray import ray_module
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestEngine
 from optuna_fleet.executor.cluster.slurm.harvesting import PilotJob

@@ -70,6 +70,10 @@ class Allocation:
             cause, by = self._notice
             self.news.tell(Departure(node=node, cause=cause, by=by))
 
+    def leave_out(self, node: str) -> None:
+        """Start no other agent on this node."""
+        self._steps.pop(node, None)
+
     def close(self) -> None:
         """Wait for the agents' end, which is near, or end them."""
         with self._lock:
@@ -164,11 +168,12 @@ class Allocation:
             self._tell_notice(node)  # it is about the agent that comes next, too
             self._begin(self._run_again, node)
             return
-        del self._steps[node]
+        self._steps.pop(node, None)
         self.news.tell(replace(departure, is_replaced=False))
 
     def _run_again(self, node: str) -> None:
-        if not self._closed.wait(_RESTART_AFTER_S):  # it may have ended as all do in the end
+        # It may have ended as all do in the end, or be left out.
+        if not self._closed.wait(_RESTART_AFTER_S) and node in self._steps:
             self._run([node])
 
 
