@@ -5,7 +5,7 @@ So a bad node shows itself by different trials, and costs none of them all of it
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -60,25 +60,36 @@ class Avoidance:
         given = {n: a.devices for n, a in plan.assignments.items() if n in starting}
         owners = {device: number for number, devices in given.items() for device in devices}
         self._exchange(pool := {**owners, **dict.fromkeys(spare)}, starting)
-        now: dict[int, list[int]] = {number: [] for number in given}
-        for device, number in pool.items():
-            if number is not None:
-                now[number].append(device)
-        out = {
-            number
-            for number, devices in now.items()
-            if any(self._shuns(starting[number], device) for device in devices)
-            and self.waits(starting[number])
-        }
+        for number in given:
+            self._keep_from_last_loss(number, starting[number], pool)
+        now: dict[int, list[int]] = defaultdict(list)
+        for device, owner in pool.items():
+            if owner is not None:
+                now[owner].append(device)
         flotillas = (
             tuple(
-                replace(a, devices=tuple(sorted(now.get(a.number, a.devices))))
+                replace(a, devices=tuple(sorted(now[a.number]))) if a.number in given else a
                 for a in flotilla.assignments
-                if a.number not in out
+                if a.number not in given or a.number in now
             )
             for flotilla in plan.flotillas
         )
         return replace(plan, flotillas=tuple(Flotilla(assignments=f) for f in flotillas if f))
+
+    def _keep_from_last_loss(self, number: int, trial: Trial, pool: dict[int, int | None]) -> None:
+        """With its last chance it takes what is not on those nodes, or else waits."""
+        own = [device for device, owner in pool.items() if owner == number]
+        if not (self.waits(trial) and any(self._shuns(trial, device) for device in own)):
+            return
+        least = 1 if trial.model is None else trial.model.min_devices
+        alike: dict[str, list[int]] = defaultdict(list)
+        for device, owner in pool.items():
+            if owner in (number, None) and not self._shuns(trial, device):
+                alike[self._presence.kind_of(device)].append(device)
+        best = max(alike.values(), key=len, default=[])[: max(least, len(own))]
+        pool.update(dict.fromkeys(own))
+        if len(best) >= least:
+            pool.update(dict.fromkeys(best, number))
 
     def _exchange(self, pool: dict[int, int | None], starting: Mapping[int, Trial]) -> None:
         """Change the owners of devices, so that fewer are on nodes that they were lost on."""

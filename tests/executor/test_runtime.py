@@ -461,6 +461,7 @@ def test_a_namesake_waits_until_it_is_known_whether_the_node_that_is_there_lives
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: io.StringIO, is_frozen: bool
 ) -> None:
     monkeypatch.setattr(runtimes, "Connections", FakeHub)
+    optuna.logging.set_verbosity(optuna.logging.INFO)
     runtime, now = new_runtime(FakeEngine(), tmp_path, has_leases=True), [0.0]
     connections: Any = runtime.connections
     runtime.agents.nodes._clock = runtime.agents.clock = lambda: now[0]
@@ -871,7 +872,7 @@ def launcher_of(runtime: Any, folder: Any) -> Launcher:
         gc_after_trial=False,
         maximize=False,
     )
-    retention: Any = SimpleNamespace(folder=folder, keeps_any=False)
+    retention: Any = SimpleNamespace(folder=folder, keeps_any=False, drop=folder.drop)
     return Launcher(runtime, job, retention, adopted=())
 
 

@@ -115,12 +115,12 @@ class RayEngine(TellsNews):
         self, cluster: RayCluster, agent: Sequence[str], device_type: str | None = None
     ) -> None:
         self._cluster, self._agent, self._device_type = cluster, agent, device_type
-        self._wanted = cluster.num_nodes
         self._thread: threading.Thread | None = None
 
     def open(self, invitation: Invitation) -> None:
         """See `Engine`."""
         self._ray, self._environment = ray_module(), invitation.environment()
+        self._wanted = self._cluster.num_nodes
         self._actors: dict[str, Any] = {}
         self._waiting: list[Any] = []
         self._awaited: tuple[int, list[str]] = 0, []  # how many, besides which nodes
