@@ -5,7 +5,6 @@ So a bad node shows itself by different trials, and costs none of them all of it
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -19,8 +18,8 @@ class Avoidance:
 
     Args:
         presence: The devices that are there.
-        max_restarts: How often a trial may lose its devices. With its last chance it waits for
-            nodes that it was not lost on, if there are any.
+        max_restarts: How often a trial may lose its devices. For the last time it is started on a
+            node that it was not lost on, if there is any, and waits for that.
     """
 
     def __init__(self, presence: Presence, max_restarts: int) -> None:
@@ -31,12 +30,12 @@ class Avoidance:
         return bool(trial.losses) and self._presence.place_of(device)[0] in trial.lost_on
 
     def waits(self, trial: Trial) -> bool:
-        """Whether it is started only on nodes that it was not lost on."""
+        """Whether it is started, on one device, only on a node that it was not lost on."""
         if not trial.losses or len(trial.losses) < self._max_restarts:
             return False
-        others = (device for device in self._presence if not self._shuns(trial, device))
-        most = max(Counter(map(self._presence.kind_of, others)).values(), default=0)
-        return most >= (1 if trial.model is None else trial.model.min_devices)
+        if trial.model is not None and not trial.fits_one_device:
+            return False
+        return any(not self._shuns(trial, device) for device in self._presence)
 
     def first_for(self, trial: Trial, free: Collection[int]) -> int | None:
         """The first free device on a node that it was not lost on; else on any, or none."""
@@ -46,9 +45,9 @@ class Avoidance:
         return device
 
     def amended(self, plan: Plan, starting: Mapping[int, Trial], spare: Collection[int]) -> Plan:
-        """A plan in which trials get devices of other nodes than they were lost on.
+        """A plan in which fewer devices are of nodes that their trials were lost on.
 
-        They exchange them with each other, and for those that are left. Who waits is left out.
+        They are exchanged between trials that it starts, and for those that are left.
 
         Args:
             plan: As it was made.
@@ -60,36 +59,12 @@ class Avoidance:
         given = {n: a.devices for n, a in plan.assignments.items() if n in starting}
         owners = {device: number for number, devices in given.items() for device in devices}
         self._exchange(pool := {**owners, **dict.fromkeys(spare)}, starting)
-        for number in given:
-            self._keep_from_last_loss(number, starting[number], pool)
-        now: dict[int, list[int]] = defaultdict(list)
-        for device, owner in pool.items():
-            if owner is not None:
-                now[owner].append(device)
+        now = {n: tuple(sorted(d for d, owner in pool.items() if owner == n)) for n in given}
         flotillas = (
-            tuple(
-                replace(a, devices=tuple(sorted(now[a.number]))) if a.number in given else a
-                for a in flotilla.assignments
-                if a.number not in given or a.number in now
-            )
-            for flotilla in plan.flotillas
+            tuple(replace(a, devices=now.get(a.number, a.devices)) for a in f.assignments)
+            for f in plan.flotillas
         )
-        return replace(plan, flotillas=tuple(Flotilla(assignments=f) for f in flotillas if f))
-
-    def _keep_from_last_loss(self, number: int, trial: Trial, pool: dict[int, int | None]) -> None:
-        """With its last chance it takes what is not on those nodes, or else waits."""
-        own = [device for device, owner in pool.items() if owner == number]
-        if not (self.waits(trial) and any(self._shuns(trial, device) for device in own)):
-            return
-        least = 1 if trial.model is None else trial.model.min_devices
-        alike: dict[str, list[int]] = defaultdict(list)
-        for device, owner in pool.items():
-            if owner in (number, None) and not self._shuns(trial, device):
-                alike[self._presence.kind_of(device)].append(device)
-        best = max(alike.values(), key=len, default=[])[: max(least, len(own))]
-        pool.update(dict.fromkeys(own))
-        if len(best) >= least:
-            pool.update(dict.fromkeys(best, number))
+        return replace(plan, flotillas=tuple(Flotilla(assignments=f) for f in flotillas))
 
     def _exchange(self, pool: dict[int, int | None], starting: Mapping[int, Trial]) -> None:
         """Change the owners of devices, so that fewer are on nodes that they were lost on."""

@@ -331,7 +331,8 @@ class Controller:
         instructions = [self._launch(*ready) for ready in self._roster.ready()]
         if self._planner.is_deciding:  # what it is made for must still be there when it comes
             return instructions
-        instructions += self._start_singly(self._roster.with_status(Status.PROPOSED))
+        unplanned = [t for t in self._roster.waiting() if self._avoidance.waits(t)]
+        instructions += self._start_singly(self._roster.with_status(Status.PROPOSED) + unplanned)
         if self._exhausted:
             instructions += self._give_back_unlaunched()
         elif self._may_propose():

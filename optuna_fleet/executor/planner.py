@@ -109,7 +109,8 @@ class Planner:
         )
 
     def _candidates(self) -> list[Trial]:
-        return self._problems.candidates(self._roster, is_first=self.round == 0)
+        trials = self._problems.candidates(self._roster, is_first=self.round == 0)
+        return [t for t in trials if t.run is not None or not self._avoidance.waits(t)]
 
     def _unsettled(self) -> set[int]:
         trials, runs = self._roster.trials, self._roster.runs.values()
