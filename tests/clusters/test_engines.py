@@ -234,6 +234,19 @@ def test_a_lost_nodes_agent_is_ended(case: Case, watching: Hub) -> None:
     hub.engine.end("no such node")
 
 
+def test_a_node_that_is_left_out_has_no_other_agent(case: Case, watching: Hub) -> None:
+    hub = watching
+    out, other, _ = hub.agents
+    hub.engine.end(out.node, for_good=True)
+    if case.ends_agents:
+        hub.wait_for(lambda: out not in hub.agents)
+    while out.node in hub.engine.expected():
+        time.sleep(0.05)  # a thread sees to it
+    other.end(3)
+    hub.wait_for(lambda: other.node in hub.gone())
+    assert out.node not in hub.engine.expected()
+
+
 def test_more_and_fewer_are_wanted(case: Case, hub: Hub) -> None:
     hub.engine.want(3)
     hub.engine.want(1)

@@ -32,7 +32,7 @@ def test_an_agent_has_what_the_actor_has_reserved(ray_nodes: RayNodes) -> None:
     with Hub(ray_nodes.engine()) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
         options = sorted(agent.told["options"] for agent in hub.agents)
-    assert options == [["--device-type", "cpu", "--devices", n] for n in ("1", "2")]
+    assert options == [["--device-type=cpu", f"--devices={n}"] for n in (1, 2)]
 
 
 def test_nodes_that_are_added_are_used_and_those_removed_are_told_of(ray_nodes: RayNodes) -> None:

@@ -131,7 +131,7 @@ class SlurmEngine(TellsNews):
             signal.signal(heeded, after[signal.Signals(heeded)])
         if self._allocation is not None:
             cause = f"job {self._job} got {signal.Signals(number).name}"
-            self._allocation.leave(cause, by=time.time() + self._notice_s)
+            self._allocation.end(cause, by=time.time() + self._notice_s)
 
     def want(self, nodes: int | None) -> None:
         """See `Engine`: there are as many as there are."""
