@@ -281,6 +281,22 @@ def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
     assert (candidate.rescale_up_s, candidate.rescale_down_s) == (expected, expected)
 
 
+def test_a_trial_that_goes_on_elsewhere_asks_for_data_again_which_is_no_reason_to_decide() -> None:
+    world = World(num_devices=2, trials=2, paradigm="elastic")
+    world.settle_all()
+    world.end(0)
+    world.resting.add(1)
+    world.tell(epoch_ended(1))
+    while world.unanswered:
+        world.decide()
+    world.end(1, Ending.YIELDED)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.devices == (0, 1)
+    assert world.tell(reached(run_id, "s1")) == []
+    (allocate,) = world.tell(reached(run_id, "another"), rate(run_id))
+    assert isinstance(allocate, Allocate)
+
+
 def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:
     world = World(num_devices=1, trials=1)
     world.settle_all()
