@@ -216,7 +216,7 @@ class HarvestEngine:
         """See `Engine`."""
         return (self.mould.pipe,) if self.is_open else ()
 
-    def end(self, node: str) -> None:
+    def end(self, node: str, *, for_good: bool = False) -> None:
         """See `Engine`: the mould ends it when its time has come."""
 
     def close(self) -> None:

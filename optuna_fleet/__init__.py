@@ -22,7 +22,7 @@ from optuna_fleet.exceptions import (
 )
 from optuna_fleet.executor.cluster.join import JoinCluster
 from optuna_fleet.executor.cluster.local import LocalCluster
-from optuna_fleet.executor.cluster.ray.cluster import RayCluster
+from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster
 from optuna_fleet.executor.convergence import Convergence

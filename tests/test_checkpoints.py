@@ -129,12 +129,20 @@ def unfinished(folder: StudyFolder, number: int, epoch: int, **more: Any) -> Pat
     return folder.at(FileName(trial=number, position=(1, epoch), **run))
 
 
-def leave(folder: StudyFolder, study: optuna.Study, values: list[float]) -> None:
-    """A trial that has just been told, and its final checkpoint."""
+def leave(
+    retention: CheckpointRetention, study: optuna.Study, values: list[float], size: int = 0
+) -> None:
+    """A trial that has just been told, and the checkpoint that it has left."""
     trial = study.ask()
-    folder.path.mkdir(exist_ok=True)
-    folder.final(trial.number).touch()
+    leave_file(retention, trial.number, size)
     study.tell(trial, values)
+
+
+def leave_file(retention: CheckpointRetention, number: int, size: int = 0) -> None:
+    folder, run = retention.folder, "0123abcd-1"
+    folder.path.mkdir(exist_ok=True)
+    folder.at(FileName(trial=number, run=run, kind="final")).write_bytes(bytes(size))
+    retention.left(number, run)
 
 
 def test_the_pareto_front_keeps_its_weights(root: Path) -> None:
@@ -143,7 +151,7 @@ def test_the_pareto_front_keeps_its_weights(root: Path) -> None:
     retention = CheckpointRetention(study, folder, 2)
     assert retention.is_among_best([1.0, 1.0])
     for number, values in enumerate([[1, 1], [2, 5], [3, 2], [9, 4]]):
-        leave(folder, study, values)
+        leave(retention, study, values)
         retention.settled(number)
     assert folder.finals() == {0, 1}
 
@@ -154,12 +162,12 @@ def test_of_equals_the_one_that_optuna_calls_the_best_is_kept(root: Path) -> Non
     retention = CheckpointRetention(study, folder, 1)
     for number in range(3):
         assert retention.is_among_best(1.0)
-        leave(folder, study, [1.0])
+        leave(retention, study, [1.0])
         retention.settled(number)
         assert folder.finals() == {study.best_trial.number}
     assert not retention.is_among_best(1.5)
     assert not retention.is_among_best("many")
-    folder.final(7).touch()  # of a trial that will be told in a moment
+    leave_file(retention, 7)  # of a trial that will be told in a moment
     study.add_trial(optuna.create_trial(value=0.5))
     study.enqueue_trial({})
     for _ in range(4):
@@ -174,9 +182,8 @@ def test_the_worst_of_the_best_make_room(root: Path, log: io.StringIO) -> None:
     retention = CheckpointRetention(study, folder, 3, max_bytes=1000)
 
     def leave_bytes(value: float, size: int) -> set[int]:
-        leave(folder, study, [value])
+        leave(retention, study, [value], size)
         number = study.trials[-1].number
-        folder.final(number).write_bytes(bytes(size))
         unfinished(folder, 99, 1).write_bytes(bytes(5000))  # of one under way: does not count
         retention.settled(number)
         assert 99 in folder.unfinished()

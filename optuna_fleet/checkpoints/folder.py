@@ -255,10 +255,13 @@ class StudyFolder:
         if (newest := FileName.parse(Path(location).name)) is not None:
             self._remove(map(str, superfluous(self._found(), newest)))
 
-    def left(self, number: int, run: str) -> None:
-        """The last run of a trial was this one: what it has left is what the trial leaves."""
-        with contextlib.suppress(OSError):
+    def left(self, number: int, run: str) -> bool:
+        """The last run of a trial was this one: the trial leaves what it has left, if anything."""
+        try:
             os.replace(self.at(FileName(trial=number, run=run, kind="final")), self.final(number))
+        except OSError:
+            return False
+        return True
 
     def drop_unfinished(self, number: int) -> None:
         """Remove all of a trial but its final checkpoint."""

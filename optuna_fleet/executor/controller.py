@@ -10,7 +10,7 @@ a rate are never thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -50,6 +50,7 @@ from optuna_fleet.events import (
     TrialProposed,
     WidthLimited,
 )
+from optuna_fleet.executor.avoidance import Avoidance
 from optuna_fleet.executor.planner import Planner
 from optuna_fleet.executor.presence import Presence
 from optuna_fleet.executor.problem_builder import ProblemBuilder
@@ -76,7 +77,8 @@ class Controller:
         self._profiles = Profiles({} if profiles is None else profiles, self._presence)
         self._roster = Roster(count() if run_ids is None else run_ids)
         self._problems = ProblemBuilder(policy, self._profiles, self._presence)
-        self._planner = Planner(policy, self._problems, self._roster)
+        self._avoidance = Avoidance(self._presence, policy.max_restarts)
+        self._planner = Planner(policy, self._problems, self._roster, self._avoidance)
         self._joins = count()
         self._lost: set[int] = set()  # at this moment, as the next
         self._gone: set[int] = set()
@@ -184,9 +186,10 @@ class Controller:
         if run is None:
             return
         trial = self._roster.trials[run.number]
+        was_known = trial.model, run.measured
         trial.model = event.model
         run.measured = self._profiles.is_measured(event.model.structure, run.devices)
-        self._planner.has_news = True
+        self._planner.has_news |= was_known != (trial.model, run.measured)
 
     def _rate_measured(self, event: RateMeasured) -> None:
         run = self._roster.runs.get(event.run_id)
@@ -225,6 +228,7 @@ class Controller:
             return []
         trial = self._roster.trials[run.number]
         trial.epochs_done = event.epochs_done
+        trial.got_on(self._nodes_of(run.devices))
         trial.predicted_epochs = event.predicted_epochs
         if trial.model is not None:  # even if its first data was for something else
             trial.model = replace(trial.model, resumable=True)
@@ -310,10 +314,11 @@ class Controller:
         if is_too_wide and not has_failed:
             return [Requeue(**names)]
         if run.is_lost and not has_failed:
-            trial.restarts += not run.lost_with_node
-            if trial.restarts > self.policy.max_restarts:
+            if not run.lost_with_node:
+                trial.losses.append(self._nodes_of(run.lost_on))
+            if len(trial.losses) > self.policy.max_restarts:
                 self._roster.remove(run.number)
-                return [GiveUp(**names, restarts=trial.restarts)]
+                return [GiveUp(**names, restarts=len(trial.losses))]
         elif has_failed or not has_yielded:
             self._roster.remove(run.number)
             self._planner.note_end(trial)
@@ -326,7 +331,8 @@ class Controller:
         instructions = [self._launch(*ready) for ready in self._roster.ready()]
         if self._planner.is_deciding:  # what it is made for must still be there when it comes
             return instructions
-        instructions += self._start_singly(self._roster.with_status(Status.PROPOSED))
+        unplanned = [t for t in self._roster.waiting() if self._avoidance.waits(t)]
+        instructions += self._start_singly(self._roster.with_status(Status.PROPOSED) + unplanned)
         if self._exhausted:
             instructions += self._give_back_unlaunched()
         elif self._may_propose():
@@ -348,7 +354,7 @@ class Controller:
             return False
         if self._roster.num_without_run() < self.policy.lookahead:
             return True
-        waiting = self._roster.waiting()
+        waiting = [t for t in self._roster.waiting() if not self._avoidance.waits(t)]
         if any(self._problems.fits_fleet(trial) for trial in waiting):
             return False
         # Those that wait for more devices to join leave these to others, up to a point.
@@ -368,9 +374,15 @@ class Controller:
     def _start_singly(self, trials: list[Trial]) -> list[Instruction]:
         """Launch as many as there are free devices, each on one."""
         free = self._roster.free() if trials else []
-        return [
-            self._launch(trial, (device,)) for trial, device in zip(trials, free, strict=False)
-        ]
+        launches = []
+        for trial in trials:
+            if (device := self._avoidance.first_for(trial, free)) is not None:
+                free.remove(device)
+                launches.append(self._launch(trial, (device,)))
+        return launches
+
+    def _nodes_of(self, devices: Iterable[int]) -> frozenset[int]:
+        return frozenset(self._presence.place_of(device)[0] for device in devices)
 
     def _launch(self, trial: Trial, devices: tuple[int, ...]) -> Instruction:
         model = trial.model

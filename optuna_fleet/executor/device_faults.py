@@ -27,13 +27,16 @@ class DeviceFaults:
         """A trial has left a device without such an error."""
         self._in_a_row.pop(device, None)
 
-    def failed(self, device: int, problem: str, *, there: Iterable[int]) -> bool:
+    def failed(
+        self, device: int, problem: str, *, there: Iterable[int], is_last: bool = True
+    ) -> bool:
         """A device has failed; return whether it is left out from now on.
 
         Args:
             device: Which.
             problem: How, in words.
             there: All devices of the fleet.
+            is_last: None is on its way beside these.
 
         Raises:
             LaunchError: It was the last.
@@ -46,7 +49,7 @@ class DeviceFaults:
             return False
         why = f"it has failed {number} times in a row, the last time with: {problem}"
         self.leave_out([device], f"device {device}", why)
-        if self.left_out.issuperset(there):
+        if is_last and self.left_out.issuperset(there):
             raise LaunchError(
                 f"No device is left: each has failed {_MAX_IN_A_ROW} times in a row, the last one "
                 f"with: {problem}"
@@ -55,6 +58,6 @@ class DeviceFaults:
 
     def leave_out(self, devices: Iterable[int], name: str, why: str) -> None:
         """These get no more trials: a device, or a whole node."""
-        fleet_logger.warning(f"{name.capitalize()} is left out from now on: {why}")
+        fleet_logger.warning(f"{name[0].upper()}{name[1:]} is left out from now on: {why}")
         self.left_out.update(devices)
         self.reasons[name] = why

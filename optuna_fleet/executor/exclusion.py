@@ -39,7 +39,8 @@ class Exclusion:
         Raises:
             LaunchError: No device is left that works.
         """
-        if self._faults.failed(device, problem, there=self._agents.nodes.devices):
+        there, is_last = self._agents.nodes.devices, not self._agents.are_starting
+        if self._faults.failed(device, problem, there=there, is_last=is_last):
             self._end_trainers(device)
 
     def start_failed(self, device: int, error: LaunchError) -> None:
@@ -48,7 +49,8 @@ class Exclusion:
         Raises:
             LaunchError: It is this error, and no other device is left.
         """
-        if self._faults.left_out.union([device]).issuperset(self._agents.nodes.devices):
+        left_out = self._faults.left_out.union([device])
+        if left_out.issuperset(self._agents.nodes.devices) and not self._agents.are_starting:
             raise error
         self._faults.leave_out([device], f"device {device}", str(error))
         self._end_trainers(device)

@@ -40,7 +40,7 @@ class Launcher:
 
     def trial_ended(self, last: FinishTrial) -> None:
         """What its last run has left is the trial's."""
-        self._retention.folder.left(last.number, self._run_name(last.run_id))
+        self._retention.left(last.number, self._run_name(last.run_id))
 
     def _run_name(self, run_id: int) -> str:
         """Name of a run, in what it writes, unlike that of any run of another call or driver."""
@@ -62,7 +62,7 @@ class Launcher:
         a checkpoint there.
         """
         if launch.number not in self.launched:
-            self._retention.folder.drop(launch.number)  # of another study of that name
+            self._retention.drop(launch.number)  # of another study of that name
             self.launched.add(launch.number)
         common = self._order(launch, trial_id, parameters)
         common = replace(common, follows=follows, num_stay=num_stay, saves=saves)

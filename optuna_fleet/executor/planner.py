@@ -17,6 +17,7 @@ from optuna_fleet.events import (
     Interrupt,
     StartRound,
 )
+from optuna_fleet.executor.avoidance import Avoidance
 from optuna_fleet.executor.problem_builder import ProblemBuilder
 from optuna_fleet.executor.roster import Roster
 from optuna_fleet.executor.rounds import Rounds
@@ -35,7 +36,13 @@ class Planner:
         num_to_come: Trials that will still be proposed, as far as the study knows.
     """
 
-    def __init__(self, policy: PolicyRules, problems: ProblemBuilder, roster: Roster) -> None:
+    def __init__(
+        self,
+        policy: PolicyRules,
+        problems: ProblemBuilder,
+        roster: Roster,
+        avoidance: Avoidance,
+    ) -> None:
         self.is_deciding = False
         self.has_news = False
         self.joined: dict[int, int] = {}
@@ -45,6 +52,7 @@ class Planner:
         self._policy = policy
         self._problems = problems
         self._roster = roster
+        self._avoidance = avoidance
         self._rounds = Rounds(policy)
         self._problem: AllocationProblem | None = None
         self._is_void = False
@@ -101,7 +109,8 @@ class Planner:
         )
 
     def _candidates(self) -> list[Trial]:
-        return self._problems.candidates(self._roster, is_first=self.round == 0)
+        trials = self._problems.candidates(self._roster, is_first=self.round == 0)
+        return [t for t in trials if t.run is not None or not self._avoidance.waits(t)]
 
     def _unsettled(self) -> set[int]:
         trials, runs = self._roster.trials, self._roster.runs.values()
@@ -131,9 +140,11 @@ class Planner:
         """Begin with the plan that was asked for."""
         self.is_deciding = False
         instructions: list[Instruction] = []
+        posed = self._posed()
+        plan = self._amended(plan, posed)
         assignments = plan.assignments
         moved = []
-        for trial in self._posed():
+        for trial in posed:
             assignment = assignments.get(trial.number)
             if trial.run is None:
                 trial.waited_rounds += assignment is None
@@ -152,6 +163,13 @@ class Planner:
             return instructions
         self._rounds.begin(self._roster.runs.values(), plan)
         return [StartRound(round=self.round, plan=plan, moves=moves), *instructions]
+
+    def _amended(self, plan: Plan, posed: list[Trial]) -> Plan:
+        """What it starts is not to be where it was lost, if that can be."""
+        assert self._problem is not None
+        given = {device for a in plan.assignments.values() for device in a.devices}
+        starting = {trial.number: trial for trial in posed if trial.run is None}
+        return self._avoidance.amended(plan, starting, set(self._problem.devices) - given)
 
     def _posed(self) -> list[Trial]:
         """Whom the plan was asked about: others became candidates while it was made."""

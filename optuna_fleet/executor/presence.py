@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from optuna_fleet.resources import Device
 
@@ -24,6 +24,9 @@ class Presence:
 
     def __len__(self) -> int:
         return len(self._here)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._here)
 
     def __contains__(self, device: int) -> bool:
         return device in self._here

@@ -143,7 +143,7 @@ class Receiver:
             self._parts.call_log.epoch_ended(number, ended + 1)
             news.append(self._evaluator.epoch_ended(call.run_id, number, ended + 1))
         if isinstance(call, Report | EndEpoch):
-            news += self._progressed(run.launch.devices)
+            news += self._progressed(run, run.launch.devices)
         return news + self._parts.outcomes.propose(again=True)
 
     def _rank_ended(self, run: RunRecord, message: Ended) -> list[Event]:
@@ -169,7 +169,7 @@ class Receiver:
         if message.has_device_failed and message.error is not None:
             return self._lost(run, device, message.error.description) + news
         if message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
-            return self._progressed([device]) + news
+            return self._progressed(run, [device]) + news
         return news
 
     def _start(self, launches: Iterable[Start]) -> list[Event]:
@@ -213,8 +213,9 @@ class Receiver:
         self._node_faults.lost(self._exclusion.node_of(device), run.launch.number, cause)
         return self._leave_out_nodes()
 
-    def _progressed(self, devices: Iterable[int]) -> list[Event]:
-        self._node_faults.progressed({self._exclusion.node_of(device) for device in devices})
+    def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
+        nodes = {self._exclusion.node_of(device) for device in devices}
+        self._node_faults.progressed(nodes, run.launch.number)
         return self._leave_out_nodes()
 
     def _leave_out_nodes(self) -> list[Event]:

@@ -142,6 +142,7 @@ class Roster:
         self._ending.pop(run.run_id, None)
         trial = self.trials[run.number]
         if run.is_lost or trial.is_too_wide:
+            trial.furthest = max(trial.furthest, trial.epochs_done)
             trial.epochs_done = trial.epochs_saved
         trial.run = None
         if run.is_lost or not self.leaving.isdisjoint(run.devices):

@@ -97,7 +97,7 @@ class Runtime:
             network=network,
         )
         try:
-            self.agents = Agents(engine, self.connections, options)
+            self.agents = Agents(engine, self.connections, options, self.faults)
         except BaseException:
             self.connections.close()
             engine.close()
@@ -118,11 +118,12 @@ class Runtime:
         """Wait for messages as `Connections` does; what is about processes is noted on the way.
 
         Raises:
-            LaunchError: The agent of a node ended before any trainer was ready: by itself, or
-                killed several times in a row.
+            LaunchError: No agent can work on the last node.
         """
         for node, cause, is_replaced in self.agents.lost():
             yield from self._lose(node, cause, is_replaced=is_replaced)
+        for joining in self.agents.admitted():
+            self._note(joining)
         yield from self.agents.leaving()
         self._end_stopped_agents()
         self._end_late()

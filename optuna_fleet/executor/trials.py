@@ -165,6 +165,12 @@ class Run:
         return tuple(device for device, how in self.endings.items() if how not in _GONE)
 
     @property
+    def lost_on(self) -> tuple[int, ...]:
+        """The devices that it has lost, or all, if it is not known which were lost first."""
+        lost = tuple(d for d, how in self.endings.items() if how is Ending.LOST)
+        return lost or self.devices
+
+    @property
     def is_ending(self) -> bool:
         """Whether its devices fall free without a further decision."""
         return self.is_moving or self.is_aborted or bool(self.endings)
@@ -177,7 +183,8 @@ class Trial:
     `checkpoint` is where its last one is, and `epochs_saved` the epochs that are in it.
     `rescale_s` is what its last move was measured to cost, `previous_devices` what is left of the
     devices that a run had which lost some, or is about to; `max_devices` bounds it besides its
-    model, where it has shown that it must not have more.
+    model, where it has shown that it must not have more. `losses` has the nodes of each time that
+    it lost devices, and `furthest` the epochs that it has done at most.
     """
 
     number: int
@@ -186,7 +193,8 @@ class Trial:
     checkpoint: str | None = None
     epochs_saved: int = 0
     predicted_epochs: float | None = None
-    restarts: int = 0
+    losses: list[frozenset[int]] = field(default_factory=list)
+    furthest: int = 0
     was_launched: bool = False
     waited_rounds: int = 0
     rescale_s: float | None = None
@@ -200,6 +208,16 @@ class Trial:
         if self.run is None:
             return Status.PROPOSED if self.model is None else Status.WAITING
         return Status.PROBING if self.model is None else Status.FLYING
+
+    @property
+    def lost_on(self) -> frozenset[int]:
+        """The nodes of its losses."""
+        return frozenset().union(*self.losses)
+
+    def got_on(self, nodes: frozenset[int]) -> None:
+        """It has ended an epoch on these nodes: if never before, losses elsewhere do not count."""
+        if self.losses and self.epochs_done > self.furthest:
+            self.losses = [lost for lost in self.losses if not lost.isdisjoint(nodes)]
 
     @property
     def is_too_wide(self) -> bool:

@@ -34,6 +34,17 @@ class CheckpointRetention:
         self._num_kept = num_kept
         self._max_bytes = max_bytes
         self._has_warned = False
+        self._left = folder.finals()  # by earlier calls, and then by trials of this one
+
+    def left(self, number: int, run: str) -> None:
+        """The last run of a trial was this one: keep what it has left, for the time being."""
+        if self.folder.left(number, run):
+            self._left.add(number)
+
+    def drop(self, number: int) -> None:
+        """Remove all of a trial."""
+        self.folder.drop(number)
+        self._left.discard(number)
 
     @property
     def keeps_any(self) -> bool:
@@ -50,7 +61,7 @@ class CheckpointRetention:
             return False
         if math.isnan(key):
             return False
-        rivals = self._ranked(self._trials(self.folder.finals()))[: self._num_kept]
+        rivals = self._ranked(self._trials(self._left))[: self._num_kept]
         # Whether the new one keeps its constraints is not known yet.
         is_open = len(rivals) < self._num_kept or any(trial.constraints for trial in rivals)
         return is_open or key <= self._key(rivals[-1])[1]
@@ -58,12 +69,12 @@ class CheckpointRetention:
     def settled(self, number: int) -> None:
         """The study was told how a trial ended: remove what is not kept any more."""
         self.folder.drop_unfinished(number)
-        trials = self._trials(self.folder.finals())
+        trials = self._trials(self._left)
         best = self._within_bytes(self._ranked(trials)[: self._num_kept])
         for trial in trials:
             # One that is RUNNING has just left its checkpoint and will be told in a moment.
             if trial.state.is_finished() and trial not in best:
-                self.folder.drop(trial.number)
+                self.drop(trial.number)
 
     def _within_bytes(self, best: list[FrozenTrial]) -> list[FrozenTrial]:
         """The first of these, as many as may be kept, less those that are too large alone."""

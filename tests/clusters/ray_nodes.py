@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from optuna_fleet.executor.cluster.ray.engine import RayEngine
+from optuna_fleet.executor.cluster.ray import RayCluster, RayEngine
 from tests.clusters.hub import AGENT
 
 
@@ -22,7 +22,7 @@ class RayNodes:
 
     def engine(self, **options: Any) -> RayEngine:
         """An engine of stub agents on these nodes."""
-        return RayEngine(AGENT[1:], address=self.address, device_type="cpu", **options)
+        return RayEngine(RayCluster(address=self.address, **options), AGENT[1:], "cpu")
 
     def add(self, cpus: int) -> Any:
         """Another node."""

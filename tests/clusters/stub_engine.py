@@ -70,7 +70,7 @@ class StubEngine:
     def readables(self) -> Iterable[Readable]:
         return [self._news]
 
-    def end(self, node: str) -> None:
+    def end(self, node: str, *, for_good: bool = False) -> None:
         if node in self._agents:
             self._agents[node].kill()
 

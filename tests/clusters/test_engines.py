@@ -21,7 +21,7 @@ from optuna_fleet.executor.cluster import local
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.executor.cluster.join import JoinEngine
-from optuna_fleet.executor.cluster.ray.actor import ray_module
+from optuna_fleet.executor.cluster.ray import ray_module
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestEngine
 from optuna_fleet.executor.cluster.slurm.harvesting import PilotJob
@@ -232,6 +232,19 @@ def test_a_lost_nodes_agent_is_ended(case: Case, watching: Hub) -> None:
     hub.wait_for(lambda: agent.node in hub.gone())
     _wait_until_ended([agent.told["pid"]])
     hub.engine.end("no such node")
+
+
+def test_a_node_that_is_left_out_has_no_other_agent(case: Case, watching: Hub) -> None:
+    hub = watching
+    out, other, _ = hub.agents
+    hub.engine.end(out.node, for_good=True)
+    if case.ends_agents:
+        hub.wait_for(lambda: out not in hub.agents)
+    while out.node in hub.engine.expected():
+        time.sleep(0.05)  # a thread sees to it
+    other.end(3)
+    hub.wait_for(lambda: other.node in hub.gone())
+    assert out.node not in hub.engine.expected()
 
 
 def test_more_and_fewer_are_wanted(case: Case, hub: Hub) -> None:

@@ -15,8 +15,8 @@ import optuna
 import pytest
 
 from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, RayCluster
-from optuna_fleet.executor.cluster.ray.engine import RayEngine
-from optuna_fleet.executor.cluster.ray.nodes import Claim, Share, by_name, claim_of
+from optuna_fleet.executor.cluster import ray as ray_adapter
+from optuna_fleet.executor.cluster.ray import RayEngine
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.ray_nodes import RayNodes, ray_cluster
 from tests.samplers import ByNumber
@@ -32,7 +32,7 @@ def test_an_agent_has_what_the_actor_has_reserved(ray_nodes: RayNodes) -> None:
     with Hub(ray_nodes.engine()) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
         options = sorted(agent.told["options"] for agent in hub.agents)
-    assert options == [["--device-type", "cpu", "--devices", n] for n in ("1", "2")]
+    assert options == [["--device-type=cpu", f"--devices={n}"] for n in (1, 2)]
 
 
 def test_nodes_that_are_added_are_used_and_those_removed_are_told_of(ray_nodes: RayNodes) -> None:
@@ -80,9 +80,9 @@ def _parent(pid: int) -> int:
 
 _DRIVER = """
 import sys
-from optuna_fleet.executor.cluster.ray.engine import RayEngine
+from optuna_fleet.executor.cluster.ray import RayCluster, RayEngine
 from optuna_fleet.wire.invitation import Invitation
-engine = RayEngine((sys.argv[2],), address=sys.argv[1], device_type="cpu")
+engine = RayEngine(RayCluster(address=sys.argv[1]), (sys.argv[2],), "cpu")
 engine.open(Invitation.of(sys.argv[3], sys.stdin.readline()))
 sys.stdin.read()
 """
@@ -94,7 +94,7 @@ class _ElsewhereEngine(RayEngine):
     def open(self, invitation: Any) -> None:
         host, port = invitation.addresses[0]
         self.driver = subprocess.Popen(
-            [sys.executable, "-c", _DRIVER, str(self._address), AGENT[1], f"{host}:{port}"],
+            [sys.executable, "-c", _DRIVER, self._cluster.address, AGENT[1], f"{host}:{port}"],
             stdin=subprocess.PIPE,
             text=True,
         )
@@ -111,7 +111,7 @@ class _ElsewhereEngine(RayEngine):
 
 
 def test_agents_end_with_the_driver(ray_nodes: RayNodes) -> None:
-    engine = _ElsewhereEngine(AGENT[1:], address=ray_nodes.address)
+    engine = _ElsewhereEngine(RayCluster(address=ray_nodes.address), AGENT[1:])
     with Hub(engine) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
         engine.driver.kill()
@@ -123,7 +123,7 @@ def test_a_ray_that_was_there_stays(ray_nodes: RayNodes) -> None:
 
     ray.init(address=ray_nodes.address, logging_level="WARNING")
     try:
-        with Hub(RayEngine(AGENT[1:], device_type="cpu")) as hub:
+        with Hub(RayEngine(RayCluster(), AGENT[1:], "cpu")) as hub:
             hub.wait_for(lambda: len(hub.nodes()) == 2)
         assert ray.is_initialized()
     finally:
@@ -134,21 +134,23 @@ def test_a_ray_that_is_shut_down_is_an_error(ray_nodes: RayNodes) -> None:
     import ray
 
     ray.init(address=ray_nodes.address, logging_level="WARNING")
-    with Hub(RayEngine(AGENT[1:], device_type="cpu")) as hub:
+    with Hub(RayEngine(RayCluster(), AGENT[1:], "cpu")) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
         ray.shutdown()
         with pytest.raises(LaunchError, match=r"more: ray\.shutdown"):
             hub.wait_for(lambda: False)
 
 
-def test_nodes_whose_agents_keep_failing_are_left_out(ray_nodes: RayNodes) -> None:
-    engine = RayEngine(("-c", "exit(2)"), address=ray_nodes.address, device_type="cpu")
-    with Hub(engine) as hub, pytest.raises(LaunchError, match="agents of all nodes failed"):
-        hub.wait_for(lambda: False)
-    causes = [departure.cause for departure in hub.departures]
-    assert len(causes) == 6
-    assert sum("left out" in cause for cause in causes) == 2
-    assert all("ended with exit code 2" in cause for cause in causes)
+def test_it_ends_where_all_nodes_are_left_out(ray_nodes: RayNodes) -> None:
+    engine = RayEngine(RayCluster(address=ray_nodes.address), ("-c", "exit(2)"), "cpu")
+    with Hub(engine) as hub:
+        hub.wait_for(lambda: len(set(hub.gone())) == 2)
+        assert all("ended with exit code 2" in gone.cause for gone in hub.departures)
+        assert all(gone.is_replaced for gone in hub.departures)
+        for name in set(hub.gone()):
+            engine.end(name, for_good=True)
+        with pytest.raises(LaunchError, match="agents of all nodes failed"):
+            hub.wait_for(lambda: False)
 
 
 def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +163,7 @@ def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(LaunchError, match=r"address='10\.0\.0\.9:1'.*ray start --head"):
-        Hub(RayEngine(AGENT[1:], address="10.0.0.9:1")).__enter__()
+        Hub(RayEngine(RayCluster(address="10.0.0.9:1"), AGENT[1:])).__enter__()
 
 
 def _square(trial: Any) -> float:
@@ -197,43 +199,32 @@ def test_numbers_are_checked(option: str) -> None:
         RayCluster(**{option: 0})
 
 
-def _node(cpus: float, gpus: float = 0.0) -> dict[str, Any]:
-    return {"Resources": {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}}
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_adapter, "ray_module", lambda: None)
 
 
-def test_gpus_are_used_where_there_are_some() -> None:
-    head, small, large = _node(8), _node(4, 1), _node(16, 4)
-    claim = claim_of(None, None, None, [head, small, large])
-    shares = [claim.share(node) for node in (head, small, large)]
-    assert shares == [None, Share(cpus=0, gpus=1), Share(cpus=0, gpus=4)]
+def share(cluster: RayCluster, cpus: int, gpus: int = 0, *, on_gpus: bool) -> tuple[int, int]:
+    return cluster.share_of({"CPU": cpus, "GPU": gpus}, on_gpus=on_gpus)
 
 
-def test_a_node_with_less_than_was_asked_for_is_not_used() -> None:
-    claim = claim_of(2, 2, None, [])
-    assert claim.share(_node(16, 1)) is None
-    assert claim.share(_node(1, 2)) is None
-    assert claim.share(_node(16, 4)) == Share(cpus=2, gpus=2)
+def test_an_actor_reserves_all_gpus_or_else_all_cpus(no_ray: None) -> None:
+    assert share(RayCluster(), 16, 4, on_gpus=True) == (0, 4)
+    assert share(RayCluster(), 16, 4, on_gpus=False) == (16, 0)
+    assert RayCluster().share_of({}, on_gpus=True) == (0, 1)
+    assert RayCluster().share_of({}, on_gpus=False) == (1, 0)
 
 
-def test_without_gpus_all_cpus_are_taken_or_those_asked_for() -> None:
-    assert claim_of(None, None, None, [_node(0), _node(8)]).share(_node(8)) == Share(
-        cpus=8, gpus=0
-    )
-    assert claim_of(None, None, "cpu", [_node(8, 4)]).share(_node(8, 4)) == Share(cpus=8, gpus=0)
-    three = Claim(cpus=3, gpus=None, on_gpus=False)
-    assert three.share(_node(8)) == Share(cpus=3, gpus=0)
-    assert three.share(_node(2)) is None
-    assert claim_of(None, None, None, []).share(_node(0)) is None
+def test_an_actor_reserves_what_was_asked_for(no_ray: None) -> None:
+    cluster = RayCluster(cpus_per_node=2, gpus_per_node=3)
+    assert share(cluster, 16, 4, on_gpus=True) == (2, 3)
+    assert share(cluster, 16, on_gpus=False) == (2, 0)
+    assert cluster.share_of({}, on_gpus=True) == (2, 3)
 
 
-def test_an_agent_is_told_of_its_share() -> None:
-    assert Share(cpus=2, gpus=1).arguments() == ["--device-type", "cuda"]
-    assert Share(cpus=2, gpus=0).arguments() == ["--device-type", "cpu", "--devices", "2"]
-
-
-def test_nodes_of_one_machine_have_unlike_names() -> None:
-    nodes = [
-        {"NodeManagerHostname": "host", "NodeID": f"{number:08}abc", "Alive": number < 2}
-        for number in range(3)
-    ]
-    assert list(by_name(nodes)) == ["host-00000000", "host-00000001"]
+def test_a_node_with_less_than_was_asked_for_is_not_used(no_ray: None) -> None:
+    engine = RayEngine(RayCluster(cpus_per_node=2, gpus_per_node=2), AGENT[1:])
+    engine._on_gpus = True
+    nodes = [{"CPU": 16.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 2.0}, {}]
+    assert not any(engine._fits({"Resources": node}) for node in nodes)
+    assert engine._fits({"Resources": {"CPU": 2.0, "GPU": 2.0}})

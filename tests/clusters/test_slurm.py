@@ -132,6 +132,21 @@ def test_a_signal_is_a_notice(allocate, number: int) -> None:
     assert signal.signal(signal.SIGTERM, others) is signal.SIG_DFL
 
 
+def test_after_a_signal_no_agent_is_started_again(allocate, capfd) -> None:
+    with hub_of(job := allocate("--nodelist=node1,node2"), notice_s=0.0) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        hub.wait_for(lambda: len(hub.departures) == 2)
+        for agent in list(hub.agents):
+            agent.end(1)
+        with pytest.raises(LaunchError, match=f"ended the agents of job {job}: job {job} got SIG"):
+            hub.wait_for(lambda: False)
+    ends = [departure for departure in hub.departures if departure.by is None]
+    assert {end.cause for end in ends} == {f"Slurm ends its job: job {job} got SIGUSR1"}
+    assert not any(end.is_replaced for end in ends)
+    assert "srun: " not in capfd.readouterr().err
+
+
 def test_a_handler_of_the_script_stays(allocate) -> None:
     def own(number: int, frame: object) -> None: ...
 

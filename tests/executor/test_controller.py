@@ -21,6 +21,7 @@ from optuna_fleet.events import (
     DataRequested,
     DeviceGone,
     DeviceJoined,
+    DeviceLeaving,
     DeviceLost,
     Ending,
     EpochDecision,
@@ -279,6 +280,49 @@ def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
     (allocate,) = world.tell(epoch_ended(1))
     candidate = allocate.problem.by_number[1]
     assert (candidate.rescale_up_s, candidate.rescale_down_s) == (expected, expected)
+
+
+def test_a_trial_that_goes_on_elsewhere_asks_for_data_again_which_is_no_reason_to_decide() -> None:
+    world = World(num_devices=2, trials=2, paradigm="elastic")
+    world.settle_all()
+    world.end(0)
+    world.resting.add(1)
+    world.tell(epoch_ended(1))
+    while world.unanswered:
+        world.decide()
+    world.end(1, Ending.YIELDED)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.devices == (0, 1)
+    assert world.tell(reached(run_id, "s1")) == []
+    (allocate,) = world.tell(reached(run_id, "another"), rate(run_id))
+    assert isinstance(allocate, Allocate)
+
+
+def flies_on_three() -> tuple[World, int]:
+    """A trial that can leave between two batches, and its run."""
+    world = World(num_devices=3, trials=1, paradigm="elastic", moves_within_epochs=True)
+    world.tell(reached(0, "s", movable=True), rate(0))
+    world.tell(plan_of({0: (0, 1, 2)}))
+    world.end(0, Ending.YIELDED)
+    ((run_id, launch),) = world.runs.items()
+    assert launch.devices == (0, 1, 2)
+    world.tell(rate(run_id))
+    world.tell(plan_of({0: (0, 1, 2)}))
+    return world, run_id
+
+
+def test_a_node_that_leaves_poses_the_problem_that_its_loss_does_in_a_replay() -> None:
+    def ended(run_id: int, *devices: int, ending: Ending) -> list[RankEnded]:
+        return [RankEnded(run_id=run_id, device=d, ending=ending) for d in devices]
+
+    live, run_id = flies_on_three()
+    live.tell(DeviceLeaving(device=2))
+    *_, announced = live.tell(*ended(run_id, 0, 1, 2, ending=Ending.YIELDED))
+    replayed, run_id = flies_on_three()
+    replayed.tell(DeviceGone(device=2))
+    *_, lost = replayed.tell(*ended(run_id, 0, 1, ending=Ending.ABORTED))
+    assert announced.problem == lost.problem
+    assert announced.problem.by_number[0].devices == (0, 1)
 
 
 def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:

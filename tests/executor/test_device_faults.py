@@ -124,7 +124,7 @@ def faults_of(*lost: int) -> NodeFaults:
     faults = NodeFaults()
     for trial in lost:
         faults.lost("a", trial, "it died")
-    faults.progressed(["b"])
+    faults.progressed(["b"], 99)
     return faults
 
 
@@ -132,7 +132,7 @@ def test_a_node_that_loses_three_trials_while_another_gets_on_is_left_out_once()
     faults = faults_of(1, 4, 7)
     ((node, why),) = faults.take_bad({"a", "b"})
     assert node == "a"
-    assert why.startswith("3 trials in a row (1, 4, 7) were lost there")
+    assert why.startswith("trials were lost there 3 times in a row (1, 4, 7), while")
     assert why.endswith("because it died")
     assert faults.take_bad({"a", "b"}) == []
 
@@ -141,11 +141,19 @@ def test_one_trial_that_is_lost_again_and_again_is_not_its_nodes_doing() -> None
     assert faults_of(1, 1, 1, 2, 2).take_bad({"a", "b"}) == []
 
 
+def test_a_trial_that_gets_on_elsewhere_was_not_to_blame() -> None:
+    faults = faults_of(1, 1, 1)
+    faults.progressed(["b"], 1)
+    ((node, why),) = faults.take_bad({"a", "b"})
+    assert node == "a"
+    assert why.startswith("trials were lost there 3 times in a row (1)")
+
+
 def test_progress_on_a_node_clears_it() -> None:
     faults = faults_of(1, 2)
-    faults.progressed(["a", "b"])
+    faults.progressed(["a", "b"], 99)
     faults.lost("a", 3, "it died")
-    faults.progressed(["b"])
+    faults.progressed(["b"], 99)
     assert faults.take_bad({"a", "b"}) == []
 
 
@@ -157,11 +165,11 @@ def test_no_node_is_left_out_where_no_other_is_known_to_be_better(there: set[str
 
 def test_progress_before_a_nodes_first_loss_is_no_evidence_against_it() -> None:
     faults = NodeFaults()
-    faults.progressed(["b"])
+    faults.progressed(["b"], 99)
     for trial in range(3):
         faults.lost("a", trial, "it died")
     assert faults.take_bad({"a", "b"}) == []
-    faults.progressed(["b"])
+    faults.progressed(["b"], 99)
     assert faults.take_bad({"a", "b"})
 
 
@@ -188,8 +196,11 @@ def test_a_node_whose_trainers_always_die_is_left_out_and_the_user_is_told(
         study.optimize(die_on_one_node, n_trials=2, executor=fleet)
         summary = str(fleet.summary)
     assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}
-    assert "Node local-1 is left out from now on: 3 trials in a row (" in log.getvalue()
-    assert "node local-1 was left out: 3 trials in a row (" in summary
+    assert (
+        "Node local-1 is left out from now on: trials were lost there 3 times in a row ("
+        in log.getvalue()
+    )
+    assert "node local-1 was left out: trials were lost there 3 times in a row (" in summary
     assert "its trainer ended with signal SIGKILL" in summary
 
 

@@ -246,11 +246,18 @@ class World:
         if self.unanswered:
             return
         wide = [number for number in waiting if self.min_devices(number) > 1]
-        narrow = set(waiting).difference(wide)
-        assert not (narrow and free), f"{free} are idle while trials {narrow} wait"
+        for number in set(waiting).difference(wide):
+            usable = {device for device in free if self.may_start(number, device)}
+            assert not usable, f"{usable} are idle while trial {number} waits"
         assert not [run for run in self.runs.values() if run.rests], "nobody answers a trial"
         may_ask = self.budget > 0 and not self.is_delayed and not wide
         assert not (may_ask and free), "devices are idle, and the study is not asked for trials"
+
+    def may_start(self, number: int, device: int) -> bool:
+        """With its last restart a trial waits for a node that it was not lost on."""
+        trial, avoidance = self.controller._roster.trials[number], self.controller._avoidance
+        node = next(known.node for known in self.fleet if known.index == device)
+        return node not in trial.lost_on or not avoidance.waits(trial)
 
     # -- what may happen --------------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ def test_a_node_that_freezes_is_lost_and_its_processes_end_when_it_thaws(
     monkeypatch.setattr(agents, "DRIVER_LEASE_S", 4.0)
     frozen: list[int] = []
     with joined(nursery, tmp_path / "join", "b") as here:
+        first = here.agents["b"]
 
         def freeze_one(number: int, epoch: int) -> None:
             if epoch == 2 and not frozen:
@@ -108,12 +109,14 @@ def test_a_node_that_freezes_is_lost_and_its_processes_end_when_it_thaws(
                 for pid in frozen:
                     os.kill(pid, signal.SIGSTOP)
                 here.start("a")  # where its trials go on
+                here.start("b")  # which waits for the name, and takes its place
 
         assert_allclose(sweep(here.fleet, freeze_one), undisturbed, rtol=1e-10)
         assert "Node b was lost: nothing was heard of it for 6 s" in log.getvalue()
+        assert runtime_of(here.fleet).nodes.named("b").pid == here.agents["b"].pid
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
-        assert here.agents["b"].wait() == 1
+        assert first.wait() == 1
         assert len(frozen) > 1
         assert not any(map(_runs, frozen))
 

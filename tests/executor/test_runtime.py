@@ -32,7 +32,7 @@ from optuna_fleet.executor.calls import RunCalls
 from optuna_fleet.executor.cluster import cores
 from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.agent.main import versions
-from optuna_fleet.executor.cluster.config import AgentOptions, machine
+from optuna_fleet.executor.cluster.config import AgentOptions, NodeSetup, machine
 from optuna_fleet.executor.cluster.engine import Departure, Network
 from optuna_fleet.executor.deadlines import Deadlines
 from optuna_fleet.executor.handovers import Handovers
@@ -79,9 +79,10 @@ DEVICES = {n: Device(index=n, node=0, kind="cpu", node_name="here") for n in ran
 
 
 class FakeEngine:
-    """Has one node, whose agent ends when it is told to."""
+    """Has one node, whose agent ends when it is told to; others may be expected."""
 
     def __init__(self) -> None:
+        self.nodes = ["here"]
         self.departures: list[Departure] = []
         self.done: list[str] = []
 
@@ -89,7 +90,7 @@ class FakeEngine:
         self.done.append("open")
 
     def expected(self) -> list[str]:
-        return ["here"]
+        return self.nodes
 
     def gone(self) -> list[Departure]:
         departures, self.departures = self.departures, []
@@ -101,9 +102,12 @@ class FakeEngine:
     def want(self, nodes: int | None) -> None:
         self.done.append(f"want {nodes}")
 
-    def end(self, node: str) -> None:
-        self.done.append(f"end {node}")
-        self.die(KILLED)
+    def end(self, node: str, *, for_good: bool = False) -> None:
+        self.done.append(f"end {node}" + " for good" * for_good)
+        if for_good:
+            self.nodes.remove(node)
+        else:
+            self.die(KILLED)
 
     def die(self, exit_code: int) -> None:
         cause = f"its agent ended with {cause_of_death(exit_code)}"
@@ -297,6 +301,43 @@ def test_an_agent_that_ends_by_itself_is_not_tried_again(runtime: Runtime) -> No
         die(runtime, 1)
 
 
+def test_a_node_where_no_agent_works_costs_that_node_only(
+    runtime: Runtime, engine: FakeEngine, log: io.StringIO
+) -> None:
+    join(runtime, "other", node="there")
+    engine.die(1)
+    (lost,) = hear(runtime)
+    assert not lost.is_replaced
+    assert "Node here is left out from now on: its agent ended with exit code 1 before any" in (
+        log.getvalue()
+    )
+    assert runtime.faults.reasons.keys() == {"node here"}
+    join(runtime, "2nd")  # it was on its way
+    hear(runtime)
+    assert [node.name for node in runtime.nodes] == ["there"]
+
+    def no_trainer_starts(device: int) -> None:
+        for pid in range(3):
+            gone = TrainerExited(device=device, process=process(runtime, pid), cause="so")
+            runtime.device_events(gone)
+
+    no_trainer_starts(2)
+    with pytest.raises(LaunchError, match="device 3 ended 3 times"):
+        no_trainer_starts(3)
+
+
+def test_a_node_that_is_on_its_way_may_be_better_than_the_one_that_is_there(
+    runtime: Runtime, engine: FakeEngine
+) -> None:
+    engine.nodes.append("there")
+    engine.die(1)
+    hear(runtime)
+    assert len(runtime.nodes) == 0
+    engine.departures = [Departure(node="there", cause="so", exit_code=1, is_replaced=True)]
+    with pytest.raises(LaunchError, match="Node there can't be used: so before any trainer was"):
+        hear(runtime)
+
+
 @pytest.fixture
 def clock(runtime: Runtime) -> list[float]:
     """The time at which processes are found late, after 8 s."""
@@ -410,6 +451,35 @@ def test_a_node_that_is_silent_from_the_start_of_a_trainer_on_is_lost(
         now[0] += 1.0
         lost = hear(runtime)
     assert [message.devices for message in lost] == [(0, 1)]
+    runtime.close()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_namesake_waits_until_it_is_known_whether_the_node_that_is_there_lives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: io.StringIO, is_frozen: bool
+) -> None:
+    monkeypatch.setattr(runtimes, "Connections", FakeHub)
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    runtime, now = new_runtime(FakeEngine(), tmp_path, has_leases=True), [0.0]
+    connections: Any = runtime.connections
+    runtime.agents.nodes._clock = runtime.agents.clock = lambda: now[0]
+    join(runtime, "1st")
+    hear(runtime, SignOfLife(agent="1st"))
+    join(runtime, "2nd")
+    hear(runtime, SignOfLife(agent="1st"))  # said before it froze
+    join(runtime, "3rd")
+    hear(runtime, ConnectionEnded(agent="3rd"))  # does not wait for so long
+    connections.give_up("3rd")
+    connections.sent.clear()
+    assert "Another node named here asks to join: it takes the place" in log.getvalue()
+    while now[0] <= LEASE_S and not connections.sent:
+        now[0] += 1.5
+        hear(runtime, *[SignOfLife(agent="1st")] * (not is_frozen))
+    ((to, answer),) = connections.sent
+    assert to == "2nd"
+    assert isinstance(answer, NodeSetup if is_frozen else Refused)
+    assert agent(runtime) == ("2nd" if is_frozen else "1st")
+    assert sorted(runtime.nodes.devices) == [0, 1]
     runtime.close()
 
 
@@ -800,7 +870,7 @@ def launcher_of(runtime: Any, folder: Any) -> Launcher:
         gc_after_trial=False,
         maximize=False,
     )
-    retention: Any = SimpleNamespace(folder=folder, keeps_any=False)
+    retention: Any = SimpleNamespace(folder=folder, keeps_any=False, drop=folder.drop)
     return Launcher(runtime, job, retention, adopted=())
 
 

@@ -8,7 +8,7 @@ from optuna_fleet.arguments import check_choice
 from optuna_fleet.executor.cluster.inline import InlineCluster
 from optuna_fleet.executor.cluster.local import LocalCluster
 from optuna_fleet.executor.cluster.protocol import Cluster
-from optuna_fleet.executor.cluster.ray.cluster import RayCluster
+from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 
 CLUSTERS: dict[str, type[Cluster]] = {

@@ -87,8 +87,11 @@ class Engine(Protocol):
         """What becomes readable when `gone` has news."""
         ...
 
-    def end(self, node: str) -> None:
-        """End the agent of a node that was lost, if it is in reach; `gone` tells when it has."""
+    def end(self, node: str, *, for_good: bool = False) -> None:
+        """End the agent of a node that was lost, if it is in reach; `gone` tells when it has.
+
+        No other is started there, if it is `for_good`: none would work.
+        """
         ...
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class JoinEngine:
         """See `Engine`."""
         return ()
 
-    def end(self, node: str) -> None:
+    def end(self, node: str, *, for_good: bool = False) -> None:
         """See `Engine`: it ends by itself, as it hears nothing more."""
 
     def close(self) -> None:

@@ -128,8 +128,10 @@ class LocalEngine:
         """See `Engine`."""
         return self.agents.values()
 
-    def end(self, node: str) -> None:
+    def end(self, node: str, *, for_good: bool = False) -> None:
         """See `Engine`."""
+        if for_good and node in self.agents:
+            self.agents.pop(node).kill()
         process = self.agents.get(node)
         if process is not None and process.is_alive():
             os.kill(process.pid, signal.SIGKILL)

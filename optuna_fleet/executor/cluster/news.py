@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.engine import Departure
+from optuna_fleet.executor.cluster.engine import Departure, Readable
 
 
 class News:
@@ -55,3 +56,17 @@ class News:
         """There will be no more."""
         self._ours.close()
         self._theirs.close()
+
+
+class TellsNews:
+    """The part of an `Engine` whose threads find things out, and tell `news`, from `open` on."""
+
+    news: News
+
+    def gone(self) -> Sequence[Departure]:
+        """See `Engine`."""
+        return self.news.fetch()
+
+    def readables(self) -> Iterable[Readable]:
+        """See `Engine`."""
+        return [self.news]

@@ -14,7 +14,12 @@ from dataclasses import replace
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.cluster.news import News
-from optuna_fleet.executor.cluster.slurm.commands import ask_jobs, departures_of, in_a_step
+from optuna_fleet.executor.cluster.slurm.commands import (
+    ask_jobs,
+    departures_of,
+    in_a_step,
+    is_of_ending,
+)
 from optuna_fleet.processes import cause_of_death, outlet
 
 _MOST_RESTARTS = 3
@@ -52,6 +57,7 @@ class Allocation:
         self._running: set[subprocess.Popen[str]] = set()
         self._closed = threading.Event()
         self._notice: tuple[str, float] | None = None
+        self._ending: tuple[str, float] | None = None
         self._begin(self._look_and_run)
 
     @property
@@ -65,10 +71,19 @@ class Allocation:
         for node in self.nodes:
             self._tell_notice(node)
 
+    def end(self, cause: str, by: float) -> None:
+        """Likewise where Slurm is about to end the job: no agent is started again."""
+        self._ending = cause, by
+        self.leave(cause, by)
+
     def _tell_notice(self, node: str) -> None:
         if self._notice is not None:
             cause, by = self._notice
             self.news.tell(Departure(node=node, cause=cause, by=by))
+
+    def leave_out(self, node: str) -> None:
+        """Start no other agent on this node."""
+        self._steps.pop(node, None)
 
     def close(self) -> None:
         """Wait for the agents' end, which is near, or end them."""
@@ -114,9 +129,17 @@ class Allocation:
             self._left(Departure(node=node, cause=f"its srun ended with {how}"))
         with self._lock:
             self._running.discard(step)
+        text = f"The srun of the agents of job {self._job} ended with {how}. It said:\n"
+        self._tell_if_last(text + "".join(said))
+
+    def _tell_if_last(self, problem: str) -> None:
+        """Tell that there is no node any more, and nothing to wait for."""
+        if self._ending is not None and not self._steps:
+            cause, by = self._ending
+            self._closed.wait(max(0.0, by - time.time()))  # Slurm ends the driver as well
+            problem = f"Slurm has ended the agents of job {self._job}: {cause}."
         if not (self._steps or self._closed.is_set()):
-            text = f"The srun of the agents of job {self._job} ended with {how}. It said:\n"
-            self.news.tell(LaunchError(text + "".join(said)))
+            self.news.tell(LaunchError(problem))
 
     def _started(self, nodes: Sequence[str]) -> subprocess.Popen[str] | None:
         where = (f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}")
@@ -143,8 +166,10 @@ class Allocation:
         said: list[str] = []
         with step.stderr as lines:
             for line in lines:
+                if is_of_ending(line):  # the driver says so itself
+                    continue
                 if not line.startswith("srun: ") or (
-                    line.startswith("srun: error: ") and not self._closed.is_set()
+                    line.startswith("srun: error: ") and not self._is_ending()
                 ):
                     said = [*said[1 - _LAST_LINES :], line]
                     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -153,23 +178,35 @@ class Allocation:
                     self._left(departure)
         return said
 
+    def _is_ending(self) -> bool:
+        return self._ending is not None or self._closed.is_set()
+
     def _left(self, departure: Departure) -> None:
         node = departure.node
         if node not in self._steps or self._closed.is_set():
             return
         self._num_restarts[node] += 1
-        if departure.is_replaced and self._num_restarts[node] <= _MOST_RESTARTS:
+        may_restart = self._ending is None and self._num_restarts[node] <= _MOST_RESTARTS
+        if departure.is_replaced and may_restart:
             self._steps[node] = None
             self.news.tell(departure)
             self._tell_notice(node)  # it is about the agent that comes next, too
             self._begin(self._run_again, node)
             return
-        del self._steps[node]
+        self._steps.pop(node, None)
+        if self._ending is not None:
+            departure = Departure(node=node, cause=f"Slurm ends its job: {self._ending[0]}")
         self.news.tell(replace(departure, is_replaced=False))
 
     def _run_again(self, node: str) -> None:
-        if not self._closed.wait(_RESTART_AFTER_S):  # it may have ended as all do in the end
+        # It may have ended as all do in the end, or be left out.
+        if self._closed.wait(_RESTART_AFTER_S) or node not in self._steps:
+            return
+        if self._ending is None:
             self._run([node])
+        else:
+            self._left(Departure(node=node, cause=""))
+            self._tell_if_last("")
 
 
 def _end(step: subprocess.Popen[str], patience_s: float) -> None:

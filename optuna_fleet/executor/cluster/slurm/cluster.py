@@ -14,7 +14,8 @@ from typing import Any
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
+from optuna_fleet.executor.cluster.engine import Network
+from optuna_fleet.executor.cluster.news import TellsNews
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.cluster.slurm.allocation import Allocation
 from optuna_fleet.executor.cluster.slurm.commands import (
@@ -92,7 +93,7 @@ def hint_at_slurm(environment: Mapping[str, str]) -> None:
         )
 
 
-class SlurmEngine:
+class SlurmEngine(TellsNews):
     """Starts agents in the allocation that this process is in.
 
     Args:
@@ -117,6 +118,7 @@ class SlurmEngine:
         }
         nodes = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
         self._allocation = Allocation(self._job, self._agent, environment, nodes)
+        self.news = self._allocation.news
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGUSR1, signal.SIGTERM):
                 if signal.getsignal(number) is signal.SIG_DFL:
@@ -129,7 +131,7 @@ class SlurmEngine:
             signal.signal(heeded, after[signal.Signals(heeded)])
         if self._allocation is not None:
             cause = f"job {self._job} got {signal.Signals(number).name}"
-            self._allocation.leave(cause, by=time.time() + self._notice_s)
+            self._allocation.end(cause, by=time.time() + self._notice_s)
 
     def want(self, nodes: int | None) -> None:
         """See `Engine`: there are as many as there are."""
@@ -138,16 +140,10 @@ class SlurmEngine:
         """See `Engine`."""
         return self._allocation.nodes if self._allocation else ()
 
-    def gone(self) -> Sequence[Departure]:
-        """See `Engine`."""
-        return self._allocation.news.fetch() if self._allocation else ()
-
-    def readables(self) -> Iterable[Readable]:
-        """See `Engine`."""
-        return [self._allocation.news] if self._allocation else ()
-
-    def end(self, node: str) -> None:
+    def end(self, node: str, *, for_good: bool = False) -> None:
         """See `Engine`: Slurm ends no single task of a step; agents end by their own leases."""
+        if for_good and self._allocation:
+            self._allocation.leave_out(node)
 
     def close(self) -> None:
         """See `Engine`."""

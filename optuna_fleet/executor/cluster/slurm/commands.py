@@ -24,6 +24,7 @@ _PASSING = (
 _FORMAT = "%i|%T|%e|%N|%r"
 _NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 _TASK_END = re.compile(r"srun: (?:\S+: )*?(\S+): tasks? [\d,-]+: (.+?)\s*$")
+_CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _ENDINGS = {"Completed": 0} | {signal.strsignal(number): -int(number) for number in signal.Signals}
 _NAMED = """exec "$@" --name "$SLURMD_NODENAME{suffix}" """
@@ -110,6 +111,11 @@ def departures_of(line: str) -> list[Departure]:
             for node in node_names(match[1])
         ]
     return []
+
+
+def is_of_ending(line: str) -> bool:
+    """Whether a line of srun's standard error says that Slurm ends the agents, or will."""
+    return _CANCELLED.match(line) is not None
 
 
 def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:

@@ -6,13 +6,14 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from optuna_fleet.arguments import check_number, check_that, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
+from optuna_fleet.executor.cluster.engine import Network
+from optuna_fleet.executor.cluster.news import TellsNews
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.cluster.slurm.commands import agent_command
 from optuna_fleet.executor.cluster.slurm.harvesting import Harvest, PilotJob
@@ -99,7 +100,7 @@ class HarvestCluster:
         return named + ["--exclusive"] * self.exclusive + shlex.split(self.sbatch)
 
 
-class HarvestEngine:
+class HarvestEngine(TellsNews):
     """Has a `Harvest` from its opening to its closing.
 
     Args:
@@ -117,6 +118,7 @@ class HarvestEngine:
     def open(self, invitation: Invitation) -> None:
         """See `Engine`."""
         self._harvest = Harvest(self._limits, self._job, self._check_s, invitation)
+        self.news = self._harvest.news
         self._harvest.start()
 
     def want(self, nodes: int | None) -> None:
@@ -131,16 +133,8 @@ class HarvestEngine:
         pilots = self._harvest.pilots if self._harvest else None
         return [pilots.name_of(job) for job in list(pilots.running)] if pilots else []
 
-    def gone(self) -> Sequence[Departure]:
-        """See `Engine`."""
-        return self._harvest.news.fetch() if self._harvest else []
-
-    def readables(self) -> Iterable[Readable]:
-        """See `Engine`."""
-        return [self._harvest.news] if self._harvest else []
-
-    def end(self, node: str) -> None:
-        """See `Engine`."""
+    def end(self, node: str, *, for_good: bool = False) -> None:
+        """See `Engine`: each pilot is a node of its own, and is never started again."""
         if self._harvest:
             self._harvest.to_end.append(node)
             self._harvest.woken.set()

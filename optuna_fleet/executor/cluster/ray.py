@@ -1,0 +1,261 @@
+"""Ray: an actor on each node has the agent as its child; autoscalers see actors that wait."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import operator
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optuna_fleet.arguments import check_number
+from optuna_fleet.exceptions import FleetConfigError, LaunchError
+from optuna_fleet.executor.cluster.engine import Departure, Network
+from optuna_fleet.executor.cluster.news import News, TellsNews
+from optuna_fleet.executor.cluster.protocol import Options, Runner
+from optuna_fleet.executor.fleet_runner import FleetRunner
+from optuna_fleet.processes import cause_of_death, dying_with_parent
+from optuna_fleet.wire.invitation import Invitation
+
+_LOOK_EVERY_S = 2.0
+_END_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """The nodes of a Ray cluster, also those that are added while trials run.
+
+    An actor reserves on each node what its trials use, so that Ray gives it to nobody else. The
+    executor's `device_type` says whether that is GPUs; by default it is, where a node has some.
+
+    Args:
+        address: Of the cluster, as for `ray.init`. By default it is the one that `ray.init` was
+            called for, the one that this machine belongs to, or one that is started here.
+        num_nodes: How many nodes to use; where there are fewer, actors wait, for which an
+            autoscaler adds some. By default those that are there.
+        gpus_per_node: What to reserve on each node; by default all of its GPUs.
+        cpus_per_node: What to reserve on each node; by default all of its CPUs if trials train
+            on these, none if they train on GPUs.
+        slots_per_device: Trainers on each device: several small trials may share a GPU.
+
+    Raises:
+        FleetConfigError: Ray is not installed, or an argument is out of range.
+    """
+
+    address: str | None = None
+    num_nodes: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    slots_per_device: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "gpus_per_node", "cpus_per_node", "slots_per_device"):
+            is_optional = name != "slots_per_device"
+            check_number(name, getattr(self, name), least=1, whole=True, optional=is_optional)
+        ray_module()
+
+    def new_runner(self, options: Options) -> Runner:
+        """See `Cluster`."""
+        if options.devices is not None:
+            raise FleetConfigError(
+                "With RayCluster the devices are those of its nodes: give gpus_per_node or "
+                "cpus_per_node to RayCluster, not devices to the FleetExecutor."
+            )
+        agent = ("-m", "optuna_fleet", "agent", f"--slots-per-device={self.slots_per_device}")
+        engine = RayEngine(self, agent, options.device_type)
+        return FleetRunner(options, engine, Network(host="", has_leases=True, more_may_join=True))
+
+    def share_of(self, node: Mapping[str, float], *, on_gpus: bool) -> tuple[int, int]:
+        """CPUs and GPUs that an actor reserves of what a node has; of nothing, the least."""
+        cpus, gpus = (max(1, int(node.get(name, 0))) for name in ("CPU", "GPU"))
+        if on_gpus:
+            return self.cpus_per_node or 0, self.gpus_per_node or gpus
+        return self.cpus_per_node or cpus, 0
+
+
+def ray_module() -> Any:
+    """Ray, or a `FleetConfigError` that says how to install it."""
+    try:
+        importlib.import_module("ray.util.scheduling_strategies")
+        return importlib.import_module("ray")
+    except ImportError as error:
+        needs = f"RayCluster needs Ray, which can't be imported ({error})"
+        raise FleetConfigError(f"{needs}: `pip install 'optuna-fleet[ray]'`.") from error
+
+
+class Placed:
+    """An actor, in a process of its own on some node."""
+
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Start the agent, which dies with this process; return its exit code."""
+        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+        given = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        return subprocess.call(dying_with_parent(sys.executable, *arguments), env=given)
+
+
+class RayEngine(TellsNews):
+    """Starts agents on the nodes of a Ray cluster. All but `open` calls Ray on a thread.
+
+    Args:
+        cluster: Which nodes, and how much of each.
+        agent: Arguments of Python that start an agent, but for its name and devices.
+        device_type: "cuda", "cpu", or None for "cuda" where a node has GPUs.
+    """
+
+    def __init__(
+        self, cluster: RayCluster, agent: Sequence[str], device_type: str | None = None
+    ) -> None:
+        self._cluster, self._agent, self._device_type = cluster, agent, device_type
+        self._thread: threading.Thread | None = None
+
+    def open(self, invitation: Invitation) -> None:
+        """See `Engine`."""
+        self._ray, self._environment = ray_module(), invitation.environment()
+        self._wanted = self._cluster.num_nodes
+        self._actors: dict[str, Any] = {}
+        self._waiting: list[Any] = []
+        self._awaited: tuple[int, list[str]] = 0, []  # how many, besides which nodes
+        self._left_out: set[str] = set()
+        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self.news = News()
+        self._is_ours = not self._ray.is_initialized()
+        try:
+            self._connect()
+            self._place()
+        except BaseException:
+            self._leave()
+            self.news.close()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="optuna-fleet-ray", daemon=True)
+        self._thread.start()
+
+    def _connect(self) -> None:
+        address = self._cluster.address
+        try:
+            if self._is_ours:
+                self._ray.init(address=address, logging_level=logging.WARNING)
+        except (OSError, RuntimeError, ValueError, self._ray.exceptions.RayError) as error:
+            raise LaunchError(
+                f"Ray can't be used at {address=}: {error} Start it with `ray start --head`, or "
+                "leave out the address: it starts here then."
+            ) from error
+        has_gpus = self._cluster.gpus_per_node or self._ray.cluster_resources().get("GPU")
+        self._on_gpus = (self._device_type or ("cuda" if has_gpus else "cpu")) == "cuda"
+
+    def want(self, nodes: int | None) -> None:
+        """See `Engine`: agents that are there stay."""
+        numbers = [n for n in (nodes, self._cluster.num_nodes) if n is not None]
+        self._wanted = min(numbers, default=None)
+        self._orders.put(lambda: None)
+
+    def expected(self) -> Iterable[str]:
+        """See `Engine`."""
+        return tuple(self._actors)
+
+    def end(self, node: str, *, for_good: bool = False) -> None:
+        """See `Engine`."""
+        self._left_out.update([node] * for_good)
+        self._orders.put(lambda: node in self._actors and self._ray.kill(self._actors[node]))
+
+    def close(self) -> None:
+        """See `Engine`."""
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread.join(_END_LIMIT_S)
+            self._thread = None
+            self.news.close()
+
+    # -- on the thread ----------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    if (order := self._orders.get(timeout=_LOOK_EVERY_S)) is None:
+                        break
+                    order()
+                self._place()
+        except Exception as error:
+            self.news.tell(LaunchError(f"Ray can't place agents any more: {error}"))
+        finally:
+            self._leave()
+
+    def _place(self) -> None:
+        if not self._ray.is_initialized():  # then it would start another cluster to look at
+            raise LaunchError("ray.shutdown() was called while an executor was in use.")
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        usable = {
+            f"{n['NodeManagerHostname']}-{n['NodeID'][:8]}": n for n in filter(self._fits, nodes)
+        }
+        wanted = len(usable) if self._wanted is None else self._wanted
+        if self._thread is None and not (usable or wanted):
+            cpus, gpus = self._share({})
+            raise LaunchError(
+                f"No node of the Ray cluster has {cpus} CPUs and {gpus} GPUs for an agent: ask "
+                "for less, or say RayCluster(num_nodes=...) for an autoscaler."
+            )
+        can_place = wanted > len(usable) or usable.keys() - self._left_out
+        if usable and not (self._actors or can_place):
+            raise LaunchError("the agents of all nodes failed; what they printed says why.")
+        free = [name for name in usable if name not in self._left_out | self._actors.keys()]
+        for name in free[: max(0, wanted - len(self._actors))]:
+            self._start(name, usable[name])
+        self._await(max(0, wanted - len(usable)), [node["NodeID"] for node in nodes])
+
+    def _start(self, name: str, node: Mapping[str, Any]) -> None:
+        cpus, gpus = share = self._share(node["Resources"])
+        affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        where = affinity(node["NodeID"], soft=False)
+        actor = self._actors[name] = self._actor(share, scheduling_strategy=where)
+        devices = ["--device-type=cuda"] if gpus else ["--device-type=cpu", f"--devices={cpus}"]
+        end = actor.run.remote(
+            [*self._agent, "--name", name, *devices], self._environment
+        ).future()
+        end.add_done_callback(lambda end: self._orders.put(lambda: self._ended(name, end)))
+
+    def _ended(self, name: str, end: Future[int]) -> None:
+        del self._actors[name]
+        error = end.exception()
+        code = None if error else end.result()
+        cause = f"its Ray actor died: {str(error).splitlines()[-1].strip()}"
+        if code is not None:
+            cause = f"its agent ended with {cause_of_death(code)}"
+        self._place()
+        is_replaced = name in self._actors
+        self.news.tell(Departure(node=name, cause=cause, exit_code=code, is_replaced=is_replaced))
+
+    def _await(self, number: int, nodes: list[str]) -> None:
+        """Have so many actors wait for nodes beside these."""
+        if self._awaited != (number, nodes):
+            for actor in self._waiting:  # one may have got the room of an agent
+                self._ray.kill(actor)
+            self._awaited, least = (number, nodes), self._share({})
+            elsewhere = {"ray.io/node-id": f"!in({','.join(nodes)})"}
+            self._waiting = [self._actor(least, label_selector=elsewhere) for _ in range(number)]
+
+    def _share(self, resources: Mapping[str, float]) -> tuple[int, int]:
+        return self._cluster.share_of(resources, on_gpus=self._on_gpus)
+
+    def _fits(self, node: Mapping[str, Any]) -> bool:
+        there = (node["Resources"].get(name, 0) for name in ("CPU", "GPU"))
+        return all(map(operator.ge, there, self._share({})))
+
+    def _actor(self, share: tuple[int, int], **options: Any) -> Any:
+        made = self._ray.remote(Placed)
+        return made.options(num_cpus=share[0], num_gpus=share[1], **options).remote()
+
+    def _leave(self) -> None:
+        if self._ray.is_initialized():
+            for actor in (*self._actors.values(), *self._waiting):
+                self._ray.kill(actor)
+            if self._is_ours:
+                self._ray.shutdown()

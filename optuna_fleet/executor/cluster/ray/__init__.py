@@ -1,1 +1,0 @@
-"""Ray: an actor on each node has the agent as its child."""
