@@ -231,7 +231,9 @@ class ScriptedController:
         if len(endings) < len(leg.devices):
             return []
         del self._flying[event.run_id]
-        if Ending.YIELDED in endings.values():
+        if Ending.YIELDED in endings.values() or (
+            Ending.LOST in endings.values() and self._legs[number]
+        ):
             return [Requeue(number=number, run_id=event.run_id)]
         self._live.discard(number)
         return [FinishTrial(number=number, run_id=event.run_id)]

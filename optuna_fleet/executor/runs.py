@@ -52,6 +52,7 @@ class RunRecord:
         verdict: The error that the trial fails with, if it broke a limit.
         stop_line: Where it leaves its devices within an epoch.
         stays: The ranks that do not leave, but wait there.
+        is_movable: It reads batches between which it can move: its ranks may outlive others.
     """
 
     launch: Launch
@@ -67,6 +68,7 @@ class RunRecord:
     verdict: BaseException | None = None
     stop_line: StopLine = field(default_factory=StopLine)
     stays: tuple[int, ...] = ()
+    is_movable: bool = False
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """The value that rank 0 returned, or the exception that ended the trial.

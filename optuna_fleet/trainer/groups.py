@@ -198,6 +198,11 @@ def group_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def outlives_peers() -> bool:
+    """Whether a rank of the default group notices that others have died; NCCL's wait for ever."""
+    return group_size() > 1 and dist.get_backend() == "gloo"
+
+
 def _is_alone(backend: str) -> bool:
     return dist.is_initialized() and group_size() == 1 and dist.get_backend() == backend
 

@@ -10,6 +10,7 @@ import torch
 
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.trainer import checkpoint, collectives
+from optuna_fleet.trainer.groups import outlives_peers
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.states import remainder_of, state_of
@@ -132,9 +133,9 @@ class Moving:
     # -- what is left in the end ------------------------------------------------------------------
 
     def begin_run(self) -> None:
-        """Keep what led to the best report, if that may be left."""
+        """Keep what led to the best report, if that may be left, be it when rank 0 is gone."""
         run = self._session.run
-        is_wanted = run.leaves_final and run.rank == 0
+        is_wanted = run.leaves_final and (run.rank == 0 or outlives_peers())
         self._session.reports.at_best = self._keep_best if is_wanted else None
 
     def end(self) -> None:
