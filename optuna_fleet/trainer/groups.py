@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
-_leaving: threading.Thread | None = None
+_leaving: list[threading.Thread] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,28 +160,27 @@ def leave_group() -> None:
 def _leave_aside() -> None:
     """Forget the default group at once, and shut it down in a thread.
 
-    Gloo waits for 10 ms per peer there, which is most of the time that a regrouping takes.
+    Gloo waits for 10 ms per peer there, which is most of the time that a regrouping takes. And for
+    collectives that have begun: if the ranks went different ways, until these time out. Nobody who
+    comes next waits for that.
     """
-    global _leaving
     groups = list(dist.distributed_c10d._world.pg_names)
     _forget_group()
-    wait_until_left()
+    _leaving[:] = [thread for thread in _leaving if thread.is_alive()]
     thread = threading.Thread(
         target=_shut_down, args=(groups,), name="optuna-fleet-leave", daemon=True
     )
     try:
         thread.start()
-        _leaving = thread
+        _leaving.append(thread)
     except RuntimeError:  # too many threads, or processes
         _shut_down(groups)
 
 
 def wait_until_left() -> None:
-    """Wait until nothing is left of the group that was left last."""
-    global _leaving
-    if _leaving is not None:
-        _leaving.join()
-    _leaving = None
+    """Wait until nothing is left of the groups that were left."""
+    while _leaving:
+        _leaving.pop().join()
 
 
 atexit.register(wait_until_left)  # a thread of gloo's that is still there would abort the process
