@@ -85,7 +85,6 @@ class ObjectCopies:
         """Copy what optimizers own, into `spare` copies where these fit.
 
         Raises:
-            MemoryError: The copy would take more than half of what the GPU has left.
             TypeError: An optimizer keeps something else than numbers and tensors.
         """
         optimizers = [one for one, _ in self.groups]
@@ -98,7 +97,6 @@ class ObjectCopies:
             live += [v for kept in state.values() for v in kept.values() if isinstance(v, Tensor)]
         copies = spare.copies if spare is not None and _fit(spare.live, live) else None
         if copies is None:
-            _check_room(live)
             copies = [torch.empty_like(tensor) for tensor in live]
         if live:
             torch._foreach_copy_(copies, live)
@@ -162,14 +160,3 @@ def _cloned(value: Any) -> Any:
 
 def _clone(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
-
-
-def _check_room(tensors: Sequence[Tensor]) -> None:
-    """On a GPU, what the copy takes may be what a later step needs."""
-    on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]
-    if not on_gpu:
-        return
-    free, _ = torch.cuda.mem_get_info()
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in on_gpu)
-    if num_bytes > free / 2:
-        raise MemoryError("there is no room for a copy of what is trained")

@@ -112,7 +112,8 @@ class Training:
         self._holding = Holding(
             session, *kept, self._steps, self._shares, self.totals, self._saver
         )
-        self._within.hold = self._holding.begin_step
+        if kind == "cpu":  # with a GPU, a process that has lost peers ends
+            self._within.hold = self._holding.begin_step
         self._regrouping = Regrouping(
             session, self._moving, self._saver, self._prepared, self._shares, self.totals, kind
         )
