@@ -16,6 +16,7 @@ import torch
 
 from optuna_fleet.trainer import checkpoint
 from optuna_fleet.trainer.groups import group_size, outlives_peers
+from optuna_fleet.trainer.moving import Moving
 from optuna_fleet.trainer.object_copies import Late, ObjectCopies
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.saving import Saver
@@ -73,7 +74,8 @@ class Holding:
         steps: Tells when optimizers step, and whether gradients wait.
         shares: Counts the ranks' collectives.
         totals: Sums over the epoch.
-        saver: Writes them.
+        moving: Told whether this rank holds anything.
+        saver: Writes checkpoints.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Holding:
         steps: Steps,
         shares: BatchShares,
         totals: Totals,
+        moving: Moving,
         saver: Saver,
     ) -> None:
         self._session = session
@@ -98,6 +101,7 @@ class Holding:
         self._next: _Beginning | Told | None = None  # this rank has
         self._spare: Late | None = None
         self._can_copy = True
+        moving.may_outlive = lambda: self._last is not None
         steps.at_step = self._before_optimizer
 
     def begin_step(self, place: Place) -> None:

@@ -108,10 +108,8 @@ class Training:
             self.totals,
             self._steps,
         )
-        kept = self._objects, self._state
-        self._holding = Holding(
-            session, *kept, self._steps, self._shares, self.totals, self._saver
-        )
+        kept = self._objects, self._state, self._steps, self._shares, self.totals
+        self._holding = Holding(session, *kept, self._moving, self._saver)
         if kind == "cpu":  # with a GPU, a process that has lost peers ends
             self._within.hold = self._holding.begin_step
         self._regrouping = Regrouping(

@@ -48,7 +48,14 @@ class Rank:
                 self.steps.watch(thing)
         saver = Saver(self.session, None)  # type: ignore[arg-type]
         self.holding = Holding(
-            self.session, self.objects, self.state, self.steps, shares, self.totals, saver
+            self.session,
+            self.objects,
+            self.state,
+            self.steps,
+            shares,
+            self.totals,
+            SimpleNamespace(),  # type: ignore[arg-type]
+            saver,
         )
 
     def begin(self, step: int) -> None:
