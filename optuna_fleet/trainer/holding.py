@@ -105,7 +105,7 @@ class Holding:
         steps.at_step = self._before_optimizer
 
     def begin_step(self, place: Place) -> None:
-        """This rank has come to a step: so it does not depend on later ones any more."""
+        """This rank has come to a step: it keeps its beginning, and tells the others."""
         if not outlives_peers():
             return
         self.settle()
@@ -131,7 +131,7 @@ class Holding:
             return None
 
     def settle(self) -> None:
-        """Hear whether all have come to this rank's step: then none goes back beyond it.
+        """Wait until all have come to this rank's last step: none will go back beyond it.
 
         Raises:
             RuntimeError: A rank is gone.
@@ -172,10 +172,14 @@ class Holding:
         self._next = None
         self._exchange.begin_run()
         if group_size() == 1:
-            self.end()
+            self._forget()
 
     def end(self) -> None:
         """Keep nothing: it would keep the trial's memory."""
+        self._forget()
+        self._steps.at_step = lambda: None
+
+    def _forget(self) -> None:
         self._next = self._last = self._spare = None
 
     def held(self) -> Held | None:
