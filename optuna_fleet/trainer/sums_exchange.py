@@ -20,6 +20,7 @@ Sums = dict[str, Any]
 
 _LEAST_BYTES = 1024
 _LENGTH_BYTES = 8
+_KINDS = {str(kind): kind for kind in (torch.float64, torch.int64)}  # of tensors in totals
 
 
 class SumsExchange:
@@ -108,8 +109,6 @@ def _packed(own: Sums) -> bytes:
 
 def _unpacked(text: bytes) -> Sums:
     return {
-        name: torch.tensor(value[1], dtype=getattr(torch, value[0].removeprefix("torch.")))
-        if isinstance(value, list)
-        else value
+        name: torch.tensor(value[1], dtype=_KINDS[value[0]]) if isinstance(value, list) else value
         for name, value in json.loads(text).items()
     }
