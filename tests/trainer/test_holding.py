@@ -165,6 +165,7 @@ def test_what_was_changed_by_hand_is_not_gone_on_with() -> None:
     with torch.no_grad():
         model[0].weight.add_(1.0)
     assert rank.holding.held() is None
+    rank = Rank(model, optimizer)
     rank.begin(0)
     weight = model[0].weight.detach().clone()
     step(rank, model, optimizer)
