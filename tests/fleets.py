@@ -245,6 +245,10 @@ class ScriptedController:
                 ended = RankEnded(run_id=run_id, device=device, ending=Ending.LOST)
                 instructions = self._rank_ended(ended)
                 self._idle.discard(device)
+                left = [d for d in leg.devices if d not in self._ended[run_id]]
+                if run_id in self._flying and left:
+                    abort = Abort(run_id=run_id, devices=tuple(left), lost=True)
+                    instructions.append(abort)
                 return instructions
         return []
 

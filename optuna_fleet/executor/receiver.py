@@ -55,6 +55,9 @@ from optuna_fleet.wire.node_messages import (
     TrainerExited,
 )
 
+_FOLLOW_S = 3.0
+"""For so long ranks that have lost peers are waited for when one has ended that can go on."""
+
 
 class Receiver:
     """Takes messages, in order, notes what they say and answers calls; returns what is news.
@@ -148,6 +151,8 @@ class Receiver:
         parts.calls.leave(run, message.rank)
         parts.deadlines.drop(device)
         parts.handovers.rank_ended(run, message)
+        if message.holds is not None:  # gloo may forget to wake others
+            parts.deadlines.give(run.remaining(), _FOLLOW_S)
         parts.tally.add_stay(device, run.age_s, message.usage, probe=run.launch.probe)
         ended = RankEnded(
             run_id=message.run_id,
