@@ -30,6 +30,10 @@ class TrainerLostError(RetryableError):
     """A trainer process died, or lost its peers, while it ran a trial."""
 
 
+class PeersLostError(FleetError):
+    """Other ranks of the trial have died: this one has nothing to wait for."""
+
+
 class TrialError(FleetError):
     """One trial can't go on; the other trials are not affected."""
 
@@ -72,6 +76,8 @@ def is_for_want_of_peers(error: BaseException) -> bool:
 
     Gloo's errors have no type of their own.
     """
+    if isinstance(error, PeersLostError):
+        return True
     if {"DistBackendError", "DistNetworkError", "DistStoreError"} & _names(error):
         return not _says(error, ("invalid usage", "invalid argument"))
     is_of_gloo = isinstance(error, RuntimeError) and _says(error, ("gloo/transport",))

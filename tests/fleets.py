@@ -231,7 +231,9 @@ class ScriptedController:
         if len(endings) < len(leg.devices):
             return []
         del self._flying[event.run_id]
-        if Ending.YIELDED in endings.values():
+        if Ending.YIELDED in endings.values() or (
+            Ending.LOST in endings.values() and self._legs[number]
+        ):
             return [Requeue(number=number, run_id=event.run_id)]
         self._live.discard(number)
         return [FinishTrial(number=number, run_id=event.run_id)]
@@ -243,6 +245,10 @@ class ScriptedController:
                 ended = RankEnded(run_id=run_id, device=device, ending=Ending.LOST)
                 instructions = self._rank_ended(ended)
                 self._idle.discard(device)
+                left = [d for d in leg.devices if d not in self._ended[run_id]]
+                if run_id in self._flying and left:
+                    abort = Abort(run_id=run_id, devices=tuple(left), lost=True)
+                    instructions.append(abort)
                 return instructions
         return []
 

@@ -13,8 +13,10 @@ class Deadlines:
         self._until: dict[int, float] = {}
 
     def give(self, devices: Iterable[int], grace_s: float) -> None:
-        """Let each device have so many seconds from now."""
-        self._until.update(dict.fromkeys(devices, time.monotonic() + grace_s))
+        """Let each device have so many seconds from now, or fewer if it had fewer."""
+        until = time.monotonic() + grace_s
+        for device in devices:
+            self._until[device] = min(until, self._until.get(device, until))
 
     def drop(self, device: int) -> None:
         """The device needs no more time."""

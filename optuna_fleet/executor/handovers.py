@@ -1,7 +1,10 @@
-"""Trials that stop within an epoch, and go on where some of their ranks wait.
+"""Trials that stop within an epoch, and go on where some of their ranks wait, or have survived.
 
 Ranks that join rehearse meanwhile: they run the objective's beginning. Those that can do so while
 the others still train are waited for before these stop.
+
+Where ranks have died, the others have left the objective, but hold the beginning of a step. All
+run the objective from its beginning, and who holds the right step tells the others.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from typing import Any, Protocol
 
 from optuna_fleet.events import CheckpointSaved, Launch
 from optuna_fleet.executor.runs import RunRecord
+from optuna_fleet.executor.survivors import agreed
 from optuna_fleet.wire.calls import Reply
-from optuna_fleet.wire.messages import CheckpointFailed, Ended, Rehearsed, Release
+from optuna_fleet.wire.messages import CheckpointFailed, Ended, Place, Rehearsed, Release
 
 Answers = dict[int, tuple[str, Reply]]
 
@@ -28,11 +32,12 @@ class Rehearse(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Stopped:
-    """A run that has stopped.
+    """A run that has stopped, or has lost ranks.
 
     Attributes:
         run: Which.
         ranks: Those that wait, by device.
+        holds: What others hold, which have outlived their peers, by device.
         can_join: Other ranks can join these.
         saving: The device whose rank writes a checkpoint, as the run can't go on where it is.
         is_written: That rank has, or never will.
@@ -42,6 +47,7 @@ class _Stopped:
 
     run: RunRecord
     ranks: dict[int, int] = field(default_factory=dict)
+    holds: dict[int, Place] = field(default_factory=dict)
     can_join: bool = True
     saving: int | None = None
     is_written: bool = False
@@ -51,6 +57,22 @@ class _Stopped:
     @property
     def run_id(self) -> int:
         return self.run.launch.run_id
+
+    @property
+    def devices(self) -> set[int]:
+        """Where something is that would be lost."""
+        return {*self.ranks, *self.holds}
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """Who could write the checkpoint to go on with."""
+        waiting = sorted(self.ranks, key=self.ranks.__getitem__)
+        return tuple(waiting) or agreed(self.holds)
+
+    def clear(self) -> None:
+        """Nobody waits or holds anything."""
+        self.ranks.clear()
+        self.holds.clear()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +97,7 @@ class Start:
         follows: The run that goes on there, if it does.
         num_stay: The first ranks, which wait there.
         beginning: What the objective has called at its beginning.
+        inherits: The run that has lost ranks, if the first rank here holds what it goes on with.
         saved_at: When that run's trial was last told to make a checkpoint, by the monotonic clock.
         saved: The checkpoint to begin with, of which the controller has not heard.
     """
@@ -83,6 +106,7 @@ class Start:
     follows: int | None = None
     num_stay: int = 0
     beginning: Answers = field(default_factory=dict)
+    inherits: int | None = None
     saved_at: float | None = None
     saved: CheckpointSaved | None = None
 
@@ -166,15 +190,23 @@ class Handovers:
     # -- what happens -----------------------------------------------------------------------------
 
     def rank_ended(self, run: RunRecord, ended: Ended) -> None:
-        """A rank has ended, and waits if it says so."""
-        if not ended.waits:
+        """A rank has ended, and waits or holds something if it says so."""
+        number, has_something = run.launch.number, ended.waits or ended.holds is not None
+        if not has_something and number not in self._stopped:
             return
-        stopped = self._stopped.setdefault(run.launch.number, _Stopped(run=run))
-        stopped.can_join &= ended.can_join
-        if stopped.saving is None:
-            stopped.ranks[ended.device] = ended.rank
-        else:  # the others were told to leave before it had stopped
+        stopped = self._stopped.setdefault(number, _Stopped(run=run))
+        if stopped.saving is not None:  # the others were told to leave before it had ended
             self._release(stopped, ended.device)
+            stopped.is_written |= stopped.saving == ended.device and not has_something
+        elif ended.waits:
+            stopped.ranks[ended.device] = ended.rank
+            stopped.can_join &= ended.can_join
+        elif ended.holds is not None:
+            stopped.holds[ended.device] = ended.holds
+
+    def outlives(self, number: int) -> bool:
+        """Whether a trial that has lost ranks goes on with what the others have in memory."""
+        return number in self._stopped
 
     def device_lost(self, device: int) -> Iterator[Start]:
         """A trainer has died; what waited for it alone begins."""
@@ -182,11 +214,12 @@ class Handovers:
             self._ask(rehearsal.follows)
         for number, stopped in list(self._stopped.items()):
             stopped.ranks.pop(device, None)
+            stopped.holds.pop(device, None)
             if stopped.due is not None and device in stopped.due.devices:
                 stopped.due = None  # no run begins where a trainer is missing
             if stopped.saving == device:
                 yield from self._written(number)
-            elif not stopped.ranks and stopped.saving is None:
+            elif not stopped.devices and stopped.saving is None:
                 del self._stopped[number]
 
     def take(self, message: CheckpointSaved | CheckpointFailed) -> Iterator[Start]:
@@ -199,13 +232,13 @@ class Handovers:
     def _written(self, number: int) -> Iterator[Start]:
         """Nobody writes any more."""
         self._stopped[number].is_written = True
-        self._stopped[number].ranks.clear()
+        self._stopped[number].clear()
         yield from self._advance(number)
 
     def forget(self, number: int) -> None:
         """The trial is done."""
         if (stopped := self._stopped.pop(number, None)) is not None:
-            for device in stopped.ranks:
+            for device in stopped.devices:
                 self._release(stopped, device)
         self._leave_rehearsals(number)
 
@@ -223,8 +256,8 @@ class Handovers:
     def begin(self, launch: Launch) -> Start | None:
         """Return how to carry out a launch; None if that comes later."""
         for number, other in self._stopped.items():
-            if number != launch.number and not other.ranks.keys().isdisjoint(launch.devices):
-                self._save(other)
+            if number != launch.number and not other.devices.isdisjoint(launch.devices):
+                self._give_way(other, launch.devices)
         for device in launch.devices:
             if device in self._rehearsals and self._rehearsals[device].number != launch.number:
                 self._leave_rehearsal(device)
@@ -245,6 +278,9 @@ class Handovers:
             if is_ready:
                 yield self._joined(stopped, launch, stay)
             if is_ready is not False:
+                return
+            if not stay and not stopped.ranks and (heirs := _heirs(stopped, launch)):
+                yield self._inherited(stopped, launch, heirs[0])
                 return
             self._save(stopped)
         if not stopped.is_written:
@@ -285,16 +321,42 @@ class Handovers:
             saved_at=stopped.run.saved,
         )
 
+    def _inherited(self, stopped: _Stopped, launch: Launch, first: int) -> Start:
+        del self._stopped[launch.number]
+        self._leave_rehearsals(launch.number)
+        for device in stopped.devices.difference(launch.devices):
+            self._release(stopped, device)
+        others = (device for device in launch.devices if device != first)
+        return Start(
+            launch=replace(launch, devices=(first, *others)),
+            inherits=stopped.run_id,
+            saved_at=stopped.run.saved,
+        )
+
+    def _give_way(self, stopped: _Stopped, devices: Collection[int]) -> None:
+        """Another trial gets these devices."""
+        if not stopped.ranks and set(stopped.writers).difference(devices):
+            for device in stopped.holds.keys() & devices:  # others hold the same
+                del stopped.holds[device]
+        else:
+            self._save(stopped)
+
     def _save(self, stopped: _Stopped) -> None:
         """Have the first rank write a checkpoint, and all leave, as soon as they have stopped."""
         if stopped.saving is not None:
             return
         own, late = stopped.run.launch.devices, stopped.run.remaining()
-        stays = {rank for rank in stopped.run.stays if own[rank] in late}
-        stopped.saving = own[min(stays.union(stopped.ranks.values()))]
-        for device in stopped.ranks:
+        waiting = {rank for rank in stopped.run.stays if own[rank] in late}
+        waiting.update(stopped.ranks.values())
+        stopped.saving = own[min(waiting)] if waiting else stopped.writers[0]
+        for device in stopped.devices:
             self._release(stopped, device)
 
     def _release(self, stopped: _Stopped, device: int) -> None:
         saves = device == stopped.saving
         self._send(device, Release(run_id=stopped.run_id, saves=saves))
+
+
+def _heirs(stopped: _Stopped, launch: Launch) -> list[int]:
+    """The devices of a launch whose ranks hold what it is to go on with."""
+    return [device for device in agreed(stopped.holds) if device in launch.devices]

@@ -54,18 +54,21 @@ class Launcher:
         parameters: Mapping[str, Any],
         follows: int | None = None,
         num_stay: int = 0,
+        inherits: int | None = None,
         saves: bool = False,
     ) -> None:
         """Start a run of a trial, with what was suggested to it before, on its devices.
 
         It `follows` the run of that id, where the first `num_stay` of its ranks wait, and `saves`
-        a checkpoint there.
+        a checkpoint there; or `inherits` what the first rank holds of the run of that id.
         """
         if launch.number not in self.launched:
             self._retention.drop(launch.number)  # of another study of that name
             self.launched.add(launch.number)
         common = self._order(launch, trial_id, parameters)
-        common = replace(common, follows=follows, num_stay=num_stay, saves=saves)
+        common = replace(
+            common, follows=follows, num_stay=num_stay, inherits=inherits, saves=saves
+        )
         for rank, device in enumerate(launch.devices):
             self._waiting.append((device, replace(common, rank=rank)))
         self.send_waiting()

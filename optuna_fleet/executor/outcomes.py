@@ -58,15 +58,14 @@ class Outcomes:
         """
         self._tell(run.launch.number, *run.outcome())
 
-    def run_again(self, run: RunRecord) -> None:
-        """A trial goes on with another run."""
+    def run_again(self, run: RunRecord, *, outlives: bool) -> None:
+        """A trial goes on with another run; it `outlives` lost ranks if others hold its state."""
         number = run.launch.number
         # Also where nothing was lost: its checkpoint may turn out to be damaged.
         self._ledger.note_restart(number)
         if run.cause:
-            fleet_logger.warning(
-                f"Trial {number}: {run.cause}. It is run again from its last checkpoint."
-            )
+            place = "the step that its other ranks were at" if outlives else "its last checkpoint"
+            fleet_logger.warning(f"Trial {number}: {run.cause}. It is run again from {place}.")
         else:
             self._tally.rescales += 1
 

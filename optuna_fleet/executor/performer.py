@@ -55,8 +55,8 @@ class Performer:
                 self._answer_epoch(self._runs[instruction.run_id], instruction.decision)
             case Interrupt():
                 self._interrupt(self._runs[instruction.run_id], instruction.devices)
-            case Abort(devices=devices, lost=lost):
-                parts.deadlines.give(devices, 0.0 if lost else _ABORT_GRACE_S)
+            case Abort():
+                self._abort(instruction)
             case FinishTrial():
                 run = self._end(instruction.run_id, is_done=True)
                 parts.launcher.trial_ended(instruction)
@@ -64,7 +64,9 @@ class Performer:
                 outcomes.finish(run)
                 return outcomes.propose(again=True)
             case Requeue():
-                outcomes.run_again(self._end(instruction.run_id, is_done=False))
+                outlives = parts.handovers.outlives(instruction.number)
+                run = self._end(instruction.run_id, is_done=False)
+                outcomes.run_again(run, outlives=outlives)
             case GiveUp():
                 parts.handovers.forget(instruction.number)
                 outcomes.give_up(self._end(instruction.run_id, is_done=True), instruction.restarts)
@@ -76,6 +78,12 @@ class Performer:
             case _:
                 assert_never(instruction)
         return []
+
+    def _abort(self, order: Abort) -> None:
+        """Give ranks time to end by themselves, if they have anything to tell then."""
+        run = self._runs[order.run_id]
+        is_in_vain = order.lost and (not run.is_movable or run.verdict is not None)
+        self._parts.deadlines.give(order.devices, 0.0 if is_in_vain else _ABORT_GRACE_S)
 
     def _launch(self, launch: Launch) -> list[Event]:
         parts = self._parts

@@ -40,6 +40,7 @@ from optuna_fleet.wire.messages import (
     FirstBatchRequested,
     Heartbeat,
     Leaving,
+    PeersLost,
     Rehearsed,
     Remark,
     Trained,
@@ -53,6 +54,9 @@ from optuna_fleet.wire.node_messages import (
     PipelineReport,
     TrainerExited,
 )
+
+_FOLLOW_S = 3.0
+"""For so long ranks that have lost peers are waited for when one has ended that can go on."""
 
 
 class Receiver:
@@ -92,7 +96,7 @@ class Receiver:
                 return [message]
             case CheckpointSaved() if message.run_id in self._runs:
                 parts.retention.folder.saved(message.location)
-                return [message]
+                return [message, *self._start(parts.handovers.take(message))]
             case CheckpointSaved() | CheckpointFailed() if message.run_id not in self._runs:
                 return self._start(parts.handovers.take(message))
             case Rehearsed():
@@ -130,6 +134,7 @@ class Receiver:
     def _data_requested(self, message: FirstBatchRequested) -> list[Event]:
         self._runtime.prepare_groups()
         self._runs[message.run_id].calls.has_begun = True
+        self._runs[message.run_id].is_movable |= message.movable
         requested = DataRequested(run_id=message.run_id, model=model_of(message))
         number = self._runs[message.run_id].launch.number
         self._parts.proposals.note_defined(number)
@@ -153,6 +158,8 @@ class Receiver:
         parts.calls.leave(run, message.rank)
         parts.deadlines.drop(device)
         parts.handovers.rank_ended(run, message)
+        if message.holds is not None:  # gloo may forget to wake others
+            parts.deadlines.give(run.remaining(), _FOLLOW_S)
         parts.tally.add_stay(device, run.age_s, message.usage, probe=run.launch.probe)
         ended = RankEnded(
             run_id=message.run_id,
@@ -188,6 +195,8 @@ class Receiver:
             for run in [run for run in self._runs.values() if device in run.remaining()]:
                 is_killed = trainers.is_killed(device)
                 error = run.lose_rank(message, is_killed=is_killed)
+                for other in run.remaining() if run.is_movable else ():
+                    self._runtime.send(other, PeersLost(run_id=run.launch.run_id))
                 if error is not None:
                     news.append(_fail(run, error))
                 elif not is_killed and not is_with_node:

@@ -52,6 +52,8 @@ class RunRecord:
         verdict: The error that the trial fails with, if it broke a limit.
         stop_line: Where it leaves its devices within an epoch.
         stays: The ranks that do not leave, but wait there.
+        is_movable: It reads batches between which it can move: its ranks may outlive others.
+        has_died: A trainer has died before its rank had ended, and not because we have killed it.
     """
 
     launch: Launch
@@ -67,6 +69,8 @@ class RunRecord:
     verdict: BaseException | None = None
     stop_line: StopLine = field(default_factory=StopLine)
     stays: tuple[int, ...] = ()
+    is_movable: bool = False
+    has_died: bool = False
 
     def outcome(self) -> tuple[Any, BaseException | None]:
         """The value that rank 0 returned, or the exception that ended the trial.
@@ -118,6 +122,7 @@ class RunRecord:
             is_killed: We have killed it.
         """
         self.lost.add(message.device)
+        self.has_died |= not is_killed
         text = f"the trainer of device {message.device} died: {message.cause}"
         if message.out_of_memory and not is_killed and self.verdict is None:
             return OutOfMemoryError(f"Trial {self.launch.number} ran out of memory: {text}.")
@@ -133,7 +138,8 @@ class RunRecord:
     @property
     def cause(self) -> str:
         """Why ranks were lost, in words."""
-        return "; ".join([*self.causes, *self._disconnections()])
+        consequences = [] if self.has_died else self._disconnections()
+        return "; ".join([*self.causes, *consequences])
 
     def _disconnections(self) -> list[str]:
         return [

@@ -21,8 +21,9 @@ def start(parts: Parts, what: Start) -> list[Event]:
     if what.saved_at is not None:
         run.saved = what.saved_at
     is_due = run.unsaved_s >= parts.job.options.checkpoints.interval_s
-    if is_due:
+    if is_due and what.inherits is None:  # else it is made at the end of the epoch
         run.saved = time.monotonic()
+    run.is_movable = what.follows is not None
     parts.watchdog.launched(launch)
     parts.launcher.launch(
         launch,
@@ -30,6 +31,7 @@ def start(parts: Parts, what: Start) -> list[Event]:
         parameters=parts.ledger.suggested(launch.number),
         follows=what.follows,
         num_stay=what.num_stay,
+        inherits=what.inherits,
         saves=is_due,
     )
     if what.saved is None:

@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
-_leaving: threading.Thread | None = None
+_leaving: list[threading.Thread] = []
 
 # Before torch 2.7 a group ends when its last reference does: it then waits for its threads and
 # keeps the interpreter's lock, which one of them may still want. By the time that the next group
@@ -167,30 +167,30 @@ def leave_group() -> None:
 def _leave_aside() -> None:
     """Forget the default group at once, and shut it down in a thread.
 
-    Gloo waits for 10 ms per peer there, which is most of the time that a regrouping takes.
+    Gloo waits for 10 ms per peer there, which is most of the time that a regrouping takes. And for
+    collectives that have begun: if the ranks went different ways, until these time out. Nobody who
+    comes next waits for that.
     """
-    global _leaving, _kept
+    global _kept
     groups = list(dist.distributed_c10d._world.pg_names)
     if not _CAN_SHUT_DOWN:
         groups, _kept = _kept, groups
     _forget_group()
-    wait_until_left()
+    _leaving[:] = [thread for thread in _leaving if thread.is_alive()]
     thread = threading.Thread(
         target=_shut_down, args=(groups,), name="optuna-fleet-leave", daemon=True
     )
     try:
         thread.start()
-        _leaving = thread
+        _leaving.append(thread)
     except RuntimeError:  # too many threads, or processes
         _shut_down(groups)
 
 
 def wait_until_left() -> None:
-    """Wait until nothing is left of the group that was left last."""
-    global _leaving
-    if _leaving is not None:
-        _leaving.join()
-    _leaving = None
+    """Wait until nothing is left of the groups that were left."""
+    while _leaving:
+        _leaving.pop().join()
 
 
 atexit.register(wait_until_left)  # a thread of gloo's that is still there would abort the process
@@ -205,6 +205,11 @@ def _shut_down(groups: list[dist.ProcessGroup]) -> None:
 def group_size() -> int:
     """Number of processes in the default group; 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def outlives_peers() -> bool:
+    """Whether a rank of the default group notices that others have died; NCCL's wait for ever."""
+    return group_size() > 1 and dist.get_backend() == "gloo"
 
 
 def _is_alone(backend: str) -> bool:

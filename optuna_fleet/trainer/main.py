@@ -42,6 +42,7 @@ from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.messages import (
     Ended,
     Rehearsed,
+    Release,
     RunTrial,
     TrainerReady,
     TrainerUnfit,
@@ -52,6 +53,7 @@ from optuna_fleet.wire.packing import pack, pack_error, plain, unpack_objective
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
+    from optuna_fleet.trainer.holding import Held
     from optuna_fleet.trainer.training import Training
 
 
@@ -75,6 +77,7 @@ class Trainer:
         self._settings = Settings()
         self._adoption = Adoption(has_gpu=device.kind != "cpu")
         self._session: Session | None = None
+        self._held: Held | None = None
         self._is_spent = False
 
     def serve(self) -> None:
@@ -93,6 +96,8 @@ class Trainer:
                         self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
                         return
+                case Release():
+                    self._release(message)
                 case Quit():
                     return
 
@@ -115,6 +120,8 @@ class Trainer:
 
     def _run_in(self, session: Session) -> Ended | None:
         run = session.run
+        if self._held is not None and self._held.run_id != run.inherits:
+            self._held = None  # it is not needed, but its memory may be
         training: Training | None = None
 
         def open_training() -> Training:
@@ -147,6 +154,7 @@ class Trainer:
             alone = not isinstance(raised, TrialPruned)
             has_device_failed = is_of_device(raised)
             self._is_spent = has_device_failed or is_out_of_memory(raised)
+            self._hold(training, ending)
         session.leave()
         ended_s = time.monotonic()  # not of this process only, and nobody can set it
         usage = Usage()
@@ -166,7 +174,20 @@ class Trainer:
             progress=session.progress,
             has_device_failed=has_device_failed,
             usage=usage,
+            holds=None if self._held is None else self._held.place,
         )
+
+    def _hold(self, training: Training | None, ending: Ending) -> None:
+        """Keep what the trial can go on with, if this rank has outlived others."""
+        if ending is Ending.DISCONNECTED and training is not None:
+            with contextlib.suppress(Exception):  # it goes on from its checkpoint
+                self._held = training.held()
+
+    def _release(self, order: Release) -> None:
+        """What is held is needed as a checkpoint, or not at all."""
+        held, self._held = self._held, None
+        if held is not None and held.run_id == order.run_id and order.saves:
+            held.save()
 
     def _training(self, session: Session) -> Training:
         had_torch = "torch" in sys.modules
@@ -175,7 +196,8 @@ class Trainer:
         if not had_torch:  # else the objective may have changed these by now
             self._adopt_numbers()
             seed_torch(session.run.seed, session.run.number)
-        return Training(session, self._pipeline, self._device.kind)
+        held, self._held = self._held, None
+        return Training(session, self._pipeline, self._device.kind, held)
 
     def _clean_up(self, *, collect: bool) -> bool:
         """Free what the run held; return whether the process can serve another one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,9 @@ class Moving:
         position: Where the objective is in its epochs.
         totals: Sums over the epoch.
         steps: What is done with the batches.
+
+    Attributes:
+        may_outlive: This rank may have to take rank 0's place.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Moving:
         self._position = position
         self._totals = totals
         self._steps = steps
+        self.may_outlive: Callable[[], bool] = lambda: False
         self._num_fit = 0  # objects of which a checkpoint was made
 
     def save(self, next_epoch: int, step: int | None = None) -> None:
@@ -132,17 +136,16 @@ class Moving:
     # -- what is left in the end ------------------------------------------------------------------
 
     def begin_run(self) -> None:
-        """Keep what led to the best report, if that may be left."""
+        """Keep what led to the best report, if that may be left, be it when rank 0 is gone."""
         run = self._session.run
-        is_wanted = run.leaves_final and run.rank == 0
-        self._session.reports.at_best = self._keep_best if is_wanted else None
+        self._session.reports.at_best = self._keep_best if run.leaves_final else None
 
     def end(self) -> None:
         """Keep nothing: it would keep the trial's memory."""
         self._session.reports.at_best = None
 
     def _keep_best(self) -> None:
-        if self._objects:
+        if self._objects and (self._session.run.rank == 0 or self.may_outlive()):
             self._saver.keep_best(self._as_it_is)
 
     def leave_final(self, value: Any) -> None:

@@ -114,8 +114,8 @@ class Regrouping:
         self._shares.begin_run()
         self._session.begin(run)
         self._saver.files = RunFiles(run, self._session.dial)
-        self._moving.begin_run()
         join_group_of(run, self._kind)
+        self._moving.begin_run()
 
     def _check_joined_all(self, run: RunTrial) -> None:
         if run.num_stay < run.world_size:

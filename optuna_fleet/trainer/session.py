@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from optuna_fleet.exceptions import TrainerLostError
+from optuna_fleet.exceptions import PeersLostError, TrainerLostError
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.stop_line import StopLine
@@ -177,6 +177,11 @@ class Session:
             self._unwinding = DriverGoneError
         if self._unwinding is not None:
             raise self._unwinding
+        self._check_peers()
+
+    def _check_peers(self) -> None:
+        if self._inbox is not None and self._inbox.has_lost_peers(self.run.run_id):
+            raise PeersLostError("other ranks of the trial have died")
 
     def call(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``target.name(*args, **kwargs)`` in the driver and return its result on every rank.
@@ -289,3 +294,4 @@ class Session:
                 self.unwind(DriverGoneError)
             if (reply.run_id, reply.index) == (self.run.run_id, index):
                 return reply
+            self._check_peers()

@@ -26,6 +26,7 @@ class Steps:
     Attributes:
         optimizers: Those that have trained.
         num_gradients: How many gradients of single parameters have arrived.
+        at_step: Called before each.
     """
 
     def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
@@ -33,6 +34,7 @@ class Steps:
         self._warn = warn
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         self.num_gradients = 0
+        self.at_step: Callable[[], None] = lambda: None
         self._stepped: set[int] = set()  # since the last gradient has arrived
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -64,6 +66,7 @@ class Steps:
         self._stepped.add(id(optimizer))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.at_step()
         if optimizer in self.optimizers:
             return
         self.optimizers.add(optimizer)

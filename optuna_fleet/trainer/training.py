@@ -20,6 +20,7 @@ from optuna_fleet.trainer import checkpoint, collectives, module_hooks
 from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.files import RunFiles
 from optuna_fleet.trainer.groups import join_group_of, leave_group
+from optuna_fleet.trainer.holding import Held, Holding
 from optuna_fleet.trainer.left_behind import LeftBehind
 from optuna_fleet.trainer.moving import Moving
 from optuna_fleet.trainer.prepared import Prepared
@@ -43,12 +44,22 @@ class Training:
 
     Joins the trial's process group, so every rank of a trial must make one.
 
+    Args:
+        session: This rank's calls.
+        pipeline: Where samples come from.
+        kind: Of this rank's device.
+        held: What this process has in memory of the run that this one inherits from.
+
     Attributes:
         is_stuck: After the end: this process can't leave the group, nor join another one.
     """
 
     def __init__(
-        self, session: Session, pipeline: PipelineClient | InlineClient | None, kind: str
+        self,
+        session: Session,
+        pipeline: PipelineClient | InlineClient | None,
+        kind: str,
+        held: Held | None = None,
     ) -> None:
         self._session = session
         self._pipeline = pipeline
@@ -97,7 +108,10 @@ class Training:
             self.totals,
             self._steps,
         )
-        self._moving.begin_run()
+        kept = self._objects, self._state, self._steps, self._shares, self.totals
+        self._holding = Holding(session, *kept, self._moving, self._saver)
+        if kind == "cpu":  # with a GPU, a process that has lost peers ends
+            self._within.hold = self._holding.begin_step
         self._regrouping = Regrouping(
             session, self._moving, self._saver, self._prepared, self._shares, self.totals, kind
         )
@@ -109,10 +123,24 @@ class Training:
             session.remark,
         )
         self._within.at_step = self._left_behind.begin_batch
-        num_damaged = self._resume()  # may fail, so before anybody waits for it
-        join_group_of(session.run, kind)
-        if self._run.checkpoints:
-            self._check_alike(num_damaged)
+        if self._run.inherits is not None:
+            self._inherit(held)
+        else:
+            num_damaged = self._resume()  # may fail, so before anybody waits for it
+            join_group_of(session.run, kind)
+            if self._run.checkpoints:
+                self._check_alike(num_damaged)
+        self._moving.begin_run()
+
+    def _inherit(self, held: Held | None) -> None:
+        """Go on with what rank 0 holds of a run that has lost others."""
+        if held is not None:
+            self._saver.inherit(held.saver)
+        elif self._run.rank == 0:
+            raise TrainerLostError("what it was to go on with is gone")
+        join_group_of(self._run, self._kind)
+        own = held.checkpoint if held is not None and self._run.rank == 0 else None
+        self._take(checkpoint.broadcast(own))
 
     @property
     def _run(self) -> RunTrial:
@@ -178,6 +206,7 @@ class Training:
             alone: The other ranks may not be at their end.
         """
         self._moving.end()
+        self._holding.end()
         self._steps.close()
         if self._split_check is not None:
             self._split_check.close()
@@ -188,6 +217,10 @@ class Training:
         if not self.is_stuck:
             leave_group()
         return self._usage()
+
+    def held(self) -> Held | None:
+        """What the trial can go on with, if this run has lost other ranks."""
+        return self._holding.held()
 
     def _usage(self) -> Usage:
         """Where the time went in this run."""
@@ -308,8 +341,10 @@ class Training:
         """Leave at that step; return whether another run goes on here, if not by leaving."""
         if self._split_check is not None:
             self._split_check.end_step()
+        self._holding.settle()
         if not self._regrouping.stop(step, self._usage, can_join=self._within.can_be_joined):
             return False
+        self._holding.begin_run()
         if self._run.world_size > 1:
             self._use_several()
         self._loader.begin_run()

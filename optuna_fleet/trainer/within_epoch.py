@@ -51,6 +51,7 @@ class WithinEpoch:
         position: As it was given.
         totals: Likewise.
         at_step: Called with who asks for a batch, before a step of a pass that can be left.
+        hold: Called with such a step, where it can be left: the trial may have to go back there.
         can_be_joined: Between the objective's beginning, or an epoch's, and the next step to stop
             at, nothing was done that all ranks must do.
         is_movable: This epoch could be, or could have been, left in its midst.
@@ -76,6 +77,7 @@ class WithinEpoch:
         self._leave = leave
         self._resume = resume
         self.at_step: Callable[[FrameType], object] = lambda frame: None
+        self.hold: Callable[[Place], object] = lambda place: None
         self.is_movable = False
         self.can_be_joined = True
         self._counts = counts
@@ -125,14 +127,14 @@ class WithinEpoch:
         if self._reads_ahead or not self._shares.reads_only(number):
             return False
         following = self._place(step + 1)
-        if not self._stop_line().is_reached(self._place(step), following):
-            return False
-        line = self._stop_line()
-        if self._leave(step):
-            self._num_gradients = None
-            self._stop_line().come_to(self._place(step))
-            return True
-        line.withdraw(following)
+        if self._stop_line().is_reached(self._place(step), following):
+            line = self._stop_line()
+            if self._leave(step):
+                self._num_gradients = None
+                self._stop_line().come_to(self._place(step))
+                return True
+            line.withdraw(following)
+        self.hold(self._place(step))
         return False
 
     def end_pass(self) -> None:

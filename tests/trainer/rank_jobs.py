@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,22 @@ def resources(spec: GroupSpec, repeats: int) -> list[tuple[int, int, bool]]:
         hook = sys.excepthook is sys.__excepthook__
         seen.append((len(os.listdir("/proc/self/fd")), threading.active_count(), hook))
     return seen
+
+
+def part_ways(spec: GroupSpec) -> tuple[list[float], bool]:
+    """Begin what the other rank never does; what two groups have in common after that.
+
+    And whether the first one is still being left then.
+    """
+    sums = []
+    for repeat in range(3):
+        one = replace(spec, prefix=f"{spec.prefix}-{repeat}")
+        with group(one, 200.0):
+            if repeat == 0:
+                dist.broadcast(torch.ones(1), src=1 - spec.rank, async_op=True)
+                continue
+            sums.append(collectives.all_reduce_sum(1.0))
+    return sums, any(thread.is_alive() for thread in groups._leaving)
 
 
 def reduce_forever(spec: GroupSpec, folder: str) -> None:

@@ -269,6 +269,13 @@ def test_survivors_of_a_killed_peer_form_a_group(job: str, tmp_path: Path) -> No
     fleet.pool.close()
 
 
+def test_ranks_that_went_different_ways_hold_up_no_other_group() -> None:
+    fleet = Fleet()
+    assert fleet.run(2, "part_ways") == [([2.0, 2.0], True)] * 2
+    for member in range(3):
+        fleet.pool.kill(member)
+
+
 def test_peer_that_does_not_arrive(fleet: Fleet) -> None:
     spec = fleet.spec(0, 2, "lonely")
     with pytest.raises(TrainerLostError, match="Rank 0 of 2"):

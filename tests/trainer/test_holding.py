@@ -1,0 +1,230 @@
+"""What a rank goes back to if others die: the beginning of a step, as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from optuna_fleet.trainer import groups, holding
+from optuna_fleet.trainer.groups import GroupSpec
+from optuna_fleet.trainer.holding import Held, Holding
+from optuna_fleet.trainer.object_copies import ObjectCopies
+from optuna_fleet.trainer.reports import Reports
+from optuna_fleet.trainer.saving import Saver
+from optuna_fleet.trainer.shares import BatchShares, Share
+from optuna_fleet.trainer.steps import Steps
+from optuna_fleet.trainer.sums_exchange import SumsExchange
+from optuna_fleet.trainer.totals import Totals
+
+
+class Here:
+    """Stands for a session."""
+
+    def __init__(self) -> None:
+        self.run = SimpleNamespace(run_id=7)
+        self.reports = Reports(None)
+        self.parameters: dict[str, Any] = {}
+
+
+class Rank:
+    """One of two ranks; the other is always at the same step."""
+
+    def __init__(self, *objects: Any) -> None:
+        self.objects = list(objects)
+        self.state: dict[str, Any] = {}
+        self.session: Any = Here()
+        self.steps = Steps(self.objects, lambda text: None)
+        shares = BatchShares()
+        shares.hand_out(1, Share(1, 1), None, lockstep=True, trains=True)
+        self.totals = Totals(shares, torch.device("cpu"), lambda own: [own])
+        for thing in objects:
+            if isinstance(thing, nn.Module):
+                self.steps.watch(thing)
+        saver = Saver(self.session, None)  # type: ignore[arg-type]
+        self.holding = Holding(
+            self.session,
+            self.objects,
+            self.state,
+            self.steps,
+            shares,
+            self.totals,
+            SimpleNamespace(),  # type: ignore[arg-type]
+            saver,
+        )
+
+    def begin(self, step: int) -> None:
+        self.holding.begin_step((1, 0, step))
+
+    def held(self) -> Held:
+        held = self.holding.held()
+        assert held is not None
+        return held
+
+
+@pytest.fixture(autouse=True)
+def group(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(holding, "outlives_peers", lambda: True)
+    monkeypatch.setattr(Saver, "__init__", lambda self, session, files: None)
+    groups.join_group(
+        GroupSpec(rank=0, world_size=1, prefix="", store_host="", store_port=None), "gloo", 30
+    )
+    yield
+    groups.leave_group()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))
+
+
+def step(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    model(torch.randn(5, 3)).sum().backward()
+    rank.totals["n"] += 5
+    rank.state.setdefault("steps", []).append(len(rank.state))
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def states(*objects: Any) -> list[Any]:
+    return copy.deepcopy([thing.state_dict() for thing in objects])
+
+
+def same(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("done", ["nothing", "backward", "all", "another optimizer's"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_step_is_undone(make: Any, done: str, number: int) -> None:
+    model, other = net(), net()
+    optimizer, others = make(model.parameters()), make(other.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    objects = (model, optimizer, scheduler, other, others)
+    rank = Rank(*objects)
+    for before in range(number):
+        rank.begin(before)
+        step(rank, model, optimizer)
+        scheduler.step()
+    rank.begin(number)
+    known, draws = states(*objects), torch.get_rng_state()
+    steps = list(rank.state.get("steps", []))
+    if done in ("all", "another optimizer's"):
+        step(rank, other, others)
+    if done != "nothing":
+        step(rank, model, optimizer if done == "all" else None)
+        model[0].requires_grad_(False)
+    if done == "all":
+        scheduler.step()
+    held = rank.held()
+    assert held.place == (1, 0, number)
+    assert held.checkpoint.totals == ([{"n": 5 * number}] if number else [{}])
+    assert held.checkpoint.state.get("steps", []) == steps
+    for now, then in zip(held.checkpoint.objects, known, strict=True):
+        same(dict(now), dict(then))
+    assert torch.equal(held.checkpoint.rng[0]["torch"], draws)
+    assert all(part.get("frozen", []) == [] for part in held.checkpoint.remainder)
+    assert all(not part.get("gradients") for part in held.checkpoint.remainder)
+
+
+def test_gradients_that_wait_are_kept() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = Rank(model, optimizer)
+    rank.begin(0)
+    step(rank, model, None)
+    rank.begin(1)
+    gradients = {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
+    step(rank, model, None)
+    held = rank.held()
+    assert held.place == (1, 0, 1)
+    same(held.checkpoint.remainder[0]["gradients"], gradients)
+
+
+def test_what_was_changed_by_hand_is_not_gone_on_with() -> None:
+    """As by an optimizer that looks ahead before it steps: then with the step before."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = Rank(model, optimizer)
+    rank.begin(0)
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    assert rank.holding.held() is None
+    rank = Rank(model, optimizer)
+    rank.begin(0)
+    weight = model[0].weight.detach().clone()
+    step(rank, model, optimizer)
+    rank.begin(1)
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    held = rank.held()
+    assert held.place == (1, 0, 0)
+    same(held.checkpoint.objects[0]["0.weight"], weight)
+
+
+@pytest.mark.parametrize("why", ["state", "optimizer"])
+def test_what_can_not_be_copied_is_not_held(why: str) -> None:
+    model = net()
+    kind = torch.optim.LBFGS if why == "optimizer" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[operator]
+    rank = Rank(model, optimizer)
+    if why == "state":
+        rank.state["function"] = lambda: None
+    for number in range(2):
+        rank.begin(number)
+
+        def loss() -> float:
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 3)).sum()
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(loss)
+    assert rank.holding.held() is None
+
+
+def test_what_one_rank_adds_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"n": 3, "loss": 0.1, "by label": torch.tensor([2, 1]), "x": torch.tensor(0.1).double()}
+    exchange = SumsExchange()
+    told = exchange.tell(own)
+    assert exchange.hear(told)
+    assert told.has_arrived()
+    (part,) = told.parts()
+    same(part, own)
+
+
+def test_there_is_room_for_more_next_time() -> None:
+    exchange, own = SumsExchange(), {"counts": torch.arange(1000)}
+    assert not exchange.hear(exchange.tell(own))
+    told = exchange.tell(own)
+    assert exchange.hear(told)
+    same(told.parts()[0], own)
+
+
+def test_copies_are_made_where_the_last_ones_were() -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    first, second = (ObjectCopies.of([model, optimizer], with_gradients=False) for _ in range(2))
+    first.copy_late(None)
+    second.copy_late(first.late)
+    assert first.late is not None
+    assert second.late is not None
+    assert second.late.copies is first.late.copies
+    assert len(second.late.copies) == 6 + 3 * 6  # parameters; and step, mean, square of each
