@@ -298,6 +298,7 @@ class Pipeline:
             schedule=Alone(schedule),
             transport=placed.edges or _NoTransport(),
             observer=self._note,
+            most_held=placed.placement.held,
         )
 
     def _weights(self, placed: Placed) -> Weights:

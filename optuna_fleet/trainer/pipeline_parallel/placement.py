@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -35,10 +35,12 @@ class Placement:
     Attributes:
         cuts: Where stages end, in layers, without the last.
         ranks: Rank of each stage.
+        held: Minibatches that each has memory for between their two passes.
     """
 
     cuts: tuple[int, ...]
     ranks: tuple[int, ...]
+    held: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ class Demand:
         return None
 
     def place(self, costs: Sequence[Sequence[LayerCost]]) -> Placement:
-        """One stage on each rank.
+        """One stage on each rank; where memory is short, stages hold fewer minibatches.
 
         Args:
             costs: Of all layers, as each rank has measured them.
@@ -86,20 +88,33 @@ class Demand:
             parameter_bytes=tuple(cost.parameter_bytes for cost in of_any),
             kept_bytes=tuple(cost.kept_bytes for cost in of_any),
         )
-        problem = PartitionProblem(
+        for held in range(self.in_flight, 0, -1):
+            try:
+                found = best_partition(self._problem(layers, kinds, held))
+            except DoesNotFit:
+                if held == 1:
+                    raise
+            else:
+                break
+        return Placement(
+            cuts=tuple(self.blocks[cut - 1] for cut in found.cuts),
+            ranks=tuple(stage.device.index for stage in found.stages),
+            held=held,
+        )
+
+    def _problem(self, layers: Layers, kinds: Sequence[int], held: int) -> PartitionProblem:
+        memory = self.memory
+        if memory.versions is Versions.IN_FLIGHT:  # as many as are in flight, however few are held
+            memory = replace(memory, copies=memory.copies + self.in_flight - held)
+        return PartitionProblem(
             layers=layers,
             devices=tuple(
                 StageDevice(index=rank, node=0, kind=str(kind), memory_bytes=self.memory_bytes)
                 for rank, kind in enumerate(kinds)
             ),
-            in_flight=self.in_flight,
+            in_flight=held,
             links=Links(within=_WIRE, between=_WIRE),
-            memory=self.memory,
-        )
-        found = best_partition(problem)
-        return Placement(
-            cuts=tuple(self.blocks[cut - 1] for cut in found.cuts),
-            ranks=tuple(stage.device.index for stage in found.stages),
+            memory=memory,
         )
 
     def _in_blocks(self, costs: Sequence[LayerCost]) -> list[LayerCost]:

@@ -141,7 +141,7 @@ def _placement(
 ) -> Placement:
     number = group_size()
     if number == 1 and math.isinf(demand.memory_bytes):
-        return Placement(cuts=(), ranks=(0,))
+        return Placement(cuts=(), ranks=(0,), held=1)
     own = layer_costs(list(model), loss, *batch, around.device)
     told = checkpoint.gather({"costs": [asdict(cost) for cost in own]})
     costs = [[LayerCost(**cost) for cost in rank["costs"]] for rank in told]
@@ -150,7 +150,7 @@ def _placement(
         raise FleetConfigError(_too_large(costs[0], demand, around.most_devices))
     if fewest > number:
         around.need(fewest)
-    return Placement(cuts=(), ranks=(0,)) if number == 1 else demand.place(costs)
+    return demand.place(costs)
 
 
 def _too_large(costs: list[LayerCost], demand: Demand, most: int) -> str:

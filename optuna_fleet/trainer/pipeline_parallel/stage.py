@@ -58,6 +58,7 @@ class PipelineStage:
         schedule: When a minibatch may start.
         transport: To other stages.
         observer: Is told of each pass.
+        most_held: Minibatches that it has memory for; None for as many as keep it busy.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class PipelineStage:
         schedule: Schedule,
         transport: Transport,
         observer: Observer | None = None,
+        most_held: int | None = None,
     ) -> None:
         self.address = address
         self.weights = weights
@@ -80,7 +82,7 @@ class PipelineStage:
         self._transport = transport
         self._observer = observer
         credit = held_minibatches(address.stage, num_stages, schedule.wave_size)
-        self._turns = Turns(credit)
+        self._turns = Turns(credit if most_held is None else min(credit, most_held))
         self._values: dict[int, Any] = {}
         self._tags: dict[int, Tag] = {}
         self._targets: dict[int, Targets] = {}
