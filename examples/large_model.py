@@ -120,7 +120,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--devices", type=int, help="default: all GPUs, or 4 CPU slots")
-    parser.add_argument("--memory-mb", type=float, default=10.0, help="of a device; 0: what it has")
+    parser.add_argument("--memory-mb", type=float, default=10.0, help="of a device, or 0")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", help="Optuna storage URL; default: in memory")
     parser.add_argument("--picture", help="where to draw the timeline")

@@ -283,6 +283,8 @@ class Training:
             self._within.begin_epoch()
             self._left_behind.begin_epoch(sys._getframe(1))
             yield epoch
+            if self._in_stages is not None:
+                self._in_stages.flush()
             self._loader.end_epoch()
             if epoch + 1 == num_epochs:
                 break
@@ -294,8 +296,6 @@ class Training:
     def _goes_on_after(self, epoch: int) -> bool:
         if self._split_check is not None:
             self._split_check.end_step()
-        if self._in_stages is not None:
-            self._in_stages.flush()
         # First what needs no other rank: one that left this epoch early is told of at once.
         decision = self._session.ask(EndEpoch, epoch=epoch)
         self._check_replicas()

@@ -118,6 +118,40 @@ def test_results_do_not_depend_on_the_number_of_stages(
     assert [len(trial.user_attrs["cuts"]) for trial in (alone, in_three, moved)] == [0, 2, 1]
 
 
+def ends_with_batches_in_flight(trial: Any) -> float:
+    model = layers()
+    optimizer = momentum(model.parameters(), lr=0.05)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **DELAYED)
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=BATCH):
+            pipeline.step(images, labels)
+    return 0.0
+
+
+def test_what_is_in_flight_at_the_end_is_trained_on(tmp_path: Path) -> None:
+    found = []
+    for devices in ((0,), (0, 1, 2)):
+        due = Checkpoints(tmp_path / str(len(devices)))
+        with fleet_of(devices=len(devices), checkpoints=due) as fleet:
+            fleet.script = {0: [Leg(devices)]}
+            study = optuna.create_study()
+            study.optimize(ends_with_batches_in_flight, n_trials=1, executor=fleet)
+        found.append(load_best_model(study, layers()).state_dict())
+    alone, in_three = found
+    assert all(torch.equal(alone[name], in_three[name]) for name in alone)
+
+
+def is_pruned(trial: Any) -> float:
+    trains(trial, options=FLUSHED, epochs=1)
+    raise optuna.TrialPruned
+
+
+def test_all_stages_of_a_pruned_trial_end(fleet: Any) -> None:
+    assert run(fleet, is_pruned, Leg((0, 1, 2))).state is optuna.trial.TrialState.PRUNED
+    trial = run(fleet, functools.partial(trains, options=FLUSHED, epochs=1), Leg((2, 0, 1)))
+    assert trial.state is optuna.trial.TrialState.COMPLETE
+
+
 # -- what goes wrong ------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ class Edges:
         self._stage = stage
         self._device = device
         self._inbox: queue.SimpleQueue[tuple[int, Message | Exception]] = queue.SimpleQueue()
+        self._gone: list[Exception] = []
         near = [place for place in (stage - 1, stage + 1) if 0 <= place < len(ranks)]
         self._outbound = {place: _Outbound(self._group, ranks[place]) for place in near}
         self._room = {place: threading.Semaphore(room) for place in near}
@@ -87,17 +88,28 @@ class Edges:
         Raises:
             RuntimeError: A neighbour has left, or is gone.
         """
-        place, message = self._inbox.get()
+        if (waiting := self.poll()) is not None:
+            return waiting
+        if self._gone:
+            raise self._gone[0]
+        return self._taken(*self._inbox.get())
+
+    def poll(self) -> Message | None:
+        """The next message, if there is one; who has left may have said all there is to say."""
+        while not self._inbox.empty():
+            place, message = self._inbox.get()
+            if not isinstance(message, Exception):
+                return self._taken(place, message)
+            self._gone.append(message)
+        return None
+
+    def _taken(self, place: int, message: Message | Exception) -> Message:
         if isinstance(message, Exception):
             raise message
         self._room[place].release()
         if self._device.type == "cpu" or not isinstance(message, Activations | Gradients):
             return message
         return replace(message, values=to_device(message.values, self._device))
-
-    def poll(self) -> Message | None:
-        """The next message, if there is one."""
-        return None if self._inbox.empty() else self.receive()
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """What each rank gives, on rank 0, and nothing on the others, who all must call it."""
@@ -119,8 +131,13 @@ class Edges:
             out.leave()
         for place in self._room:
             self._room[place].release(1000)  # for what is not read any more
-        for thread in () if alone else self._threads:
+        if alone:
+            return
+        for thread in self._threads:
             thread.join()
+        with suppress(RuntimeError):  # some are gone
+            # Who closes its connections ends what others receive, from whomever.
+            self._group.barrier().wait()
 
     def _listen(self, place: int, rank: int) -> None:
         inbound = _Inbound(self._group, rank)
