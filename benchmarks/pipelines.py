@@ -25,7 +25,7 @@ from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers
 from optuna_fleet.wsp.schedules import Alone, Flush, WaveSynchronous
 
 NUM_LAYERS = 6
-STEPS = 12
+STEPS = {True: 12, False: 40}  # with flushes, without
 PACES = {"2 alike": (1.0, 1.0), "3 alike": (1.0, 1.0, 1.0), "fast, slow": (1.0, 2.0)}
 
 
@@ -75,12 +75,16 @@ def objective(
     began_s = seconds = 0.0
     for _ in trial.epochs(1):
         for step, (x, y) in enumerate(trial.batches("train", batch_size=8)):
-            if step == STEPS // 2:
+            if step == STEPS[flush] // 2:
                 began_s = time.perf_counter()
+            if step == STEPS[flush]:
+                seconds = time.perf_counter() - began_s
+                break
             pipeline.step(x, y)
-        seconds = time.perf_counter() - began_s
     trial.set_user_attr("cuts", list(pipeline.cuts))
-    trial.set_user_attr("steps_per_s", (STEPS - STEPS // 2) / seconds)  # the first rank's counts
+    trial.set_user_attr(
+        "steps_per_s", (STEPS[flush] - STEPS[flush] // 2) / seconds
+    )  # the first rank's counts
     return 0.0
 
 
@@ -106,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layer-ms", type=float, default=20.0, help="of a forward pass")
     layer_s = parser.parse_args().layer_ms / 1e3
-    data = torch.utils.data.TensorDataset(torch.zeros(8 * STEPS, 4), torch.zeros(8 * STEPS, 4))
+    data = torch.utils.data.TensorDataset(*2 * [torch.zeros(8 * (max(STEPS.values()) + 1), 4)])
     print("| devices | flush | in flight | cuts | steps/s | simulated | ratio | load |")
     print("|-|-|-|-|-|-|-|-|")
     for name, paces in PACES.items():

@@ -155,6 +155,56 @@ def test_all_stages_of_a_pruned_trial_end(fleet: Any) -> None:
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
+def mse(trial: Any, model: Any, optimizer: Any = None, **options: Any) -> Any:
+    if optimizer is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return trial.pipeline(model, optimizer, F.mse_loss, **options)
+
+
+def adam_without_flushes(trial: Any) -> Any:
+    model = layers()
+    return mse(trial, model, torch.optim.Adam(model.parameters()), flush=False)
+
+
+def twice(trial: Any) -> Any:
+    return mse(trial, layers()), mse(trial, layers())
+
+
+def prepares_its_model(trial: Any) -> Any:
+    model = layers()
+    mse(trial, model)
+    trial.prepare(model)
+
+
+def steps_on_nothing(trial: Any) -> Any:
+    return mse(trial, layers()).step(None, None)
+
+
+@pytest.mark.parametrize(
+    ("objective", "told"),
+    [
+        (lambda trial: mse(trial, nn.Linear(2, 2)), "takes a torch.nn.Sequential of its layers"),
+        (lambda trial: mse(trial, layers(), 0.1), "`float` as the optimizer"),
+        (lambda trial: mse(trial, layers(), torch.optim.LBFGS(layers().parameters())), "LBFGS"),
+        (
+            lambda trial: mse(trial, layers(), torch.optim.SGD(layers().parameters())),
+            "8 parameters that are not the model's",
+        ),
+        (lambda trial: mse(trial, layers(), in_flight=0), "`in_flight` is 0"),
+        (lambda trial: mse(trial, layers(), flush=False, max_grad_norm=1.0), "leave one of them"),
+        (lambda trial: mse(trial, layers(), min_devices=9), "has 1: it must not be more"),
+        (adam_without_flushes, "optimizer is Adam"),
+        (twice, "only once"),
+        (prepares_its_model, "after trial.pipeline"),
+        (steps_on_nothing, "must be a batch"),
+    ],
+)
+def test_nonsense_is_refused_with_what_to_do(objective: Any, told: str) -> None:
+    study = optuna.create_study()
+    with FleetExecutor(cluster="inline") as fleet, pytest.raises(FleetConfigError, match=told):
+        study.optimize(objective, n_trials=1, executor=fleet)
+
+
 class OwnError(Exception):
     pass
 
