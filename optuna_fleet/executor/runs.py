@@ -89,6 +89,8 @@ class RunRecord:
         if self.causes:
             return None, TrainerLostError(f"Trial {self.launch.number}: {self.cause}.")
         (leader,) = (ended for ended in self.ended if ended.rank == 0)
+        if leader.error is not None:  # it alone has lost its peers
+            return None, self._unpacked(leader)
         return unpack(leader.value), None
 
     def _first(self, ended: list[Ended]) -> Ended:

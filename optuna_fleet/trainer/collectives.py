@@ -23,12 +23,13 @@ _BITS = 32
 _TOLERANCE = 1e-9  # unlike devices add up in an order of their own
 
 
-def all_reduce_sum(values: Any) -> Any:
+def all_reduce_sum(values: Any, *, alone: bool = False) -> Any:
     """Sum over the ranks of the trial; exact for integers, in float64 for everything else.
 
     Args:
         values: A number, NumPy number, tensor, or nested dicts, lists and tuples of them, of equal
             structure on every rank. A number on one rank may be a scalar tensor on another.
+        alone: As in a group of one: all ranks have the same.
 
     Returns:
         The same structure and types on every rank (``bool`` is counted, so it becomes ``int``; an
@@ -40,21 +41,22 @@ def all_reduce_sum(values: Any) -> Any:
         TrialError: If the structures differ between ranks.
     """
     leaves = list(_leaves(values, "value"))
-    if group_size() > 1:
+    if group_size() > 1 and not alone:
         check_agreement(
             ((path, shape) for path, shape, _ in leaves), "The structure of a summed value"
         )
-    totals = iter(_totals([leaf for *_, leaf in leaves]))
+    totals = iter(_totals([leaf for *_, leaf in leaves], alone=alone or group_size() == 1))
     return map_leaves(values, lambda value: _like(value, next(totals)))
 
 
-def mean(values: Any, weight: float | None = None) -> Any:
+def mean(values: Any, weight: float | None = None, *, alone: bool = False) -> Any:
     """Mean over the ranks of the trial.
 
     Args:
         values: As in ``all_reduce_sum``.
         weight: This rank's weight, e.g. its number of samples; None weighs all ranks alike. A
             value of weight 0 is ignored, even NaN.
+        alone: As in a group of one: all ranks have the same.
 
     Returns:
         Floats in the structure of `values`, NaN where no rank has any weight. Tensors are new
@@ -62,7 +64,7 @@ def mean(values: Any, weight: float | None = None) -> Any:
     """
     own = 1.0 if weight is None else float(weight)
     leaves = [leaf.double() for *_, leaf in _leaves(values, "value")]
-    if group_size() == 1:
+    if alone or group_size() == 1:
         scaled, weights = leaves, 1.0 if own else 0.0  # exact, unlike a product and its quotient
     else:
         scaled = [leaf * own if own else torch.zeros_like(leaf) for leaf in leaves]
@@ -93,9 +95,9 @@ def share_of_sum(value: Tensor) -> Tensor:
     return own / total
 
 
-def _totals(leaves: list[Tensor]) -> list[Tensor]:
+def _totals(leaves: list[Tensor], *, alone: bool) -> list[Tensor]:
     """The sum of each leaf over the ranks, int64 or floating."""
-    if group_size() == 1:
+    if alone:
         types = [leaf.dtype if leaf.is_floating_point() else torch.int64 for leaf in leaves]
         return [leaf.to(dtype, copy=True) for leaf, dtype in zip(leaves, types, strict=True)]
     if not leaves:

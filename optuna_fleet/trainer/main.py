@@ -34,9 +34,10 @@ from optuna_fleet.resources import Device
 from optuna_fleet.settings import Adoption, Settings
 from optuna_fleet.trainer.heartbeat import sending_heartbeats
 from optuna_fleet.trainer.inbox import Inbox
+from optuna_fleet.trainer.remote import Remote
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded, no_driver
-from optuna_fleet.trainer.trial import FleetTrial, Remote
+from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.messages import (

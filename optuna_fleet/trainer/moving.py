@@ -10,6 +10,8 @@ import torch
 
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.trainer import checkpoint, collectives
+from optuna_fleet.trainer.groups import of_first_rank
+from optuna_fleet.trainer.pipeline_parallel.whole import WholeModel, are_in_stages, gathered
 from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.states import remainder_of, state_of
@@ -75,8 +77,9 @@ class Moving:
         """Begin to write a checkpoint; called on all ranks."""
         rng = checkpoint.gather_rng()
         totals = [] if step is None else checkpoint.gather(self._totals.own)
-        if self._session.run.rank == 0 and not self._saver.is_busy:
-            self._saver.save(lambda: self.checkpoint_at(next_epoch, rng, step, totals))
+        with gathered(self._objects):
+            if self._session.run.rank == 0 and not self._saver.is_busy:
+                self._saver.save(lambda: self.checkpoint_at(next_epoch, rng, step, totals))
 
     def has_left(self, step: int | None = None) -> bool:
         """Write the checkpoint to leave with, at the epoch's end or before a step of it.
@@ -145,21 +148,29 @@ class Moving:
         self._session.reports.at_best = None
 
     def _keep_best(self) -> None:
-        if self._objects and (self._session.run.rank == 0 or self.may_outlive()):
-            self._saver.keep_best(self._as_it_is)
+        with gathered(self._objects):
+            if self._objects and (self._session.run.rank == 0 or self.may_outlive()):
+                self._saver.keep_best(self._as_it_is)
 
     def leave_final(self, value: Any) -> None:
         """The objective returned `value`: leave its weights behind, if they are among the best."""
         run = self._session.run
-        if not run.leaves_final or run.rank > 0 or not self._objects:
+        if not run.leaves_final or not self._objects:
             return
+        is_wanted = run.rank == 0 and self._is_wanted(value)
+        if are_in_stages(self._objects):
+            (is_wanted,) = map(bool, of_first_rank([is_wanted]))
+        if not is_wanted:
+            return
+        with gathered(self._objects):
+            if run.rank == 0:
+                self._saver.leave(plain(value), self._as_it_is)
+
+    def _is_wanted(self, value: Any) -> bool:
         try:
-            value = plain(value)
-            is_wanted = self._session.ask(IsAmongBest, value=pack(value))
+            return bool(self._session.ask(IsAmongBest, value=pack(plain(value))))
         except Exception:  # it can't be sent, say; the study will be told and say so
-            return
-        if is_wanted:
-            self._saver.leave(value, self._as_it_is)
+            return False
 
     # -- what is in them --------------------------------------------------------------------------
 
@@ -192,9 +203,13 @@ class Moving:
             state=self._state,
             rng=list(rng),
             history=self._session.reports.values,
-            modules=[i for i, o in enumerate(objects) if isinstance(o, torch.nn.Module)],
+            modules=[i for i, o in enumerate(objects) if _holds_module(o)],
             remainder=remainder_of(objects, with_gradients=self._steps.are_pending),
             parameters=dict(self._session.parameters),
             step=step,
             totals=totals or [],
         )
+
+
+def _holds_module(thing: Any) -> bool:
+    return isinstance(thing, torch.nn.Module | WholeModel)

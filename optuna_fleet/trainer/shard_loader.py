@@ -24,6 +24,7 @@ from optuna_fleet.trainer.feed import feed
 from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.shards import Shards
 from optuna_fleet.trainer.shares import BatchShares, Share
 from optuna_fleet.trainer.split_check import SplitCheck
 from optuna_fleet.trainer.stopwatch import Stopwatch
@@ -66,6 +67,7 @@ class ShardLoader:
 
     Attributes:
         reached_after_s: When the objective first asked for data; None before.
+        gives_whole_batches: Each rank gets all of a batch, as if it were alone.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ShardLoader:
         self.shares = shares
         self.reached_after_s: float | None = None
         self.bounds = Bounds()
+        self.gives_whole_batches = False
         self._session = session
         session.collectives = lambda: self.shares.collectives
         self._pipeline = pipeline
@@ -103,6 +106,12 @@ class ShardLoader:
     @property
     def _run(self) -> RunTrial:
         return self._session.run
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """This rank among those that share a batch, and their number."""
+        run = self._run
+        return (0, 1) if self.gives_whole_batches else (run.rank, run.world_size)
 
     def batches(
         self, name: str, batch_size: int | None, *, drop_last: bool, movable: bool = False
@@ -179,7 +188,8 @@ class ShardLoader:
                 "checkpointed."
             )
         rolls = self._pipeline.rolls(name)
-        can_leave = self._within.begin_pass(movable=movable and not rolls)
+        can_leave = movable and not rolls and not self.gives_whole_batches
+        can_leave = self._within.begin_pass(movable=can_leave)
         self._reach(name, batch_size, movable=can_leave)
         is_shuffled = self._pipeline.is_shuffled(name)
         self._check_order(name, is_shuffled and not rolls)
@@ -231,7 +241,7 @@ class ShardLoader:
         place = (self._position.loop, self._position.epoch)
         if self._run.world_size > 1 and self._device.type != "cpu" and place != self._seeded_for:
             self._seeded_for = place
-            seed_gpu(self._run.seed, self._run.number, (*place, self._run.rank))
+            seed_gpu(self._run.seed, self._run.number, (*place, self._place[0]))
 
     def _trains(self, is_shuffled: bool) -> bool:
         """Whether the step that comes may end in `backward`, where the ranks communicate.
@@ -242,7 +252,7 @@ class ShardLoader:
 
     def _normalises(self) -> bool:
         """Whether BatchNorm communicates in a step without gradients."""
-        if self._run.world_size == 1 or torch.is_grad_enabled():
+        if self._place[1] == 1 or torch.is_grad_enabled():
             return False
         return any(
             layer.training
@@ -271,13 +281,14 @@ class ShardLoader:
         first_step: int = 0,
     ) -> Any:
         assert self._pipeline is not None
+        rank, world_size = self._place
         return self._pipeline.read(
             name,
             epoch=epoch,
             origin=origin,
             batch_size=batch_size,
-            rank=self._run.rank,
-            world_size=self._run.world_size,
+            rank=rank,
+            world_size=world_size,
             drop_last=drop_last,
             dummy=True,
             first_step=first_step,
@@ -335,6 +346,13 @@ class ShardLoader:
                 f"samples: each epoch is one batch of {samples}."
             )
 
+    def tell_least(self, num_devices: int) -> bool:
+        """The trial needs so many devices; return whether the driver hears of it."""
+        self.bounds = replace(self.bounds, min_devices=num_devices)
+        if self._reached is not None:
+            self._tell_reached(replace(self._reached, min_devices=num_devices))
+        return self._reached is not None
+
     def _tell_reached(self, reached: FirstBatchRequested) -> None:
         run = self._run
         self._reached = replace(reached, run_id=run.run_id)
@@ -377,21 +395,3 @@ class ShardLoader:
 
 def _is_trained(module: torch.nn.Module) -> bool:
     return module.training and any(p.requires_grad for p in module.parameters())
-
-
-class Shards:
-    """One epoch's batches of a data set, this rank's share of each."""
-
-    def __init__(
-        self, loader: ShardLoader, name: str, batch_size: int, drop_last: bool, movable: bool
-    ) -> None:
-        self._loader = loader
-        self._arguments = (name, batch_size, drop_last)
-        self._movable = movable
-
-    def __len__(self) -> int:
-        """Number of steps in the epoch, the same on every rank."""
-        return self._loader.num_steps(*self._arguments)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._loader.read(*self._arguments, self._movable)

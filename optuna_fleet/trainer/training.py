@@ -13,7 +13,7 @@ import torch
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.events import EpochDecision, WidthLimited
-from optuna_fleet.exceptions import TrainerLostError, TrialError
+from optuna_fleet.exceptions import FleetConfigError, TrainerLostError, TrialError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import checkpoint, collectives, module_hooks
@@ -23,15 +23,17 @@ from optuna_fleet.trainer.groups import join_group_of, leave_group
 from optuna_fleet.trainer.holding import Held, Holding
 from optuna_fleet.trainer.left_behind import LeftBehind
 from optuna_fleet.trainer.moving import Moving
+from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.regrouping import Regrouping
 from optuna_fleet.trainer.resuming import Resuming
 from optuna_fleet.trainer.saving import Saver, owner_of
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.shard_loader import ShardLoader
-from optuna_fleet.trainer.shard_loader import Shards as Shards
+from optuna_fleet.trainer.shards import Shards as Shards
 from optuna_fleet.trainer.shares import BatchShares
 from optuna_fleet.trainer.split_check import SplitCheck
+from optuna_fleet.trainer.staging import PipelineOptions, make_pipeline
 from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.totals import Totals
 from optuna_fleet.trainer.within_epoch import EpochPosition, WithinEpoch
@@ -73,7 +75,8 @@ class Training:
         self._objects: list[Any] = []
         self._steps = Steps(self._objects, session.warn)
         self._prepared = Prepared(self._objects, self._steps, self._shares, self.device)
-        self.totals = Totals(self._shares, self.device, checkpoint.gather)
+        self._in_stages: Pipeline | None = None
+        self.totals = Totals(self._shares, self.device, self._gather)
         self._within = WithinEpoch(
             self._position,
             self._shares,
@@ -207,6 +210,8 @@ class Training:
         """
         self._moving.end()
         self._holding.end()
+        if self._in_stages is not None:
+            self._in_stages.close(alone=alone)
         self._steps.close()
         if self._split_check is not None:
             self._split_check.close()
@@ -258,6 +263,8 @@ class Training:
         self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
     ) -> Any:
         """See `FleetTrial.prepare`."""
+        if self._in_stages is not None:
+            self._in_stages.check_beside(objects)
         if min_devices is not None or max_devices is not None:
             self._loader.bounds = Bounds.checked(min_devices, max_devices, self._run.num_devices)
         self._prepared.add(
@@ -267,6 +274,26 @@ class Training:
             is_checked=self._split_check is not None,
         )
         return objects[0] if len(objects) == 1 else objects
+
+    def pipeline(self, model: Any, optimizer: Any, loss: Any, **options: Any) -> Pipeline:
+        """See `FleetTrial.pipeline`."""
+        if self._objects:
+            raise FleetConfigError(
+                "trial.pipeline() must come before trial.prepare(), and only once: a trial trains "
+                "one model in stages."
+            )
+        self._check_no_split()
+        pipeline = make_pipeline(
+            *(model, optimizer, loss, PipelineOptions(**options)),
+            *(self._session, self._loader, self.device),
+        )
+        self._in_stages = pipeline
+        self._prepared.modules.append(model)
+        for position, thing in enumerate(pipeline.objects):
+            self._objects.append(thing)
+            if self._resuming is not None:
+                self._resuming.prepared(thing, position)
+        return pipeline
 
     # -- epochs -----------------------------------------------------------------------------------
 
@@ -288,6 +315,8 @@ class Training:
             self._within.begin_epoch()
             self._left_behind.begin_epoch(sys._getframe(1))
             yield epoch
+            if self._in_stages is not None:
+                self._in_stages.flush()
             self._loader.end_epoch()
             if epoch + 1 == num_epochs:
                 break
@@ -352,11 +381,14 @@ class Training:
 
     def _use_several(self) -> None:
         """What was prepared on one device trains on several."""
+        self._check_no_split()
+        self._prepared.attach_all()
+
+    def _check_no_split(self) -> None:
         if self._split_check is not None:
             self._split_check.close()
             self._split_check = self._loader.split_check = None
             module_hooks.listen(self._shares)
-        self._prepared.attach_all()
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -389,10 +421,13 @@ class Training:
         """See `FleetTrial.sum`."""
         self._shares.check_step("trial.sum")
         self._shares.begin("trial.sum")
-        return collectives.all_reduce_sum(value)
+        return collectives.all_reduce_sum(value, alone=self._in_stages is not None)
+
+    def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        return [own] if self._in_stages is not None else checkpoint.gather(own)
 
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
         self._shares.check_step("trial.mean")
         self._shares.begin("trial.mean")
-        return collectives.mean(value, weight)
+        return collectives.mean(value, weight, alone=self._in_stages is not None)

@@ -14,6 +14,7 @@ from optuna_fleet.exceptions import TrialError
 from optuna_fleet.executor.convergence import Convergence
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.choices import suggest
+from optuna_fleet.trainer.remote import Remote
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.wire.packing import is_primitive, plain
@@ -21,6 +22,7 @@ from optuna_fleet.wire.packing import is_primitive, plain
 if TYPE_CHECKING:
     import torch
 
+    from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
     from optuna_fleet.trainer.totals import Totals
     from optuna_fleet.trainer.training import Shards, Training
 
@@ -37,8 +39,9 @@ class FleetTrial(optuna.Trial):
     """An `optuna.Trial` whose every method is carried out on the real study, in the driver.
 
     On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`,
-    `epochs`, `batches`, `totals`, `sum`, `mean`, `state`, `best_value` and `should_stop`. An
-    objective that uses none of them is a plain Optuna objective and runs unchanged, on one device.
+    `epochs`, `batches`, `totals`, `sum`, `mean`, `state`, `best_value` and `should_stop`; and
+    `pipeline`. One that uses none of them is a plain Optuna objective and runs unchanged, on one
+    device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
@@ -270,6 +273,52 @@ class FleetTrial(optuna.Trial):
         """
         return self._training.prepare(*objects, min_devices=min_devices, max_devices=max_devices)
 
+    def pipeline(
+        self,
+        model: torch.nn.Sequential,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any, Any], torch.Tensor],
+        *,
+        in_flight: int = 4,
+        flush: bool = True,
+        max_grad_norm: float | None = None,
+        memory_bytes: float | None = None,
+        min_devices: int | None = None,
+        max_devices: int | None = None,
+    ) -> Pipeline:
+        """Train a model in stages, one on each of the trial's devices, instead of `prepare`.
+
+        For a model that does not fit on one. Results are the same on any number of them. Each rank
+        gets whole batches; `sum`, `mean` and `totals` add up nothing over ranks. Don't call the
+        model: each rank keeps some of its layers only.
+
+        Args:
+            model: Its layers in their order; what one returns is what the next one gets.
+            optimizer: Of the model's parameters; it must treat them one by one.
+            loss: From the model's output and the targets to the mean over the samples.
+            in_flight: With flushes the parts that each batch is cut into (BatchNorm sees parts);
+                without, the batches that are in the pipeline at a time.
+            flush: Step when all parts of a batch are through. Without, no device waits for that,
+                but batches train at weights without the last ``in_flight - 1`` updates; SGD only.
+            max_grad_norm: To clip the norm of all gradients.
+            memory_bytes: Of a device, for the model, which gets as many as it needs; by default
+                all that is free on a GPU, and no limit on a CPU.
+            min_devices: As in `prepare`.
+            max_devices: None for as many as there are layers.
+
+        Raises:
+            FleetConfigError: The model can't be cut, or this optimizer can't train it so.
+        """
+        return self._training.pipeline(
+            *(model, optimizer, loss),
+            in_flight=in_flight,
+            flush=flush,
+            max_grad_norm=max_grad_norm,
+            memory_bytes=memory_bytes,
+            min_devices=min_devices,
+            max_devices=max_devices,
+        )
+
     def weighted(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
         """Return a loss whose gradients are exact where it is no plain mean over the samples.
 
@@ -348,44 +397,3 @@ class FleetTrial(optuna.Trial):
         A new value without gradients, as of `sum`.
         """
         return self._training.mean(value, weight)
-
-
-class Remote:
-    """Stands for the driver's study or storage: methods and attributes are those over there.
-
-    Args:
-        session: Returns the session to ask through: that of the run under way.
-        target: "study" or "storage".
-    """
-
-    def __init__(self, session: Callable[[], Session], target: str) -> None:
-        vars(self).update(_session=session, _target=target)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """Some functions of Optuna ask whether what they are given is a study."""
-        return _KINDS[self._target]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"`{name}` can't be set in an objective, as the {self._target} is in another process: "
-            "set it before `optimize` or in a callback."
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if self._target == "study" and name == "_storage":
-            return Remote(self._session, "storage")
-        if any(callable(getattr(kind, name, None)) for kind in _WITH_METHODS[self._target]):
-            return lambda *args, **kwargs: self._session().call(
-                self._target, name, *args, **kwargs
-            )
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._session().read(self._target, name)
-
-
-_KINDS = {"study": optuna.Study, "storage": optuna.storages.BaseStorage}
-_WITH_METHODS = {
-    "study": (optuna.Study,),
-    "storage": (optuna.storages.BaseStorage, compat.HeartbeatStorage),
-}

@@ -54,7 +54,8 @@ class Run:
 
     @property
     def losses(self):
-        return [done.loss.item() for done in self.passes if done.loss is not None]
+        firsts = [done for done in self.passes if done.address.stage == 0]
+        return [done.loss.item() for done in firsts if done.loss is not None]
 
 
 def train(blueprint, num_waves, *, batches=batch, pass_s=None, latency_s=None):

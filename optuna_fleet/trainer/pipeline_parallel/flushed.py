@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import nn
 
@@ -15,9 +17,10 @@ class FlushedWeights:
     Args:
         parameters: Of the stage, by name.
         optimizer: Of these alone; steps when a wave's last backward pass is done. One that looks
-            at all gradients of a model together, as for clipping their norm, would see a part.
+            at all gradients of a model together would see a part.
             None where there is nothing to train.
         wave_size: Microbatches of a step.
+        before_step: Called with the parameters before each step, with all gradients there.
     """
 
     def __init__(
@@ -25,7 +28,9 @@ class FlushedWeights:
         parameters: dict[str, nn.Parameter],
         optimizer: torch.optim.Optimizer | None,
         wave_size: int,
+        before_step: Callable[[Mapping[str, nn.Parameter]], object] = lambda parameters: None,
     ) -> None:
+        self._before_step = before_step
         self._parameters = parameters
         self._optimizer = optimizer
         self._wave_size = wave_size
@@ -61,6 +66,7 @@ class FlushedWeights:
             before = parameter.grad
             parameter.grad = gradient if before is None else before + gradient
         if number % self._wave_size == 0:
+            self._before_step(self._parameters)
             if self._optimizer is not None:
                 self._optimizer.step()
                 self._optimizer.zero_grad(set_to_none=True)

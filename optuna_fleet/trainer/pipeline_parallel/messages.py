@@ -58,10 +58,14 @@ class Activations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """To the stage before: the loss' gradients by the floating-point tensors that it sent."""
+    """To the stage before: the loss' gradients by the floating-point tensors that it sent.
+
+    And the loss itself, so that all stages know it.
+    """
 
     number: int
     values: tuple[Tensor | None, ...]
+    loss: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ class PassDone:
         address: By whom.
         turn: Which.
         tag: With which weights.
-        loss: Of a last stage's forward pass, without gradients; else None.
+        loss: Of a backward pass: the minibatch's, without gradients; else None.
     """
 
     address: StageAddress
@@ -58,6 +58,7 @@ class PipelineStage:
         schedule: When a minibatch may start.
         transport: To other stages.
         observer: Is told of each pass.
+        most_held: Minibatches that it has memory for; None for as many as keep it busy.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class PipelineStage:
         schedule: Schedule,
         transport: Transport,
         observer: Observer | None = None,
+        most_held: int | None = None,
     ) -> None:
         self.address = address
         self.weights = weights
@@ -80,12 +82,18 @@ class PipelineStage:
         self._transport = transport
         self._observer = observer
         credit = held_minibatches(address.stage, num_stages, schedule.wave_size)
-        self._turns = Turns(credit)
+        self._turns = Turns(credit if most_held is None else min(credit, most_held))
         self._values: dict[int, Any] = {}
         self._tags: dict[int, Tag] = {}
         self._targets: dict[int, Targets] = {}
         self._gradients: dict[int, tuple[Any, ...]] = {}
+        self._losses: dict[int, Any] = {}
         self._held: dict[int, HeldPass] = {}
+
+    @property
+    def started(self) -> int:
+        """Minibatches whose forward pass is done here."""
+        return self._turns.forward_done
 
     @property
     def completed(self) -> int:
@@ -104,9 +112,9 @@ class PipelineStage:
                 self.weights.want(tag.clock, exactly=True)
             case Targets(number=number):
                 self._targets[number] = message
-            case Gradients(number=number, values=values):
+            case Gradients(number=number, values=values, loss=loss):
                 self._turns.arrive(Turn(Pass.BACKWARD, number))
-                self._gradients[number] = values
+                self._gradients[number], self._losses[number] = values, loss
             case Snapshot():
                 self.weights.receive(message)
             case Push() | Pull():
@@ -153,20 +161,21 @@ class PipelineStage:
         values, targets = self._values.pop(number), self._targets.pop(number, None)
         output, self._held[number] = self._module.forward(weights, values, targets)
         if self._is_last:
-            self._gradients[number] = ()
+            self._gradients[number], self._losses[number] = (), output
             self._turns.arrive(Turn(Pass.BACKWARD, number))
         else:
             self._send(1, Activations(number=number, tag=tag, values=output))
-        self._observe(turn, tag, output if self._is_last else None)
+        self._observe(turn, tag)
 
     def _backward(self, turn: Turn) -> None:
         number = turn.number
         held, tag = self._held.pop(number), self._tags.pop(number)
         gradients, returned = self._module.backward(held, self._gradients.pop(number))
+        loss = self._losses.pop(number)
+        if not self._is_first:  # first of all: others wait for it
+            self._send(-1, Gradients(number=number, values=returned, loss=loss))
         self.weights.finish(number, held.weights, gradients)
-        if not self._is_first:
-            self._send(-1, Gradients(number=number, values=returned))
-        self._observe(turn, tag)
+        self._observe(turn, tag, loss)
 
     def _send(self, distance: int, message: Message) -> None:
         worker, stage = self.address

@@ -8,6 +8,7 @@ own. As the updates of N virtual workers are summed, they go N times as far as t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ class SgdRule:
     """The updates of a ``torch.optim.SGD``, whose options may change from minibatch to minibatch.
 
     Args:
-        optimizer: Is only read.
+        optimizer: Never steps; its state has the momenta.
         parameters: Of which names are known; those that the optimizer does not have stay.
 
     Raises:
@@ -46,17 +47,26 @@ class SgdRule:
                 "torch.optim.SGD: others scale an update by what they saw before. Take SGD, or "
                 "train with flushes."
             )
-        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        self._groups: dict[str, Mapping[str, Any]] = {
-            name: group_of[id(p)] for name, p in parameters if id(p) in group_of
+        group_of = {
+            id(p): number
+            for number, group in enumerate(optimizer.param_groups)
+            for p in group["params"]
         }
-        self._momenta: dict[str, Tensor] = {}
+        self._optimizer = optimizer
+        self._parameters = {name: p for name, p in parameters if id(p) in group_of}
+        self._groups = {name: group_of[id(p)] for name, p in self._parameters.items()}
+        self._foreseen: deque[list[dict[str, Any]]] = deque()
+
+    def foresee(self) -> None:
+        """The next minibatch begins: its update has the options of now, whenever it is made."""
+        self._foreseen.append([dict(group) for group in self._optimizer.param_groups])
 
     @torch.no_grad()
     def __call__(self, weights: Tensors, gradients: Tensors) -> dict[str, Tensor]:
-        """As ``torch.optim.SGD.step`` does."""
+        """As ``torch.optim.SGD.step`` does; momenta are in the optimizer's state."""
+        groups = self._foreseen.popleft() if self._foreseen else self._optimizer.param_groups
         return {
-            name: self._update(name, weights[name], gradient, self._groups[name])
+            name: self._update(name, weights[name], gradient, groups[self._groups[name]])
             for name, gradient in gradients.items()
             if name in self._groups
         }
@@ -68,9 +78,10 @@ class SgdRule:
         if group["weight_decay"]:
             step = step + group["weight_decay"] * weight
         if momentum := group["momentum"]:
-            before = self._momenta.get(name)
+            state = self._optimizer.state[self._parameters[name]]
+            before = state.get("momentum_buffer")
             kept = step if before is None else momentum * before + (1 - group["dampening"]) * step
-            self._momenta[name] = kept
+            state["momentum_buffer"] = kept
             step = step + momentum * kept if group["nesterov"] else kept
         moved: Tensor = -group["lr"] * step
         return moved

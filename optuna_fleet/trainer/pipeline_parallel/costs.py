@@ -1,0 +1,124 @@
+"""What the layers of a model cost on a device, measured one layer at a time."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optuna_fleet.trainer.nested import map_tensors, to_device
+from optuna_fleet.trainer.pipeline_parallel.passes import Loss
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Of one layer, for one minibatch.
+
+    Attributes:
+        forward_s: Seconds of its forward pass.
+        backward_s: Seconds of its backward pass.
+        output_bytes: What it gives to the next layer.
+        parameter_bytes: Size of its parameters.
+        kept_bytes: What it keeps between the two passes.
+    """
+
+    forward_s: float
+    backward_s: float
+    output_bytes: float
+    parameter_bytes: float
+    kept_bytes: float
+
+
+def layer_costs(
+    layers: Sequence[nn.Module], loss: Loss, values: Any, targets: Any, device: torch.device
+) -> list[LayerCost]:
+    """Measure copies of layers, of which no two are on the device at the same time.
+
+    Args:
+        layers: In their order; they stay what and where they are, as do all generators.
+        loss: Belongs to the last one.
+        values: What the first one gets.
+        targets: What the loss gets.
+        device: Where they are to compute.
+    """
+    costs: list[LayerCost] = []
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        values, targets = to_device(values, device), to_device(targets, device)
+        for place, layer in enumerate(layers):
+            own = copy.deepcopy(layer).to(device)
+            is_last = place == len(layers) - 1
+            cost, values = _measure(own, loss if is_last else None, values, targets, device)
+            costs.append(cost)
+    return costs
+
+
+def _measure(
+    layer: nn.Module, loss: Loss | None, values: Any, targets: Any, device: torch.device
+) -> tuple[LayerCost, Any]:
+    timed: list[tuple[float, float]] = []
+    for _ in range(_REPEATS):
+        leaves = map_tensors(values, _leaf)
+        given = map_tensors(leaves, torch.clone)  # layers may work in place
+        began = _now(device)
+        with _counting_kept(layer) as kept:
+            output = layer(given)
+            result = output if loss is None else loss(output, targets)
+        middle = _now(device)
+        outputs = [t for t in _tensors(result) if t.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        timed.append((middle - began, _now(device) - middle))
+        layer.zero_grad(set_to_none=True)
+    output = map_tensors(output, Tensor.detach)
+    parameters = {id(p): p.nbytes for p in layer.parameters()}
+    cost = LayerCost(
+        forward_s=min(forward_s for forward_s, _ in timed),
+        backward_s=min(backward_s for _, backward_s in timed),
+        output_bytes=float(sum(t.nbytes for t in _tensors(output))),
+        parameter_bytes=float(sum(parameters.values())),
+        kept_bytes=float(sum(kept.values())),
+    )
+    return cost, output
+
+
+@contextmanager
+def _counting_kept(layer: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of each piece of memory that autograd keeps, without those of parameters."""
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield kept
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(values, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,158 @@
+"""The state of a model in stages, as that of the whole: checkpoints have it whatever the stages.
+
+Any number of stages can go on with it, as can one device, and who loads the best model.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+class Holding:
+    """What this rank has of a model and its optimizer: all of it until it keeps a part.
+
+    Args:
+        model: The whole model.
+        optimizer: Of parameters of it.
+
+    Attributes:
+        settle: Called before the state is looked at.
+    """
+
+    def __init__(self, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._part: nn.Module | None = None
+        self._names = list(model.state_dict())
+        self._groups: list[list[int]] = []  # of numbers of parameters
+        self._numbers: dict[int, int] = {}
+        self._gather: Gather = lambda own: [own]
+        self._others: list[dict[str, Any]] = []
+        self.settle: Callable[[], object] = lambda: None
+
+    def keep(self, part: nn.Module, gather: Gather) -> None:
+        """Keep this part only; the rest of the model has no memory from now on."""
+        self._number()
+        own = {id(parameter) for parameter in part.parameters()}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    self.optimizer.state.pop(parameter, None)
+            group["params"] = [p for p in group["params"] if id(p) in own]
+        kept = {id(module) for module in part.modules()}
+        for layer in self.model:
+            if id(layer) not in kept:
+                layer.to("meta")
+        self._numbers = {key: number for key, number in self._numbers.items() if key in own}
+        self._part, self._gather = part, gather
+
+    def _number(self) -> None:
+        for group in self.optimizer.param_groups:
+            numbers = range(len(self._numbers), len(self._numbers) + len(group["params"]))
+            self._groups.append(list(numbers))
+            self._numbers |= zip(map(id, group["params"]), numbers, strict=True)
+
+    def gather(self) -> None:
+        """Have on rank 0 what the others hold; all must call it."""
+        self.settle()
+        if self._part is not None:
+            self._others = self._gather(self._own())[1:]
+
+    def release(self) -> None:
+        """Forget what the others hold."""
+        self._others = []
+
+    def _own(self) -> dict[str, Any]:
+        assert self._part is not None
+        state = {self._numbers[id(p)]: s for p, s in self.optimizer.state.items()}
+        return {"model": dict(self._part.state_dict()), "optimizer": state}
+
+    def model_state(self) -> dict[str, Any]:
+        """The whole model's."""
+        if self._part is None:
+            return self.model.state_dict()
+        parts = [own["model"] for own in (self._own(), *self._others)]
+        found = {name: tensor for part in parts for name, tensor in part.items()}
+        return OrderedDict((name, found[name]) for name in self._names)
+
+    def load_model(self, state: dict[str, Any]) -> None:
+        """Take of the whole model's what is held."""
+        if self._part is None:
+            self.model.load_state_dict(state)
+            return
+        names = self._part.state_dict()
+        self._part.load_state_dict({name: state[name] for name in names})
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The whole optimizer's, as one of the whole model would have it."""
+        if self._part is None:
+            return self.optimizer.state_dict()
+        parts = [own["optimizer"] for own in (self._own(), *self._others)]
+        groups = self.optimizer.state_dict()["param_groups"]
+        return {
+            "state": {number: state for part in parts for number, state in sorted(part.items())},
+            "param_groups": [
+                {**group, "params": numbers}
+                for group, numbers in zip(groups, self._groups, strict=True)
+            ],
+        }
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Take of the whole optimizer's what is held."""
+        if self._part is None:
+            self.optimizer.load_state_dict(state)
+            return
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        place = {self._numbers[id(parameter)]: place for place, parameter in enumerate(held)}
+        self.optimizer.load_state_dict(
+            {
+                "state": {place[n]: s for n, s in state["state"].items() if n in place},
+                "param_groups": [
+                    {**group, "params": [place[n] for n in group["params"] if n in place]}
+                    for group in state["param_groups"]
+                ],
+            }
+        )
+
+
+class WholeModel:
+    """The model among what a trial has prepared."""
+
+    def __init__(self, holding: Holding) -> None:
+        self.holding = holding
+        self.state_dict = holding.model_state
+        self.load_state_dict = holding.load_model
+
+
+class WholeOptimizer:
+    """The optimizer among what a trial has prepared."""
+
+    def __init__(self, holding: Holding) -> None:
+        self.state_dict = holding.optimizer_state
+        self.load_state_dict = holding.load_optimizer
+
+
+def are_in_stages(objects: Sequence[Any]) -> bool:
+    """Whether no rank has the whole state of what was prepared."""
+    return any(isinstance(thing, WholeModel) for thing in objects)
+
+
+@contextmanager
+def gathered(objects: Sequence[Any]) -> Iterator[None]:
+    """Within it rank 0 has the whole state; all ranks must enter, if it is in stages."""
+    holdings = [thing.holding for thing in objects if isinstance(thing, WholeModel)]
+    for holding in holdings:
+        holding.gather()
+    try:
+        yield
+    finally:
+        for holding in holdings:
+            holding.release()

@@ -1,0 +1,285 @@
+"""`trial.pipeline`: one objective, the same results on any number of stages."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, load_best_model
+from tests.fleets import Leg, fleet_of, small_pipeline
+
+SIZE, BATCH = 41, 10
+
+
+def layers() -> nn.Sequential:
+    """With BatchNorm, dropout, and work in place behind cuts."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.Tanh(),
+        nn.Linear(8, 3),
+    ).double()
+
+
+def momentum(parameters: Any, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=1e-3)
+
+
+def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"accuracy": (outputs.argmax(1) == labels).double().mean(), "largest": outputs.max()}
+
+
+def trains(
+    trial: Any,
+    *,
+    options: dict[str, Any],
+    epochs: int = 3,
+    make: Any = momentum,
+    at_epoch: Callable[[int], None] = lambda epoch: None,
+) -> float:
+    """Train in stages; the losses of all steps go into a user attribute."""
+    model = layers()
+    optimizer = make(model.parameters(), lr=0.05)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **options)
+    scheduler = trial.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    losses = trial.state.setdefault("losses", [])
+    found: dict[str, float] = {}
+    for epoch in trial.epochs(epochs):
+        at_epoch(epoch)
+        for images, labels in trial.batches("train", batch_size=BATCH):
+            loss = pipeline.step(images, labels)
+            trial.totals["steps"] += 1
+            if loss is not None:
+                losses.append(loss.item())
+        losses += [loss.item() for loss in pipeline.flush()]
+        assert trial.totals["steps"] == 5
+        scheduler.step()
+        found = pipeline.evaluate(trial.batches("val", batch_size=8), is_right)
+        trial.report(found["accuracy"], epoch)
+        assert trial.sum(1) == 1
+    trial.set_user_attr("losses", losses)
+    trial.set_user_attr("found", found)
+    trial.set_user_attr("cuts", pipeline.cuts)
+    trial.set_user_attr("noise", torch.rand(3).tolist())
+    return losses[-1]
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Any]:
+    with fleet_of(devices=3) as fleet:
+        yield fleet
+
+
+def run(fleet: Any, objective: Any, *legs: Leg) -> optuna.trial.FrozenTrial:
+    fleet.script = {0: legs}
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=1, executor=fleet)
+    return study.trials[0]
+
+
+def result(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
+    assert trial.state is optuna.trial.TrialState.COMPLETE
+    return {key: trial.user_attrs[key] for key in ("losses", "found", "noise")}
+
+
+FLUSHED = {"in_flight": 4, "max_grad_norm": 0.5}
+DELAYED = {"in_flight": 3, "flush": False}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "num_losses"),
+    [(torch.optim.AdamW, FLUSHED, 15), (momentum, FLUSHED, 15), (momentum, DELAYED, 15)],
+)
+def test_results_do_not_depend_on_the_number_of_stages(
+    fleet: Any, make: Any, options: dict[str, Any], num_losses: int
+) -> None:
+    objective = functools.partial(trains, options=options, make=make)
+    alone, in_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
+    legs = Leg((0,), until_epoch=1), Leg((1, 2, 0), until_epoch=2), Leg((2, 1))
+    moved = run(fleet, objective, *legs)
+    assert result(in_three) == result(alone)
+    assert result(moved) == result(alone)
+    assert len(result(alone)["losses"]) == num_losses
+    assert [len(trial.user_attrs["cuts"]) for trial in (alone, in_three, moved)] == [0, 2, 1]
+
+
+def ends_with_batches_in_flight(trial: Any) -> float:
+    model = layers()
+    optimizer = momentum(model.parameters(), lr=0.05)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **DELAYED)
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=BATCH):
+            pipeline.step(images, labels)
+    return 0.0
+
+
+def test_what_is_in_flight_at_the_end_is_trained_on(tmp_path: Path) -> None:
+    found = []
+    for devices in ((0,), (0, 1, 2)):
+        due = Checkpoints(tmp_path / str(len(devices)))
+        with fleet_of(devices=len(devices), checkpoints=due) as fleet:
+            fleet.script = {0: [Leg(devices)]}
+            study = optuna.create_study()
+            study.optimize(ends_with_batches_in_flight, n_trials=1, executor=fleet)
+        found.append(load_best_model(study, layers()).state_dict())
+    alone, in_three = found
+    assert all(torch.equal(alone[name], in_three[name]) for name in alone)
+
+
+def is_pruned(trial: Any) -> float:
+    trains(trial, options=FLUSHED, epochs=1)
+    raise optuna.TrialPruned
+
+
+def test_all_stages_of_a_pruned_trial_end(fleet: Any) -> None:
+    assert run(fleet, is_pruned, Leg((0, 1, 2))).state is optuna.trial.TrialState.PRUNED
+    trial = run(fleet, functools.partial(trains, options=FLUSHED, epochs=1), Leg((2, 0, 1)))
+    assert trial.state is optuna.trial.TrialState.COMPLETE
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def mse(trial: Any, model: Any, optimizer: Any = None, **options: Any) -> Any:
+    if optimizer is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return trial.pipeline(model, optimizer, F.mse_loss, **options)
+
+
+def adam_without_flushes(trial: Any) -> Any:
+    model = layers()
+    return mse(trial, model, torch.optim.Adam(model.parameters()), flush=False)
+
+
+def twice(trial: Any) -> Any:
+    return mse(trial, layers()), mse(trial, layers())
+
+
+def prepares_its_model(trial: Any) -> Any:
+    model = layers()
+    mse(trial, model)
+    trial.prepare(model)
+
+
+def steps_on_nothing(trial: Any) -> Any:
+    return mse(trial, layers()).step(None, None)
+
+
+@pytest.mark.parametrize(
+    ("objective", "told"),
+    [
+        (lambda trial: mse(trial, nn.Linear(2, 2)), "takes a torch.nn.Sequential of its layers"),
+        (lambda trial: mse(trial, layers(), 0.1), "`float` as the optimizer"),
+        (lambda trial: mse(trial, layers(), torch.optim.LBFGS(layers().parameters())), "LBFGS"),
+        (
+            lambda trial: mse(trial, layers(), torch.optim.SGD(layers().parameters())),
+            "8 parameters that are not the model's",
+        ),
+        (lambda trial: mse(trial, layers(), in_flight=0), "`in_flight` is 0"),
+        (lambda trial: mse(trial, layers(), flush=False, max_grad_norm=1.0), "leave one of them"),
+        (lambda trial: mse(trial, layers(), min_devices=9), "has 1: it must not be more"),
+        (adam_without_flushes, "optimizer is Adam"),
+        (twice, "only once"),
+        (prepares_its_model, "after trial.pipeline"),
+        (steps_on_nothing, "must be a batch"),
+    ],
+)
+def test_nonsense_is_refused_with_what_to_do(objective: Any, told: str) -> None:
+    study = optuna.create_study()
+    with FleetExecutor(cluster="inline") as fleet, pytest.raises(FleetConfigError, match=told):
+        study.optimize(objective, n_trials=1, executor=fleet)
+
+
+class OwnError(Exception):
+    pass
+
+
+def fails_in_a_layer(trial: Any) -> float:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), Late(), nn.Linear(8, 3)).double()
+    optimizer = momentum(model.parameters(), lr=0.05)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy)
+    for _ in trial.epochs(1):
+        for images, labels in trial.batches("train", batch_size=BATCH):
+            pipeline.step(images, labels)
+    return 0.0
+
+
+class Late(nn.Module):
+    """Fails in its second batch, when it has been put in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 6:
+            raise OwnError("too late")
+        return x
+
+
+def test_an_error_says_in_which_stage_it_came_about(fleet: Any) -> None:
+    fleet.script = {0: [Leg((0, 1))]}
+    with pytest.raises(OwnError, match=r"too late \(in stage \d of 2, rank \d: layers ") as caught:
+        optuna.create_study().optimize(fails_in_a_layer, n_trials=1, executor=fleet)
+    assert "on device" in "".join(traceback.format_exception(caught.value))
+
+
+def loses_a_stage(trial: Any, *, folder: Path) -> float:
+    """The last of its ranks is killed in its third epoch, once."""
+
+    def lose(epoch: int) -> None:
+        was_killed = folder / "was killed"
+        if epoch == 2 and trial.rank == trial.world_size - 1 and not was_killed.exists():
+            was_killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return trains(trial, options={**FLUSHED, "min_devices": 2}, epochs=4, at_epoch=lose)
+
+
+def test_a_trial_that_loses_a_stage_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    results = []
+    for name in ("disturbed", "undisturbed"):
+        study = optuna.create_study()
+        due = Checkpoints(tmp_path / name, interval_s=0)
+        with FleetExecutor(small_pipeline(), devices=2, checkpoints=due) as fleet:
+            objective = functools.partial(loses_a_stage, folder=tmp_path)
+            study.optimize(objective, n_trials=1, executor=fleet)
+        results.append(result(study.trials[0]))
+        assert (tmp_path / "was killed").exists()
+        best = load_best_model(study, layers())
+        assert not torch.equal(best[0].weight, layers()[0].weight)
+    assert results[0] == results[1]
+
+
+def test_what_does_not_fit_on_a_device_gets_as_many_as_it_needs() -> None:
+    results = []
+
+    def objective(memory_bytes: float | None) -> Callable[[Any], float]:
+        return functools.partial(trains, options={**FLUSHED, "memory_bytes": memory_bytes})
+
+    with FleetExecutor(small_pipeline(), devices=3) as fleet:
+        for memory_bytes in (None, 17_000):
+            study = optuna.create_study()
+            study.optimize(objective(memory_bytes), n_trials=1, executor=fleet)
+            results.append(study.trials[0])
+        with pytest.raises(FleetConfigError, match="do not fit on 3 devices"):
+            study.optimize(objective(1_000), n_trials=1, executor=fleet)
+    free, tight = results
+    assert result(free) == result(tight)
+    assert len(tight.user_attrs["cuts"]) > 0

@@ -1,0 +1,83 @@
+"""Which layers of a pipeline are where, and what goes through it at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from optuna_fleet.alloc.partition import DoesNotFit, Memory, Versions
+from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
+from optuna_fleet.trainer.pipeline_parallel.microbatches import microbatches
+from optuna_fleet.trainer.pipeline_parallel.placement import Demand, blocks_of
+
+LAYER = LayerCost(
+    forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
+)
+SLOW = LayerCost(
+    forward_s=2.0, backward_s=4.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
+)
+
+
+def demand(memory_bytes: float, blocks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)) -> Demand:
+    memory = Memory(copies=2, versions=Versions.NONE)
+    return Demand(blocks=blocks, in_flight=4, memory=memory, memory_bytes=memory_bytes)
+
+
+def test_slow_devices_get_fewer_layers() -> None:
+    placed = demand(1e3).place([[LAYER] * 6, [SLOW] * 6])
+    assert (placed.cuts, placed.ranks) in [((4,), (0, 1)), ((2,), (1, 0))]
+
+
+def test_layers_stay_together_that_share_parameters() -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
+    assert blocks_of(model) == (1, 2, 3, 4, 5)
+    model[3].weight = model[1].weight
+    assert blocks_of(model) == (1, 4, 5)
+    assert demand(1e3, blocks=(1, 4, 5)).place([[LAYER] * 5] * 2).cuts in [(1,), (4,)]
+
+
+def test_where_memory_is_short_stages_hold_fewer_parts() -> None:
+    def most_held(memory_bytes: float) -> int:
+        return demand(memory_bytes).place([[LAYER] * 6] * 2).held
+
+    assert [most_held(memory) for memory in (1e3, 50.0, 40.0)] == [4, 2, 1]
+    with pytest.raises(DoesNotFit):
+        most_held(30.0)
+
+
+def test_no_more_devices_are_asked_for_than_hold_the_model() -> None:
+    costs = [LAYER] * 6
+    assert [demand(m).fewest_stages(costs, 6) for m in (72.0, 71.0, 24.0)] == [1, 2, 3]
+    assert demand(24.0).fewest_stages(costs, 2) is None
+
+
+def test_what_layers_cost_is_measured_without_a_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    batch = torch.ones(3, 4), torch.zeros(3, 2)
+    costs = layer_costs(list(model), nn.functional.mse_loss, *batch, torch.device("cpu"))
+    assert [cost.parameter_bytes for cost in costs] == [160, 64, 0, 72]
+    assert [cost.output_bytes for cost in costs] == [96, 96, 96, 24]
+    assert costs[0].kept_bytes >= 48
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("size", "sizes", "weights"),
+    [
+        (8, [2, 2, 2, 2], [0.25] * 4),
+        (10, [2, 3, 2, 3], [0.2, 0.3, 0.2, 0.3]),
+        (2, [1, 1, 1, 1], [0.5, 0.5, 0.0, 0.0]),
+    ],
+)
+def test_a_batch_in_parts(size: int, sizes: list[int], weights: list[float]) -> None:
+    inputs = {"x": torch.arange(size), "mask": torch.ones(3, 3)}
+    parts = list(microbatches(inputs, torch.arange(size), 4))
+    assert [len(part.inputs["x"]) for part in parts] == sizes
+    assert [part.weight for part in parts] == weights
+    assert all(torch.equal(part.inputs["x"], part.targets) for part in parts)
+    assert all(part.inputs["mask"].shape == (3, 3) for part in parts)
