@@ -41,14 +41,14 @@ def main() -> None:
             pruner=optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=2),
         )
         seen: list[View] = []
-        watcher = threading.Thread(target=watch, args=(url, study, seen))
+        watcher = threading.Thread(target=watch, args=(url, study, seen), daemon=True)
         watcher.start()
         train, val = digits.load_datasets()
         pipeline = SharedPipeline(train=train, val=val, split=True)
         with FleetExecutor(pipeline, devices=4, device_type="cpu", max_trials=3) as fleet:
             objective: Any = partial(digits.objective, num_epochs=15)
             study.optimize(objective, n_trials=24, executor=fleet)
-        watcher.join()
+        watcher.join(10)
         draw(*seen, Path(folder))
 
 
@@ -64,9 +64,9 @@ def watch(url: str, study: optuna.Study, seen: list[View]) -> None:
 
 
 def is_worth_seeing(snapshot: Snapshot) -> bool:
-    is_wide = any(len(run.devices) > 1 for run in snapshot.runs)
     has_ended = len(snapshot.recent) >= _LEAST_ENDED
-    return is_wide and has_ended and snapshot.expected_end is not None and len(snapshot.runs) > 1
+    are_known = len(snapshot.runs) > 1 and all(run.samples_per_s for run in snapshot.runs)
+    return has_ended and are_known and snapshot.expected_end is not None
 
 
 def draw(view: View, folder: Path) -> None:

@@ -436,7 +436,7 @@ def test_it_is_shown_anew_in_a_terminal_until_an_interrupt(tmp_path: Path) -> No
     with started("--storage", where, stdout=its) as process:
         os.close(its)
         shown = b""
-        while shown.count(b"as of") < 2:
+        while shown.count(b"no sign of life") < 2:
             shown += os.read(ours, 4096)
         process.send_signal(signal.SIGINT)
         threading.Thread(target=drain, args=(ours,), daemon=True).start()
