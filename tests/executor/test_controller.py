@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -283,18 +284,14 @@ def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
 
 
 def test_a_trial_that_goes_on_elsewhere_asks_for_data_again_which_is_no_reason_to_decide() -> None:
-    world = World(num_devices=2, trials=2, paradigm="elastic")
-    world.settle_all()
-    world.end(0)
-    world.resting.add(1)
-    world.tell(epoch_ended(1))
-    while world.unanswered:
-        world.decide()
-    world.end(1, Ending.YIELDED)
+    world = World(num_devices=2, trials=1, paradigm="elastic", moves_within_epochs=True)
+    world.tell(reached(0, "s", movable=True), rate(0))
+    world.tell(plan_of({0: (1,)}))
+    world.end(0, Ending.YIELDED)
     ((run_id, launch),) = world.runs.items()
-    assert launch.devices == (0, 1)
-    assert world.tell(reached(run_id, "s1")) == []
-    (allocate,) = world.tell(reached(run_id, "another"), rate(run_id))
+    assert launch.devices == (1,)
+    assert world.tell(reached(run_id, "s", movable=True)) == []
+    (allocate,) = world.tell(reached(run_id, "another", movable=True), rate(run_id))
     assert isinstance(allocate, Allocate)
 
 
@@ -321,8 +318,10 @@ def test_a_node_that_leaves_poses_the_problem_that_its_loss_does_in_a_replay() -
     replayed, run_id = flies_on_three()
     replayed.tell(DeviceGone(device=2))
     *_, lost = replayed.tell(*ended(run_id, 0, 1, ending=Ending.ABORTED))
-    assert announced.problem == lost.problem
-    assert announced.problem.by_number[0].devices == (0, 1)
+    (candidate,) = announced.problem.candidates
+    assert candidate.devices == (0, 1)
+    candidate = replace(candidate, rates=candidate.rates[:2])  # the node is still there
+    assert replace(announced.problem, candidates=(candidate,)) == lost.problem
 
 
 def test_without_a_move_epochs_go_on_and_converged_trials_stop() -> None:
