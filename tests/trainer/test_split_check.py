@@ -386,31 +386,6 @@ def test_batches_that_can_not_be_told_apart(
     assert ["can't be told" in text for text in checked.told] == [True] * told
 
 
-class Counting(nn.Module):
-    """Told how many labels there are in a step, as models of Transformers are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = network()
-
-    def forward(self, x: Tensor, labels: Tensor, count: Tensor) -> Tensor:
-        outputs = self.network(x)
-        return F.cross_entropy(outputs, labels, ignore_index=2, reduction="sum") / count
-
-
-def test_labels_may_be_counted_over_batches_that_are_fetched_together() -> None:
-    checked = Checked(Counting())
-    for number in (0, 2, 4):
-        group = [checked.batch(number), checked.batch(number + 1)]
-        count = sum((y != 2).sum() for _, y in group)
-        for x, y in group:
-            loss = checked.model(x, labels=y, count=count)
-            checked.check.weigh(loss, count)
-            loss.backward()
-    checked.check.close()
-    assert not checked.told
-
-
 def test_batches_of_a_class_that_is_a_mapping_are_looked_into() -> None:
     checked = Checked(network())
     x, y = torch.randn(SIZE, 6), torch.arange(SIZE) % 5
