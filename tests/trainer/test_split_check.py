@@ -386,26 +386,11 @@ def test_batches_that_can_not_be_told_apart(
     assert ["can't be told" in text for text in checked.told] == [True] * told
 
 
-def test_labels_may_be_counted_over_batches_that_are_fetched_together() -> None:
-    checked = Checked(network())
-    for number in (0, 2, 4):
-        group = [checked.batch(number), checked.batch(number + 1)]
-        count = sum((y != 2).sum() for _, y in group)
-        for x, y in group:
-            loss = F.cross_entropy(checked.model(x), y, ignore_index=2, reduction="sum") / count
-            checked.check.weigh(loss, count)
-            loss.backward()
-    checked.check.close()
-    assert not checked.told
-
-
 def test_batches_of_a_class_that_is_a_mapping_are_looked_into() -> None:
     checked = Checked(network())
-    x, y = checked.batch(0)
+    x, y = torch.randn(SIZE, 6), torch.arange(SIZE) % 5
     batch = UserDict(x=x, y=y)  # as of Transformers
-    checked.check.close()
-    for _ in range(2):  # it looks at the second batch of a trial
-        checked.check.hand_out(batch, SIZE, SIZE)
+    checked.check.hand_out(batch, SIZE, SIZE)
     F.cross_entropy(checked.model(batch["x"]), batch["y"], weight=WEIGHTS).backward()
     checked.check.close()
     assert checked.told
