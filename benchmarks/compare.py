@@ -38,7 +38,8 @@ def measure(sides: list[str], num_trials: int, num_epochs: int, rounds: int) -> 
     rows = []
     for side, theirs in costs.items():
         rows.append(row(f"{SIDES[side]}: seconds", (c.wall_s for c in theirs), "s"))
-        rows.append(row("... CPU seconds", (c.cpu_s for c in theirs), "s"))
+        if side != "tune":  # Ray's processes are not descendants of the script's
+            rows.append(row("... CPU seconds", (c.cpu_s for c in theirs), "s"))
         if side != "fleet":
             ours = [c.wall_s for c in costs["fleet"]]
             rows.append(
