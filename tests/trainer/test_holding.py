@@ -60,6 +60,8 @@ class Rank:
 
     def begin(self, step: int) -> None:
         self.holding.begin_step((1, 0, step))
+        begun: Any = self.holding._next
+        getattr(begun, "told", begun).wait()  # all ranks have come to it
 
     def held(self) -> Held:
         held = self.holding.held()
