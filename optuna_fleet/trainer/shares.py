@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.exceptions import TrialError
+from optuna_fleet.trainer.collectives import share_of_sum
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.scaled import Scaled, drop_nans
 from optuna_fleet.trainer.tensor_owners import Places, owners_behind
@@ -310,15 +311,20 @@ class BatchShares:
             raise self._unlike(known.values())
         return next(iter(known.values())) if known and None not in shares else None
 
-    def weigh(self, loss: Tensor, weight: Tensor, share: Share | None) -> Tensor:
+    def weigh(self, loss: Tensor, weight: Tensor) -> Tensor:
         """Returns `loss`, whose gradients will count with that weight instead of the shard's.
 
         Args:
             loss: This rank's loss.
-            weight: This rank's part in the trial's loss, a scalar; the ranks' add up to 1.
-            share: What `share_behind` has returned.
+            weight: A scalar; of the ranks' sum this is its part in the trial's loss.
         """
+        self.begin("trial.weighted")
+        share = self.share_behind(loss)
+        is_dummy = (share or self.present).dummy
+        part = share_of_sum(torch.zeros_like(weight) if is_dummy else weight)
+        return self._weighed(loss, part.to(loss.device), share)
 
+    def _weighed(self, loss: Tensor, weight: Tensor, share: Share | None) -> Tensor:
         def factor() -> Tensor | float:
             batch = share or self.settle()
             return 0.0 if batch.dummy else weight / batch.weight

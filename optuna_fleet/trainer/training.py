@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from optuna_fleet.arguments import check_number
-from optuna_fleet.events import EpochDecision, WidthLimited
-from optuna_fleet.exceptions import FleetConfigError, TrainerLostError, TrialError
+from optuna_fleet.events import EpochDecision
+from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer import checkpoint, collectives, module_hooks
@@ -23,9 +24,11 @@ from optuna_fleet.trainer.groups import join_group_of, leave_group
 from optuna_fleet.trainer.holding import Held, Holding
 from optuna_fleet.trainer.left_behind import LeftBehind
 from optuna_fleet.trainer.moving import Moving
+from optuna_fleet.trainer.narrowing import go_on_with_fewer, stay_alone
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.regrouping import Regrouping
+from optuna_fleet.trainer.replicas import Replicas
 from optuna_fleet.trainer.resuming import Resuming
 from optuna_fleet.trainer.saving import Saver, owner_of
 from optuna_fleet.trainer.session import Session, Yielded
@@ -38,7 +41,7 @@ from optuna_fleet.trainer.steps import Steps
 from optuna_fleet.trainer.totals import Totals
 from optuna_fleet.trainer.within_epoch import EpochPosition, WithinEpoch
 from optuna_fleet.wire.calls import EndEpoch
-from optuna_fleet.wire.messages import Remark, RunTrial, Usage
+from optuna_fleet.wire.messages import RunTrial, Usage
 
 
 class Training:
@@ -118,7 +121,7 @@ class Training:
         self._regrouping = Regrouping(
             session, self._moving, self._saver, self._prepared, self._shares, self.totals, kind
         )
-        self._is_apart = False
+        self._replicas = Replicas(self._objects, session.warn)
         self._left_behind = LeftBehind(
             self._objects if self._run.rank == 0 else (),  # the others hold the same
             self._state,
@@ -153,31 +156,13 @@ class Training:
         """On one device, unless the trial will never have more."""
         if self._run.world_size > 1 or self._run.num_devices == 1:
             return None
-        return SplitCheck(self._stay_alone, self._session.remark, self._shares)
-
-    def _stay_alone(self, why: str) -> None:
-        self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=1))
-        self._session.warn(why)
+        session = self._session
+        return SplitCheck(partial(stay_alone, session), session.remark, self._shares)
 
     def go_on_with_fewer(self, why: str, max_devices: int) -> None:
-        """This step can't be done on so many devices: the run ends, the trial goes on.
-
-        Raises:
-            TrialError: The trial must not have so few.
-        """
-        number, least = self._run.number, self._loader.bounds.min_devices
-        devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
-        if max_devices < least:
-            raise TrialError(
-                f"{why} It could go on on {devices}, but its `min_devices` is {least}."
-            )
-        self._session.send(WidthLimited(run_id=self._run.run_id, max_devices=max_devices))
-        remark = Remark(
-            run_id=self._run.run_id,
-            keys=(f"trial {number} is too wide",),
-            text=f"{why} The trial goes on from its last checkpoint, on {devices}.",
-        )
-        self._session.send(remark)  # whichever rank finds it
+        """See `narrowing.go_on_with_fewer`."""
+        least = self._loader.bounds.min_devices
+        go_on_with_fewer(self._session, why, min_devices=least, max_devices=max_devices)
 
     def _resume(self) -> int:
         """Read the newest good checkpoint; return how many were passed over."""
@@ -330,23 +315,12 @@ class Training:
             self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
         decision = self._session.ask(EndEpoch, epoch=epoch)
-        self._check_replicas()
+        self._replicas.check()
         if decision is EpochDecision.YIELD and self._moving.has_left():
             self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:
             self._moving.save(epoch + 1)
         return decision is not EpochDecision.STOP
-
-    def _check_replicas(self) -> None:
-        if self._is_apart or not (apart := collectives.find_divergence(self._objects)):
-            return
-        self._is_apart = True
-        shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
-        self._session.warn(
-            f"Its ranks have come apart: {shown}. On another number of "
-            "devices it would give other results. What decides must be alike on all ranks: use "
-            "trial.mean(loss) for it; prepare layers when the model is complete."
-        )
 
     # -- moves within an epoch --------------------------------------------------------------------
 
@@ -400,12 +374,7 @@ class Training:
             if self._split_check is not None:
                 self._split_check.weigh(loss, weight)
             return loss
-        shares = self._shares
-        shares.begin("trial.weighted")
-        share = shares.share_behind(loss)
-        is_dummy = (share or shares.present).dummy
-        part = collectives.share_of_sum(torch.zeros_like(own) if is_dummy else own)
-        return shares.weigh(loss, part.to(loss.device), share)
+        return self._shares.weigh(loss, own)
 
     # -- data -------------------------------------------------------------------------------------
 

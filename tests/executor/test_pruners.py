@@ -21,6 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor
 from tests.fleets import Leg
+from tests.samplers import ByNumber
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
@@ -55,7 +56,7 @@ def learn(trial: Any) -> float:
 def new_study(name: str) -> optuna.Study:
     return optuna.create_study(
         study_name="curves",  # Hyperband's brackets depend on it
-        sampler=optuna.samplers.RandomSampler(seed=7),
+        sampler=ByNumber(),
         pruner=PRUNERS[name](),
     )
 
