@@ -229,12 +229,8 @@ class Training:
     @property
     def state(self) -> dict[str, Any]:
         """See `FleetTrial.state`."""
-        self._arrive()
+        self.arrive()
         return self._state
-
-    def await_reports(self) -> None:
-        """Know what was reported in earlier runs."""
-        self._arrive()
 
     @property
     def shard_size(self) -> int:
@@ -289,7 +285,7 @@ class Training:
         return self._epochs(num_epochs)
 
     def _epochs(self, num_epochs: int) -> Iterator[int]:
-        self._arrive()
+        self.arrive()
         self._position.loop += 1
         first = 0 if self._resuming is None else self._resuming.begin_loop()
         if first is None:
@@ -333,7 +329,7 @@ class Training:
             self._loader.begin_run()
         return place
 
-    def _arrive(self) -> None:
+    def arrive(self) -> None:
         """What comes now needs what the others have in memory, where there are others."""
         if self._session.run.rehearses:
             resuming = self._take(self._regrouping.arrive())

@@ -245,7 +245,7 @@ class FleetTrial(optuna.Trial):
                 f"Trial.{asked_by} is not supported for multi-objective optimization."
             )
         if run.checkpoints or run.follows is not None:  # that tells what was reported before
-            self._open_training().await_reports()
+            self._open_training().arrive()
         return self._session.reports
 
     def prepare(
