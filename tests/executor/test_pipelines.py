@@ -97,7 +97,7 @@ def result(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     return {key: trial.user_attrs[key] for key in ("losses", "found", "noise")}
 
 
-FLUSHED = {"in_flight": 4, "max_grad_norm": 0.5}
+FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1}
 DELAYED = {"in_flight": 3, "flush": False}
 
 
