@@ -32,6 +32,7 @@ def layers() -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(64, 8),
         nn.Tanh(),
+        nn.Dropout(0.3),
         nn.Linear(8, 3),
     ).double()
 
