@@ -32,6 +32,7 @@ def layers() -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(64, 8),
         nn.Tanh(),
+        nn.Dropout(0.3),
         nn.Linear(8, 3),
     ).double()
 
@@ -97,7 +98,7 @@ def result(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     return {key: trial.user_attrs[key] for key in ("losses", "found", "noise")}
 
 
-FLUSHED = {"in_flight": 4, "max_grad_norm": 0.5}
+FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1}
 DELAYED = {"in_flight": 3, "flush": False}
 
 
