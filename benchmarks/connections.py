@@ -35,7 +35,7 @@ from optuna_fleet import FleetExecutor, JoinCluster
 from optuna_fleet.executor.cluster.agent.agent import SIGN_EVERY_S
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import NodeSetup
-from optuna_fleet.executor.connections import Connections
+from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation

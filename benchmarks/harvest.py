@@ -33,12 +33,12 @@ import torch
 
 from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
+from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.agent.main import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
 from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.fleet_runner import FleetRunner
-from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.policies import Own
 from optuna_fleet.processes import die_with, preload
 from optuna_fleet.replay.jobs import load_jobs

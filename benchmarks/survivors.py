@@ -36,7 +36,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from optuna_fleet import SharedPipeline
-from optuna_fleet.executor.handovers import Handovers
+from optuna_fleet.executor.call.handovers import Handovers
 from tests.fleets import Leg, Noise, ask_to_move, fleet_of
 
 SIZE, BATCH, APART = 512, 16, 6

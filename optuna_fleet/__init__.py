@@ -20,14 +20,14 @@ from optuna_fleet.exceptions import (
     TrialError,
     TrialTimeoutError,
 )
+from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.join import JoinCluster
 from optuna_fleet.executor.cluster.local import LocalCluster
 from optuna_fleet.executor.cluster.ray import RayCluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster
 from optuna_fleet.executor.cluster.slurm.harvest import HarvestCluster
-from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.executor.fleet_executor import FleetExecutor
-from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.keyword import install, uninstall

@@ -30,7 +30,7 @@ from optuna_fleet.arguments import (
     suggests_options,
 )
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.trials import PARADIGMS, Paradigm, PolicyRules
+from optuna_fleet.executor.deciding.trials import PARADIGMS, Paradigm, PolicyRules
 
 _WHEN_ALL_ENDED = 1e-9
 

@@ -24,11 +24,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.executor import listener as listeners
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import machine
-from optuna_fleet.executor.connections import Connections
-from optuna_fleet.executor.listener import Listener
+from optuna_fleet.executor.fleet import listener as listeners
+from optuna_fleet.executor.fleet.connections import Connections
+from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.resources import Device
 from optuna_fleet.wire import channel as channels
 from optuna_fleet.wire.channel import HELLO, Channel, connect

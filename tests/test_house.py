@@ -80,12 +80,7 @@ def test_a_library_is_imported_only_in_its_rooms(library: str, rooms: tuple[str,
     [
         "alloc",
         "replay",
-        "executor.controller",
-        "executor.planner",
-        "executor.problem_builder",
-        "executor.roster",
-        "executor.rounds",
-        "executor.trials",
+        "executor.deciding",
     ],
 )
 def test_what_decides_does_no_io(room: str) -> None:

@@ -21,10 +21,10 @@ from optuna_fleet.arguments import (
 )
 from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.choice import cluster_of
 from optuna_fleet.executor.cluster.protocol import Cluster, Options
-from optuna_fleet.executor.convergence import Convergence
-from optuna_fleet.executor.summary import FleetSummary
+from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy, policy_of

@@ -12,13 +12,13 @@ from typing import Any
 
 from optuna_fleet.alloc import ByKind, GreedyAllocator, IsolatedAllocator
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.call.driver import Driver
+from optuna_fleet.executor.call.runs import Job
+from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.engine import Engine, Network
 from optuna_fleet.executor.cluster.protocol import Options
-from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.driver import Driver
-from optuna_fleet.executor.runs import Job
-from optuna_fleet.executor.runtime import Runtime
-from optuna_fleet.executor.summary import FleetSummary
+from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention

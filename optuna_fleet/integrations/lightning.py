@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.trainer.checkpoint import gather
+from optuna_fleet.trainer.checkpoints.checkpoint import gather
 from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
 from optuna_fleet.trainer.trial import FleetTrial
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from optuna_fleet.alloc import Allocator, ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.trials import PolicyRules
+from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.policies import policy_of
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.report import common_report, utilisation

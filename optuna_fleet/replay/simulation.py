@@ -47,8 +47,8 @@ from optuna_fleet.events import (
     StartRound,
     TrialProposed,
 )
-from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.trials import PolicyRules
+from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.replay.progress import Progress, SimulatedRun, Totals, charge_loss, charge_start
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
 from optuna_fleet.resources import Fleet

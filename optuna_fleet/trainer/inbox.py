@@ -6,7 +6,7 @@ import threading
 from queue import SimpleQueue
 from typing import Any
 
-from optuna_fleet.trainer.stop_line import StopLine
+from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import AskStep, AtStep, PeersLost, StopAt

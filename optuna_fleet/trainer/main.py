@@ -54,7 +54,7 @@ from optuna_fleet.wire.packing import pack, pack_error, plain, unpack_objective
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
-    from optuna_fleet.trainer.holding import Held
+    from optuna_fleet.trainer.moves.holding import Held
     from optuna_fleet.trainer.training import Training
 
 
@@ -251,7 +251,7 @@ class Trainer:
 
     def _adopt_numbers(self) -> None:
         self._adoption.adopt_numbers(self._settings)
-        if hooks := sys.modules.get("optuna_fleet.trainer.module_hooks"):
+        if hooks := sys.modules.get("optuna_fleet.trainer.gradients.module_hooks"):
             hooks.quieten()  # the filters of warnings may be new
         torch = sys.modules.get("torch")
         if torch is not None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer import module_hooks
-from optuna_fleet.trainer.gradient_sync import attach, check_same, make_data_parallel
-from optuna_fleet.trainer.resuming import Resuming
-from optuna_fleet.trainer.shares import BatchShares
-from optuna_fleet.trainer.steps import Steps
+from optuna_fleet.trainer.checkpoints.resuming import Resuming
+from optuna_fleet.trainer.gradients import module_hooks
+from optuna_fleet.trainer.gradients.gradient_sync import attach, check_same, make_data_parallel
+from optuna_fleet.trainer.gradients.shares import BatchShares
+from optuna_fleet.trainer.unsaved.steps import Steps
 
 _TAKES = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 
 from optuna_fleet.exceptions import PeersLostError, TrainerLostError
 from optuna_fleet.trainer.inbox import Inbox
+from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.reports import Reports
-from optuna_fleet.trainer.stop_line import StopLine
 from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import Ended, Progress, Rehearsed, Release, Remark, RunTrial

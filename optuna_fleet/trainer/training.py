@@ -17,29 +17,30 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer import checkpoint, collectives, module_hooks
 from optuna_fleet.trainer.bounds import Bounds
-from optuna_fleet.trainer.files import RunFiles
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.checkpoints.files import RunFiles
+from optuna_fleet.trainer.checkpoints.resuming import Resuming
+from optuna_fleet.trainer.checkpoints.saving import Saver, owner_of
+from optuna_fleet.trainer.data.shard_loader import ShardLoader
+from optuna_fleet.trainer.data.shards import Shards as Shards
+from optuna_fleet.trainer.gradients import collectives, module_hooks
+from optuna_fleet.trainer.gradients.replicas import Replicas
+from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import join_group_of, leave_group
-from optuna_fleet.trainer.holding import Held, Holding
-from optuna_fleet.trainer.left_behind import LeftBehind
-from optuna_fleet.trainer.moving import Moving
+from optuna_fleet.trainer.moves.holding import Held, Holding
+from optuna_fleet.trainer.moves.moving import Moving
+from optuna_fleet.trainer.moves.regrouping import Regrouping
+from optuna_fleet.trainer.moves.totals import Totals
+from optuna_fleet.trainer.moves.within_epoch import EpochPosition, WithinEpoch
 from optuna_fleet.trainer.narrowing import go_on_with_fewer, stay_alone
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
+from optuna_fleet.trainer.pipeline_parallel.staging import PipelineOptions, make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
-from optuna_fleet.trainer.regrouping import Regrouping
-from optuna_fleet.trainer.replicas import Replicas
-from optuna_fleet.trainer.resuming import Resuming
-from optuna_fleet.trainer.saving import Saver, owner_of
 from optuna_fleet.trainer.session import Session, Yielded
-from optuna_fleet.trainer.shard_loader import ShardLoader
-from optuna_fleet.trainer.shards import Shards as Shards
-from optuna_fleet.trainer.shares import BatchShares
-from optuna_fleet.trainer.split_check import SplitCheck
-from optuna_fleet.trainer.staging import PipelineOptions, make_pipeline
-from optuna_fleet.trainer.steps import Steps
-from optuna_fleet.trainer.totals import Totals
-from optuna_fleet.trainer.within_epoch import EpochPosition, WithinEpoch
+from optuna_fleet.trainer.splitting.split_check import SplitCheck
+from optuna_fleet.trainer.unsaved.left_behind import LeftBehind
+from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.wire.calls import EndEpoch
 from optuna_fleet.wire.messages import RunTrial, Usage
 

@@ -11,7 +11,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.executor.convergence import Convergence
+from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.choices import suggest
 from optuna_fleet.trainer.remote import Remote
@@ -22,8 +22,8 @@ from optuna_fleet.wire.packing import is_primitive, plain
 if TYPE_CHECKING:
     import torch
 
+    from optuna_fleet.trainer.moves.totals import Totals
     from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
-    from optuna_fleet.trainer.totals import Totals
     from optuna_fleet.trainer.training import Shards, Training
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from optuna_fleet.visualization import style
 
 if TYPE_CHECKING:
-    from optuna_fleet.executor.summary import FleetSummary
+    from optuna_fleet.executor.call.summary import FleetSummary
 
 _MOST_DEVICES = 64
 _TRAINED, _WAITED = "#44BB99", "#EE8866"

@@ -11,7 +11,7 @@ import optuna
 import pytest
 
 from optuna_fleet.events import Launch, Model
-from optuna_fleet.executor.call_log import CallLog
+from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.sampler_bridge.call_records import CallState, calls_of
 from optuna_fleet.visualization.live.snapshot import Condition, Snapshot, snapshot_of
 from optuna_fleet.visualization.live.storage import open_study

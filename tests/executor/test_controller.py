@@ -49,8 +49,15 @@ from optuna_fleet.events import (
     TrialProposed,
     WidthLimited,
 )
-from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.trials import PARADIGMS, STAGES_AFTER, PolicyRules, Run, Stage, Status
+from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.executor.deciding.trials import (
+    PARADIGMS,
+    STAGES_AFTER,
+    PolicyRules,
+    Run,
+    Stage,
+    Status,
+)
 from optuna_fleet.resources import Device
 
 

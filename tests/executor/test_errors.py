@@ -47,7 +47,7 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.executor.cluster.local import AgentProcess
-from optuna_fleet.executor.controller import Controller, PolicyRules
+from optuna_fleet.executor.deciding.controller import Controller, PolicyRules
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import Device
 from tests.fleets import Leg, Noise, ScriptedController, fleet_of, small_model, train

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from optuna_fleet.events import CheckpointSaved, Ending, Launch
-from optuna_fleet.executor.calls import RunCalls
-from optuna_fleet.executor.handovers import Handovers, Start
-from optuna_fleet.executor.runs import RunRecord
+from optuna_fleet.executor.call.calls import RunCalls
+from optuna_fleet.executor.call.handovers import Handovers, Start
+from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.wire.messages import CheckpointFailed, Ended, Rehearsed, Release
 
 SAVED = CheckpointSaved(run_id=5, epoch=2, location="there")

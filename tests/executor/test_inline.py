@@ -112,7 +112,7 @@ def test_errors_of_a_sampler_come_with_its_own_frames(monkeypatch: pytest.Monkey
 
 
 def test_a_slow_sampler_stays_on_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optuna_fleet.executor.call_handler._SLOW_S", 0.0)
+    monkeypatch.setattr("optuna_fleet.executor.call.call_handler._SLOW_S", 0.0)
     threads: set[int] = set()
 
     class Slow(optuna.samplers.RandomSampler):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from optuna_fleet.events import DeviceGone, DeviceJoined, RunLingers
-from optuna_fleet.executor.endings import LEAVE_S, Endings
-from optuna_fleet.executor.joins import AWAIT_S, GATHER_S, Joins
+from optuna_fleet.executor.call.endings import LEAVE_S, Endings
+from optuna_fleet.executor.call.joins import AWAIT_S, GATHER_S, Joins
 from optuna_fleet.resources import Device
 
 A, B = (DeviceJoined(device=Device(index=i, node=i, kind="cpu")) for i in range(2))

@@ -15,8 +15,8 @@ from optuna_fleet.alloc import ByKind, ElasticAllocator, GreedyAllocator
 from optuna_fleet.cli import main
 from optuna_fleet.events import Allocate, Launch, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.presence import Presence
-from optuna_fleet.executor.profiles import Profiles
+from optuna_fleet.executor.deciding.presence import Presence
+from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.scenarios import EnsembleScenario

@@ -55,8 +55,8 @@ from optuna_fleet.events import (
     TrialProposed,
     WidthLimited,
 )
-from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.trials import PolicyRules, Status
+from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.executor.deciding.trials import PolicyRules, Status
 from optuna_fleet.resources import Device
 
 STEPS = 60

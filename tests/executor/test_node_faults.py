@@ -23,11 +23,11 @@ import pytest
 from numpy.testing import assert_allclose
 
 from optuna_fleet import JoinCluster, Limits, LocalCluster
-from optuna_fleet.executor import agents
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.local import AgentProcess
-from optuna_fleet.executor.connections import Connections
+from optuna_fleet.executor.fleet import agents
+from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.wire.invitation import Invitation
 from tests import leftovers
 from tests.executor.test_nodes import _tree, runtime_of

@@ -17,7 +17,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from optuna_fleet import FleetConfigError, FleetExecutor, JoinCluster, LocalCluster
-from optuna_fleet.executor import agents
+from optuna_fleet.executor.fleet import agents
 from optuna_fleet.wire.invitation import Invitation
 from tests.fleets import Leg, fleet_of, train
 from tests.nursery import Forked, Nursery

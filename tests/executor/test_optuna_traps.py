@@ -20,7 +20,7 @@ from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor, TrialError
-from optuna_fleet.executor.runtime import Runtime
+from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge.ledger import Ledger, flights_of
 from optuna_fleet.sampler_bridge.loop import Loop
 from tests.fleets import Leg
@@ -290,7 +290,7 @@ def test_sessions_of_the_storage_are_closed(
     fleet: Any, beating: RDBStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "optuna_fleet.executor.call_handler._SLOW_S", float("inf")
+        "optuna_fleet.executor.call.call_handler._SLOW_S", float("inf")
     )  # no second session
     study = optuna.create_study(storage=beating)
     storage = study._storage
@@ -305,7 +305,7 @@ def test_sessions_of_the_storage_are_closed(
 def test_a_slow_sampler_on_a_database_that_only_its_thread_sees(
     fleet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optuna_fleet.executor.call_handler._SLOW_S", 0.0)
+    monkeypatch.setattr("optuna_fleet.executor.call.call_handler._SLOW_S", 0.0)
     study = optuna.create_study(storage="sqlite:///:memory:")
     study.optimize(unit, n_trials=6, executor=fleet)
     assert states(study) == 6 * [COMPLETE]

@@ -10,8 +10,8 @@ import pytest
 
 from optuna_fleet import FleetExecutor, policies
 from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, Plan
-from optuna_fleet.executor import receiver
-from optuna_fleet.executor.runs import model_of
+from optuna_fleet.executor.call import receiver
+from optuna_fleet.executor.call.runs import model_of
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.fleets import small_model, small_pipeline, train

@@ -32,9 +32,9 @@ from optuna_fleet.events import (
     RunLingers,
     TrialProposed,
 )
-from optuna_fleet.executor.controller import Controller
-from optuna_fleet.executor.presence import Presence
-from optuna_fleet.executor.trials import PolicyRules
+from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.executor.deciding.presence import Presence
+from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.resources import Device
 from tests.executor.test_controller import epoch_ended, reached
 

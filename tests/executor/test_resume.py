@@ -22,7 +22,7 @@ from optuna.trial import TrialState
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError
 from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
-from optuna_fleet.executor.runtime import Runtime
+from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge.ownership import CLAIM_PREFIX, TrialOwnership
 from tests.executor.mortal_sweep import NUM_TRIALS
 from tests.nursery import Nursery

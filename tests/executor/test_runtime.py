@@ -25,28 +25,28 @@ from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchErr
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
 from optuna_fleet.events import AnswerEpoch, DeviceJoined, Ending, EpochDecision, Launch
 from optuna_fleet.exceptions import OutOfMemoryError
-from optuna_fleet.executor import agents
-from optuna_fleet.executor import runtime as runtimes
-from optuna_fleet.executor.agents import NOTICE_S
-from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.executor.call.calls import RunCalls
+from optuna_fleet.executor.call.deadlines import Deadlines
+from optuna_fleet.executor.call.handovers import Handovers
+from optuna_fleet.executor.call.launcher import Launcher
+from optuna_fleet.executor.call.performer import Performer
+from optuna_fleet.executor.call.receiver import Receiver
+from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.watchdog import Limits
 from optuna_fleet.executor.cluster import cores
 from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import AgentOptions, NodeSetup, machine
 from optuna_fleet.executor.cluster.engine import Departure, Network
-from optuna_fleet.executor.deadlines import Deadlines
-from optuna_fleet.executor.handovers import Handovers
-from optuna_fleet.executor.launcher import Launcher
-from optuna_fleet.executor.leases import LEASE_S
-from optuna_fleet.executor.nodes import CAUSE_LIMIT_S, Nodes
-from optuna_fleet.executor.performer import Performer
-from optuna_fleet.executor.receiver import Receiver
-from optuna_fleet.executor.rendezvous import Rendezvous
-from optuna_fleet.executor.runs import RunRecord
-from optuna_fleet.executor.runtime import Runtime
-from optuna_fleet.executor.startup import Startup
-from optuna_fleet.executor.trainers import Trainers
-from optuna_fleet.executor.watchdog import Limits
+from optuna_fleet.executor.fleet import agents
+from optuna_fleet.executor.fleet import runtime as runtimes
+from optuna_fleet.executor.fleet.agents import NOTICE_S
+from optuna_fleet.executor.fleet.leases import LEASE_S
+from optuna_fleet.executor.fleet.nodes import CAUSE_LIMIT_S, Nodes
+from optuna_fleet.executor.fleet.rendezvous import Rendezvous
+from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.executor.fleet.startup import Startup
+from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.processes import ModuleProcess, cause_of_death

@@ -30,7 +30,7 @@ from optuna.samplers import (
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor
-from optuna_fleet.executor import call_handler
+from optuna_fleet.executor.call import call_handler
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.batching import reason_to_wait
 from tests.executor.test_optuna_semantics import until

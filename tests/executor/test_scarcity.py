@@ -22,10 +22,10 @@ from optuna_fleet.executor.cluster.agent import agent
 from optuna_fleet.executor.cluster.agent.backoff import Backoff
 from optuna_fleet.processes import Forks
 from optuna_fleet.resources import Device
-from optuna_fleet.trainer import checkpoint
-from optuna_fleet.trainer.files import RunFiles
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.checkpoints.files import RunFiles
+from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.main import Trainer
-from optuna_fleet.trainer.saving import Saver
 from optuna_fleet.trainer.session import Session, no_driver
 from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import OpenStore, Quit

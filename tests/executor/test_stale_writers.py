@@ -15,9 +15,9 @@ import torch
 
 from optuna_fleet import Checkpoints, load_best_model
 from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.trainer import checkpoint
-from optuna_fleet.trainer.files import RunFiles
-from optuna_fleet.trainer.saving import Saver
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.checkpoints.files import RunFiles
+from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.session import Session, no_driver
 from tests.fleets import fleet_of, small_model, train
 

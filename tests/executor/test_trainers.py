@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from optuna_fleet.events import DeviceJoined, DeviceLost, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.trainers import TRANSITIONS, Trainers, TrainerStatus
+from optuna_fleet.executor.fleet.trainers import TRANSITIONS, Trainers, TrainerStatus
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.node_messages import ProcessId
 

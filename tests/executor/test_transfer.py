@@ -20,9 +20,10 @@ import pytest
 from optuna_fleet import CheckpointError, Checkpoints, load_best_model
 from optuna_fleet.checkpoints.folder import StudyFolder, is_shared, mark
 from optuna_fleet.exceptions import RetryableError, TrainerLostError
-from optuna_fleet.executor import checkpoint_server, launcher
-from optuna_fleet.executor.checkpoint_server import CheckpointServer
-from optuna_fleet.trainer.files import RunFiles
+from optuna_fleet.executor.call import launcher
+from optuna_fleet.executor.fleet import checkpoint_server
+from optuna_fleet.executor.fleet.checkpoint_server import CheckpointServer
+from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.session import no_driver
 from optuna_fleet.wire import transfer
 from optuna_fleet.wire.channel import Channel
@@ -244,7 +245,7 @@ def test_where_no_thread_can_be_started_the_other_end_is_told(
 def test_who_says_nothing_is_not_waited_for(
     server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optuna_fleet.executor.checkpoint_server._SILENCE_S", 0.0)
+    monkeypatch.setattr("optuna_fleet.executor.fleet.checkpoint_server._SILENCE_S", 0.0)
     assert hears_nothing(served_by(server))
 
 

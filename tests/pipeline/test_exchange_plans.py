@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.sharing import ChunkSharing, measured_of
+from optuna_fleet.executor.fleet.sharing import ChunkSharing, measured_of
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange.board import Board
 from optuna_fleet.pipeline.exchange.cost import Measured, choose, peak

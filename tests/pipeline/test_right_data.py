@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.audit import Audit
-from optuna_fleet.trainer.feed import feed
+from optuna_fleet.trainer.data.feed import feed
 
 TEST = os.getpid()
 END = [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.2] * 3)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from optuna_fleet.alloc import AllocationProblem, Plan, validate
 from optuna_fleet.alloc.problem import Allocator
-from optuna_fleet.executor.trials import PolicyRules
+from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.simulation import Outcome, Simulation
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial, believed_profiles

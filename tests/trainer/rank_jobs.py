@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from optuna_fleet.trainer import checkpoint, collectives, gradient_sync, groups
-from optuna_fleet.trainer.batchnorm import convert_batchnorm
+from optuna_fleet.trainer import groups
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.gradients import collectives, gradient_sync
+from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
+from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import GroupSpec
-from optuna_fleet.trainer.shares import BatchShares, Share
 
 CPU = torch.device("cpu")
 ODD_TYPES = (

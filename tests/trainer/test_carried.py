@@ -17,8 +17,8 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from optuna_fleet.trainer.carried import Variables, carried, marks_in
-from optuna_fleet.trainer.loops import looping_frame
+from optuna_fleet.trainer.unsaved.carried import Variables, carried, marks_in
+from optuna_fleet.trainer.unsaved.loops import looping_frame
 
 NUM_EPOCHS = 3
 

@@ -12,7 +12,8 @@ import torch
 from rank_pool import Failure, RankPool
 
 from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
-from optuna_fleet.trainer import collectives, gradient_sync, groups, nested
+from optuna_fleet.trainer import groups, nested
+from optuna_fleet.trainer.gradients import collectives, gradient_sync
 from optuna_fleet.trainer.groups import GroupSpec
 
 _prefixes = itertools.count()

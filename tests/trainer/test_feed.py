@@ -10,7 +10,7 @@ from torchvision.transforms import v2
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.feed import Stage, Staged, ahead, feed
+from optuna_fleet.trainer.data.feed import Stage, Staged, ahead, feed
 
 
 def batch(number):

@@ -11,16 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from optuna_fleet.trainer import groups, holding
+from optuna_fleet.trainer import groups
+from optuna_fleet.trainer.checkpoints.saving import Saver
+from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import GroupSpec
-from optuna_fleet.trainer.holding import Held, Holding
-from optuna_fleet.trainer.object_copies import ObjectCopies
+from optuna_fleet.trainer.moves import holding
+from optuna_fleet.trainer.moves.holding import Held, Holding
+from optuna_fleet.trainer.moves.object_copies import ObjectCopies
+from optuna_fleet.trainer.moves.sums_exchange import SumsExchange
+from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.reports import Reports
-from optuna_fleet.trainer.saving import Saver
-from optuna_fleet.trainer.shares import BatchShares, Share
-from optuna_fleet.trainer.steps import Steps
-from optuna_fleet.trainer.sums_exchange import SumsExchange
-from optuna_fleet.trainer.totals import Totals
+from optuna_fleet.trainer.unsaved.steps import Steps
 
 
 class Here:

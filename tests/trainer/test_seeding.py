@@ -12,12 +12,12 @@ import torch
 
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.trainer import shard_loader
-from optuna_fleet.trainer.shard_loader import ShardLoader
-from optuna_fleet.trainer.shares import BatchShares
-from optuna_fleet.trainer.stop_line import StopLine
-from optuna_fleet.trainer.totals import Totals
-from optuna_fleet.trainer.within_epoch import EpochPosition, WithinEpoch
+from optuna_fleet.trainer.data import shard_loader
+from optuna_fleet.trainer.data.shard_loader import ShardLoader
+from optuna_fleet.trainer.gradients.shares import BatchShares
+from optuna_fleet.trainer.moves.stop_line import StopLine
+from optuna_fleet.trainer.moves.totals import Totals
+from optuna_fleet.trainer.moves.within_epoch import EpochPosition, WithinEpoch
 from tests.fleets import small_pipeline
 
 GPU = torch.device("cuda", 0)

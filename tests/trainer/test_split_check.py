@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from optuna_fleet.trainer import cuts, module_hooks, split_check, worlds
-from optuna_fleet.trainer.shares import BatchShares, Share
-from optuna_fleet.trainer.split_check import SplitCheck
-from optuna_fleet.trainer.tracked import TrackedInt, plain, tracked
+from optuna_fleet.trainer.gradients import module_hooks
+from optuna_fleet.trainer.gradients.shares import BatchShares, Share
+from optuna_fleet.trainer.splitting import cuts, split_check, worlds
+from optuna_fleet.trainer.splitting.split_check import SplitCheck
+from optuna_fleet.trainer.splitting.tracked import TrackedInt, plain, tracked
 
 SIZE = 16
 WEIGHTS = torch.tensor([0.2, 1.0, 5.0, 2.0, 0.7])

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.executor import stop_lines
+from optuna_fleet.executor.call import stop_lines
 from optuna_fleet.trainer.inbox import Inbox
-from optuna_fleet.trainer.stop_line import StopLine
+from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.messages import (
     AskStep,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from optuna_fleet.alloc.rates import PROFILE_BATCHES
-from optuna_fleet.trainer import stopwatch
-from optuna_fleet.trainer.stopwatch import Stopwatch
+from optuna_fleet.trainer.data import stopwatch
+from optuna_fleet.trainer.data.stopwatch import Stopwatch
 
 
 class Clock:

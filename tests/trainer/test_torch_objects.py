@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 from optuna_fleet.checkpoints.file import Owner
-from optuna_fleet.trainer import checkpoint
-from optuna_fleet.trainer.checkpoint import Checkpoint
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
 
 
 def all_of(module: Any, base: type, *besides: type) -> list[Any]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.shares import BatchShares, Share
-from optuna_fleet.trainer.totals import Totals
+from optuna_fleet.trainer.gradients.shares import BatchShares, Share
+from optuna_fleet.trainer.moves.totals import Totals
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ import torch
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer import checkpoint
-from optuna_fleet.trainer.checkpoint import Checkpoint
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
 from optuna_fleet.trainer.randomness import rng_state, seed_everything, set_rng_state
 from tests.fleets import write_checkpoint
 

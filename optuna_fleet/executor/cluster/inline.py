@@ -12,12 +12,12 @@ from typing import Any
 
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.events import EpochDecision, Launch
-from optuna_fleet.executor.call_handler import CallHandler
-from optuna_fleet.executor.calls import RunCalls
+from optuna_fleet.executor.call.call_handler import CallHandler
+from optuna_fleet.executor.call.calls import RunCalls
+from optuna_fleet.executor.call.epoch_evaluator import EpochEvaluator
+from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.protocol import Options, Runner
-from optuna_fleet.executor.epoch_evaluator import EpochEvaluator
-from optuna_fleet.executor.runs import RunRecord
-from optuna_fleet.executor.summary import FleetSummary
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.loop import Loop

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from optuna_fleet.alloc import Allocator
-from optuna_fleet.executor.convergence import Convergence
-from optuna_fleet.executor.summary import FleetSummary
-from optuna_fleet.executor.trials import PolicyRules
+from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.deciding.convergence import Convergence
+from optuna_fleet.executor.deciding.trials import PolicyRules
 from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.sampler_bridge.loop import Loop

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers.trainer_pt_utils import nested_concat
 
-from optuna_fleet.trainer.checkpoint import gather
+from optuna_fleet.trainer.checkpoints.checkpoint import gather
+from optuna_fleet.trainer.gradients.shares import Share
 from optuna_fleet.trainer.nested import map_tensors
-from optuna_fleet.trainer.shares import Share
 from optuna_fleet.trainer.trial import FleetTrial
 
 _concat: Any = nested_concat

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
 from optuna_fleet.trainer.pipeline_parallel.clipping import clip_gradients

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer import checkpoint
+from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 
 from optuna_fleet.executor.cluster.agent.backoff import Backoff
-from optuna_fleet.executor.listener import Listener
+from optuna_fleet.executor.fleet.listener import Listener
 from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.exchange.plan import Peer, Plan

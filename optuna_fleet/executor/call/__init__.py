@@ -1,0 +1,1 @@
+"""One `optimize` call: hears, decides, has it done."""

@@ -1,0 +1,198 @@
+"""Answers the calls that runs make: on the study, on its storage, on the fleet."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from optuna_fleet.events import EpochDecision
+from optuna_fleet.exceptions import StorageLostError
+from optuna_fleet.executor.call.remarks import Remarks
+from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.wire.calls import Call, EndEpoch, IsAmongBest, RankCall, Reply, Report
+from optuna_fleet.wire.messages import (
+    AskStep,
+    AtStep,
+    Place,
+    Remark,
+    StopAt,
+)
+from optuna_fleet.wire.packing import pack, pack_error, unpack
+
+_SLOW_S = 0.1
+
+
+class CallHandler:
+    """Carries out rank 0's calls, and gives the other ranks the same answers.
+
+    Args:
+        send: Sends an answer, or a question, to the trial on a device.
+        ledger: The study's.
+        retention: Of the study's checkpoints.
+        in_process: The trial is in this process: it gets errors as they were raised, and nobody
+            else has to wait for a slow sampler.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[int, Any], None],
+        ledger: Ledger,
+        retention: CheckpointRetention,
+        *,
+        in_process: bool = False,
+    ) -> None:
+        self._send = send
+        self._in_process = in_process
+        self._ledger = ledger
+        self._retention = retention
+        self._remarks = Remarks()
+        self._sampler: BackgroundSampler | None = None
+        self._waiting: deque[tuple[RunRecord, Call]] = deque()
+
+    def take(self, run: RunRecord, call: RankCall | Remark | AtStep) -> int | None:
+        """Take a call and answer it, unless it asks what to do after an epoch.
+
+        Returns:
+            That epoch; its answer is due later.
+        """
+        if isinstance(call, Remark):
+            self._remarks.take(run.launch.number, call)
+            return None
+        if isinstance(call, AtStep):
+            self._stop(run, run.stop_line.take(call.rank, call.place))
+            return None
+        run.calls.take(call)
+        return self._carry_out(run)
+
+    def _carry_out(self, run: RunRecord) -> int | None:
+        """Carry out those of rank 0's calls that wait for no other rank."""
+        epoch = None
+        while (call := run.calls.next_call()) is not None:
+            match call:
+                case EndEpoch():
+                    run.pending_epoch, epoch = call, call.epoch
+                case Call() if call.is_suggestion:
+                    self._waiting.append((run, call))
+                    self._suggest()
+                case _:
+                    self._answer(run, call, self._carried_out(run, call))
+        self._send_replies(run)
+        return epoch
+
+    def _answer(self, run: RunRecord, call: RankCall, reply: Reply) -> None:
+        run.calls.answer(call, reply)
+        self._send_replies(run)
+
+    def _send_replies(self, run: RunRecord) -> None:
+        for rank, reply in run.calls.replies:
+            self._send(run.launch.devices[rank], reply)
+        run.calls.replies.clear()
+
+    # -- the sampler ------------------------------------------------------------------------------
+
+    def _suggest(self) -> None:
+        """Carry out suggestions in turn; one for which a slow sampler must think ends this.
+
+        So the sampler serves one trial at a time; all other calls go on meanwhile.
+        """
+        while self._waiting and not self.sampling():
+            run, call = self._waiting[0]
+            trial = self._ledger.unsampled(run.launch.number, call)
+            if trial is not None and self._sampler is not None:
+                self._sampler.start(trial)
+                return
+            self._waiting.popleft()
+            began = time.monotonic()
+            self._answer(run, call, self._carried_out(run, call))
+            is_slow = trial is not None and time.monotonic() - began > _SLOW_S
+            is_slow = is_slow and not self._in_process
+            if is_slow and not compat.is_bound_to_thread(self._ledger.study):
+                self._sampler = BackgroundSampler(self._ledger.study)
+
+    def sampling(self) -> tuple[BackgroundSampler, ...]:
+        """The sampler's thread if it is at work: what to wait for, and then to `go_on`."""
+        return (self._sampler,) if self._sampler is not None and self._sampler.is_busy else ()
+
+    def go_on(self) -> bool:
+        """Answer the trial that the sampler has thought for, if so, and then those in line.
+
+        Raises:
+            StorageLostError: That was what the sampler met with.
+        """
+        if self._sampler is None or not self._sampler.is_done:
+            return False
+        error = self._sampler.take()
+        run, call = self._waiting.popleft()
+        if isinstance(error, StorageLostError):
+            raise error
+        if error is None:
+            reply = self._carried_out(run, call)
+        else:
+            reply = Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
+        self._answer(run, call, reply)
+        self._suggest()
+        return True
+
+    def end(self) -> None:
+        """The call is over."""
+        if self._sampler is not None:
+            self._sampler.close()
+
+    # -- other calls ------------------------------------------------------------------------------
+
+    def answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
+        """Tell a run what to do after its epoch."""
+        call, run.pending_epoch = run.pending_epoch, None
+        assert call is not None
+        reply = Reply(run_id=call.run_id, index=call.index, value=pack(decision))
+        self._answer(run, call, reply)
+
+    def leave(self, run: RunRecord, rank: int) -> None:
+        """A rank has left the objective: it makes no more calls that others wait for."""
+        run.calls.leave(rank)
+        self._carry_out(run)
+        self._stop(run, run.stop_line.take(rank))
+
+    # -- leaving within an epoch ------------------------------------------------------------------
+
+    def interrupt(self, run: RunRecord, stays: tuple[int, ...] = ()) -> None:
+        """Have a run stop at a step that all its ranks come to; ranks leave unless they stay."""
+        run.stays = stays
+        ranks = [run.launch.devices.index(device) for device in run.remaining()]
+        run.stop_line.ask(ranks)
+        for rank in ranks:
+            message = AskStep(run_id=run.launch.run_id, rank=rank)
+            self._send(run.launch.devices[rank], message)
+
+    def _stop(self, run: RunRecord, place: Place | None) -> None:
+        if place is not None:
+            for device in run.remaining():
+                message = StopAt(run_id=run.launch.run_id, place=place, stays=run.stays)
+                self._send(device, message)
+
+    # -- what is asked of the study ---------------------------------------------------------------
+
+    def _carried_out(self, run: RunRecord, call: RankCall) -> Reply:
+        number = run.launch.number
+        try:
+            value: Any = None
+            match call:
+                case Report():
+                    self._ledger.report(number, call.value, call.step)
+                case IsAmongBest():
+                    value = self._retention.is_among_best(unpack(call.value))
+                case Call():
+                    value = self._ledger.carry_out(number, call)
+            return Reply(run_id=call.run_id, index=call.index, value=pack(value))
+        except StorageLostError:  # no matter of this trial's
+            raise
+        except Exception as error:
+            if self._in_process:
+                raise
+            return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))

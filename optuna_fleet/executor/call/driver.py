@@ -1,0 +1,151 @@
+"""The driver of one `optimize` call: waits for events, asks the controller, has it done.
+
+The only code that blocks. Everything that touches the study happens here, on the caller's thread.
+What messages mean is in `receiver`, what instructions do in `performer`.
+"""
+
+from __future__ import annotations
+
+import time
+
+from optuna_fleet.events import Allocate, DeviceJoined, Event, PlanDecided
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.call.epoch_evaluator import EpochEvaluator
+from optuna_fleet.executor.call.interrupts import Interrupts
+from optuna_fleet.executor.call.parts import Parts
+from optuna_fleet.executor.call.performer import Performer
+from optuna_fleet.executor.call.receiver import Receiver
+from optuna_fleet.executor.call.runs import Job
+from optuna_fleet.executor.deciding.controller import Controller
+from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+
+
+class Driver:
+    """Connects study, controller, solver and trainers for one call.
+
+    Attributes:
+        tally: Counts for the summary.
+        pipeline_log: Notes what the pipeline reports.
+        interrupts: To be entered while it runs.
+        has_freed_devices: Whether no trainer is still at work for this call.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        controller: Controller,
+        ledger: Ledger,
+        proposals: Proposals,
+        job: Job,
+        retention: CheckpointRetention,
+    ) -> None:
+        self._parts = parts = Parts.of(runtime, ledger, proposals, job, retention)
+        self.tally, self.pipeline_log = parts.tally, parts.pipeline_log
+        self._runtime = runtime
+        self._controller = controller
+        evaluator = EpochEvaluator(job.options, ledger, maximize=job.maximize)
+        self._receiver = Receiver(parts, evaluator)
+        self._performer = Performer(parts)
+        self._events: list[Event] = []
+        self._deciding = False
+        self.interrupts = Interrupts()
+        self.has_freed_devices = False
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first failure of a trial that `catch` did not cover."""
+        return self._parts.outcomes.failure
+
+    def run(self) -> None:
+        """Run until every trial is done; then `failure` is the first that `catch` did not cover.
+
+        Raises:
+            BaseException: KeyboardInterrupt, or a failure of the fleet itself; at once.
+        """
+        parts = self._parts
+        self._events += self._receiver.growth()
+        self.tally.devices.begin(self._runtime.nodes.devices.values(), time.time())
+        live, devices = self._runtime.trainers.live, self._runtime.agents.devices
+        self._events += [DeviceJoined(device=devices[d]) for d in live]
+        for number in parts.proposals.adopted():
+            parts.ledger.note_restart(number)
+        try:
+            self._work()
+            while not self._controller.finished:
+                parts.note_call()
+                self._wait()
+                self._work()
+            self.has_freed_devices = True
+            self.tally.devices.end(time.time())
+            self._end_log("failed" if self.failure else "done")
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        finally:
+            parts.calls.end()
+            parts.handovers.end()
+
+    def _wait(self) -> None:
+        self.interrupts.check()
+        parts, allocator = self._parts, self._runtime.allocator
+        others = (*((allocator,) if self._deciding else ()), *parts.calls.sampling())
+        for message in self._runtime.messages(self._patience_s(), *others):
+            self._events += self._receiver.take(message)
+            self._work()
+        if parts.calls.go_on():
+            self._events += parts.outcomes.propose(again=True)
+        if self._deciding and allocator.is_answered():
+            self._deciding = False
+            self._events.append(PlanDecided(plan=allocator.result()))
+        for device in parts.deadlines.take_expired():
+            self._runtime.kill(device)
+        for fault in parts.watchdog.check():
+            self._events += self._receiver.stop_faulty(fault)
+        self._events += self._receiver.due()
+
+    def _patience_s(self) -> float | None:
+        parts = self._parts
+        deadlines = [
+            *parts.deadlines.soonest(),
+            *self._receiver.soonest(),
+            *parts.call_log.soonest(),
+        ]
+        if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
+            deadlines.append(deadline)
+        waits = [deadline - time.monotonic() for deadline in deadlines]
+        if (patience_s := self._parts.watchdog.patience_s()) is not None:
+            waits.append(patience_s)
+        return max(0.0, min(waits)) if waits else None
+
+    def _work(self) -> None:
+        if not self._events:
+            return
+        while self._events:
+            events, self._events = self._events, []
+            self.tally.devices.note(events, self._runtime.nodes.devices.values(), time.time())
+            for instruction in self._controller.handle(*events):
+                self._deciding |= isinstance(instruction, Allocate)
+                self._events += self._performer.carry_out(instruction)
+        self._runtime.agents.want(self._controller.most_usable)
+
+    def _end_log(self, ending: str) -> None:
+        self._parts.call_log.end(ending, self._parts.proposals.num_asked)
+
+    def _abandon(self, error: BaseException) -> None:
+        """End what flies: fail those trials, give back those that never flew, free the devices.
+
+        A second Ctrl-C ends this at whatever it is, and `has_freed_devices` stays false.
+        """
+        runs, launched = self._parts.runs, self._parts.launcher.launched
+        busy = {device for run in runs.values() for device in run.launch.devices}
+        try:
+            if self._deciding:
+                self._runtime.allocator.close()
+            self._parts.outcomes.end_all(launched, runs.values(), error)
+            self._end_log("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+        finally:
+            is_fit = not isinstance(error, LaunchError)
+            self.has_freed_devices = is_fit and self._runtime.reset(busy)

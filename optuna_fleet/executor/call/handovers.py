@@ -1,0 +1,362 @@
+"""Trials that stop within an epoch, and go on where some of their ranks wait, or have survived.
+
+Ranks that join rehearse meanwhile: they run the objective's beginning. Those that can do so while
+the others still train are waited for before these stop.
+
+Where ranks have died, the others have left the objective, but hold the beginning of a step. All
+run the objective from its beginning, and who holds the right step tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, Protocol
+
+from optuna_fleet.events import CheckpointSaved, Launch
+from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.survivors import agreed
+from optuna_fleet.wire.calls import Reply
+from optuna_fleet.wire.messages import CheckpointFailed, Ended, Place, Rehearsed, Release
+
+Answers = dict[int, tuple[str, Reply]]
+
+
+class Rehearse(Protocol):
+    """Sends the order to rehearse."""
+
+    def __call__(self, launch: Launch, *, follows: int, answers: Answers) -> None:
+        """To the last device of this launch; the answers are those to the beginning's calls."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stopped:
+    """A run that has stopped, or has lost ranks.
+
+    Attributes:
+        run: Which.
+        ranks: Those that wait, by device.
+        holds: What others hold, which have outlived their peers, by device.
+        can_join: Other ranks can join these.
+        saving: The device whose rank writes a checkpoint, as the run can't go on where it is.
+        is_written: That rank has, or never will.
+        saved: What it has written.
+        due: The launch that waits, for that or for who joins.
+    """
+
+    run: RunRecord
+    ranks: dict[int, int] = field(default_factory=dict)
+    holds: dict[int, Place] = field(default_factory=dict)
+    can_join: bool = True
+    saving: int | None = None
+    is_written: bool = False
+    saved: CheckpointSaved | None = None
+    due: Launch | None = None
+
+    @property
+    def run_id(self) -> int:
+        return self.run.launch.run_id
+
+    @property
+    def devices(self) -> set[int]:
+        """Where something is that would be lost."""
+        return {*self.ranks, *self.holds}
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """Who could write the checkpoint to go on with."""
+        waiting = sorted(self.ranks, key=self.ranks.__getitem__)
+        return tuple(waiting) or agreed(self.holds)
+
+    def clear(self) -> None:
+        """Nobody waits or holds anything."""
+        self.ranks.clear()
+        self.holds.clear()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rehearsal:
+    """Of the beginning of a trial, to join the run that it `follows`.
+
+    `is_ready` is None while it is under way; and false if it has failed.
+    """
+
+    order: int
+    number: int
+    follows: int
+    is_ready: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """A launch that can be carried out.
+
+    Attributes:
+        launch: Which; `devices` in the order of the ranks.
+        follows: The run that goes on there, if it does.
+        num_stay: The first ranks, which wait there.
+        beginning: What the objective has called at its beginning.
+        inherits: The run that has lost ranks, if the first rank here holds what it goes on with.
+        saved_at: When that run's trial was last told to make a checkpoint, by the monotonic clock.
+        saved: The checkpoint to begin with, of which the controller has not heard.
+    """
+
+    launch: Launch
+    follows: int | None = None
+    num_stay: int = 0
+    beginning: Answers = field(default_factory=dict)
+    inherits: int | None = None
+    saved_at: float | None = None
+    saved: CheckpointSaved | None = None
+
+
+class Handovers:
+    """Knows which ranks wait, and who must write a checkpoint before anything is lost.
+
+    Args:
+        send: Sends an order to the trainer of a device.
+        interrupt: Has a run stop, where those of its ranks wait that stay.
+        rehearse: See `Rehearse`.
+        call_off: Forgets an order to rehearse, if it was not sent.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[int, Any], None],
+        interrupt: Callable[[RunRecord, tuple[int, ...]], None],
+        rehearse: Rehearse,
+        call_off: Callable[[int], None],
+    ) -> None:
+        self._send = send
+        self._interrupt = interrupt
+        self._rehearse = rehearse
+        self._call_off = call_off
+        self._stopped: dict[int, _Stopped] = {}  # by trial
+        self._rehearsals: dict[int, _Rehearsal] = {}  # by device
+        self._asked: dict[int, tuple[RunRecord, tuple[int, ...]]] = {}  # by run
+        self._orders = count(-1, -1)
+
+    # -- before a run stops -----------------------------------------------------------------------
+
+    def interrupt(self, run: RunRecord, devices: Collection[int], busy: Collection[int]) -> None:
+        """Have a run stop, once those that are to join it on idle devices are ready.
+
+        Args:
+            run: Which.
+            devices: Those that its trial is to have.
+            busy: Where runs are.
+        """
+        own = run.launch.devices
+        stays = tuple(rank for rank, device in enumerate(own) if device in devices)
+        waiting = {device for stopped in self._stopped.values() for device in stopped.ranks}
+        for device in devices if stays else ():
+            if device not in busy and device not in waiting:
+                self._begin_rehearsal(run, devices, device)
+        self._asked[run.launch.run_id] = run, stays
+        self._ask(run.launch.run_id)
+
+    def _ask(self, run_id: int) -> None:
+        ready = [r.is_ready for r in self._rehearsals.values() if r.follows == run_id]
+        if run_id in self._asked and None not in ready:
+            run, stays = self._asked.pop(run_id)
+            self._interrupt(run, stays if all(ready) else ())
+
+    def _begin_rehearsal(self, run: RunRecord, devices: Collection[int], device: int) -> None:
+        self._leave_rehearsal(device)
+        launch, order = run.launch, next(self._orders)
+        self._rehearsals[device] = _Rehearsal(
+            order=order, number=launch.number, follows=launch.run_id
+        )
+        others = (other for other in devices if other != device)
+        launch = replace(launch, run_id=order, devices=(*others, device), checkpoint=None)
+        self._rehearse(launch, follows=run.launch.run_id, answers=run.calls.beginning)
+
+    def _leave_rehearsal(self, device: int) -> None:
+        """None is needed there any more."""
+        if (rehearsal := self._rehearsals.pop(device, None)) is not None:
+            self._call_off(rehearsal.order)
+            self._send(device, Release(run_id=rehearsal.order, saves=False))
+            self._ask(rehearsal.follows)
+
+    def rehearsed(self, message: Rehearsed) -> Iterator[Start]:
+        """A rehearsal is done, or has failed."""
+        rehearsal = self._rehearsals.get(message.device)
+        if rehearsal is not None and rehearsal.order == message.run_id:
+            rehearsal.is_ready = message.is_ready
+            self._ask(rehearsal.follows)
+            yield from self._advance(rehearsal.number)
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def rank_ended(self, run: RunRecord, ended: Ended) -> None:
+        """A rank has ended, and waits or holds something if it says so."""
+        number, has_something = run.launch.number, ended.waits or ended.holds is not None
+        if not has_something and number not in self._stopped:
+            return
+        stopped = self._stopped.setdefault(number, _Stopped(run=run))
+        if stopped.saving is not None:  # the others were told to leave before it had ended
+            self._release(stopped, ended.device)
+            stopped.is_written |= stopped.saving == ended.device and not has_something
+        elif ended.waits:
+            stopped.ranks[ended.device] = ended.rank
+            stopped.can_join &= ended.can_join
+        elif ended.holds is not None:
+            stopped.holds[ended.device] = ended.holds
+
+    def outlives(self, number: int) -> bool:
+        """Whether a trial that has lost ranks goes on with what the others have in memory."""
+        return number in self._stopped
+
+    def device_lost(self, device: int) -> Iterator[Start]:
+        """A trainer has died; what waited for it alone begins."""
+        if (rehearsal := self._rehearsals.pop(device, None)) is not None:
+            self._ask(rehearsal.follows)
+        for number, stopped in list(self._stopped.items()):
+            stopped.ranks.pop(device, None)
+            stopped.holds.pop(device, None)
+            if stopped.due is not None and device in stopped.due.devices:
+                stopped.due = None  # no run begins where a trainer is missing
+            if stopped.saving == device:
+                yield from self._written(number)
+            elif not stopped.devices and stopped.saving is None:
+                del self._stopped[number]
+
+    def take(self, message: CheckpointSaved | CheckpointFailed) -> Iterator[Start]:
+        """A rank has written a checkpoint, or failed to."""
+        for number, stopped in list(self._stopped.items()):
+            if stopped.run_id == message.run_id and stopped.saving is not None:
+                stopped.saved = message if isinstance(message, CheckpointSaved) else None
+                yield from self._written(number)
+
+    def _written(self, number: int) -> Iterator[Start]:
+        """Nobody writes any more."""
+        self._stopped[number].is_written = True
+        self._stopped[number].clear()
+        yield from self._advance(number)
+
+    def forget(self, number: int) -> None:
+        """The trial is done."""
+        if (stopped := self._stopped.pop(number, None)) is not None:
+            for device in stopped.devices:
+                self._release(stopped, device)
+        self._leave_rehearsals(number)
+
+    def _leave_rehearsals(self, number: int) -> None:
+        for device in [d for d, one in self._rehearsals.items() if one.number == number]:
+            self._leave_rehearsal(device)
+
+    def end(self) -> None:
+        """The call is over."""
+        for number in [*self._stopped, *{one.number for one in self._rehearsals.values()}]:
+            self.forget(number)
+
+    # -- launches ---------------------------------------------------------------------------------
+
+    def begin(self, launch: Launch) -> Start | None:
+        """Return how to carry out a launch; None if that comes later."""
+        for number, other in self._stopped.items():
+            if number != launch.number and not other.devices.isdisjoint(launch.devices):
+                self._give_way(other, launch.devices)
+        for device in launch.devices:
+            if device in self._rehearsals and self._rehearsals[device].number != launch.number:
+                self._leave_rehearsal(device)
+        if launch.number not in self._stopped:
+            self._leave_rehearsals(launch.number)
+            return Start(launch=launch)
+        self._stopped[launch.number].due = launch
+        return next(self._advance(launch.number), None)
+
+    def _advance(self, number: int) -> Iterator[Start]:
+        """Carry out the launch that is due, if it can be; or do what it needs."""
+        stopped = self._stopped.get(number)
+        if stopped is None or (launch := stopped.due) is None:
+            return
+        if stopped.saving is None:
+            stay = sorted(stopped.ranks.keys() & launch.devices, key=stopped.ranks.__getitem__)
+            is_ready = self._are_ready(stopped, launch) if stay else False
+            if is_ready:
+                yield self._joined(stopped, launch, stay)
+            if is_ready is not False:
+                return
+            if not stay and not stopped.ranks and (heirs := _heirs(stopped, launch)):
+                yield self._inherited(stopped, launch, heirs[0])
+                return
+            self._save(stopped)
+        if not stopped.is_written:
+            return
+        self._leave_rehearsals(number)
+        del self._stopped[number]
+        saved = stopped.saved
+        if saved is not None:
+            saved = replace(saved, run_id=launch.run_id)
+            launch = replace(launch, checkpoint=saved.location)
+        yield Start(launch=launch, saved=saved)
+
+    def _are_ready(self, stopped: _Stopped, launch: Launch) -> bool | None:
+        """Whether all have rehearsed that are to join; None while some do."""
+        new = [device for device in launch.devices if device not in stopped.ranks]
+        if new and not stopped.can_join:
+            return False
+        for device in new:
+            known = self._rehearsals.get(device)
+            if known is None or known.follows != stopped.run_id:
+                self._begin_rehearsal(stopped.run, launch.devices, device)
+        ready = {self._rehearsals[device].is_ready for device in new}
+        return False if False in ready else None if None in ready else True
+
+    def _joined(self, stopped: _Stopped, launch: Launch, stay: list[int]) -> Start:
+        del self._stopped[launch.number]
+        new = [device for device in launch.devices if device not in stopped.ranks]
+        for device in new:
+            del self._rehearsals[device]
+        self._leave_rehearsals(launch.number)
+        for device in stopped.ranks.keys() - set(stay):
+            self._release(stopped, device)
+        return Start(
+            launch=replace(launch, devices=(*stay, *new)),
+            follows=stopped.run_id,
+            num_stay=len(stay),
+            beginning=stopped.run.calls.beginning,
+            saved_at=stopped.run.saved,
+        )
+
+    def _inherited(self, stopped: _Stopped, launch: Launch, first: int) -> Start:
+        del self._stopped[launch.number]
+        self._leave_rehearsals(launch.number)
+        for device in stopped.devices.difference(launch.devices):
+            self._release(stopped, device)
+        others = (device for device in launch.devices if device != first)
+        return Start(
+            launch=replace(launch, devices=(first, *others)),
+            inherits=stopped.run_id,
+            saved_at=stopped.run.saved,
+        )
+
+    def _give_way(self, stopped: _Stopped, devices: Collection[int]) -> None:
+        """Another trial gets these devices."""
+        if not stopped.ranks and set(stopped.writers).difference(devices):
+            for device in stopped.holds.keys() & devices:  # others hold the same
+                del stopped.holds[device]
+        else:
+            self._save(stopped)
+
+    def _save(self, stopped: _Stopped) -> None:
+        """Have the first rank write a checkpoint, and all leave, as soon as they have stopped."""
+        if stopped.saving is not None:
+            return
+        own, late = stopped.run.launch.devices, stopped.run.remaining()
+        waiting = {rank for rank in stopped.run.stays if own[rank] in late}
+        waiting.update(stopped.ranks.values())
+        stopped.saving = own[min(waiting)] if waiting else stopped.writers[0]
+        for device in stopped.devices:
+            self._release(stopped, device)
+
+    def _release(self, stopped: _Stopped, device: int) -> None:
+        saves = device == stopped.saving
+        self._send(device, Release(run_id=stopped.run_id, saves=saves))
+
+
+def _heirs(stopped: _Stopped, launch: Launch) -> list[int]:
+    """The devices of a launch whose ranks hold what it is to go on with."""
+    return [device for device in agreed(stopped.holds) if device in launch.devices]

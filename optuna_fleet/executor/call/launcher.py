@@ -1,0 +1,183 @@
+"""Launches runs: tells each trainer what it needs to know, once it can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from optuna_fleet.checkpoints.folder import mark
+from optuna_fleet.events import FinishTrial, Launch
+from optuna_fleet.executor.call.runs import Job
+from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.resources import share_gpu
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.wire.calls import Reply
+from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
+from optuna_fleet.wire.node_messages import KeepObjective, ObjectiveKept
+
+
+class Launcher:
+    """Sends `RunTrial` to the trainers of one call.
+
+    Attributes:
+        launched: Numbers of the trials that were launched at least once, be it by a driver that
+            is dead.
+    """
+
+    def __init__(
+        self, runtime: Runtime, job: Job, retention: CheckpointRetention, *, adopted: Iterable[int]
+    ) -> None:
+        self._runtime = runtime
+        self._job = job
+        self._retention = retention
+        self._waiting: list[tuple[int, RunTrial]] = []
+        self._objective_at: dict[str, str | None] = {}  # by agent; None until it has answered
+        self.launched: set[int] = set(adopted)
+        self._without_checkpoint: set[int] = set()
+        self._token = mark(retention.folder.root)
+
+    def trial_ended(self, last: FinishTrial) -> None:
+        """What its last run has left is the trial's."""
+        self._retention.left(last.number, self._run_name(last.run_id))
+
+    def _run_name(self, run_id: int) -> str:
+        """Name of a run, in what it writes, unlike that of any run of another call or driver."""
+        return f"{self._token[:8]}-{run_id}"
+
+    def launch(
+        self,
+        launch: Launch,
+        *,
+        trial_id: int,
+        parameters: Mapping[str, Any],
+        follows: int | None = None,
+        num_stay: int = 0,
+        inherits: int | None = None,
+        saves: bool = False,
+    ) -> None:
+        """Start a run of a trial, with what was suggested to it before, on its devices.
+
+        It `follows` the run of that id, where the first `num_stay` of its ranks wait, and `saves`
+        a checkpoint there; or `inherits` what the first rank holds of the run of that id.
+        """
+        if launch.number not in self.launched:
+            self._retention.drop(launch.number)  # of another study of that name
+            self.launched.add(launch.number)
+        common = self._order(launch, trial_id, parameters)
+        common = replace(
+            common, follows=follows, num_stay=num_stay, inherits=inherits, saves=saves
+        )
+        for rank, device in enumerate(launch.devices):
+            self._waiting.append((device, replace(common, rank=rank)))
+        self.send_waiting()
+
+    def rehearse(
+        self,
+        launch: Launch,
+        *,
+        trial_id: int,
+        parameters: Mapping[str, Any],
+        follows: int,
+        answers: Mapping[int, tuple[str, Reply]],
+    ) -> None:
+        """Have the objective's beginning run on the launch's last device, as its last rank."""
+        order = replace(
+            self._order(launch, trial_id, parameters),
+            rank=len(launch.devices) - 1,
+            follows=follows,
+            rehearses=True,
+            answers=answers,
+            leaves_final=False,
+        )
+        self._waiting.append((launch.devices[-1], order))
+        self.send_waiting()
+
+    def call_off(self, run_id: int) -> None:
+        """What was not sent yet of this run is not needed."""
+        self._waiting = [item for item in self._waiting if item[1].run_id != run_id]
+
+    def _order(self, launch: Launch, trial_id: int, parameters: Mapping[str, Any]) -> RunTrial:
+        """What the ranks of a run are told alike."""
+        job, options, location = self._job, self._job.options, launch.checkpoint
+        folder, keeps_any = self._retention.folder, self._retention.keeps_any
+        return RunTrial(
+            run_id=launch.run_id,
+            number=launch.number,
+            trial_id=trial_id,
+            rank=0,
+            world_size=len(launch.devices),
+            seed=options.seed,
+            objective_id=job.objective_id,
+            measure=launch.measure,
+            group=self._runtime.group_name(launch.run_id),
+            store=None,
+            study_name=folder.study_name,
+            shares_gpu=share_gpu(self._runtime.agents.devices[d] for d in launch.devices),
+            parameters=parameters,
+            run_name=self._run_name(launch.run_id),
+            folder=str(folder.path),
+            folder_token=self._token,
+            checkpoints=() if location is None else folder.resumable(location),
+            bests=() if location is None else folder.bests(launch.number),
+            leaves_final=keeps_any,
+            gc_after_trial=job.gc_after_trial,
+            maximize=job.maximize,
+            heartbeat_s=options.limits.heartbeat_s,
+            collective_s=options.limits.collective_s,
+            num_devices=self._runtime.widest,
+        )
+
+    def send_waiting(self) -> None:
+        """Send what can be sent.
+
+        Runs wait until their nodes have the objective, those on several devices for the store of
+        the rendezvous too.
+        """
+        kept, rendezvous = [], self._runtime.rendezvous
+        for device, order in self._waiting:
+            objective_at = self._objective_on(device)
+            if order.world_size > 1:
+                rendezvous.open()
+            if objective_at is None or (order.world_size > 1 and rendezvous.store is None):
+                kept.append((device, order))
+            else:
+                order = replace(order, store=rendezvous.store, objective_at=objective_at)
+                self._runtime.send(device, order)
+        self._waiting = kept
+
+    def _objective_on(self, device: int) -> str | None:
+        """Where the objective is on a device's node, to which it is sent once; None until then."""
+        process = self._runtime.trainers.process_on(device)
+        if process is None:
+            return None
+        if process.agent not in self._objective_at:
+            self._objective_at[process.agent] = None
+            job = self._job
+            message = KeepObjective(
+                objective_id=job.objective_id, objective=job.objective, settings=job.settings
+            )
+            self._runtime.agents.tell(process.agent, message)
+        return self._objective_at[process.agent]
+
+    def objective_kept(self, message: ObjectiveKept) -> None:
+        """A node has the objective."""
+        if message.objective_id == self._job.objective_id:
+            self._objective_at[message.agent] = message.path
+            self.send_waiting()
+
+    def checkpoint_failed(self, launch: Launch, message: CheckpointFailed) -> None:
+        """Say so once per trial."""
+        if launch.number not in self._without_checkpoint:
+            self._without_checkpoint.add(launch.number)
+            compat.fleet_logger.warning(
+                f"Trial {launch.number} goes on without a new checkpoint. {message.problem} Until "
+                "that is mended, it can't change its devices, and should its process die, it is "
+                "run again from its last good checkpoint."
+            )
+
+    def trainer_died(self, device: int) -> None:
+        """No run that waited to be sent there begins."""
+        over = {order.run_id for waiting, order in self._waiting if waiting == device}
+        self._waiting = [item for item in self._waiting if item[1].run_id not in over]

@@ -1,0 +1,127 @@
+"""What the study is told: what becomes of trials (done, run again, given back), and of plans."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from optuna_fleet.events import Event, ProposalsExhausted, StartRound
+from optuna_fleet.exceptions import StorageLostError, TrainerLostError
+from optuna_fleet.executor.call.runs import RunRecord, decision_of
+from optuna_fleet.executor.call.summary import Tally
+from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+
+
+class Outcomes:
+    """Those of one call.
+
+    Attributes:
+        failure: The first failure of a trial that `catch` did not cover: it is raised once the
+            trials that fly are done.
+    """
+
+    def __init__(
+        self, ledger: Ledger, proposals: Proposals, retention: CheckpointRetention, tally: Tally
+    ) -> None:
+        self.failure: BaseException | None = None
+        self._ledger = ledger
+        self._proposals = proposals
+        self._retention = retention
+        self._tally = tally
+
+    def propose(self, *, again: bool = False) -> list[Event]:
+        """Ask the study for trials; if that fails, there are no more.
+
+        Args:
+            again: Only if it was asked before, and had none yet.
+
+        Raises:
+            StorageLostError: The storage is lost.
+        """
+        try:
+            return list(self._proposals.next_events(again=again))
+        except Exception as error:
+            self.fail(error)
+            return [ProposalsExhausted()]
+
+    def finish(self, run: RunRecord) -> None:
+        """A trial is done: tell how its last run ended it.
+
+        Raises:
+            BaseException: Ctrl-C, or the storage is lost.
+        """
+        self._tell(run.launch.number, *run.outcome())
+
+    def run_again(self, run: RunRecord, *, outlives: bool) -> None:
+        """A trial goes on with another run; it `outlives` lost ranks if others hold its state."""
+        number = run.launch.number
+        # Also where nothing was lost: its checkpoint may turn out to be damaged.
+        self._ledger.note_restart(number)
+        if run.cause:
+            place = "the step that its other ranks were at" if outlives else "its last checkpoint"
+            fleet_logger.warning(f"Trial {number}: {run.cause}. It is run again from {place}.")
+        else:
+            self._tally.rescales += 1
+
+    def give_up(self, run: RunRecord, restarts: int) -> None:
+        """A trial has lost its devices too often: it fails.
+
+        Raises:
+            BaseException: Ctrl-C, or the storage is lost.
+        """
+        number = run.launch.number
+        error = TrainerLostError(
+            f"Trial {number} lost its devices {restarts} times, the last time because {run.cause}."
+        )
+        self._tell(number, None, error)
+
+    def give_back(self, number: int) -> None:
+        """A trial that was never launched goes back to the study."""
+        self._proposals.return_to_queue(number)
+        self._tally.trials["given back"] += 1
+
+    def start_round(self, started: StartRound) -> None:
+        """A plan is carried out: record it, and say so where anything moves."""
+        decision = decision_of(started)
+        self._tally.decisions.append(decision)
+        self._ledger.record_decision(decision)
+        level = logging.INFO if started.moves or started.round == 1 else logging.DEBUG
+        fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
+
+    def _tell(self, number: int, value: Any, error: BaseException | None) -> None:
+        try:
+            state = self._ledger.settle(number, value, error)
+            self._tally.trials[state.name.lower()] += 1
+        except BaseException as raised:
+            if raised is not error and not isinstance(raised, Exception):
+                raise  # Ctrl-C, and not the objective's own
+            self._tally.trials["fail"] += 1
+            self.fail(raised)
+        self._retention.settled(number)
+
+    def fail(self, error: BaseException) -> None:
+        """Start nothing more.
+
+        Raises:
+            StorageLostError: It is that: nothing can be told any more.
+        """
+        if isinstance(error, StorageLostError):
+            raise error
+        self.failure = self.failure or error
+        self._proposals.stop()
+
+    def end_all(self, launched: set[int], runs: Iterable[RunRecord], error: BaseException) -> None:
+        """Fail the trials that were launched, give back the others; record where those flew."""
+        self._ledger.abandon(sorted(launched.intersection(self._proposals.unfinished())), error)
+        for number in self._proposals.unfinished():
+            with contextlib.suppress(StorageLostError):
+                self._proposals.return_to_queue(number)
+        with contextlib.suppress(Exception):  # the storage may be what has failed
+            for run in runs:
+                self._ledger.record(run.launch.number, run.aborted(end=time.time()))

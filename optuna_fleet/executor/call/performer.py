@@ -1,0 +1,125 @@
+"""Does what the controller says: to trainers, to the solver, to the study."""
+
+from __future__ import annotations
+
+import time
+
+from typing_extensions import assert_never
+
+from optuna_fleet.events import (
+    Abort,
+    Allocate,
+    AnswerEpoch,
+    EpochDecision,
+    Event,
+    FinishTrial,
+    GiveUp,
+    Instruction,
+    Interrupt,
+    Launch,
+    Propose,
+    Requeue,
+    ReturnToQueue,
+    StartRound,
+)
+from optuna_fleet.executor.call.calls import RunCalls
+from optuna_fleet.executor.call.parts import Parts
+from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.starting import start
+
+_ABORT_GRACE_S = 10.0
+
+
+class Performer:
+    """Carries out instructions, in order; returns what is news to the controller.
+
+    Args:
+        parts: Of the call.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._runs = parts.runs
+
+    def carry_out(self, instruction: Instruction) -> list[Event]:  # noqa: C901 - one arm each
+        """Carry out an instruction."""
+        parts, outcomes = self._parts, self._parts.outcomes
+        match instruction:
+            case Propose():
+                return outcomes.propose()
+            case Launch():
+                return self._launch(instruction)
+            case Allocate():
+                parts.runtime.allocator.submit(instruction.problem)
+            case AnswerEpoch():
+                self._answer_epoch(self._runs[instruction.run_id], instruction.decision)
+            case Interrupt():
+                self._interrupt(self._runs[instruction.run_id], instruction.devices)
+            case Abort():
+                self._abort(instruction)
+            case FinishTrial():
+                run = self._end(instruction.run_id, is_done=True)
+                parts.launcher.trial_ended(instruction)
+                parts.handovers.forget(instruction.number)
+                outcomes.finish(run)
+                return outcomes.propose(again=True)
+            case Requeue():
+                outlives = parts.handovers.outlives(instruction.number)
+                run = self._end(instruction.run_id, is_done=False)
+                outcomes.run_again(run, outlives=outlives)
+            case GiveUp():
+                parts.handovers.forget(instruction.number)
+                outcomes.give_up(self._end(instruction.run_id, is_done=True), instruction.restarts)
+                return outcomes.propose(again=True)
+            case ReturnToQueue():
+                outcomes.give_back(instruction.number)
+            case StartRound():
+                outcomes.start_round(instruction)
+            case _:
+                assert_never(instruction)
+        return []
+
+    def _abort(self, order: Abort) -> None:
+        """Give ranks time to end by themselves, if they have anything to tell then."""
+        run = self._runs[order.run_id]
+        is_in_vain = order.lost and (not run.is_movable or run.verdict is not None)
+        self._parts.deadlines.give(order.devices, 0.0 if is_in_vain else _ABORT_GRACE_S)
+
+    def _launch(self, launch: Launch) -> list[Event]:
+        parts = self._parts
+        nodes = {parts.runtime.agents.devices[device].node for device in launch.devices}
+        self._runs[launch.run_id] = RunRecord(
+            launch=launch,
+            start=time.time(),
+            calls=RunCalls(world_size=len(launch.devices)),
+            has_one_clock=len(nodes) == 1,
+        )
+        parts.tally.moves.launched(launch.number)
+        parts.call_log.launched(launch, time.time())
+        what = parts.handovers.begin(launch)
+        return [] if what is None else start(parts, what)
+
+    def _interrupt(self, run: RunRecord, devices: tuple[int, ...]) -> None:
+        busy = {device for run in self._runs.values() for device in run.remaining()}
+        self._parts.handovers.interrupt(run, devices, busy)
+
+    def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
+        parts = self._parts
+        interval_s = parts.job.options.checkpoints.interval_s
+        if decision is EpochDecision.GO and run.unsaved_s >= interval_s:
+            decision, run.saved = EpochDecision.CHECKPOINT, time.monotonic()
+        elif decision is EpochDecision.YIELD:
+            parts.tally.moves.leaves(run.launch.number)
+        if decision in (EpochDecision.CHECKPOINT, EpochDecision.YIELD):
+            parts.proposals.keep_record()
+        parts.calls.answer_epoch(run, decision)
+
+    def _end(self, run_id: int, *, is_done: bool) -> RunRecord:
+        """A run has ended on all its devices."""
+        run = self._runs.pop(run_id)
+        self._parts.watchdog.ended(run_id, is_done=is_done)
+        if is_done:
+            self._parts.call_log.done(run.launch.number)
+        self._parts.tally.moves.left(run.launch.number)
+        self._parts.ledger.record(run.launch.number, run.flight(end=time.time()))
+        return run

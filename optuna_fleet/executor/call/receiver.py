@@ -1,0 +1,285 @@
+"""What trainers and agents say, and what is found out about them, as events for the controller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from optuna_fleet.events import (
+    CheckpointSaved,
+    DataRequested,
+    DeviceGone,
+    DeviceLeaving,
+    DeviceLost,
+    Ending,
+    Event,
+    GrowthExpected,
+    MoveMeasured,
+    MoveRefused,
+    RankEnded,
+    RateMeasured,
+    RunFailed,
+    WidthLimited,
+)
+from optuna_fleet.executor.call.endings import Endings
+from optuna_fleet.executor.call.epoch_evaluator import EpochEvaluator
+from optuna_fleet.executor.call.handovers import Start
+from optuna_fleet.executor.call.joins import Joins
+from optuna_fleet.executor.call.parts import Parts
+from optuna_fleet.executor.call.runs import RunRecord, model_of
+from optuna_fleet.executor.call.starting import start
+from optuna_fleet.executor.call.watchdog import Broken, Hung
+from optuna_fleet.executor.fleet.node_faults import NodeFaults
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.wire.calls import EndEpoch, RankCall, Report
+from optuna_fleet.wire.messages import (
+    AtStep,
+    CheckpointFailed,
+    Ended,
+    FirstBatchRequested,
+    Heartbeat,
+    Leaving,
+    PeersLost,
+    Rehearsed,
+    Remark,
+    Trained,
+    TrainerReady,
+)
+from optuna_fleet.wire.node_messages import (
+    NodeLeaving,
+    NodeLost,
+    ObjectiveKept,
+    PipelineNotice,
+    PipelineReport,
+    TrainerExited,
+)
+
+_FOLLOW_S = 3.0
+"""For so long ranks that have lost peers are waited for when one has ended that can go on."""
+
+
+class Receiver:
+    """Takes messages, in order, notes what they say and answers calls; returns what is news.
+
+    Args:
+        parts: Of the call.
+        evaluator: Knows what the end of an epoch means.
+    """
+
+    def __init__(self, parts: Parts, evaluator: EpochEvaluator) -> None:
+        self._parts = parts
+        self._runtime, self._runs = parts.runtime, parts.runs
+        self._exclusion = parts.runtime.exclusion
+        self._evaluator = evaluator
+        self._joins, self._endings = Joins(lambda: self._runtime.are_starting), Endings()
+        self._node_faults = NodeFaults()
+        self._may_grow = not parts.runtime.may_grow
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def take(self, message: Any) -> list[Event]:  # noqa: C901 - one arm per message
+        """Take a message; what ended runs still say is dropped."""
+        parts = self._parts
+        match message:
+            case TrainerReady() | TrainerExited():
+                return self._trainer_changed(message)
+            case RankCall() | Remark() | AtStep() if message.run_id in self._runs:
+                return self._called(self._runs[message.run_id], message)
+            case FirstBatchRequested() if message.run_id in self._runs:
+                return self._data_requested(message)
+            case RateMeasured() if message.run_id in self._runs:
+                number = self._runs[message.run_id].launch.number
+                parts.call_log.measured(number, message.samples_per_s)
+                return [message]
+            case RateMeasured() | WidthLimited():
+                return [message]
+            case CheckpointSaved() if message.run_id in self._runs:
+                parts.retention.folder.saved(message.location)
+                return [message, *self._start(parts.handovers.take(message))]
+            case CheckpointSaved() | CheckpointFailed() if message.run_id not in self._runs:
+                return self._start(parts.handovers.take(message))
+            case Rehearsed():
+                return self._start(parts.handovers.rehearsed(message))
+            case MoveRefused() if message.run_id in self._runs:
+                parts.tally.moves.stays(self._runs[message.run_id].launch.number)
+                return [message]
+            case Leaving() if message.run_id in self._runs:
+                parts.tally.moves.leaves(self._runs[message.run_id].launch.number)
+            case Trained() if message.run_id in self._runs:
+                number = self._runs[message.run_id].launch.number
+                if (seconds := parts.tally.moves.trains(number)) is not None:
+                    return [MoveMeasured(run_id=message.run_id, seconds=seconds)]
+            case PipelineNotice():
+                compat.fleet_logger.warning(message.text)
+            case ObjectiveKept():
+                parts.launcher.objective_kept(message)
+            case NodeLeaving():
+                compat.fleet_logger.info(message.text)
+                return self._node_leaving(message.devices)
+            case NodeLost():
+                return self._node_lost(message)
+            case PipelineReport():
+                parts.pipeline_log.note(self._runtime.last_report, time.time())
+            case Heartbeat():
+                parts.watchdog.hear(message)
+            case CheckpointFailed() if message.run_id in self._runs:
+                parts.launcher.checkpoint_failed(self._runs[message.run_id].launch, message)
+            case Ended() if message.run_id in self._runs:
+                return self._rank_ended(self._runs[message.run_id], message)
+            case _:
+                parts.launcher.send_waiting()
+        return []
+
+    def _data_requested(self, message: FirstBatchRequested) -> list[Event]:
+        self._runtime.prepare_groups()
+        self._runs[message.run_id].calls.has_begun = True
+        self._runs[message.run_id].is_movable |= message.movable
+        requested = DataRequested(run_id=message.run_id, model=model_of(message))
+        number = self._runs[message.run_id].launch.number
+        self._parts.proposals.note_defined(number)
+        self._parts.call_log.defined(number, requested.model)
+        return [requested, *self._parts.outcomes.propose(again=True)]
+
+    def _called(self, run: RunRecord, call: RankCall | Remark | AtStep) -> list[Event]:
+        news: list[Event] = []
+        if (ended := self._parts.calls.take(run, call)) is not None:
+            number = run.launch.number
+            self._parts.call_log.epoch_ended(number, ended + 1)
+            news.append(self._evaluator.epoch_ended(call.run_id, number, ended + 1))
+        if isinstance(call, Report | EndEpoch):
+            news += self._progressed(run, run.launch.devices)
+        return news + self._parts.outcomes.propose(again=True)
+
+    def _rank_ended(self, run: RunRecord, message: Ended) -> list[Event]:
+        parts, device = self._parts, message.device
+        run.end_rank(message)
+        parts.watchdog.rank_ended(message)
+        parts.calls.leave(run, message.rank)
+        parts.deadlines.drop(device)
+        parts.handovers.rank_ended(run, message)
+        if message.holds is not None:  # gloo may forget to wake others
+            parts.deadlines.give(run.remaining(), _FOLLOW_S)
+        parts.tally.add_stay(device, run.age_s, message.usage, probe=run.launch.probe)
+        ended = RankEnded(
+            run_id=message.run_id,
+            device=device,
+            ending=message.ending,
+            is_leaving=message.is_last or self._runtime.trainers.is_killed(device),
+        )
+        self._endings.rank_ended(message.run_id, is_last=not run.remaining())
+        lost: list[Event] = []
+        if message.is_last:  # before anything else is launched there
+            parts.launcher.trainer_died(device)
+            lost = [*self._start(parts.handovers.device_lost(device)), DeviceLost(device=device)]
+        news = [ended, *lost, *self._runtime.rank_ended(message)]
+        if message.has_device_failed and message.error is not None:
+            return self._lost(run, device, message.error.description) + news
+        if message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
+            return self._progressed(run, [device]) + news
+        return news
+
+    def _start(self, launches: Iterable[Start]) -> list[Event]:
+        return [event for what in launches for event in start(self._parts, what)]
+
+    # -- the fleet --------------------------------------------------------------------------------
+
+    def _trainer_changed(
+        self, message: TrainerReady | TrainerExited, *, is_with_node: bool = False
+    ) -> list[Event]:
+        device, trainers, news = message.device, self._runtime.trainers, list[Event]()
+        if isinstance(message, TrainerExited) and message.process == trainers.process_on(device):
+            self._parts.launcher.trainer_died(device)
+            self._parts.deadlines.drop(device)
+            news += self._start(self._parts.handovers.device_lost(device))
+            for run in [run for run in self._runs.values() if device in run.remaining()]:
+                is_killed = trainers.is_killed(device)
+                error = run.lose_rank(message, is_killed=is_killed)
+                for other in run.remaining() if run.is_movable else ():
+                    self._runtime.send(other, PeersLost(run_id=run.launch.run_id))
+                if error is not None:
+                    news.append(_fail(run, error))
+                elif not is_killed and not is_with_node:
+                    news += self._lost(run, device, f"its trainer ended with {message.cause}")
+        return news + self._change_fleet(self._runtime.device_events(message))
+
+    def _node_leaving(self, devices: Sequence[int]) -> list[Event]:
+        for run_id, run in self._runs.items():
+            if not set(devices).isdisjoint(run.remaining()):
+                self._endings.leaves(run_id)
+        return self._change_fleet([DeviceLeaving(device=device) for device in devices])
+
+    def _node_lost(self, message: NodeLost) -> list[Event]:
+        compat.fleet_logger.warning(message.text)
+        news: list[Event] = []
+        if not message.is_replaced:  # first: what is lost with its node counts against no trial
+            news += self._change_fleet([DeviceGone(device=device) for device in message.devices])
+        for exited in message.exits:  # at once: nothing is placed where all is dead
+            news += self._trainer_changed(exited, is_with_node=True)
+        return news
+
+    def _lost(self, run: RunRecord, device: int, cause: str) -> list[Event]:
+        self._node_faults.lost(self._exclusion.node_of(device), run.launch.number, cause)
+        return self._leave_out_nodes()
+
+    def _progressed(self, run: RunRecord, devices: Iterable[int]) -> list[Event]:
+        nodes = {self._exclusion.node_of(device) for device in devices}
+        self._node_faults.progressed(nodes, run.launch.number)
+        return self._leave_out_nodes()
+
+    def _leave_out_nodes(self) -> list[Event]:
+        """Leave out nodes that lose all trials; what flies there counts as lost with its node."""
+        news: list[Event] = []
+        for name, why in self._node_faults.take_bad(self._exclusion.nodes_in_use):
+            devices = self._exclusion.leave_out_node(name, why)
+            for run in self._runs.values():
+                if not set(devices).isdisjoint(run.remaining()):
+                    run.causes.append(f"node {name} is left out")
+            news += self._change_fleet([DeviceGone(device=device) for device in devices])
+        return news
+
+    def _change_fleet(self, events: list[Event]) -> list[Event]:
+        return self._joins.held_back(events, at_once=not self._runs)
+
+    # -- what no message tells --------------------------------------------------------------------
+
+    def soonest(self) -> list[float]:
+        """When `due` has more to tell, by the monotonic clock, if that is known."""
+        return [*self._joins.soonest(), *self._endings.soonest()]
+
+    def due(self) -> list[Event]:
+        """What is to be told now, though nobody has said anything."""
+        return [
+            *self.growth(),
+            *self._joins.due(),
+            *self._endings.due(),
+            *(DeviceGone(device=d) for d in self._runtime.faults.left_out),
+        ]
+
+    def growth(self) -> list[Event]:
+        """Whether devices may join that were never there, if that has changed."""
+        if self._may_grow == (now := self._runtime.may_grow):
+            return []
+        self._may_grow = now
+        return self._change_fleet([GrowthExpected(is_expected=now)])
+
+    def stop_faulty(self, fault: Hung | Broken) -> list[Event]:
+        """End a run that hangs or breaks a limit of its trial."""
+        run = self._runs[fault.run_id]
+        if isinstance(fault, Broken):
+            return [_fail(run, fault.error)]
+        run.causes.append(str(fault))
+        devices, news = run.launch.devices, list[Event]()
+        if len({self._exclusion.node_of(device) for device in devices}) == 1:
+            news = self._lost(run, devices[0], str(fault))
+        if fault.is_rendezvous and len(run.launch.devices) > 1:
+            run.causes.append(self._runtime.replace_store())
+        for device in run.remaining():
+            self._runtime.kill(device)
+        return news
+
+
+def _fail(run: RunRecord, error: BaseException) -> Event:
+    """End a run at once, and its trial with this error."""
+    run.verdict = error
+    return RunFailed(run_id=run.launch.run_id)

@@ -1,0 +1,211 @@
+"""What the driver runs and how: the job of a call, and each run with what its ranks said."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from optuna_fleet.events import Ending, Launch, Model, StartRound
+from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
+from optuna_fleet.executor.call.calls import RunCalls
+from optuna_fleet.executor.call.ranks import parted
+from optuna_fleet.executor.call.stop_lines import StopLine
+from optuna_fleet.executor.cluster.protocol import Options
+from optuna_fleet.sampler_bridge.ledger import Decision, Flight
+from optuna_fleet.settings import Settings
+from optuna_fleet.wire.calls import EndEpoch
+from optuna_fleet.wire.messages import Ended, FirstBatchRequested
+from optuna_fleet.wire.node_messages import TrainerExited
+from optuna_fleet.wire.packing import unpack, unpack_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to run, for all trials of a call."""
+
+    options: Options
+    objective_id: int
+    objective: bytes
+    settings: Settings
+    gc_after_trial: bool
+    maximize: bool | None
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an exception
+    """The traceback of an exception in the process where it was raised."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """One stay of a trial on its devices.
+
+    Attributes:
+        start: When it was launched, seconds since the epoch.
+        has_one_clock: All its ranks are on one node.
+        ended: How its ranks ended, in order of arrival.
+        lost: Devices whose trainers died before their ranks had ended.
+        causes: What became of ranks that were lost.
+        saved: When it was last told to make a checkpoint, by the monotonic clock.
+        started: When it was launched, likewise.
+        pending_epoch: Rank 0's unanswered question what to do after an epoch.
+        verdict: The error that the trial fails with, if it broke a limit.
+        stop_line: Where it leaves its devices within an epoch.
+        stays: The ranks that do not leave, but wait there.
+        is_movable: It reads batches between which it can move: its ranks may outlive others.
+        has_died: A trainer has died before its rank had ended, and not because we have killed it.
+    """
+
+    launch: Launch
+    start: float
+    calls: RunCalls
+    has_one_clock: bool = True
+    saved: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
+    ended: list[Ended] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+    causes: list[str] = field(default_factory=list)
+    pending_epoch: EndEpoch | None = None
+    verdict: BaseException | None = None
+    stop_line: StopLine = field(default_factory=StopLine)
+    stays: tuple[int, ...] = ()
+    is_movable: bool = False
+    has_died: bool = False
+
+    def outcome(self) -> tuple[Any, BaseException | None]:
+        """The value that rank 0 returned, or the exception that ended the trial.
+
+        Of several ranks' exceptions the earliest counts: the others are mostly its consequences.
+        """
+        if self.verdict is not None:
+            return None, self.verdict
+        all_ended = self._all_ended()
+        if not self.causes and (error := parted(all_ended)) is not None:
+            return None, error
+        raised = [ended for ended in all_ended if ended.ending is not Ending.DISCONNECTED]
+        raised = [ended for ended in raised or all_ended if ended.error is not None]
+        if raised:
+            return None, self._unpacked(self._first(raised))
+        if self.causes:
+            return None, TrainerLostError(f"Trial {self.launch.number}: {self.cause}.")
+        (leader,) = (ended for ended in self.ended if ended.rank == 0)
+        if leader.error is not None:  # it alone has lost its peers
+            return None, self._unpacked(leader)
+        return unpack(leader.value), None
+
+    def _first(self, ended: list[Ended]) -> Ended:
+        """The earliest, by their own clock; on several machines there is none for all."""
+        return min(ended, key=lambda one: one.time_s) if self.has_one_clock else ended[0]
+
+    def _all_ended(self) -> list[Ended]:
+        return [self.calls.at_its_end(ended) for ended in self.ended]
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was launched."""
+        return time.monotonic() - self.started
+
+    @property
+    def unsaved_s(self) -> float:
+        """Seconds since it was last told to make a checkpoint."""
+        return time.monotonic() - self.saved
+
+    def end_rank(self, ended: Ended) -> None:
+        """Note how a rank left the objective."""
+        self.ended.append(ended)
+        if ended.ending is Ending.ABORTED and ended.error is not None:
+            self.causes.append(f"device {ended.device} was aborted: {ended.error.description}")
+
+    def lose_rank(self, message: TrainerExited, *, is_killed: bool) -> BaseException | None:
+        """A trainer died before its rank had ended; return what its trial fails with, if it does.
+
+        Args:
+            message: The news.
+            is_killed: We have killed it.
+        """
+        self.lost.add(message.device)
+        self.has_died |= not is_killed
+        text = f"the trainer of device {message.device} died: {message.cause}"
+        if message.out_of_memory and not is_killed and self.verdict is None:
+            return OutOfMemoryError(f"Trial {self.launch.number} ran out of memory: {text}.")
+        if self.verdict is None and not self.causes:  # else it is for that that they die
+            self.causes.append(text)
+        return None
+
+    def remaining(self) -> list[int]:
+        """The devices whose ranks have not left the objective."""
+        over = self.lost.union(ended.device for ended in self.ended)
+        return [device for device in self.launch.devices if device not in over]
+
+    @property
+    def cause(self) -> str:
+        """Why ranks were lost, in words."""
+        consequences = [] if self.has_died else self._disconnections()
+        return "; ".join([*self.causes, *consequences])
+
+    def _disconnections(self) -> list[str]:
+        return [
+            f"device {ended.device} lost its peers ({ended.error.description})"
+            for ended in self.ended
+            if ended.ending is Ending.DISCONNECTED and ended.error is not None
+        ]
+
+    def flight(self, end: float) -> Flight:
+        """The record of this run."""
+        usages = [ended.usage for ended in self.ended]
+        endings = {ended.ending for ended in self._all_ended()}
+        is_lost = bool(self.causes) or endings == {Ending.DISCONNECTED}
+        (ending,) = endings if len(endings) == 1 and not self.causes else {Ending.RAISED}
+        return Flight(
+            devices=self.launch.devices,
+            start=self.start,
+            end=end,
+            round=self.launch.round,
+            ending=Ending.LOST.value if is_lost else ending.value,
+            probing_s=sum(usage.probing_s for usage in usages) if self.launch.probe else 0.0,
+            profiling_s=sum(usage.profiling_s for usage in usages),
+            data_wait_s=sum(usage.data_wait_s for usage in usages),
+        )
+
+    def aborted(self, end: float) -> Flight:
+        """The record of this run, if it ends here because the whole call does."""
+        return replace(self.flight(end), ending=Ending.ABORTED.value)
+
+    def _unpacked(self, ended: Ended) -> BaseException:
+        """The exception, with where it was raised and its traceback there as its cause."""
+        assert ended.error is not None
+        place = f"in trial {self.launch.number}, rank {ended.rank}, on device {ended.device}"
+        error = unpack_error(ended.error)
+        error.__cause__ = RemoteTraceback(f"\n{place}:\n{ended.error.traceback}")
+        return error
+
+
+def decision_of(instruction: StartRound) -> Decision:
+    """The record of a round that starts now."""
+    plan = instruction.plan
+    return Decision(
+        time=time.time(),
+        round=instruction.round,
+        moves=instruction.moves,
+        allocator=plan.allocator,
+        reason=plan.reason,
+        status=plan.status,
+        gap=plan.gap,
+        solve_time_s=plan.solve_time_s,
+    )
+
+
+def model_of(message: FirstBatchRequested) -> Model:
+    """What a run has shown of its trial's model."""
+    # A rank without a sample computes a stand-in: what the trial asks for comes first.
+    most = max(message.batch_size, message.min_devices)
+    most = min(most, message.max_devices or most)
+    return Model(
+        structure=message.structure,
+        resumable=message.resumable,
+        min_devices=message.min_devices,
+        max_devices=most,
+        samples_per_epoch=message.samples_per_epoch,
+        max_epochs=message.max_epochs,
+        movable=message.movable,
+    )

@@ -1,0 +1,198 @@
+"""What a sweep did, in numbers: the summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from optuna_fleet.executor.call.device_log import DeviceLog
+from optuna_fleet.executor.call.moves import Moves
+from optuna_fleet.pipeline.stats import PipelineUse
+from optuna_fleet.sampler_bridge.ledger import Decision
+from optuna_fleet.wire.messages import Usage
+from optuna_fleet.wire.node_messages import PipelineReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class FleetSummary:
+    """One `optimize` call in numbers; printed, in words.
+
+    Attributes:
+        trials: Number of trials by how they ended ("complete", "pruned", "fail", "given back").
+        num_devices: Device slots that were there, be it for a while.
+        num_nodes: Nodes they are on.
+        there_s: Seconds each device was there.
+        duration_s: Wall time of the call.
+        busy_s: Seconds each device had a run.
+        waited_s: Seconds of these its run waited for data.
+        probing_s: Seconds from the start of each trial's first run to its first request for data;
+            0 for plain objectives.
+        profiling_s: Seconds of training that were timed for a rate; no batch of them is thrown
+            away.
+        decisions: Every allocation, with its reason, solver status, gap and time.
+        rescales: How often a trial was moved to other devices.
+        move_s: Mean seconds that a move has cost: in which the trial was on devices, but did not
+            train. 0 if none was measured.
+        pipeline: What the shared pipeline did for this call, how its processes spent their time,
+            how full its queues were and what went wrong; None without a pipeline.
+        left_out: Nodes and devices that get no more trials because they kept failing, and why.
+    """
+
+    trials: dict[str, int]
+    num_devices: int
+    num_nodes: int
+    there_s: dict[int, float]
+    duration_s: float
+    busy_s: dict[int, float]
+    waited_s: dict[int, float]
+    probing_s: float
+    profiling_s: float
+    decisions: tuple[Decision, ...]
+    rescales: int
+    move_s: float
+    pipeline: PipelineReport | None
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def preprocessed(self) -> int:
+        """Samples preprocessed for this call; epochs of earlier calls may serve it too."""
+        return self.pipeline.preprocessed if self.pipeline else 0
+
+    @property
+    def consumed(self) -> int:
+        """Samples delivered to its trials."""
+        return self.pipeline.consumed if self.pipeline else 0
+
+    @property
+    def sharing_factor(self) -> float:
+        """Samples consumed per sample preprocessed; 0 without a pipeline."""
+        return self.consumed / self.preprocessed if self.preprocessed else 0.0
+
+    @property
+    def probing_share(self) -> float:
+        """Share of device time spent before trials asked for data."""
+        device_s = sum(self.there_s.values())
+        return self.probing_s / device_s if device_s else 0.0
+
+    @property
+    def mean_devices(self) -> float:
+        """Devices that were there on average."""
+        return sum(self.there_s.values()) / self.duration_s if self.duration_s else 0.0
+
+    def __str__(self) -> str:
+        return "; ".join(self._in_words()) + "."
+
+    def __repr__(self) -> str:
+        return "\n  ".join(self._in_words())
+
+    def _repr_html_(self) -> str:
+        from optuna_fleet.visualization.summary import summary_html
+
+        return summary_html(self, list(self._in_words()))
+
+    def _in_words(self) -> Iterator[str]:
+        ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
+        idle = [there_s - self.busy_s.get(d, 0.0) for d, there_s in self.there_s.items()]
+        devices = f"{self.num_devices} devices"
+        if self.num_nodes > 1:
+            devices += f" of {self.num_nodes} nodes ({self.mean_devices:.1f} there on average)"
+        yield (
+            f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s "
+            f"on {devices} in {len(self.decisions)} rounds"
+        )
+        yield (
+            f"a device was idle for {_mean(idle):.1f} s and waited for data for "
+            f"{_mean(list(self.waited_s.values())):.1f} s on average"
+        )
+        yield f"probing took {self.probing_share:.1%} of device time"
+        if self.rescales:
+            yield f"moves to other devices: {self.rescales}, at {self.move_s:.1f} s each"
+        if self.pipeline and self.consumed:
+            yield f"sharing factor {self.sharing_factor:.1f}"
+            yield _in_words(self.pipeline.use)
+            if self.pipeline.num_received:
+                yield (
+                    f"{self.pipeline.num_received} of the samples came from other nodes "
+                    f"({self.pipeline.exchange})"
+                )
+        if self.pipeline and (trouble := _trouble(self.pipeline)):
+            yield trouble
+        for name, why in self.left_out.items():
+            yield f"{name} was left out: {why}"
+        if self.decisions:
+            solver_s = sum(decision.solve_time_s for decision in self.decisions)
+            yield f"solver {solver_s:.2f} s"
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """Adds up what a `FleetSummary` says."""
+
+    began: float = field(default_factory=time.monotonic)
+    devices: DeviceLog = field(default_factory=DeviceLog)
+    trials: Counter[str] = field(default_factory=Counter)
+    busy_s: dict[int, float] = field(default_factory=dict)
+    waited_s: dict[int, float] = field(default_factory=dict)
+    probing_s: float = 0.0
+    profiling_s: float = 0.0
+    decisions: list[Decision] = field(default_factory=list)
+    rescales: int = 0
+    moves: Moves = field(default_factory=Moves)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def add_stay(self, device: int, seconds: float, usage: Usage, *, probe: bool) -> None:
+        """A rank was on a device for that long."""
+        self.busy_s[device] = self.busy_s.get(device, 0.0) + seconds
+        self.waited_s[device] = self.waited_s.get(device, 0.0) + usage.data_wait_s
+        self.probing_s += usage.probing_s if probe else 0.0
+        self.profiling_s += usage.profiling_s
+
+    def summary(self, pipeline: PipelineReport | None) -> FleetSummary:
+        """The summary of everything added, up to now."""
+        there_s = self.devices.there_s(time.time())
+        return FleetSummary(
+            trials=dict(self.trials),
+            num_devices=len(there_s),
+            num_nodes=len({span.node for span in self.devices.spans}),
+            there_s=there_s,
+            duration_s=time.monotonic() - self.began,
+            busy_s=dict(self.busy_s),
+            waited_s=dict(self.waited_s),
+            probing_s=self.probing_s,
+            profiling_s=self.profiling_s,
+            decisions=tuple(self.decisions),
+            rescales=self.rescales,
+            move_s=_mean(self.moves.seconds),
+            pipeline=pipeline,
+            left_out=dict(self.left_out),
+        )
+
+
+def _in_words(use: PipelineUse) -> str:
+    """Pittman's Fig. 2 in a sentence: where it is full there is enough, where empty too little."""
+    text = (
+        f"preprocessors ({use.num_preprocessors:.1f} on average) were busy for "
+        f"{use.busy_share:.0%} of their time"
+    )
+    if use.blocked_share >= 0.005:
+        text += f" and short of memory for {use.blocked_share:.0%}"
+    return (
+        f"{text}, queues were {use.queue_share:.0%} full ({use.queue_chunks:.1f} chunks), "
+        f"readers waited for {use.stalled_share:.0%} of theirs"
+    )
+
+
+def _trouble(report: PipelineReport) -> str:
+    """What went wrong in the pipeline without failing a trial."""
+    counted = {
+        "samples skipped": report.num_skipped,
+        "preprocessors that died": report.num_lost,
+        "samples preprocessed again": report.repeated,
+    }
+    return ", ".join(f"{what}: {number}" for what, number in counted.items() if number)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,201 @@
+"""When a plan is made, of what, and how it is carried out. Pure, and a part of the controller.
+
+A plan may come while an earlier one is still being carried out. What an earlier one has promised
+(the placements that wait for their devices), and who leaves for it, is no part of the problem;
+all else is. So each promise waits only for runs that leave by themselves, and none for another
+promise.
+"""
+
+from __future__ import annotations
+
+from optuna_fleet.alloc.problem import AllocationProblem, Assignment, Plan
+from optuna_fleet.events import (
+    Allocate,
+    AnswerEpoch,
+    EpochDecision,
+    Instruction,
+    Interrupt,
+    StartRound,
+)
+from optuna_fleet.executor.deciding.avoidance import Avoidance
+from optuna_fleet.executor.deciding.problem_builder import ProblemBuilder
+from optuna_fleet.executor.deciding.roster import Roster
+from optuna_fleet.executor.deciding.rounds import Rounds
+from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Trial
+
+
+class Planner:
+    """Asks for plans and carries them out.
+
+    Attributes:
+        is_deciding: A plan is awaited.
+        has_news: Something has happened that the last plan did not know of.
+        joined: Device -> when it joined, as an ordinal.
+        finished_epochs: Epochs of each trial that ended by itself, though it could go on.
+        bounded_epochs: Epochs of each trial that ended because it was to have no more.
+        num_to_come: Trials that will still be proposed, as far as the study knows.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyRules,
+        problems: ProblemBuilder,
+        roster: Roster,
+        avoidance: Avoidance,
+    ) -> None:
+        self.is_deciding = False
+        self.has_news = False
+        self.joined: dict[int, int] = {}
+        self.finished_epochs: list[int] = []
+        self.bounded_epochs: list[int] = []
+        self.num_to_come = 0
+        self._policy = policy
+        self._problems = problems
+        self._roster = roster
+        self._avoidance = avoidance
+        self._rounds = Rounds(policy)
+        self._problem: AllocationProblem | None = None
+        self._is_void = False
+
+    @property
+    def round(self) -> int:
+        """Number of plans that were carried out."""
+        return self._rounds.number
+
+    def may_rest(self, trial: Trial) -> bool:
+        """Whether a trial at the end of an epoch waits for a plan, which could move it."""
+        return self._policy.paradigm == "elastic" and self._problems.may_leave(trial)
+
+    def note_end(self, trial: Trial) -> None:
+        """A trial has ended by itself: in the epoch after those it is known to have done."""
+        epochs = trial.epochs_done + 1
+        most = None if trial.model is None else trial.model.max_epochs
+        is_bounded = most is not None and epochs >= most
+        (self.bounded_epochs if is_bounded else self.finished_epochs).append(epochs)
+
+    def void(self) -> None:
+        """The last plan was made of wrong figures: make another at once."""
+        self._is_void = self.has_news = True
+
+    def has_planned_for(self, run: Run) -> bool:
+        """Whether the last plan knew that this run would leave its devices."""
+        problem = self._problem
+        if problem is not None and run.number in problem.by_number:
+            return run.is_moving and set(run.devices).issubset(problem.devices)
+        return run.number in self._roster.pending and self._roster.is_promised(run.devices)
+
+    def call_off(self) -> None:
+        """The last plans can't be carried out; another is made of what is left of them."""
+        self._roster.call_off()
+        self.void()
+
+    def ask(self) -> list[Instruction]:
+        """Ask for a plan, if there is reason to."""
+        candidates = self._candidates() if self.has_news else []
+        return self._decide(candidates) if self._should_decide(candidates) else []
+
+    def _should_decide(self, candidates: list[Trial]) -> bool:
+        roster = self._roster
+        if not candidates or not self._problems.usable(roster, candidates):
+            return False
+        if self._policy.paradigm == "elastic":
+            return not roster.is_clearing() and any(
+                self._problems.is_movable(trial) for trial in candidates
+            )
+        if self.round > 0 and roster.has_free() and roster.waiting():
+            return True
+        return self._is_void or (
+            self._rounds.is_over(roster.trials) and not self._rounds.awaits(self._unsettled())
+        )
+
+    def _candidates(self) -> list[Trial]:
+        trials = self._problems.candidates(self._roster, is_first=self.round == 0)
+        return [t for t in trials if t.run is not None or not self._avoidance.waits(t)]
+
+    def _unsettled(self) -> set[int]:
+        trials, runs = self._roster.trials, self._roster.runs.values()
+        return {r.run_id for r in runs if not self._problems.is_settled(trials[r.number], r)}
+
+    def _decide(self, candidates: list[Trial]) -> list[Instruction]:
+        self.is_deciding, self.has_news, self._is_void = True, False, False
+        self._rounds.decide()
+        self._problem = self._problems.build(
+            candidates,
+            self._roster,
+            joined=self.joined,
+            finished_epochs=tuple(self.finished_epochs),
+            bounded_epochs=tuple(self.bounded_epochs),
+            num_to_come=self._num_to_come(),
+        )
+        return [Allocate(problem=self._problem)]
+
+    def _num_to_come(self) -> int:
+        """As many as are to come, but no more than may be under way where these are few."""
+        most = self._policy.max_trials
+        if most is None or most >= self._problems.num_devices:
+            return self.num_to_come
+        return min(self.num_to_come, max(0, most - len(self._roster.trials)))
+
+    def carry_out(self, plan: Plan) -> list[Instruction]:
+        """Begin with the plan that was asked for."""
+        self.is_deciding = False
+        instructions: list[Instruction] = []
+        posed = self._posed()
+        plan = self._amended(plan, posed)
+        assignments = plan.assignments
+        moved = []
+        for trial in posed:
+            assignment = assignments.get(trial.number)
+            if trial.run is None:
+                trial.waited_rounds += assignment is None
+                trial.previous_devices = ()
+            elif assignment is None or set(assignment.devices) != set(trial.run.devices):
+                devices = () if assignment is None else assignment.devices
+                instructions += self.leave(trial.run, devices)
+            else:
+                instructions += self._stay(trial.run)
+                continue
+            moved.append(trial.number)
+        promised = {n: assignments[n] for n in moved if n in assignments}
+        moves = sum(self._roster.trials[n].run is not None or n in promised for n in moved)
+        self._promise(promised)
+        if self._policy.paradigm == "elastic" and not moves:
+            return instructions
+        self._rounds.begin(self._roster.runs.values(), plan)
+        return [StartRound(round=self.round, plan=plan, moves=moves), *instructions]
+
+    def _amended(self, plan: Plan, posed: list[Trial]) -> Plan:
+        """What it starts is not to be where it was lost, if that can be."""
+        assert self._problem is not None
+        given = {device for a in plan.assignments.values() for device in a.devices}
+        starting = {trial.number: trial for trial in posed if trial.run is None}
+        return self._avoidance.amended(plan, starting, set(self._problem.devices) - given)
+
+    def _posed(self) -> list[Trial]:
+        """Whom the plan was asked about: others became candidates while it was made."""
+        assert self._problem is not None
+        posed = {c.number for c in self._problem.candidates if c.movable}
+        return [trial for trial in self._candidates() if trial.number in posed]
+
+    def _promise(self, assignments: dict[int, Assignment]) -> None:
+        """Let placements wait for their devices, if these are still what they were."""
+        roster = self._roster
+        for number, assignment in assignments.items():
+            fits = len(assignment.devices) <= roster.trials[number].most_devices
+            if fits and roster.can_serve(assignment):
+                roster.pending[number] = assignment
+
+    def leave(self, run: Run, devices: tuple[int, ...] = ()) -> list[Instruction]:
+        """Tell a run to yield as soon as it can; its trial is to have these devices."""
+        was_at_rest = run.stage is Stage.AT_REST
+        within = self._problems.moves_within_epoch(self._roster.trials[run.number])
+        run.become(Stage.LEAVING if was_at_rest or within else Stage.ASKED)
+        if was_at_rest:
+            return [AnswerEpoch(run_id=run.run_id, decision=EpochDecision.YIELD)]
+        return [Interrupt(run_id=run.run_id, devices=devices)] if within else []
+
+    def _stay(self, run: Run) -> list[Instruction]:
+        if run.stage is not Stage.AT_REST:
+            return []
+        run.become(Stage.TRAINING)
+        return [AnswerEpoch(run_id=run.run_id, decision=EpochDecision.GO)]

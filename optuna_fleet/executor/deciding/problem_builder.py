@@ -1,0 +1,162 @@
+"""From the books to an allocation problem: who may be placed, and on what."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+
+from optuna_fleet.alloc.problem import AllocationProblem, Candidate
+from optuna_fleet.executor.deciding.presence import Presence
+from optuna_fleet.executor.deciding.profiles import Profiles
+from optuna_fleet.executor.deciding.roster import Roster
+from optuna_fleet.executor.deciding.trials import PolicyRules, Run, Stage, Status, Trial
+
+
+class ProblemBuilder:
+    """Poses problems about the fleet as it is, under one policy.
+
+    Attributes:
+        moves_s: What each move so far was measured to cost, in seconds.
+    """
+
+    def __init__(self, policy: PolicyRules, profiles: Profiles, presence: Presence) -> None:
+        self._policy = policy
+        self._profiles = profiles
+        self._presence = presence
+        self.may_grow = policy.more_may_join
+        self.moves_s: list[float] = []
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the fleet."""
+        return len(self._presence)
+
+    def fits_fleet(self, trial: Trial) -> bool:
+        """Whether a trial can be launched without that more devices join."""
+        assert trial.model is not None
+        return not self.may_grow or trial.model.min_devices <= self._presence.widest
+
+    def is_settled(self, trial: Trial, run: Run) -> bool:
+        """Nothing more will be learnt of the run: its rate is known, or it will never move."""
+        resumable = trial.model is not None and trial.model.resumable
+        return trial.status is Status.FLYING and (run.measured or not resumable)
+
+    def is_movable(self, trial: Trial) -> bool:
+        """Whether a plan made now can give the trial other devices, or its first."""
+        if trial.run is None:
+            return True
+        return (
+            self._policy.paradigm != "elastic"
+            or trial.run.stage is Stage.AT_REST
+            or self.moves_within_epoch(trial)
+        )
+
+    def moves_within_epoch(self, trial: Trial) -> bool:
+        """Whether its run can be told to leave between two batches."""
+        is_movable = trial.model is not None and trial.model.movable
+        return self._policy.moves_within_epochs and is_movable
+
+    def candidates(self, roster: Roster, *, is_first: bool) -> list[Trial]:
+        """Trials a plan made now is about.
+
+        Waiting ones and, but for the local paradigm after its first plan, flying ones that may
+        leave their devices sooner or later. Not those that an earlier plan is about to move.
+        """
+        flying = self._policy.paradigm != "local" or is_first
+        return [
+            trial
+            for trial in roster.trials.values()
+            if trial.number not in roster.pending
+            and (trial.status is Status.WAITING or (flying and self.may_leave(trial)))
+        ]
+
+    def may_leave(self, trial: Trial) -> bool:
+        """Whether a plan may move it to other devices, sooner or later."""
+        run = trial.run
+        return run is not None and self.can_leave(trial) and self.is_settled(trial, run)
+
+    def can_leave(self, trial: Trial) -> bool:
+        """Whether it could go on elsewhere, if it is told to leave its devices."""
+        if trial.run is None or trial.model is None or not trial.model.resumable:
+            return False
+        if trial.run.stage not in (Stage.TRAINING, Stage.AT_REST):
+            return False
+        # Else it is about to end, and others may fly already where its ranks were.
+        return not trial.run.endings or trial.run.stage is Stage.AT_REST
+
+    def usable(self, roster: Roster, candidates: list[Trial]) -> set[int]:
+        """Devices that may be given to the candidates: free ones and their own."""
+        runs = (trial.run for trial in candidates if trial.run)
+        own = (d for run in runs for d in run.devices if roster.run_on(d) is run)
+        return {*roster.free(), *own} - roster.leaving
+
+    def build(
+        self,
+        candidates: list[Trial],
+        roster: Roster,
+        *,
+        joined: dict[int, int],
+        finished_epochs: tuple[int, ...],
+        bounded_epochs: tuple[int, ...],
+        num_to_come: int,
+    ) -> AllocationProblem:
+        """The problem of placing the candidates on the devices they may use."""
+        usable = self.usable(roster, candidates)
+        nodes, kinds = self._nodes(usable), self._presence.kinds
+        return AllocationProblem(
+            candidates=tuple(self._candidate(trial, usable, kinds) for trial in candidates),
+            nodes=tuple(map(tuple, nodes.values())),
+            kinds=tuple(kind for _, kind in nodes) if len(kinds) > 1 else (),
+            rate_spread=self._policy.rate_spread,
+            time_limit_s=self._policy.solver_time_limit_s,
+            preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
+            phases=self._policy.phases,
+            finished_epochs=finished_epochs,
+            bounded_epochs=bounded_epochs,
+            num_to_come=num_to_come,
+            joined={device: joined[device] for device in usable if device in joined},
+        )
+
+    def _candidate(self, trial: Trial, usable: set[int], kinds: tuple[str, ...]) -> Candidate:
+        model, most = trial.model, self._presence.widest
+        assert model is not None
+        least = model.min_devices
+        if not self.may_grow:
+            least = min(least, most)  # it is launched all the same, to fail and say so
+        home = tuple(d for d in trial.previous_devices if d in usable)
+        devices = trial.run.devices if trial.run else home
+        width = min(trial.most_devices, max(least, most))
+        rates = {kind: self._profiles.rates(model.structure, width, kind) for kind in kinds}
+        kind = self._presence.kind_of(devices[0]) if devices else ""
+        if kind not in rates:  # on no device, or on those of a node that is gone
+            kind = max(kinds, key=lambda kind: rates[kind][0])
+        return Candidate(
+            number=trial.number,
+            rates=rates[kind],
+            rates_by_kind=rates if len(kinds) > 1 else {},
+            devices=devices,
+            min_devices=min(least, width),
+            waited_rounds=trial.waited_rounds,
+            epochs_done=trial.epochs_done,
+            predicted_epochs=trial.predicted_epochs,
+            max_epochs=model.max_epochs,
+            samples_per_epoch=model.samples_per_epoch,
+            movable=self.is_movable(trial),
+            is_within_epoch=trial.run is not None and trial.run.stage is not Stage.AT_REST,
+            rescale_up_s=self._cost_s(trial, model.rescale_up_s),
+            rescale_down_s=self._cost_s(trial, model.rescale_down_s),
+        )
+
+    def _cost_s(self, trial: Trial, of_model: float | None) -> float:
+        if of_model is not None:
+            return of_model
+        if trial.rescale_s is not None:  # its own: compiled models take their time
+            return trial.rescale_s
+        return median(self.moves_s) if self.moves_s else self._policy.rescale_s
+
+    def _nodes(self, usable: set[int]) -> dict[tuple[int, str], list[int]]:
+        """Devices by node and type, in ascending order: each is a node of the problem."""
+        nodes: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for device in sorted(usable):
+            nodes[self._presence.place_of(device)].append(device)
+        return dict(sorted(nodes.items()))

@@ -1,0 +1,159 @@
+"""Who is where: the trials that are not done, their runs, and which devices are idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from optuna_fleet.alloc.problem import Assignment
+from optuna_fleet.events import Ending
+from optuna_fleet.executor.deciding.trials import Run, Stage, Status, Trial
+
+
+class Roster:
+    """The books of the controller. Nothing is decided here.
+
+    Attributes:
+        trials: Trials that are not done, by number.
+        runs: Runs that have not ended on all their devices, by run id.
+        idle: Devices without a run.
+        leaving: Devices that will be gone soon; nobody gets them.
+        pending: Placements that wait until their devices are idle, by trial number. Nobody else
+            gets these devices; all others may be planned for meanwhile.
+    """
+
+    def __init__(self, run_ids: Iterator[int]) -> None:
+        self.trials: dict[int, Trial] = {}
+        self.runs: dict[int, Run] = {}
+        self.idle: set[int] = set()
+        self.leaving: set[int] = set()
+        self.pending: dict[int, Assignment] = {}
+        self._run_ids = run_ids
+        self._run_on: dict[int, Run] = {}
+        self._ending: dict[int, Run] = {}  # in part, by run id: soon they are over
+
+    def with_status(self, status: Status) -> list[Trial]:
+        """Trials of that status, eldest first."""
+        return [trial for trial in self.trials.values() if trial.status is status]
+
+    def waiting(self) -> list[Trial]:
+        """Trials that wait, but for those that have a pending placement, eldest first."""
+        return [t for t in self.with_status(Status.WAITING) if t.number not in self.pending]
+
+    def num_without_run(self) -> int:
+        """Number of trials without a run."""
+        return len(self.trials) - len(self.runs)
+
+    def run_on(self, device: int) -> Run | None:
+        """The run a device has, if it has not ended there."""
+        return self._run_on.get(device)
+
+    def free(self) -> list[int]:
+        """Idle devices that no pending placement waits for, in order.
+
+        Not those of a run that will be over in a moment: one plan serves all of them.
+        """
+        return sorted(self._free())
+
+    def has_free(self) -> bool:
+        """Whether `free` is not empty."""
+        return bool(self._free())
+
+    def _free(self) -> set[int]:
+        ending = (run.left for run in self._ending.values())
+        return self.idle.difference(self.leaving, *self._reserved(), *ending)
+
+    def has_to_leave(self, run: Run) -> bool:
+        """Whether a run that trains is on devices that will be gone soon."""
+        return run.stage is Stage.TRAINING and not self.leaving.isdisjoint(run.devices)
+
+    def is_promised(self, devices: Iterable[int]) -> bool:
+        """Whether pending placements wait for all these devices."""
+        return set(devices).issubset(d for reserved in self._reserved() for d in reserved)
+
+    def _reserved(self) -> Iterable[tuple[int, ...]]:
+        return (assignment.devices for assignment in self.pending.values())
+
+    def ready(self) -> list[tuple[Trial, tuple[int, ...]]]:
+        """Takes out and returns the pending placements whose devices are all idle."""
+        ready = [
+            (self.trials[number], assignment.devices)
+            for number, assignment in self.pending.items()
+            if self.trials[number].run is None and self.idle.issuperset(assignment.devices)
+        ]
+        for trial, _ in ready:
+            del self.pending[trial.number]
+        return ready
+
+    def is_clearing(self) -> bool:
+        """Whether trials leave nodes that go: one plan, in a moment, serves all of them.
+
+        Unless somebody waits for an answer meanwhile.
+        """
+        runs = self.runs.values()
+        clears = any(r.clears and r.stage is Stage.LEAVING and not r.lingers for r in runs)
+        return clears and not any(run.stage is Stage.AT_REST for run in runs)
+
+    def can_serve(self, assignment: Assignment) -> bool:
+        """Whether its trial and all its devices will be ready without a further decision."""
+        own = self.trials[assignment.number].run
+        return (own is None or own.is_ending) and all(map(self._falls_free, assignment.devices))
+
+    def _falls_free(self, device: int) -> bool:
+        run = self._run_on.get(device)
+        is_free = device in self.idle if run is None else run.is_ending
+        return is_free and device not in self.leaving
+
+    def call_off(self) -> None:
+        """Drops what of the plans has not begun: who was not told to yield yet stays."""
+        for run in self.runs.values():
+            if run.stage is Stage.ASKED:
+                run.become(Stage.TRAINING)
+        self.pending = {n: a for n, a in self.pending.items() if self.can_serve(a)}
+
+    def start_run(self, trial: Trial, devices: tuple[int, ...], *, measured: bool) -> Run:
+        """Starts a run of a trial on idle devices."""
+        self.idle.difference_update(devices)
+        run = Run(
+            run_id=next(self._run_ids), number=trial.number, devices=devices, measured=measured
+        )
+        trial.run = self.runs[run.run_id] = run
+        trial.was_launched = True
+        trial.waited_rounds, trial.previous_devices = 0, ()
+        self._run_on.update(dict.fromkeys(devices, run))
+        return run
+
+    def end_rank(self, run: Run, device: int, ending: Ending, *, is_leaving: bool) -> None:
+        """Ends a run on one device."""
+        run.endings[device] = ending
+        del self._run_on[device]
+        if not run.lingers:
+            self._ending[run.run_id] = run
+        if device in run.surviving and not is_leaving:
+            self.idle.add(device)
+
+    def linger(self, run: Run) -> None:
+        """What a run has left is free, and will be."""
+        run.lingers = True
+        self._ending.pop(run.run_id, None)
+
+    def end_run(self, run: Run) -> Trial:
+        """Forgets a run that has ended on all its devices; the trial waits, or is proposed."""
+        del self.runs[run.run_id]
+        self._ending.pop(run.run_id, None)
+        trial = self.trials[run.number]
+        if run.is_lost or trial.is_too_wide:
+            trial.furthest = max(trial.furthest, trial.epochs_done)
+            trial.epochs_done = trial.epochs_saved
+        trial.run = None
+        if run.is_lost or not self.leaving.isdisjoint(run.devices):
+            trial.previous_devices = tuple(d for d in run.surviving if d not in self.leaving)
+        return trial
+
+    def lose(self, device: int) -> None:
+        """A device is lost."""
+        self.idle.discard(device)
+
+    def remove(self, number: int) -> None:
+        """A trial is done."""
+        del self.trials[number]
+        self.pending.pop(number, None)

@@ -1,0 +1,1 @@
+"""What outlives a call: nodes, their trainers, the channels to them."""

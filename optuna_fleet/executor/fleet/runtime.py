@@ -1,0 +1,391 @@
+"""What outlives one `optimize` call: nodes and their trainers, channels to them, the solver."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from optuna_fleet.alloc import IsolatedAllocator, RateProfile
+from optuna_fleet.checkpoints.folder import StudyFolder, private_folder
+from optuna_fleet.events import Ending, Event
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
+from optuna_fleet.executor.fleet.agents import Agents, NodeOptions
+from optuna_fleet.executor.fleet.checkpoint_server import CheckpointServer
+from optuna_fleet.executor.fleet.connections import Connections
+from optuna_fleet.executor.fleet.device_faults import DeviceFaults
+from optuna_fleet.executor.fleet.exclusion import Exclusion
+from optuna_fleet.executor.fleet.nodes import Node, Nodes
+from optuna_fleet.executor.fleet.pipeline_reports import PipelineReports
+from optuna_fleet.executor.fleet.rendezvous import Rendezvous
+from optuna_fleet.executor.fleet.sharing import ChunkSharing
+from optuna_fleet.executor.fleet.trainers import Trainers
+from optuna_fleet.options import Limits
+from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.processes import fill_standard_streams, state_in_words
+from optuna_fleet.resources import Fleet
+from optuna_fleet.sampler_bridge.compat import fleet_logger
+from optuna_fleet.wire.messages import Ended, TrainerReady, TrainerUnfit
+from optuna_fleet.wire.node_messages import (
+    AgentJoining,
+    ChunksShared,
+    KillTrainer,
+    NodeLost,
+    OpenStore,
+    PipelineReport,
+    ProcessId,
+    ReportPipeline,
+    StoreLost,
+    StoreReady,
+    TrainerExited,
+    TrainerStarted,
+)
+
+_REPORT_LIMIT_S = 5.0
+_RESET_LIMIT_S = 10.0
+
+
+class Runtime:
+    """The running fleet of one executor.
+
+    Attributes:
+        profiles: Measured training rates by model structure; they serve later calls too.
+        agents: Lets nodes join and leave.
+        trainers: The life of the trainers.
+        rendezvous: The store where the ranks of a trial find each other.
+        faults: Which devices are left out; `exclusion` leaves them out.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pipeline: SharedPipeline | None,
+        allocator: IsolatedAllocator,
+        checkpoint_dir: Path | None,
+        limits: Limits,
+        network: Network,
+        *,
+        preload: bool,
+    ) -> None:
+        self.allocator = allocator
+        self.profiles: dict[str, RateProfile] = {}
+        self.run_ids = itertools.count()
+        self.faults = DeviceFaults()
+        self.rendezvous = Rendezvous(self._ask_for_store)
+        fill_standard_streams()
+        self._checkpoint_dir = checkpoint_dir or private_folder()
+        self._keeps_checkpoints = checkpoint_dir is not None
+        self._owner = os.getpid()
+        self._reports = PipelineReports()
+        self.connections = Connections(network.host, network.port)
+        self._checkpoint_server = CheckpointServer(self._checkpoint_dir)
+        self.connections.on_transfer = self._checkpoint_server.serve
+        options = NodeOptions(
+            pipeline=pipeline,
+            preload=preload,
+            private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
+            limits=limits,
+            network=network,
+        )
+        try:
+            self.agents = Agents(engine, self.connections, options, self.faults)
+        except BaseException:
+            self.connections.close()
+            engine.close()
+            self._remove_private_folder()
+            raise
+        self.trainers = Trainers(self.agents.devices)
+        self.exclusion = Exclusion(self.faults, self.agents, self.trainers)
+        self.sharing = ChunkSharing(pipeline.exchange if pipeline else "local", self.agents.tell)
+
+    @property
+    def nodes(self) -> Nodes:
+        """Those that are there."""
+        return self.agents.nodes
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
+        """Wait for messages as `Connections` does; what is about processes is noted on the way.
+
+        Raises:
+            LaunchError: No agent can work on the last node.
+        """
+        for node, cause, is_replaced in self.agents.lost():
+            yield from self._lose(node, cause, is_replaced=is_replaced)
+        for joining in self.agents.admitted():
+            self._note(joining)
+        yield from self.agents.leaving()
+        self._end_stopped_agents()
+        self._end_late()
+        timeout_s = self._patience_s(timeout_s)
+        for message in self.connections.messages(timeout_s, *self.agents.readables(), *others):
+            if isinstance(message, AgentJoining) and (gone := self.agents.replaced_by(message)):
+                yield from self._lose(gone, "its connection ended", is_replaced=True)
+            self._note(message)
+            yield message
+
+    def _note(self, message: Any) -> None:
+        self.agents.note(message)
+        match message:  # what a dead agent said is read after its death, and void
+            case TrainerStarted():
+                self._trainer_started(message)
+            case TrainerUnfit() if self.nodes.get(message.process.agent):
+                self.agents.startup.over(message.process)
+                self.trainers.retire(message.device, message.process)
+                self.exclusion.device_failed(message.device, message.problem)
+            case TrainerReady() | TrainerExited():
+                self.agents.startup.over(message.process)
+            case StoreReady():
+                self.rendezvous.ready(message)
+            case StoreLost():
+                self.rendezvous.lost(message)
+            case PipelineReport():
+                self._reports.take(message)
+                self.sharing.reported(self._reports.last)
+            case AgentJoining() if self.nodes.get(message.agent):
+                self.sharing.joined(message.agent)
+            case ChunksShared() if self.nodes.get(message.peer.agent):
+                self.sharing.ready(message.peer)
+
+    def _patience_s(self, timeout_s: float | None) -> float | None:
+        now = time.monotonic()
+        waits = [due - now for due, _ in self.trainers.kills_due() if due > now]
+        limits = (timeout_s, self.agents.patience_s())
+        return min([*waits, *(limit for limit in limits if limit is not None)], default=None)
+
+    # -- nodes ------------------------------------------------------------------------------------
+
+    def _lose(self, node: Node, cause: str, *, is_replaced: bool) -> Iterator[Any]:
+        """Yield the last words of a node's trainers, then that they are dead, and why."""
+        for process in self.trainers.live.values():
+            if process.agent == node.agent:
+                yield from self.connections.last_words(process)
+        self.agents.forget(node)
+        self.rendezvous.node_lost(node.agent)
+        self.sharing.left(node.agent)
+        dead = self.trainers.node_lost(node.agent)
+        self._reports.node_lost(node.agent)
+        yield NodeLost(
+            text=(
+                f"Node {node.name} was lost: {cause}"
+                + ("; another agent was started there." if is_replaced else ".")
+            ),
+            exits=tuple(TrainerExited(device=d, process=p, cause=cause) for d, p in dead.items()),
+            devices=tuple(device.index for device in node.devices),
+            is_replaced=is_replaced,
+        )
+
+    # -- trainers ---------------------------------------------------------------------------------
+
+    def _trainer_started(self, message: TrainerStarted) -> None:
+        name = f"The trainer of device {message.device}"
+        if message.process is None:
+            text = "can't be started, and is tried again later: are `ulimit -n` and `-u` too low?"
+            fleet_logger.warning(f"{name} {text} {message.problem}")
+        elif self.trainers.started(message.device, message.process):
+            self.agents.startup.started(message.process, name)
+
+    def _end_late(self) -> None:
+        """Kill what was started and is not ready: because it is stopped, say."""
+        for late, problem in self.agents.startup.late():
+            state = state_in_words(self.nodes.pid_of(late))
+            problem += f" ({state})" if state else ""
+            fleet_logger.warning(f"{problem}; it is killed, to be replaced by another one.")
+            if isinstance(late, ProcessId):
+                self._kill(self.trainers.device_of(late), late)
+            else:
+                self.agents.end(late, problem)
+
+    def _end_stopped_agents(self) -> None:
+        """Kill agents that do not do what they were told to, because they are stopped."""
+        now = time.monotonic()
+        for process in {process for due, process in self.trainers.kills_due() if now >= due}:
+            node = self.nodes.get(process.agent)
+            if node is not None and state_in_words(node.pid):
+                self.agents.end(node.name)
+
+    def send(self, device: int, message: Any) -> None:
+        """Send to the trainer that the controller knows; the end of a dead one is told anyway."""
+        process = self.trainers.process_on(device)
+        channel = None if process is None else self.connections.trainers.get(process)
+        self.connections.send(channel, message)
+
+    # -- devices ----------------------------------------------------------------------------------
+
+    def device_events(self, message: TrainerReady | TrainerExited) -> list[Event]:
+        """Translate trainers' coming and going; a successor is only announced after the loss.
+
+        Raises:
+            LaunchError: Trainers keep dying before they are ready, and no other device is left.
+        """
+        device, process = message.device, message.process
+        if device in self.faults.left_out and self.trainers.process_on(device) is None:
+            return []
+        if isinstance(message, TrainerExited):
+            try:
+                return self.trainers.ended(device, process, message.cause)
+            except LaunchError as error:
+                self.exclusion.start_failed(device, error)
+                return []
+        node = self.nodes.get(process.agent)
+        if node is None:
+            return []  # it died with its agent
+        self.agents.has_worked(node)
+        return self.trainers.ready(device, process)
+
+    def rank_ended(self, message: Ended) -> list[Event]:
+        """Note what the end of a rank says of its trainer and its device.
+
+        Raises:
+            LaunchError: No device is left that works.
+        """
+        if message.has_device_failed:
+            problem = message.error.description if message.error is not None else ""
+            self.exclusion.device_failed(message.device, problem)
+        elif message.ending in (Ending.RETURNED, Ending.YIELDED, Ending.RAISED):
+            self.faults.worked(message.device)
+        process = self.trainers.process_on(message.device) if message.is_last else None
+        return [] if process is None else self.trainers.retire(message.device, process)
+
+    def kill(self, device: int) -> None:
+        """Kill the trainer of a device; its successor announces itself."""
+        if (process := self.trainers.process_on(device)) is not None:
+            self._kill(device, process)
+
+    def _kill(self, device: int, process: ProcessId) -> None:
+        self.trainers.kill(device, process)
+        self.agents.tell(process.agent, KillTrainer(pid=process.pid))
+
+    @property
+    def are_starting(self) -> bool:
+        """Whether trainers are on their way."""
+        there = self.nodes.devices.keys()
+        return bool(there - self.trainers.live.keys() - self.faults.left_out)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether devices may join that were never there."""
+        awaited = self.nodes.devices.keys() - self.trainers.have_served - self.faults.left_out
+        return bool(awaited) or self.agents.awaits_nodes
+
+    @property
+    def widest(self) -> int:
+        """Most devices that a trial can have, without those that are left out.
+
+        Any number where nodes may join that were never there.
+        """
+        if self.agents.awaits_nodes:
+            return sys.maxsize
+        there = self.nodes.devices.items()
+        return Fleet(devices=tuple(d for n, d in there if n not in self.faults.left_out)).widest
+
+    def process_state(self, device: int) -> str:
+        """What keeps the trainer of a device from running, in words; "" if nothing does."""
+        return state_in_words(self.nodes.pid_of(self.trainers.process_on(device)))
+
+    # -- trials -----------------------------------------------------------------------------------
+
+    def prepare_groups(self) -> None:
+        """A trial trains: soon there will be plans, and ranks that have to find each other."""
+        with contextlib.suppress(OSError):  # it is tried again with the first plan
+            self.allocator.start()
+        self.rendezvous.open()
+
+    def _ask_for_store(self) -> str | None:
+        node = next(iter(self.nodes), None)
+        if node is not None:
+            self.agents.tell(node.agent, OpenStore())
+        return None if node is None else node.agent
+
+    def replace_store(self) -> str:
+        """Have another store started, since nobody finds anybody at this one; say so."""
+        store = self.rendezvous.store
+        state = state_in_words(self.nodes.pid_of(store.process)) if store else "not ready"
+        self.rendezvous.void()
+        self.rendezvous.open()
+        return "the store where ranks find each other is replaced" + (f" ({state})" * bool(state))
+
+    def group_name(self, run_id: int) -> str:
+        """Name of a run's process group, which other users of this machine can't guess."""
+        return hmac.digest(self.connections.secret, f"group {run_id}".encode(), "sha256").hex()
+
+    def folder_of(self, study_name: str) -> StudyFolder:
+        """Where the checkpoints of a study's trials are."""
+        return StudyFolder(self._checkpoint_dir, study_name)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def reset(self, devices: set[int]) -> bool:
+        """Replace the trainers of these devices; return whether their successors are ready.
+
+        It raises no LaunchError: who resets has an error of its own to tell.
+        """
+        wanted = {d: process for d, process in self.trainers.live.items() if d in devices}
+        for device in wanted:
+            self.kill(device)
+
+        def is_reset() -> bool:
+            there = self.nodes.devices
+            now = {d: self.trainers.process_on(d) for d in wanted if d in there}
+            return all(process not in (None, wanted[d]) for d, process in now.items())
+
+        try:
+            return self._wait_until(is_reset, _RESET_LIMIT_S)
+        except LaunchError:
+            return False
+
+    def _wait_until(self, is_so: Any, limit_s: float) -> bool:
+        """Handle messages between two calls until something is so; return whether it is."""
+        deadline = time.monotonic() + limit_s
+        while not is_so():
+            if (left_s := deadline - time.monotonic()) <= 0:
+                return False
+            for message in self.messages(left_s):
+                for heard in (message, *getattr(message, "exits", ())):  # of a lost node
+                    if isinstance(heard, TrainerReady | TrainerExited):
+                        self.device_events(heard)
+        return True
+
+    @property
+    def last_report(self) -> PipelineReport:
+        """What the pipelines of all nodes had done, lost ones included, when last heard of."""
+        return replace(self._reports.total, exchange=self.sharing.reason)
+
+    def pipeline_report(self) -> PipelineReport | None:
+        """Ask the pipelines what they have done by now."""
+        asked = [node.agent for node in self.nodes]
+        self._reports.ask()
+        for agent in asked:
+            self.agents.tell(agent, ReportPipeline())
+
+        def have_answered() -> bool:
+            return self._reports.have_answered(a for a in asked if self.nodes.get(a))
+
+        self._wait_until(have_answered, _REPORT_LIMIT_S)
+        return self.last_report if self._reports.are_there else None
+
+    def close_if_owner(self) -> None:
+        """`close`, unless this is a fork of the process that started the fleet."""
+        if os.getpid() == self._owner:
+            self.close()
+
+    def close(self) -> None:
+        """End every process and remove what is ours."""
+        self.allocator.close()
+        self.agents.close()
+        self._checkpoint_server.close()
+        self._remove_private_folder()
+
+    def _remove_private_folder(self) -> None:
+        if not self._keeps_checkpoints:
+            shutil.rmtree(self._checkpoint_dir, ignore_errors=True)

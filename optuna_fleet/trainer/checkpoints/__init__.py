@@ -1,0 +1,1 @@
+"""What is kept of a trial, and put back."""

@@ -1,0 +1,298 @@
+"""Checkpoints of trials: what is in them, and how it is made fit to be written and loaded."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import IO, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from optuna_fleet.checkpoints import file as checkpoint_file
+from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
+from optuna_fleet.trainer.randomness import rng_state, set_rng_state
+from optuna_fleet.trainer.splitting import tracked
+
+Read = Callable[[Any], bytes | bytearray]
+
+_PLAIN_TYPES = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(torch.dtype, torch.device, torch.Size),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """All that a trial needs to go on elsewhere.
+
+    Attributes:
+        loop: Which of the objective's ``trial.epochs`` loops it was made in, from 1.
+        epoch: The epoch of that loop to go on with.
+        objects: ``state_dict`` of each prepared object, in the order of ``trial.prepare``.
+        state: ``trial.state``, the objective's own variables.
+        rng: ``rng_state`` of each rank.
+        history: Values reported so far, by step.
+        modules: Which of the objects are modules, by position.
+        remainder: What the ``state_dict`` of each object leaves out (`states`).
+        parameters: What was suggested to the trial, but for choices that are objects.
+        step: The batch of the epoch's first pass to go on with; None for the epoch's beginning.
+        totals: What each rank has added to ``trial.totals`` before that step.
+    """
+
+    loop: int
+    epoch: int
+    objects: list[dict[str, Any]]
+    state: dict[str, Any]
+    rng: list[dict[str, Any]]
+    history: dict[int, float]
+    modules: list[int] = field(default_factory=list)
+    remainder: list[dict[str, Any]] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    totals: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A checkpoint as it will be written, shared with nobody."""
+
+    content: dict[str, Any]
+    epoch: int
+
+    @property
+    def position(self) -> tuple[int, ...]:
+        """How far the trial is in it: loop, epoch, and step where it left an epoch's midst."""
+        step = self.content.get("step")
+        return self.content["loop"], self.epoch, *(() if step is None else (step,))
+
+
+def snapshot(checkpoint: Checkpoint) -> Snapshot:
+    """Copy a checkpoint to the CPU's memory, where training does not change it.
+
+    Args:
+        checkpoint: Tensors on any device; they become CPU tensors.
+
+    Raises:
+        FleetConfigError: If ``trial.state`` or a ``state_dict`` holds a type that can't be loaded
+            safely; names the key.
+    """
+    content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
+    content["objects"] = _portable(checkpoint.objects, "objects", own=False)
+    content["remainder"] = _portable(checkpoint.remainder, "remainder", own=False)
+    content["state"] = _portable(checkpoint.state, "trial.state", own=True)
+    content["totals"] = _portable(checkpoint.totals, "trial.totals", own=False)
+    content["history"] = dict(checkpoint.history)
+    return Snapshot(content=content, epoch=checkpoint.epoch)
+
+
+def write(file: IO[bytes], snapshot: Snapshot, owner: Owner) -> None:
+    """Write a snapshot into an empty file.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    checkpoint_file.write(
+        file,
+        lambda payload: torch.save(snapshot.content, payload),
+        owner=owner,
+        epoch=snapshot.epoch,
+    )
+
+
+def load_newest(
+    paths: Iterable[str],
+    owner: Owner,
+    parameters: Mapping[str, Any] | None = None,
+    read: Read = checkpoint_file.contents,
+) -> tuple[Checkpoint | None, list[str]]:
+    """Read the newest good checkpoint of several.
+
+    Args:
+        paths: Where the trial has its checkpoints, the newest first.
+        owner: The trial; what is another's is not good.
+        parameters: What the study has suggested to it so far; likewise.
+        read: Reads the file of a checkpoint.
+
+    Returns:
+        The checkpoint, or None if none is good; and what was wrong with those passed over.
+    """
+    problems: list[str] = []
+    for path in paths:
+        try:
+            return load(path, owner, parameters, read), problems
+        except CheckpointError as error:
+            problems.append(str(error))
+    return None, problems
+
+
+def load(
+    path: str | os.PathLike[str],
+    owner: Owner,
+    parameters: Mapping[str, Any] | None = None,
+    read: Read = checkpoint_file.contents,
+) -> Checkpoint:
+    """Read and verify a checkpoint; its tensors are on the CPU.
+
+    Raises:
+        CheckpointError: If the file is missing, torn, altered, of another format, or another
+            trial's; or of a trial of that number that had other `parameters`.
+    """
+    payload = checkpoint_file.verified(path, read(path), owner)
+    content = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    loaded = Checkpoint(**content)
+    if parameters is not None:
+        _check_parameters(path, loaded.parameters, parameters)
+    return loaded
+
+
+def _check_parameters(
+    path: str | os.PathLike[str], made_with: Mapping[str, Any], known: Mapping[str, Any]
+) -> None:
+    for name, value in made_with.items():
+        if name not in known or not _same(value, known[name]):
+            now = f"is {known[name]!r}" if name in known else "is not known"
+            raise CheckpointError(
+                f"The checkpoint {path} is of a trial whose parameter {name!r} was {value!r}, but "
+                f"that of this trial {now}: {ADVICE}."
+            )
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, float) and isinstance(other, float):  # databases may round
+        both_nan = math.isnan(value) and math.isnan(other)
+        return both_nan or math.isclose(value, other, rel_tol=1e-12)
+    return bool(value == other)
+
+
+def gather_rng() -> list[dict[str, Any]]:
+    """``rng_state`` of every rank of the default group, on every rank."""
+    return gather(rng_state())
+
+
+def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank of the default group gives, plain values and tensors, on every rank."""
+    if group_size() == 1:
+        return [own]
+    # Not all_gather_object: it unpickles, and torch's connections prove nothing of their peers.
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    mine = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(wire_device())
+    sizes = [torch.tensor(0, device=mine.device) for _ in range(group_size())]
+    dist.all_gather(sizes, torch.tensor(len(mine), device=mine.device))
+    lengths: list[int] = torch.stack(sizes).tolist()
+    most = max(lengths)
+    states = [torch.empty(most, dtype=torch.uint8, device=mine.device) for _ in sizes]
+    dist.all_gather(states, torch.nn.functional.pad(mine, (0, most - len(mine))))
+    return [
+        torch.load(io.BytesIO(state[:length].cpu().numpy().tobytes()), weights_only=True)
+        for state, length in zip(states, lengths, strict=True)
+    ]
+
+
+def broadcast(own: Checkpoint | None) -> Checkpoint:
+    """What rank 0 gives, on every rank; all must call it."""
+    sent = io.BytesIO()
+    if own is not None:
+        torch.save(snapshot(own).content, sent)
+    data = torch.frombuffer(bytearray(sent.getbuffer()) or bytearray(1), dtype=torch.uint8)
+    (size,) = of_first_rank([len(data)])
+    data = (data if own is not None else torch.empty(size, dtype=torch.uint8)).to(wire_device())
+    dist.broadcast(data, src=0)
+    if own is not None:
+        return own
+    received = io.BytesIO(data.cpu().numpy().tobytes())
+    return Checkpoint(**torch.load(received, map_location="cpu", weights_only=True))
+
+
+def restore_rng(states: list[dict[str, Any]]) -> None:
+    """Restore this rank's own generators, or rank 0's if the number of ranks changed."""
+    rank = dist.get_rank() if group_size() == len(states) and dist.is_initialized() else 0
+    set_rng_state(states[rank])
+
+
+def _portable(value: Any, where: str, *, own: bool) -> Any:
+    """Copy of `value` that ``torch.load(weights_only=True)`` accepts, with compact CPU tensors.
+
+    Args:
+        value: A tensor, a plain value, or containers of them.
+        where: Its name in errors.
+        own: Whether it is the user's own (``trial.state``), who can convert NumPy values; those in
+            other objects (a learning rate, say) become Python numbers here.
+    """
+    if isinstance(value, torch.Tensor):
+        return _copy(value)
+    value = tracked.plain(value)
+    if type(value) in _PLAIN_TYPES:
+        return bytearray(value) if isinstance(value, bytearray) else value
+    if isinstance(value, np.generic) and not own:
+        return value.item()
+    if type(value) in (list, tuple, set):
+        items = enumerate(value)
+        return type(value)(_portable(item, f"{where}[{key}]", own=own) for key, item in items)
+    # A default's factory can't be loaded safely: in the user's own state it would be missed.
+    if type(value) in (dict, OrderedDict, Counter) or (type(value) is defaultdict and not own):
+        return _portable_dict(value, where, own=own)
+    raise FleetConfigError(_refusal(value, where))
+
+
+def _portable_dict(value: dict[Any, Any], where: str, *, own: bool) -> dict[Any, Any]:
+    items = {
+        _portable(key, f"a key of {where}", own=own): _portable(item, f"{where}[{key!r}]", own=own)
+        for key, item in value.items()
+    }
+    if isinstance(value, Counter):  # the milestones of torch's MultiStepLR
+        return Counter(items)
+    if not isinstance(value, OrderedDict):
+        return items
+    ordered = OrderedDict(items)
+    if hasattr(value, "_metadata"):  # versions of the modules, for load_state_dict
+        vars(ordered)["_metadata"] = value._metadata
+    return ordered
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+        if tensor.layout != torch.strided or not _is_part(tensor):
+            return tensor
+    # Training goes on changing it while it is written. And torch saves whole storages: a view of
+    # a large tensor would take all of it along.
+    return tensor.clone()
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def _refusal(value: Any, where: str) -> str:
+    name = type(value).__name__
+    if isinstance(value, np.generic):
+        return f"The value of {where} is a NumPy {name}; store `value.item()` instead."
+    if isinstance(value, np.ndarray):
+        return f"The value of {where} is a NumPy array; store `torch.from_numpy(value)` instead."
+    if isinstance(value, defaultdict):
+        return (
+            f"The value of {where} is a defaultdict, but a checkpoint can't keep its default: "
+            "store a dict, and use `setdefault(key, default)` where it may lack a key."
+        )
+    for plain in (dict, list, tuple, set):
+        if isinstance(value, plain):
+            return (
+                f"The value of {where} is a {name}, but a checkpoint takes only a plain "
+                f"{plain.__name__}: store `{plain.__name__}(value)`, and make the {name} from it "
+                "where you need one."
+            )
+    return (
+        f"The value of {where} is a {name}, but a checkpoint takes only numbers, strings, bytes, "
+        f"tensors, and lists, tuples, sets and dicts of them: store such values, and make the "
+        f"{name} from them when the trial resumes."
+    )

@@ -1,0 +1,152 @@
+"""Makes the checkpoints of one run: copied at once, written while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from optuna_fleet.checkpoints.file import CheckpointError, Owner
+from optuna_fleet.events import CheckpointSaved
+from optuna_fleet.exceptions import RetryableError
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.checkpoints.files import RunFiles
+from optuna_fleet.trainer.session import DriverGoneError, Session
+from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
+
+Make = Callable[[], checkpoint.Checkpoint]
+
+
+def owner_of(run: RunTrial) -> Owner:
+    """Whose the checkpoints of a run are."""
+    return Owner(study=run.study_name, trial=run.number)
+
+
+class Saver:
+    """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial.
+
+    Attributes:
+        files: Those of the run under way.
+    """
+
+    def __init__(self, session: Session, files: RunFiles) -> None:
+        self._session = session
+        self.files = files
+        self._owner = owner_of(session.run)
+        self._thread: threading.Thread | None = None
+        self._has_failed = False
+        self._best: checkpoint.Snapshot | None = None
+        self._written_best: checkpoint.Snapshot | None = None
+
+    @property
+    def _run(self) -> RunTrial:
+        return self._session.run
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def can_copy(self, make: Make) -> bool:
+        """Whether a checkpoint can be made of what `make` returns."""
+        return self._copied(make) is not None
+
+    def save(self, make: Make) -> None:
+        """Copy what `make` returns and begin to write it; `is_busy` must be false."""
+        self._has_failed = False
+        if (copy := self._copied(make)) is not None:
+            thread = threading.Thread(
+                target=self._write, args=(copy, self._best), name="optuna-fleet-checkpoint"
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # too many threads, or processes
+                self._write(copy, self._best)
+            else:
+                self._thread = thread
+
+    def finish(self) -> bool:
+        """Wait until the last checkpoint is written; return whether it was."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return not self._has_failed
+
+    @property
+    def owes_best(self) -> bool:
+        """Whether the best is not written yet."""
+        return self._best is not self._written_best
+
+    def keep_best(self, make: Make) -> None:
+        """Copy what led to the best report so far; it is written with the next checkpoint."""
+        self._best = self._copied(make)
+
+    def inherit(self, other: Saver) -> None:
+        """Owe what that one has kept, as if it had not been written."""
+        self._best = other._best
+
+    def leave(self, value: float, make: Make) -> None:
+        """Write what the trial leaves behind, having returned `value`.
+
+        That is what led to the report of `value`, if that was the best and not the last; else what
+        `make` returns.
+        """
+        self.finish()
+        left = None
+        if self._session.reports.is_best_before_last(value):
+            left = self._best_of(value)
+            if left is None:
+                self._session.warn(
+                    "It returned the best value that it had reported, but nothing good is kept of "
+                    "what it had prepared then: its final checkpoint has its last weights."
+                )
+        left = left or self._copied(make)
+        if left is None:
+            return
+        try:
+            self._save(left, (), "final")
+        except Exception as error:
+            self._failed(error)
+
+    def _best_of(self, value: float) -> checkpoint.Snapshot | None:
+        """What `keep_best` has copied when `value` was reported, in this run or an earlier one."""
+        for path in self._run.bests if self._best is None else ():
+            with suppress(CheckpointError, RetryableError):
+                known = self._run.parameters
+                found = checkpoint.load(path, self._owner, known, self.files.read)
+                # One newer than the checkpoint that the trial went on with may be of another.
+                if next(reversed(found.history.values())) == value:
+                    return checkpoint.snapshot(found)
+        return self._best
+
+    def _copied(self, make: Make) -> checkpoint.Snapshot | None:
+        try:
+            return checkpoint.snapshot(make())
+        except Exception as error:
+            self._failed(error)
+            return None
+
+    def _write(self, copy: checkpoint.Snapshot, best: checkpoint.Snapshot | None) -> None:
+        try:
+            if best is not None and best is not self._written_best:
+                # First: no checkpoint tells of a report of which nothing is kept.
+                self._save(best, copy.position, "best")
+                self._written_best = best
+            location = self._save(copy, copy.position, "")
+        except Exception as error:
+            self._failed(error)
+            return
+        self._tell(CheckpointSaved(run_id=self._run.run_id, epoch=copy.epoch, location=location))
+
+    def _save(self, content: checkpoint.Snapshot, position: tuple[int, ...], kind: str) -> str:
+        return self.files.write(
+            position, kind, lambda file: checkpoint.write(file, content, self._owner)
+        )
+
+    def _failed(self, error: Exception) -> None:
+        self._has_failed = True
+        self._tell(CheckpointFailed(run_id=self._run.run_id, problem=str(error)))
+
+    def _tell(self, message: CheckpointSaved | CheckpointFailed) -> None:
+        with suppress(DriverGoneError):
+            self._session.send_aside(message)

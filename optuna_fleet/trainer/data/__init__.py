@@ -1,0 +1,1 @@
+"""What this rank trains on, and how fast."""

@@ -1,0 +1,397 @@
+"""A rank's data: which batches it gets, what part of each it holds, how fast they are trained."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from optuna_fleet.arguments import check_that, is_a
+from optuna_fleet.events import RateMeasured
+from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.reader.inline import InlineClient
+from optuna_fleet.trainer.bounds import Bounds
+from optuna_fleet.trainer.data.feed import feed
+from optuna_fleet.trainer.data.shards import Shards
+from optuna_fleet.trainer.data.stopwatch import Stopwatch
+from optuna_fleet.trainer.gradients.shares import BatchShares, Share
+from optuna_fleet.trainer.groups import of_first_rank
+from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.seeding import seed_gpu
+from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.splitting.split_check import SplitCheck
+from optuna_fleet.wire.messages import FirstBatchRequested, RunTrial, Trained
+
+_LONG_S = 120.0
+_MOVABLE = (
+    "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
+    'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
+    "first thing that the epoch reads, and the loop keeps its sums in trial.totals, and what else "
+    "it carries from batch to batch in trial.state."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One pass over batches, from the step `first` on."""
+
+    arguments: tuple[str, int, bool]
+    number: int
+    batches: Any
+    first: int
+    is_shuffled: bool
+    can_leave: bool
+    world_size: int
+
+
+class ShardLoader:
+    """What `FleetTrial.batches` does.
+
+    Args:
+        session: This rank's calls.
+        pipeline: Where samples come from.
+        device: Where the trial computes.
+        modules: What was prepared so far; grows while the objective runs.
+        within: Where the objective is in its epochs, and leaves them.
+        shares: Told which part of each batch this rank holds.
+        split_check: Told of training batches, if it is given.
+
+    Attributes:
+        reached_after_s: When the objective first asked for data; None before.
+        gives_whole_batches: Each rank gets all of a batch, as if it were alone.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        pipeline: PipelineClient | InlineClient | None,
+        device: torch.device,
+        modules: list[torch.nn.Module],
+        within: WithinEpoch,
+        shares: BatchShares,
+        split_check: SplitCheck | None,
+    ) -> None:
+        self.shares = shares
+        self.reached_after_s: float | None = None
+        self.bounds = Bounds()
+        self.gives_whole_batches = False
+        self._session = session
+        session.collectives = lambda: self.shares.collectives
+        self._pipeline = pipeline
+        self._device = device
+        self._modules = modules
+        self._within = within
+        self._position = within.position
+        self.split_check = split_check
+        self._batch_size: int | None = None  # that was given last
+        self._has_reached_training = False
+        self._reached: FirstBatchRequested | None = None  # as told last
+        self._seeded_for: tuple[int, int] | None = None
+        self._samples_per_epoch = 0
+        self._epoch_began = time.perf_counter()
+        self._read_outside: Counter[str] = Counter()
+        self._timed_pass: int | None = None
+        self._num_passes = 0
+        self.begin_run()
+
+    @property
+    def _run(self) -> RunTrial:
+        return self._session.run
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """This rank among those that share a batch, and their number."""
+        run = self._run
+        return (0, 1) if self.gives_whole_batches else (run.rank, run.world_size)
+
+    def batches(
+        self, name: str, batch_size: int | None, *, drop_last: bool, movable: bool = False
+    ) -> Shards:
+        """See `FleetTrial.batches`."""
+        if self._pipeline is None:
+            raise FleetConfigError(
+                "trial.batches() needs data: pass it as FleetExecutor(SharedPipeline(train=..., "
+                "...))."
+            )
+        if batch_size is None and self._batch_size is None:
+            raise FleetConfigError(
+                f"trial.batches({name!r}) was called without `batch_size`, and no other call gave "
+                "one yet: give that of the whole trial, over all its devices: "
+                f"trial.batches({name!r}, batch_size=...)."
+            )
+        batch_size = self._batch_size if batch_size is None else batch_size
+        assert batch_size is not None
+        check_that("movable", movable, is_a(bool), "be True or False")
+        shards = Shards(self, name, batch_size, drop_last, movable)
+        len(shards)  # checks the arguments
+        self._batch_size = batch_size
+        return shards
+
+    def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
+        """Number of global batches in an epoch."""
+        return len(self._pass(name, batch_size, drop_last, self._position.epoch, 0))
+
+    def read(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> Iterator[Any]:
+        """Yield this rank's shards, on the trial's device."""
+        one = self._open(name, batch_size, drop_last, movable)
+        try:
+            while (step := (yield from self._read(one))) is not None:
+                one = self._go_on(one, step)
+        finally:
+            self._close(one)
+        if movable:  # while all ranks are here: some may not look at the totals
+            self._within.totals.merge()
+
+    def _read(self, one: _Pass) -> Generator[Any, None, int | None]:
+        """Yield what is left of a pass; return the step that another run goes on with, if any."""
+        assert self._pipeline is not None
+        finish = self._pipeline.finisher(one.arguments[0])
+        with closing(feed(one.batches, self._device, finish)) as fed:
+            for step, (batch, data) in enumerate(fed, one.first):
+                self._session.check()
+                if one.can_leave and self._within.come_to(step, one.number, sys._getframe(2)):
+                    return step
+                self._session.num_batches += 1
+                trains = self._trains(one.is_shuffled)
+                in_step = trains or self._normalises()
+                # Every rank takes part in a step that trains, if need be with a padding sample.
+                if batch.local_size == 0 and not in_step:
+                    continue
+                share = Share(batch.local_size, batch.global_size)
+                self.shares.hand_out(one.number, share, data, lockstep=in_step, trains=trains)
+                timed = self.stopwatch.active and trains and one.number == self._timed_pass
+                if trains:
+                    self._begin_step(data, batch.global_size, one.batches)
+                yield data
+                if trains:
+                    self._tell_trained()
+                if timed:
+                    self._measure(batch.global_size)
+                    self.stopwatch.start()
+        return None
+
+    def _open(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> _Pass:
+        assert self._pipeline is not None
+        if not self._modules:
+            raise TrialError(
+                f"Trial {self._run.number} asked for batches before trial.prepare(model, "
+                "optimizer): without it the model would not be trained on the trial's devices nor "
+                "checkpointed."
+            )
+        rolls = self._pipeline.rolls(name)
+        can_leave = movable and not rolls and not self.gives_whole_batches
+        can_leave = self._within.begin_pass(movable=can_leave)
+        self._reach(name, batch_size, movable=can_leave)
+        is_shuffled = self._pipeline.is_shuffled(name)
+        self._check_order(name, is_shuffled and not rolls)
+        self._num_passes += 1
+        first, goes_on = self._within.first_step(movable=can_leave)
+        if self._timed_pass is None and self._trains(is_shuffled):
+            self._timed_pass = self._num_passes
+            self.stopwatch.start()  # that of the run which a newcomer has joined by now
+        if self._session.joins and self._position.is_inside:
+            self._session.cannot_join("the epoch begins with another pass than at first")
+        if goes_on:  # with the generator that the checkpoint has
+            self._seeded_for = (self._position.loop, self._position.epoch)
+        arguments = (name, batch_size, drop_last)
+        batches = self._pass(*arguments, *self._begin(name), first)
+        width = self._run.world_size
+        return _Pass(arguments, self._num_passes, batches, first, is_shuffled, can_leave, width)
+
+    def begin_run(self) -> None:
+        """Another run goes on here, or the first one."""
+        self._has_trained = False
+        self.stopwatch = Stopwatch(self._run.measure, self._device)
+        if isinstance(self._pipeline, PipelineClient):
+            self._pipeline.at_wait = self.stopwatch.wait
+
+    def _go_on(self, one: _Pass, step: int) -> _Pass:
+        """The pass from that step on, as it is read by the ranks of another run."""
+        if self._run.world_size != one.world_size:
+            self._seeded_for = None
+        if self.stopwatch.active:
+            self._timed_pass = one.number
+            self.stopwatch.start()
+        rest = self._pass(*one.arguments, self._position.epoch, 0, step)
+        return replace(one, batches=rest, first=step, world_size=self._run.world_size)
+
+    def _close(self, one: _Pass) -> None:
+        self.shares.close(one.number)
+        if one.can_leave:
+            self._within.end_pass()
+        if self.split_check is not None:
+            self.split_check.close()
+        if self._timed_pass == one.number:
+            self._timed_pass = None
+
+    def _begin_step(self, data: Any, size: int, batches: Any) -> None:
+        if self.split_check is not None:
+            self.split_check.hand_out(data, size, batches.last_size)
+        # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
+        # all ranks: objectives decide by it.
+        place = (self._position.loop, self._position.epoch)
+        if self._run.world_size > 1 and self._device.type != "cpu" and place != self._seeded_for:
+            self._seeded_for = place
+            seed_gpu(self._run.seed, self._run.number, (*place, self._place[0]))
+
+    def _trains(self, is_shuffled: bool) -> bool:
+        """Whether the step that comes may end in `backward`, where the ranks communicate.
+
+        A model may be trained in eval mode, but then on training data.
+        """
+        return torch.is_grad_enabled() and (is_shuffled or any(map(_is_trained, self._modules)))
+
+    def _normalises(self) -> bool:
+        """Whether BatchNorm communicates in a step without gradients."""
+        if self._place[1] == 1 or torch.is_grad_enabled():
+            return False
+        return any(
+            layer.training
+            for module in self._modules
+            for layer in module.modules()
+            if isinstance(layer, _BatchNorm)
+        )
+
+    def _begin(self, name: str) -> tuple[int, int]:
+        """The epoch to read, and the sample in it to begin with, the same on all ranks."""
+        assert self._pipeline is not None
+        if not self._pipeline.rolls(name):
+            return self._position.epoch, 0
+        assert isinstance(self._pipeline, PipelineClient)
+        head = self._pipeline.head(name) if self._run.rank == 0 else (0, 0)
+        epoch, origin = of_first_rank(head)
+        return epoch, origin
+
+    def _pass(
+        self,
+        name: str,
+        batch_size: int,
+        drop_last: bool,
+        epoch: int,
+        origin: int,
+        first_step: int = 0,
+    ) -> Any:
+        assert self._pipeline is not None
+        rank, world_size = self._place
+        return self._pipeline.read(
+            name,
+            epoch=epoch,
+            origin=origin,
+            batch_size=batch_size,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            dummy=True,
+            first_step=first_step,
+            continues=self._position.epoch + 1 < self._position.num_epochs,
+        )
+
+    def _check_order(self, name: str, has_epochs: bool) -> None:
+        if not has_epochs or self._position.is_inside:
+            return
+        self._read_outside[name] += 1
+        if self._read_outside[name] == 2:
+            self._session.warn(
+                f"Data set '{name}' is read again outside of "
+                "trial.epochs(): all such passes have the same order and augmentation. Use `for "
+                "epoch in trial.epochs(n):`."
+            )
+
+    # -- what the driver is told ------------------------------------------------------------------
+
+    def _reach(self, name: str, batch_size: int, *, movable: bool) -> None:
+        """Tells what the trial trains on; if it evaluates first, once more when it trains.
+
+        And in each further loop over `FleetTrial.epochs`, how long that goes on.
+        """
+        assert self._pipeline is not None
+        trains = self._pipeline.is_shuffled(name)
+        max_epochs = self._position.num_epochs if self._position.is_inside else None
+        is_first = self.reached_after_s is None
+        if not is_first and (self._has_reached_training or not trains):
+            if self._reached and max_epochs not in (None, self._reached.max_epochs):
+                self._tell_reached(replace(self._reached, resumable=True, max_epochs=max_epochs))
+            return
+        if is_first:
+            self.reached_after_s = time.perf_counter() - self._session.began
+        self._has_reached_training = trains
+        self._samples_per_epoch = samples = self._pipeline.sample_count(name)
+        self._tell_reached(
+            FirstBatchRequested(
+                run_id=self._run.run_id,
+                structure=self._structure(name, batch_size),
+                resumable=self._position.is_inside,
+                batch_size=batch_size,
+                samples_per_epoch=samples,
+                max_epochs=max_epochs,
+                min_devices=self.bounds.min_devices,
+                max_devices=self.bounds.max_devices,
+                movable=movable,
+            )
+        )
+        if self._position.is_inside and self.bounds.min_devices > self._run.world_size:
+            self._session.unwind(Yielded)  # nothing is trained on fewer; it is told of now
+        if batch_size > samples:
+            self._session.warn(
+                f"batch_size={batch_size} is larger than data set '{name}' with its {samples} "
+                f"samples: each epoch is one batch of {samples}."
+            )
+
+    def tell_least(self, num_devices: int) -> bool:
+        """The trial needs so many devices; return whether the driver hears of it."""
+        self.bounds = replace(self.bounds, min_devices=num_devices)
+        if self._reached is not None:
+            self._tell_reached(replace(self._reached, min_devices=num_devices))
+        return self._reached is not None
+
+    def _tell_reached(self, reached: FirstBatchRequested) -> None:
+        run = self._run
+        self._reached = replace(reached, run_id=run.run_id)
+        if run.rank == 0:
+            self._session.send(self._reached)
+
+    def _structure(self, name: str, batch_size: int) -> str:
+        """What decides the rate on devices of one type: parameter shapes, batch size, data."""
+        digest = hashlib.sha256(f"{name}|{batch_size}".encode())
+        for module in self._modules:
+            digest.update(type(module).__qualname__.encode())
+            for key, parameter in module.named_parameters():
+                digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
+        return digest.hexdigest()[:16]
+
+    def _measure(self, samples: int) -> None:
+        rate = self.stopwatch.stop(samples)
+        if rate is not None:
+            self._tell_rate(rate)
+
+    def end_epoch(self) -> None:
+        """An epoch without a training batch has a pace too: others wait for its rate."""
+        now = time.perf_counter()
+        seconds, self._epoch_began = now - self._epoch_began, now
+        if seconds >= _LONG_S and not self._within.is_movable and self._run.num_devices > 1:
+            self._session.remark(["long epochs"], _MOVABLE.format(seconds=seconds))
+        if self.stopwatch.active and self.stopwatch.is_unused and self._samples_per_epoch:
+            self.stopwatch.active = False
+            self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
+
+    def _tell_trained(self) -> None:
+        if self._run.rank == 0 and not self._has_trained:
+            self._session.send(Trained(run_id=self._run.run_id))
+        self._has_trained = True
+
+    def _tell_rate(self, samples_per_s: float) -> None:
+        if self._run.rank == 0:
+            self._session.send(RateMeasured(run_id=self._run.run_id, samples_per_s=samples_per_s))
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    return module.training and any(p.requires_grad for p in module.parameters())

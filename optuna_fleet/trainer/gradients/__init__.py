@@ -1,0 +1,1 @@
+"""Data parallelism: one trial's gradients, over its ranks."""

@@ -1,0 +1,298 @@
+"""Exact data parallelism: gradients are the mean over the *global* batch, however it is split.
+
+A model is not wrapped. Hooks at its parameters reduce their gradients, in buckets that overlap
+with the backward pass, and the model stays the user's own object: its type, attributes,
+``state_dict`` keys, copies and pickles do not depend on the number of devices. Because the hooks
+see gradients, not calls of ``forward``, training through other methods (``model.encode(x)``),
+parts of the model or several forward passes is synchronised too;
+``DistributedDataParallel`` misses those silently.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.trainer.gradients import module_hooks
+from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
+from optuna_fleet.trainer.gradients.shares import BatchShares, Share
+from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
+
+_BUCKET_BYTES = 25 * 2**20
+_FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early in the backward pass
+_TAGS = 3  # what is summed over hundreds of ranks must be exact in half precision
+
+
+def make_data_parallel(
+    module: torch.nn.Module, shares: BatchShares, device: torch.device
+) -> torch.nn.Module:
+    """Train `module` data-parallel over the default group; call it on all ranks alike.
+
+    Parameters and buffers are made equal to those of rank 0, BatchNorm is synchronised, and from
+    now on each backward pass leaves in ``grad`` the mean over the global batch (the loss of a rank
+    being the mean over its shard, or what `BatchShares.weigh` returned). Optimizers may exist
+    already. Only ``backward`` communicates, and BatchNorm in training mode. Parameters may be
+    frozen and unfrozen at any time, but parameters added later are not reduced.
+
+    Args:
+        module: The user's model; it is moved to `device`.
+        shares: What is known of the batches that the objective gets.
+        device: This rank's device.
+
+    Returns:
+        `module` itself; untouched if the group has one rank.
+
+    Raises:
+        FleetConfigError: If a lazy module has not seen its first batch.
+        TrialError: If the ranks' models differ in structure.
+    """
+    if group_size() == 1:
+        return module
+    _check_initialised(module)
+    module.to(device)
+    check_same(module)
+    _broadcast([*module.parameters(), *module.buffers()])
+    attach(module, shares)
+    return module
+
+
+def check_same(module: torch.nn.Module) -> None:
+    """Compare the structure of a model over the ranks.
+
+    Raises:
+        TrialError: It differs.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    check_agreement(
+        ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
+        f"The model {type(module).__name__}",
+    )
+
+
+def attach(module: torch.nn.Module, shares: BatchShares) -> None:
+    """Let a model that is alike on all ranks train data-parallel; it can't be undone.
+
+    In a group of one it trains as if nothing had been done.
+    """
+    convert_batchnorm(module, shares)
+    module_hooks.watch(module.modules())
+    _Reducer(module, shares)
+
+
+OUT_OF_STEP = (
+    "The ranks of the trial are not at the same batch: one has left out a `backward` that others "
+    "have done, as in `if not loss.isfinite(): continue`, where a rank sees the loss of its own "
+    "samples only. What decides must be alike on all ranks: decide on `trial.mean(loss.item(), "
+    "weight=trial.shard_size)`."
+)
+
+
+class _Bucket:
+    """Gradients that travel together: their places in one flat buffer, one flag for each, a tag.
+
+    A flag counts the ranks that have this gradient: where none has, ``grad`` stays None, as it
+    would in one process, and the optimizer skips the parameter. The tag tells the steps apart.
+    """
+
+    def __init__(self, params: list[Tensor]) -> None:
+        sizes = [param.numel() for param in params]
+        self.params = [TensorWeakRef(param) for param in params]
+        self.flat = torch.zeros(
+            sum(sizes) + len(params) + 1, dtype=params[0].dtype, device=params[0].device
+        )
+        parts = torch.split(self.flat[: sum(sizes)], sizes)
+        self.views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+        self.arrived: set[int] = set()
+        self.work: dist.Work | None = None
+
+    @property
+    def flags(self) -> Tensor:
+        return self.flat[-len(self.params) - 1 : -1]
+
+    def launch(self, share: Share, tag: int) -> None:
+        """Start to sum the gradients over the ranks, each weighted by its share."""
+        present = []
+        for ref, view in zip(self.params, self.views, strict=True):
+            param = ref()
+            grad = None if param is None else param.grad
+            present.append(grad is not None)
+            # A dummy's gradient may be NaN, which a weight of 0 would not remove.
+            if grad is None or share.dummy:
+                view.zero_()
+            else:
+                view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        self.flat[: -len(self.params) - 1].mul_(share.weight)
+        if all(present):
+            self.flags.fill_(1)
+        else:
+            self.flags.copy_(torch.tensor(present, device="cpu"))
+        self.flat[-1] = tag
+        self.work = dist.all_reduce(self.flat, async_op=True)
+
+    def collect(self, tag: int) -> None:
+        """Wait for the sums and make them the parameters' gradients.
+
+        Raises:
+            TrialError: The ranks are not at the same batch. On the CPU only: elsewhere to look at
+                the tag would wait for the device.
+        """
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+        if self.flat.device.type == "cpu" and self.flat[-1].real != tag * group_size():
+            raise TrialError(OUT_OF_STEP)
+        params = [ref() for ref in self.params]
+        # Reading flags waits for the device, so it is left out while every gradient is here.
+        missing = any(param is not None and param.grad is None for param in params)
+        flags = self.flags.real.tolist() if missing else itertools.repeat(1.0)
+        for param, view, flag in zip(params, self.views, flags, strict=False):
+            if param is not None and flag:
+                _set_grad(param, view)
+
+    def abandon(self) -> None:
+        """Forget a pass; an exception or a nested backward came between."""
+        if self.work is not None:
+            self.work.wait()
+        self.work = None
+        self.arrived.clear()
+
+
+class _Reducer:
+    """Reduces the gradients of one module; kept alive by the hooks at its parameters.
+
+    It refers to the parameters weakly, so that there is no cycle and a finished trial's memory is
+    free at once.
+    """
+
+    def __init__(self, module: torch.nn.Module, shares: BatchShares) -> None:
+        params = list(module.parameters())
+        self._shares = shares
+        self._share = Share()
+        self._tag = 0
+        self._params = [TensorWeakRef(param) for param in params]
+        self._trained: tuple[bool, ...] = ()
+        self._buckets: list[_Bucket] = []
+        self._places: dict[int, tuple[int, int]] = {}
+        self._num_launched = 0
+        self._task: int | None = None  # the backward pass under way
+        for index, param in enumerate(params):
+            if param.is_floating_point() or param.is_complex():
+                hook_gradient(param, torch.no_grad()(partial(self._arrive, index)))
+
+    def _arrive(self, index: int, _: Tensor) -> None:
+        if group_size() == 1:  # the model has outlived its group
+            return
+        # A nested backward (reentrant checkpointing) and one after a backward that failed are
+        # passes of their own. Reducing a reduced gradient again is harmless: weights add up to 1.
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._begin(task)
+        bucket_index, slot = self._places[index]
+        self._buckets[bucket_index].arrived.add(slot)
+        # In order, because the ranks must agree on the order of collectives.
+        for bucket in self._buckets[self._num_launched :]:
+            if len(bucket.arrived) < len(bucket.params):
+                break
+            bucket.launch(self._share, self._tag)
+            self._num_launched += 1
+
+    def _begin(self, task: int) -> None:
+        for bucket in self._buckets:
+            bucket.abandon()
+        self._shares.begin("the gradients")
+        self._share, self._tag = self._shares.settle(), self._shares.step % _TAGS
+        params = [ref() for ref in self._params]
+        trained = tuple(param is not None and param.requires_grad for param in params)
+        if trained != self._trained:
+            self._trained = trained
+            self._make_buckets(params)
+        self._num_launched = 0
+        self._task = task
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(self._finish, task))
+
+    def _make_buckets(self, params: list[Tensor | None]) -> None:
+        # Backward reaches the last layers first.
+        indices = [index for index, trained in enumerate(self._trained) if trained][::-1]
+        chosen = [param for index in indices if (param := params[index]) is not None]
+        self._buckets = [_Bucket(chunk) for chunk in _chunks(chosen)]
+        places = (
+            (number, slot)
+            for number, bucket in enumerate(self._buckets)
+            for slot in range(len(bucket.params))
+        )
+        self._places = dict(zip(indices, places, strict=True))
+
+    @torch.no_grad()
+    def _finish(self, task: int) -> None:
+        if task != self._task:
+            return
+        for bucket in self._buckets[self._num_launched :]:
+            bucket.launch(self._share, self._tag)
+        for bucket in self._buckets:
+            bucket.collect(self._tag)
+            bucket.arrived.clear()
+        self._shares.reduced()
+        self._task = None
+
+
+def hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` each time that a backward pass has added to a parameter's gradient."""
+    # A frozen parameter takes no hook, but keeps one, and may be unfrozen in a later epoch.
+    frozen = not param.requires_grad
+    param.requires_grad_(True)
+    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    if frozen:
+        param.requires_grad_(False)
+
+
+def _set_grad(param: Tensor, view: Tensor) -> None:
+    if param.grad is None:
+        param.grad = view.clone()
+    elif param.grad.is_sparse:
+        param.grad = view.to_sparse(param.grad.sparse_dim())
+    else:
+        param.grad.copy_(view)
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Split in order into lists of one dtype and device and of bounded size."""
+    for _, alike in itertools.groupby(tensors, key=lambda tensor: (tensor.dtype, tensor.device)):
+        chunk: list[Tensor] = []
+        num_bytes, limit = 0, _FIRST_BUCKET_BYTES
+        for tensor in alike:
+            chunk.append(tensor)
+            num_bytes += tensor.numel() * tensor.element_size()
+            if num_bytes >= limit:
+                yield chunk
+                chunk, num_bytes, limit = [], 0, _BUCKET_BYTES
+        if chunk:
+            yield chunk
+
+
+@torch.no_grad()
+def _broadcast(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the leader's values, in few messages."""
+    for chunk in _chunks(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk]).to(wire_device())
+        # As bytes: not all types of numbers can travel.
+        dist.broadcast(flat.view(torch.uint8), src=0)  # rank 0 of the trial's group
+        parts = torch.split(flat, [tensor.numel() for tensor in chunk])
+        for tensor, part in zip(chunk, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _check_initialised(module: torch.nn.Module) -> None:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise FleetConfigError(
+                f"The tensor {name!r} of {type(module).__name__} is lazy, but must be "
+                f"initialised: run one batch through the model before `trial.prepare`."
+            )

@@ -1,0 +1,1 @@
+"""Leaving devices, and going on on others."""

@@ -1,0 +1,127 @@
+"""Makes the pipeline of a trial: what `FleetTrial.pipeline` does on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from optuna_fleet.arguments import check_number, check_that, is_a
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.bounds import Bounds
+from optuna_fleet.trainer.data.shard_loader import ShardLoader
+from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
+from optuna_fleet.trainer.pipeline_parallel.placement import blocks_of
+from optuna_fleet.trainer.pipeline_parallel.placing import Surroundings
+from optuna_fleet.trainer.session import Session, Yielded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What `FleetTrial.pipeline` is given beside the model; see there."""
+
+    in_flight: int
+    flush: bool
+    max_grad_norm: float | None
+    memory_bytes: float | None
+    min_devices: int | None
+    max_devices: int | None
+
+    def __post_init__(self) -> None:
+        check_number("in_flight", self.in_flight, least=1, whole=True)
+        check_that("flush", self.flush, is_a(bool), "be True or False")
+        check_number("max_grad_norm", self.max_grad_norm, above=0, optional=True)
+        check_number("memory_bytes", self.memory_bytes, above=0, optional=True)
+        if self.max_grad_norm is not None and not self.flush:
+            raise FleetConfigError(
+                "`max_grad_norm` is given with flush=False, but the norm of all gradients is only "
+                "known when the pipeline is flushed: leave one of them out."
+            )
+
+
+def make_pipeline(
+    model: Any,
+    optimizer: Any,
+    loss: Callable[[Any, Any], Any],
+    options: PipelineOptions,
+    session: Session,
+    loader: ShardLoader,
+    device: torch.device,
+) -> Pipeline:
+    """Make it, and have `loader` tell how many devices the trial can use.
+
+    Raises:
+        FleetConfigError: The model can't be cut, or the optimizer can't train it so.
+    """
+    _check(model, optimizer)
+    run, num_blocks = session.run, len(blocks_of(model))
+    bounds = Bounds.checked(options.min_devices, options.max_devices, run.num_devices)
+    most = min(bounds.max_devices or num_blocks, num_blocks)
+    if bounds.min_devices > most:
+        raise FleetConfigError(
+            f"`min_devices` is {bounds.min_devices}, but the model can be cut into {num_blocks} "
+            "stages at most: it must not be more."
+        )
+    if num_blocks == 1 < run.num_devices:
+        session.remark(
+            ["pipeline of one stage"],
+            "The model of trial.pipeline() can't be cut, so it trains on one device: it has one "
+            "layer, or its first and its last one share a parameter.",
+        )
+    loader.bounds = Bounds(bounds.min_devices, most)
+    loader.gives_whole_batches = True
+
+    def need(num_devices: int) -> None:
+        if loader.tell_least(num_devices):
+            session.unwind(Yielded)
+        raise FleetConfigError(
+            f"The model does not fit on {run.world_size} devices, but on {num_devices}. A trial "
+            "can have several only if its batches come from trial.batches()."
+        )
+
+    return Pipeline(
+        model,
+        optimizer,
+        loss,
+        in_flight=options.in_flight,
+        flush=options.flush,
+        max_grad_norm=options.max_grad_norm,
+        memory_bytes=options.memory_bytes,
+        surroundings=Surroundings(
+            device=device,
+            rank=run.rank,
+            most_devices=min(most, run.num_devices),
+            seed=(run.seed, run.number),
+            check=session.check,
+            need=need,
+        ),
+    )
+
+
+def _check(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Sequential) or not len(model):
+        raise FleetConfigError(
+            f"trial.pipeline() was given a `{type(model).__name__}` as the model, but takes a "
+            "torch.nn.Sequential of its layers, in their order: cuts are between these. What one "
+            "layer returns is what the next one gets; tuples and dicts carry what skips some."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise FleetConfigError(
+            f"trial.pipeline() was given a `{type(optimizer).__name__}` as the optimizer, but "
+            "takes a torch.optim.Optimizer of the model's parameters."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise FleetConfigError(
+            "The optimizer is LBFGS, which looks at all gradients of a model at once, but each "
+            "stage has some of them: take one that treats parameters one by one."
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    if others := sum(id(parameter) not in own for parameter in trained):
+        raise FleetConfigError(
+            f"The optimizer has {others} parameters that are not the model's: make them part of "
+            "one of its layers."
+        )

@@ -1,0 +1,1 @@
+"""Finds losses that can't be split over ranks."""

@@ -1,0 +1,260 @@
+"""Finds losses that are no means over the samples of a batch: on one device, as they are trained.
+
+On several devices each computes the loss of its part of the batch, and the gradients are averaged
+by the number of samples. That is the gradient of the whole batch only if its loss is the mean over
+the samples, or goes through `FleetTrial.weighted`. Class weights, means over tokens, contrastive
+losses are none. So in some of a trial's first batches the loss is computed on two parts as well
+(`Worlds`), and the gradients at the model's outputs are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optuna_fleet.trainer.gradients.shares import BatchShares
+from optuna_fleet.trainer.splitting.cuts import MOST_NUMBERS
+from optuna_fleet.trainer.splitting.tracked import tracked
+from optuna_fleet.trainer.splitting.worlds import Counterparts, Worlds
+
+_STEPS = frozenset({1, 2, 4, 8, 16, 32})
+_MOST_BATCHES = 5  # that are fetched ahead
+_TOLERANCE = 1e-6
+_TOLERANCES = {torch.float64: _TOLERANCE, torch.float32: 2e-3}
+_COARSE = 5e-2
+
+FOUND = (
+    "Its loss is not the mean over the samples of a batch: parts of a batch give gradients that "
+    "differ by {percent:.2g} % from those of the whole. So that its results do not depend on the "
+    "number of devices, the trial stays on one. A weighted mean (class weights, a mean over "
+    "tokens) is exact on several with `trial.weighted(loss, the_sum_of_the_weights)`, a sum with "
+    "`loss / len(x)`; a loss that compares samples of a batch with each other is not."
+)
+
+FAILS = (
+    "A part of a batch can't be computed on as the whole is ({error}), so several devices could "
+    "not share its batches. The trial stays on one. Take numbers of samples from the tensors at "
+    "hand (`len(x)`) instead of the batch size that was asked for."
+)
+
+TOO_LARGE = (
+    "There is too little memory to look into its loss on parts of a batch. If that is not the "
+    "mean over the samples of a batch (but over tokens, say, or weighted by class), results "
+    "depend on the number of devices, unless it goes through `trial.weighted(loss, "
+    "the_sum_of_the_weights)`."
+)
+
+UNCLEAR = (
+    "It can't be told which of several batches at hand ({sizes} samples) a step trains on, as the "
+    "model is called with tensors that were made of them: several devices would share them "
+    "unlike. So that its results do not depend on the number of devices, the trial stays on one. "
+    "Call the model with a batch as it comes from trial.batches, do what is to be done with it in "
+    "the data set's transform, or read with drop_last=True; `trial.weighted(loss, len(x))` tells "
+    "as well."
+)
+
+
+class SplitCheck:
+    """Looks at some of the first training batches of a run on one device.
+
+    Args:
+        found: Called once, with what keeps the trial on one device.
+        remark: Called with what it is about and a sentence for the user.
+        shares: What is known of the batches that modules are called with.
+    """
+
+    def __init__(
+        self,
+        found: Callable[[str], None],
+        remark: Callable[[list[str], str], None],
+        shares: BatchShares,
+    ) -> None:
+        self._found = found
+        self._remark = remark
+        self._shares = shares
+        shares.follows = True
+        self._last_size = 0
+        self._unclear: list[int] = []
+        self._depth = 0
+        self._num_batches = 0
+        self._num_followed = 0
+        self._is_due = False  # to look at what comes next
+        self._is_ahead = False  # no module was called since a batch was handed out
+        self._worlds: Worlds | None = None
+        self._most_samples: int | None = None  # that worlds have the memory for
+        self._stopped: list[Worlds] = []  # that are still to come off their thread's stack
+        self._has_compared = False
+        self._is_done = False
+
+    def hand_out(self, data: Any, size: int, last_size: int) -> None:
+        """The objective is about to get a training batch.
+
+        Args:
+            data: The batch.
+            size: Its samples.
+            last_size: Those of the last batch of its pass.
+        """
+        self._num_batches += 1
+        self._last_size = last_size
+        self.end_step()
+        self._shares.follows = not self._is_done and self._num_batches <= max(_STEPS)
+        worlds = self._worlds
+        is_enough = self._has_compared or self._num_followed >= _MOST_BATCHES
+        if self._stopped or (worlds is not None and (worlds.is_over or is_enough)):
+            self.close()
+        self._is_due |= self._num_batches in _STEPS
+        was_ahead, self._is_ahead = self._is_ahead, True
+        if self._worlds is None:
+            # Of batches that are fetched together, all are followed or none: their losses may be
+            # divided by the number of labels in all of them.
+            if self._is_done or not self._is_due or was_ahead or size < 2:
+                return
+            self._is_due = False
+            self._worlds = Worlds(self._compare, self._fails, self._most_samples)
+            self._num_followed, self._has_compared = 0, False
+            self._worlds.start()
+        self._num_followed += 1
+        self._worlds.add_batch(data, size)
+
+    def end_step(self) -> None:
+        """What was not told of the batches of the step that is over will not be told."""
+        if self._unclear:
+            sizes = ", ".join(map(str, sorted(set(self._unclear))))
+            self._tell(UNCLEAR.format(sizes=sizes))
+
+    def close(self) -> None:
+        """Look no more at what is computed."""
+        if (worlds := self._worlds) is not None:
+            self._worlds = None
+            self._stopped.append(worlds)
+            if worlds.fits is not None:
+                self._most_samples = worlds.fits
+            if worlds.fits == 0:
+                self._is_done = True
+                self._remark(["a loss that is too large"], TOO_LARGE)
+        self._stopped = [worlds for worlds in self._stopped if not worlds.stop()]
+
+    # Calls of prepared modules, as a `module_hooks.Listener`.
+
+    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
+        """See `module_hooks.Listener`."""
+        self._depth += 1
+        self._is_ahead &= not torch.is_grad_enabled()
+        is_open = self._depth == 1 or not self._shares.is_found
+        if self._shares.follows and self._num_batches and is_open and torch.is_grad_enabled():
+            sizes = self._shares.unclear(inputs)
+            if self._depth == 1 or self._shares.is_found:
+                self._unclear = sizes if len({*sizes, self._last_size}) > 1 else []
+        if self._worlds is not None:
+            self._worlds.enter(module, inputs)
+
+    def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+        """See `module_hooks.Listener`."""
+        self._depth -= 1
+        if self._worlds is not None:
+            self._worlds.leave(module, inputs, outputs)
+
+    def size(self, number: int) -> int:
+        """The number of samples of the present batch, as code that is followed should see it."""
+        worlds = self._worlds
+        if worlds is None or worlds.is_over or worlds.constants.size != number:
+            return number
+        return tracked(number, worlds.constants.sizes)  # type: ignore[no-any-return]
+
+    # -- losses -----------------------------------------------------------------------------------
+
+    def weigh(self, loss: Tensor, weight: Any) -> None:
+        """The objective says that `loss` is a weighted mean, with this sum of weights."""
+        self._unclear = []
+        worlds = self._worlds
+        if worlds is None or worlds.is_over or (losses := worlds.counterparts(loss)) is None:
+            return
+        weights = worlds.counterparts(weight)
+        if weights is None:
+            worlds.is_over = True  # a number that nobody knows the origin of
+            return
+        whole, *parts = (float(one) for one in weights)
+        shares = [1.0, *(part / whole if whole else math.nan for part in parts)]
+        sizes = worlds.constants.sizes
+        one, first, second = (
+            loss * (share * sizes[0] / size) if share else torch.zeros_like(loss).detach()
+            for loss, share, size in zip(losses, shares, sizes, strict=True)
+        )
+        worlds.know(loss, (one, first, second))
+
+    def _compare(self, losses: Counterparts) -> None:
+        worlds = self._worlds
+        assert worlds is not None
+        self._has_compared = True
+        distance, norm = _distance(losses, worlds)
+        tolerance = max([_TOLERANCES[worlds.dtype], *map(_tolerance, worlds.called)])
+        if not math.isfinite(norm) or norm == 0 or distance <= tolerance * norm:
+            return
+        # A constant may have been taken for a number of samples: then the parts are too large.
+        if (
+            worlds.constants.are_guessed
+            and _distance(losses, worlds, power=2)[0] <= tolerance * norm
+        ):
+            return
+        worlds.is_over = True  # and is stopped with the step
+        self._tell(FOUND.format(percent=100 * distance / norm))
+
+    def _fails(self, error: Exception) -> None:
+        first_line = next(iter(str(error).splitlines()), type(error).__name__)
+        self._tell(FAILS.format(error=first_line))
+
+    def _tell(self, what: str) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._found(what)
+
+
+def _distance(losses: Counterparts, worlds: Worlds, *, power: int = 1) -> tuple[float, float]:
+    """How far the mean gradient of the parts is from the whole's, and the norm of that."""
+    params = _some_parameters(worlds.called)
+    whole, *parts = (
+        _gradients(loss, [*(cut.leaves[world] for cut in worlds.cuts), *params])
+        for world, loss in enumerate(losses)
+    )
+    size, *sizes = worlds.constants.sizes
+    weights = [(part / size) ** power for part in sizes]
+    squares = [0.0, 0.0]
+    for number, gradient in enumerate(whole):
+        mean = torch.zeros_like(gradient)
+        for part, weight, which in zip(parts, weights, range(2), strict=True):
+            if number < len(worlds.cuts):
+                cut = worlds.cuts[number]
+                mean.index_add_(cut.axis, cut.rows[which], part[number] * weight)
+            else:
+                mean += part[number] * weight
+        squares[0] += float((mean - gradient).square().sum())
+        squares[1] += float(gradient.square().sum())
+    return math.sqrt(squares[0]) if squares[0] >= 0 else math.nan, math.sqrt(squares[1])
+
+
+def _some_parameters(modules: list[torch.nn.Module]) -> list[Tensor]:
+    """Of large models the smaller ones, of which there are some in all layers."""
+    params = [p for module in modules for p in module.parameters() if p.requires_grad]
+    params.sort(key=Tensor.numel)
+    sizes = itertools.accumulate(param.numel() for param in params)
+    return [param for param, size in zip(params, sizes, strict=True) if size <= MOST_NUMBERS]
+
+
+def _gradients(loss: Any, leaves: list[Tensor]) -> list[Tensor]:
+    if not (isinstance(loss, Tensor) and loss.requires_grad and leaves):
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    found = torch.autograd.grad(loss.sum(), leaves, retain_graph=True, allow_unused=True)
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves, found, strict=True)
+    ]
+
+
+def _tolerance(module: torch.nn.Module) -> float:
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    return max((_TOLERANCES.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE)

@@ -1,0 +1,1 @@
+"""Warns of state that no checkpoint has."""

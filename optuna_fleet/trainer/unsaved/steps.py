@@ -1,0 +1,92 @@
+"""Watches the steps of all optimizers: do they train what was prepared, are gradients waiting?"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from optuna_fleet.trainer.gradients.gradient_sync import hook_gradient
+
+
+class Steps:
+    """Looks at each optimizer of this process: at its first step, and after each.
+
+    Args:
+        objects: What was prepared so far; grows while the objective runs.
+        warn: Given a sentence for the user on what trains but was not prepared: nothing else
+            would tell, and the trial would go wrong.
+
+    Attributes:
+        optimizers: Those that have trained.
+        num_gradients: How many gradients of single parameters have arrived.
+        at_step: Called before each.
+    """
+
+    def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
+        self._objects = objects
+        self._warn = warn
+        self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
+        self.num_gradients = 0
+        self.at_step: Callable[[], None] = lambda: None
+        self._stepped: set[int] = set()  # since the last gradient has arrived
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+
+    def close(self) -> None:
+        """Look no more."""
+        for handle in self._handles:
+            handle.remove()
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Note when this module gets gradients."""
+        for parameter in module.parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                hook_gradient(parameter, self._after_gradient)
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether gradients are waiting for a step of some optimizer, and must be kept."""
+        optimizers = {id(o) for o in self._objects if isinstance(o, torch.optim.Optimizer)}
+        return not optimizers <= self._stepped
+
+    def _after_gradient(self, _: torch.Tensor) -> None:
+        self._stepped.clear()
+        self.num_gradients += 1
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.at_step()
+        if optimizer in self.optimizers:
+            return
+        self.optimizers.add(optimizer)
+        modules = [thing for thing in self._objects if isinstance(thing, torch.nn.Module)]
+        if not modules:  # it trains by itself, on one device
+            return
+        name = type(optimizer).__name__
+        if not any(thing is optimizer for thing in self._objects):
+            self._warn(
+                f"The objective trains with an optimizer ({name}) that was not given to "
+                "trial.prepare(): its state (momentum, steps) is lost when the trial moves or "
+                "resumes. Prepare it together with the model."
+            )
+        known = {id(parameter) for module in modules for parameter in module.parameters()}
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        number = sum(id(parameter) not in known for parameter in trained)
+        if number:
+            self._warn(
+                f"The objective trains {number} parameters ({name}) of no module that was given "
+                "to trial.prepare(): they are not checkpointed, and on several devices each would "
+                "train them on its part of the batches only. Make them part of a module and "
+                "prepare it."
+            )
