@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import pkgutil
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    found = re.findall(r"^ *```python\n(.*?)```", page.read_text(), re.S | re.M)
+    return [textwrap.dedent(block) for block in found]
 
 
 @pytest.fixture
@@ -86,3 +90,12 @@ def test_what_becomes_of_other_code_runs(page: str, inline: Any) -> None:
 def test_every_page_is_in_the_sites_navigation() -> None:
     listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(page.name for page in PAGES[1:])
+
+
+def test_the_reference_has_all_that_the_package_offers() -> None:
+    named = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "reference.md").read_text(), re.M)
+    found = [pkgutil.resolve_name(name) for name in named]  # a module that moved is an error
+    modules = {it.__name__ for it in found if inspect.ismodule(it)}
+    for name in optuna_fleet.__all__:
+        it = getattr(optuna_fleet, name)
+        assert it in found or it.__module__ in modules, name
