@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    found = re.findall(r"^ *```python\n(.*?)```", page.read_text(), re.S | re.M)
+    return [textwrap.dedent(block) for block in found]  # some are in lists
 
 
 @pytest.fixture
