@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from optuna_fleet import __version__
 from optuna_fleet.checkpoints.folder import holder_of
 from optuna_fleet.checkpoints.inventory import entries, prune, table
 from optuna_fleet.exceptions import FleetConfigError
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Join a fleet; watch a study; simulate how sweeps would run; look after "
         "checkpoints.",
     )
+    parser.add_argument("--version", action="version", version=f"optuna-fleet {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_agent(commands)
     _add_simulate(commands)
@@ -155,16 +157,28 @@ def _add_simulate(commands: Any) -> None:
     command = commands.add_parser(
         "simulate", help="run an ensemble of trials with known rates on a fleet that stays"
     )
-    command.add_argument("ensemble", type=Path, metavar="ENSEMBLE.json")
+    command.add_argument(
+        "ensemble",
+        type=Path,
+        metavar="ENSEMBLE.json",
+        help='as in {"samples_per_epoch": 30606, "rescale_s": 34, "trials": [{"name": "resnet", '
+        '"rates": {"1": 100.0, "2": 190.0}, "epochs": 14}]}: samples/s by number of devices',
+    )
     command.add_argument(
         "--devices",
         type=_devices,
         required=True,
         help="how many, as in 12; or of each device type, as in v100=8,a100=4",
     )
-    command.add_argument("--devices-per-node", type=_at_least(1), default=4)
-    command.add_argument("--policy", choices=list(POLICIES), default="elastic")
-    command.add_argument("--seed", type=_at_least(0), default=0)
+    command.add_argument(
+        "--devices-per-node", type=_at_least(1), default=4, metavar="N", help="default 4"
+    )
+    command.add_argument(
+        "--policy", choices=list(POLICIES), default="elastic", help="default elastic"
+    )
+    command.add_argument(
+        "--seed", type=_at_least(0), default=0, help="of what is drawn: noise, pruned trials"
+    )
     command.add_argument(
         "--noise",
         type=_number(0.0),

@@ -49,6 +49,7 @@ from optuna_fleet.policies import Elastic, Mip, Own
             "must be a folder, or one that can be made ([",
         ),
         (FleetExecutor, {"checkpoints": Path(__file__, "in it")}, "directory"),
+        (FleetExecutor, {"devices": [0, 1]}, "CUDA_VISIBLE_DEVICES says which"),
         (FleetExecutor, {"seed": -1}, "`seed` is -1, but must be a whole number >= 0."),
         (FleetExecutor, {"limits": 60}, "`limits` is 60, but must be a Limits, as Limits(hang_s"),
         (FleetExecutor, {"convergence": 5}, "must be a Convergence, as Convergence(patience=5)"),
@@ -138,6 +139,28 @@ def test_what_is_no_executor_is_refused_in_words(executor: Any) -> None:
         optuna.create_study().optimize(lambda trial: 0.0, n_trials=1, executor=executor)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"n_trials": "3"}, "`n_trials` is '3', but must be a number, or None."),
+        ({"timeout": "1h"}, "`timeout` is '1h', but must be a number, or None."),
+        ({"callbacks": print}, "but must be a list of functions, as [callback]."),
+        ({"catch": "ValueError"}, "`catch` has 'V', but must be exception classes"),
+        ({"catch": ValueError()}, "`catch` has ValueError(), but must be exception classes"),
+    ],
+)
+def test_what_would_fail_after_the_first_trial_is_refused_before(
+    arguments: Any, complaint: str
+) -> None:
+    study = optuna.create_study()
+    with pytest.raises((FleetConfigError, TypeError)) as caught:
+        study.optimize(
+            lambda trial: 0.0, **{"n_trials": 1, **arguments}, executor=FleetExecutor(devices=1)
+        )
+    assert complaint in str(caught.value)
+    assert not study.trials
+
+
 def set_state(trial: Any) -> float:
     trial.state = {"best": 0.0}
     return 0.0
@@ -151,6 +174,11 @@ def test_a_state_that_is_set_says_what_to_use(fleet: Any) -> None:
 WRONG_CALLS = (
     (lambda trial: trial.prepare(), "trial.prepare() was given nothing, but takes modules"),
     (lambda trial: trial.prepare(5), "trial.prepare() was given a `int`, but takes modules"),
+    (lambda trial: trial.prepare([torch.nn.Linear(1, 1)]), "each by itself, as in trial.prepare("),
+    (
+        lambda trial: trial.prepare(torch.nn.Sequential(torch.nn.DataParallel(torch.nn.ReLU()))),
+        "trial.prepare() was given a `DataParallel`, but trains modules data parallel by itself",
+    ),
     (lambda trial: trial.prepare(torch.nn.Linear), "was given a `class Linear`, but takes"),
     (lambda trial: trial.epochs("3"), "`num_epochs` is '3', but must be a whole number >= 1."),
     (lambda trial: trial.epochs(True), "`num_epochs` is True, but must be"),
@@ -175,3 +203,13 @@ def call_wrongly(trial: Any) -> float:
 
 def test_a_wrong_argument_of_a_trials_method_is_named(fleet: Any) -> None:
     optuna.create_study().optimize(call_wrongly, n_trials=1, executor=fleet)
+
+
+def join_a_second_group(trial: Any) -> float:
+    torch.distributed.init_process_group("gloo")
+    return 0.0
+
+
+def test_what_is_left_over_from_torchrun_says_what_to_do(fleet: Any) -> None:
+    with pytest.raises(ValueError, match=r"twice!.* leave out `init_process_group`"):
+        optuna.create_study().optimize(join_a_second_group, n_trials=1, executor=fleet)

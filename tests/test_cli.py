@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import optuna_fleet
 from optuna_fleet.cli import main
 from optuna_fleet.policies import POLICIES
 
@@ -225,6 +226,18 @@ def test_wrong_files_are_refused(ensemble: str, trace: str, jobs: str, capsys: A
     assert f"{jobs} is not a NumPy archive" in refusal_of(capsys, "replay", jobs, jobs)
     assert f"{trace}.gone can't be read" in refusal_of(capsys, "replay", f"{trace}.gone", jobs)
     assert "has no field `hpo_shufflenet`" in refusal_of(capsys, "replay", trace, ensemble)
+
+
+def test_an_agent_says_that_there_is_no_such_file(capsys: Any) -> None:
+    assert main(["agent", "--join", "fleet.jion"]) == 2
+    assert "fleet.jion is no invitation of a driver" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert not caught.value.code
+    assert capsys.readouterr().out == f"optuna-fleet {optuna_fleet.__version__}\n"
 
 
 def test_a_command_is_needed(capsys: Any) -> None:

@@ -89,6 +89,11 @@ class FleetExecutor:
                 "SharedPipeline: FleetExecutor(SharedPipeline(train=dataset))."
             )
         _check_objects(limits, convergence, predictor)
+        if isinstance(devices, (str, list, tuple)):
+            raise FleetConfigError(
+                f"`devices` is {devices!r}, but must be how many, as 2, or None for all that are "
+                "visible: the variable CUDA_VISIBLE_DEVICES says which these are."
+            )
         check_number("devices", devices, least=1, whole=True, optional=True)
         check_choice("device_type", device_type, ("cpu", "cuda"), optional=True)
         chosen_cluster = cluster_of(cluster)
@@ -137,7 +142,8 @@ class FleetExecutor:
         numbers (None if it broke off, and with `cluster="inline"`).
 
         Raises:
-            FleetConfigError: The objective can't be sent to the trainers.
+            FleetConfigError: An argument can't work; the objective can't be sent to the trainers.
+            TypeError: `catch` has something else than exception classes.
             FleetConfigError: Another driver uses the checkpoint folder, or it can't be written to.
             RuntimeError: The study, or this executor, is already optimizing.
             LaunchError: The processes of the fleet can't be started or kept up.
@@ -148,15 +154,15 @@ class FleetExecutor:
         _check_not_importing_main()
         if self._busy:
             raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
-        if not callable(func):
-            raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
+        catch = tuple(catch) if isinstance(catch, Iterable) else (catch,)
+        _check_call(func, n_trials, timeout, catch, callbacks)
         root = self._options.checkpoint_dir if self._runner.makes_checkpoints else None
         lock = None if root is None else FolderLock(root)
         loop = Loop(
             study,
             n_trials=n_trials,
             timeout=timeout,
-            catch=tuple(catch) if isinstance(catch, Iterable) else (catch,),
+            catch=catch,
             callbacks=callbacks,
             gc_after_trial=gc_after_trial,
             show_progress_bar=show_progress_bar,
@@ -203,6 +209,21 @@ def _check_objects(limits: Any, convergence: Any, predictor: Any) -> None:
         "be a function from an optuna.trial.FrozenTrial to a number of epochs, or None",
         optional=True,
     )
+
+
+def _check_call(
+    func: Any, n_trials: Any, timeout: Any, catch: tuple[Any, ...], callbacks: Any
+) -> None:
+    """Refuse what would fail once a trial has ended, that is after hours."""
+    if not callable(func):
+        raise FleetConfigError(f"The objective is {func!r}, but must be callable.")
+    check_number("n_trials", n_trials, optional=True)
+    check_number("timeout", timeout, optional=True)  # in seconds
+    wanted = "be a list of functions, as [callback]"
+    check_that("callbacks", callbacks, is_a(Iterable), wanted, optional=True)
+    for kind in catch:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise TypeError(f"`catch` has {kind!r}, but must be exception classes: (ValueError,).")
 
 
 def _check_not_importing_main() -> None:

@@ -61,17 +61,30 @@ def length_of(name: str, value: Any, names: Collection[str], options: Collection
 def _complaint(name: str, value: Any, options: Collection[str]) -> str:
     elsewhere = _OF_A_LOADER.get(name)
     hint = f": {elsewhere}." if elsewhere else did_you_mean(name, options)
-    if hint or callable(value) or isinstance(value, _NO_DATA):
+    needed = "a map-style data set, with len(dataset) and dataset[index]"
+    if any(kind.__name__ == "DataLoader" for kind in type(value).__mro__):
+        return (
+            f"Data set {name!r} is a DataLoader, but must be {needed}: give the data set that it "
+            f"reads, as in SharedPipeline({name}=loader.dataset), and its batch size to "
+            f"trial.batches({name!r}, batch_size=...)."
+        )
+    if not hint and name.startswith(("train", "val", "test", "eval")) and _is_no_data(value):
+        return f"Data set {name!r} is {value!r:.60}, but must be {needed}."
+    if hint or _is_no_data(value):
         return (
             f"`{name}` is no option of a SharedPipeline{hint or '.'} Its other keywords are "
             "map-style data sets, with len(dataset) and dataset[index], and "
             f"{value!r:.60} is none."
         )
     return (
-        f"Data set {name!r} is of type {type(value).__name__}, but a SharedPipeline needs a "
-        "map-style data set, with len(dataset) and dataset[index]: all trials share one order "
-        "of its samples, and an iterable can't be read by index."
+        f"Data set {name!r} is of type {type(value).__name__}, but a SharedPipeline needs "
+        f"{needed}: all trials share one order of its samples, and an iterable can't be read by "
+        "index."
     )
+
+
+def _is_no_data(value: Any) -> bool:
+    return callable(value) or isinstance(value, _NO_DATA)
 
 
 def _is_map_style(value: Any, names: Collection[str]) -> bool:

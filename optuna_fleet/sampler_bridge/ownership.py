@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.repeatable import is_repeatable
+from optuna_fleet.sampler_bridge.repeatable import reseed
 
 CLAIM_PREFIX = "optuna_fleet:claim:"
 
@@ -91,9 +91,7 @@ class TrialOwnership:
                 compat.set_trial_record(self._study, trial, self._key, None)
         self.interrupted_trials = [compat.trial_of(self._study, trial) for trial in running]
         if trials:
-            if not is_repeatable(self._study.sampler):
-                # One with a seed would otherwise propose again what it proposed at first.
-                self._study.sampler.reseed_rng()
+            reseed(self._study.sampler)
             numbers, found = {trial.number for trial in running}, self._folder.unfinished()
             self.checkpoints = {n: path for n, path in found.items() if n in numbers}
             compat.fleet_logger.info(

@@ -125,6 +125,13 @@ def _position(study: optuna.Study, number: int) -> int:
     return sum(not compat.is_from_queue(t) for t in earlier)
 
 
+def reseed(sampler: BaseSampler) -> None:
+    """Have a sampler that learns draw anew: its seed would propose again what it did at first."""
+    if not is_repeatable(sampler):
+        why_not_repeatable(sampler)  # notes whether it had a seed, before it has a generator
+        sampler.reseed_rng()
+
+
 def why_not_repeatable(sampler: BaseSampler) -> str | None:
     """What the seed of a sampler does not repeat with several trials under way, in words.
 

@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from optuna_fleet.trainer.training import Training
 
 
+_SECOND_GROUP = "initialize the default process group twice!"
+
+
 class Trainer:
     """One device slot's process; lives through many runs, so torch and CUDA are set up once."""
 
@@ -151,7 +154,7 @@ class Trainer:
         except RetryableError as trouble:
             ending, error, alone = Ending.ABORTED, pack_error(trouble), True
         except BaseException as raised:
-            ending, error = _ending_of(raised, session.run), pack_error(raised)
+            ending, error = _ending_of(raised, session.run), pack_error(_explained(raised))
             alone = not isinstance(raised, TrialPruned)
             has_device_failed = is_of_device(raised)
             self._is_spent = has_device_failed or is_out_of_memory(raised)
@@ -337,6 +340,16 @@ def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
     if run.world_size > 1 and is_for_want_of_peers(raised):
         return Ending.DISCONNECTED
     return Ending.RAISED
+
+
+def _explained(raised: BaseException) -> BaseException:
+    """The exception; what is left over from a script for ``torchrun`` says what to do."""
+    if isinstance(raised, ValueError) and str(raised).endswith(_SECOND_GROUP):
+        raised.args = (
+            f"{raised} Inside an objective the default group is the trial's own: leave out "
+            "`init_process_group`, and `destroy_process_group`.",
+        )
+    return raised
 
 
 def _finished(value: Any, training: Training | None) -> bytes:

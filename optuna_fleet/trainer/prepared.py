@@ -19,6 +19,9 @@ _TAKES = (
 )
 
 
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+
+
 class Prepared:
     """Objects that train on one device, or data-parallel on several.
 
@@ -59,7 +62,8 @@ class Prepared:
             is_checked: Whether their losses can be split is still looked at.
 
         Raises:
-            FleetConfigError: One has no state that can be saved, or there is none.
+            FleetConfigError: One has no state that can be saved, or is a wrapper that trains
+                data parallel itself, or there is none.
         """
         if not objects:
             raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_TAKES}.")
@@ -81,7 +85,18 @@ class Prepared:
         has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
         if isinstance(thing, type) or not has_state:
             kind = f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
-            raise FleetConfigError(f"trial.prepare() was given a `{kind}`, but takes {_TAKES}.")
+            nested = isinstance(thing, (list, tuple, dict))
+            hint = ": each by itself, as in trial.prepare(model, optimizer)" if nested else ""
+            raise FleetConfigError(
+                f"trial.prepare() was given a `{kind}`, but takes {_TAKES}{hint}."
+            )
+        parts = thing.modules() if isinstance(thing, torch.nn.Module) else ()
+        wrapper = next((part for part in parts if isinstance(part, _WRAPPERS)), None)
+        if wrapper is not None:
+            raise FleetConfigError(
+                f"trial.prepare() was given a `{type(wrapper).__name__}`, but trains modules data "
+                "parallel by itself: leave the wrapper out, and give the module inside it."
+            )
 
     def _add_module(self, module: torch.nn.Module, *, is_alone: bool, is_checked: bool) -> None:
         self.modules.append(module)

@@ -28,6 +28,7 @@ from optuna_fleet import FleetExecutor
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.events import TrialProposed
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.repeatable import reseed, why_not_repeatable
 from optuna_fleet.wire.calls import Call
 from optuna_fleet.wire.packing import pack
 
@@ -263,3 +264,10 @@ def test_the_log_says_once_what_a_seed_does_not_repeat(
         with loop_of(study, 4) as loop:
             Sweep(loop, on_a_grid, width).run(random.Random(0))
     assert log.getvalue().count("its seed does not") == is_told
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_resumed_sweep_tells_of_a_seed_only_if_there_was_one(seed: int | None) -> None:
+    sampler = TPESampler(seed=seed)
+    reseed(sampler)
+    assert (why_not_repeatable(sampler) is None) == (seed is None)

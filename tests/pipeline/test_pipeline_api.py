@@ -7,7 +7,7 @@ import pytest
 import torch
 from pipeline_datasets import Counted, Ragged
 from pipeline_harness import Agent, serving
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.pipeline import SharedPipeline, default_preprocessors
@@ -108,10 +108,11 @@ def test_names_that_tell(name):
             "`batch_sampler` is no option.*single indices",
         ),
         ({"train": [1], "worker_init_fn": print}, "`worker_init_fn` is no .*__setstate__.*each"),
-        ({"train": [1], "val": None}, "`val` is no option.*None is none"),
+        ({"train": [1], "val": None}, "Data set 'val' is None, but must be a map"),
         ({"train": [1], "rate": 3}, "`rate` is no option.*and 3 is none"),
-        ({"train": "folder"}, "`train` is no option.* 'folder' is none"),
+        ({"train": "folder"}, "Data set 'train' is 'folder', but must be"),
         ({"train": {"a": 1}}, "'train' is of type dict"),
+        ({"train": DataLoader([1])}, r"is a DataLoader, .*SharedPipeline\(train=loader.dataset\)"),
         ({"train": [1], "spill_bytes": 9}, "spill_bytes=9, but no spill_dir.*folder"),
         (
             {"train": [1], "memory_bytes": 800, "decoded_bytes": 800},

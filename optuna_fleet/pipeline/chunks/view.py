@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from optuna_fleet.exceptions import is_out_of_memory
 from optuna_fleet.pipeline.chunks.columns import Column, leaf
 from optuna_fleet.pipeline.chunks.layout import ALIGNMENT, HEAD, DenseHeader, ObjectHeader
 from optuna_fleet.pipeline.chunks.structure import rebuild, rebuild_batch
@@ -121,7 +122,7 @@ def cut_alike(
     for chunk, start, stop in parts:
         own = chunk.samples(start, stop)
         samples += own if chunk.header.is_finished else map(finish, own)
-    return (default_collate if collate is None else collate)(samples), True
+    return _collated(samples, collate), True
 
 
 def cut_batch(parts: Sequence[Part], collate: Callable[[list[Any]], Any] | None) -> Any:
@@ -137,7 +138,22 @@ def cut_batch(parts: Sequence[Part], collate: Callable[[list[Any]], Any] | None)
         pieces = zip(*(chunk.columns(start, stop) for chunk, start, stop in parts), strict=True)
         return rebuild_batch(header.structure, map(_join, pieces))
     samples = [sample for chunk, start, stop in parts for sample in chunk.samples(start, stop)]
-    return default_collate(samples) if collate is None else collate(samples)
+    return _collated(samples, collate)
+
+
+def _collated(samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> Any:
+    if collate is not None:
+        return collate(samples)
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError) as error:
+        if is_out_of_memory(error) or type(error) not in (TypeError, RuntimeError):
+            raise
+        raise type(error)(
+            f"The samples of a batch can't be put together by torch's default_collate: {error}. "
+            "Let all have the same structure and shapes, or give SharedPipeline(collate_fn=...), "
+            "as for a DataLoader."
+        ) from error
 
 
 def _alike(parts: Sequence[Part]) -> bool:

@@ -183,9 +183,9 @@ class ShardLoader:
         assert self._pipeline is not None
         if not self._modules:
             raise TrialError(
-                f"Trial {self._run.number} asked for batches before trial.prepare(model, "
-                "optimizer): without it the model would not be trained on the trial's devices nor "
-                "checkpointed."
+                f"Trial {self._run.number} asked for batches before a model was given to "
+                "trial.prepare(model, optimizer): do that first, or the model would not be "
+                "trained on the trial's devices nor checkpointed."
             )
         rolls = self._pipeline.rolls(name)
         can_leave = movable and not rolls and not self.gives_whole_batches

@@ -161,6 +161,6 @@ def _too_large(costs: list[LayerCost], demand: Demand, most: int) -> str:
         f"The model's {len(costs)} layers do not fit on {stages} devices of "
         f"{demand.memory_bytes / 1e6:.6g} MB, the most that this trial can have: the largest, "
         f"layer {largest}, has {mb[0]:.4g} MB of parameters and keeps {mb[1]:.4g} MB of each part "
-        "of a batch. Give it more devices, a smaller batch, more parts (`in_flight`), or smaller "
-        "layers."
+        "of a batch. Give it more devices, a larger `memory_bytes`, a smaller batch, more parts "
+        "(`in_flight`), or smaller layers."
     )

@@ -46,7 +46,8 @@ def add_agent(commands: Any) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
-    if os.sep in given.join or os.path.exists(given.join):
+    names_file = os.sep in given.join or (given.join and ":" not in given.join)
+    if names_file or os.path.exists(given.join):
         invitation = Invitation.read(Path(given.join))
     else:
         invitation = Invitation.from_environment(os.environ, given.join)
