@@ -2,6 +2,7 @@
 
 python benchmarks/survivors.py                  # 80 kills; 100 leaves, joins and kills; the cost
 python benchmarks/survivors.py --only cost --width 2048     # of a model with 100 MB of weights
+python benchmarks/survivors.py --only kills --every 5       # each fifth step is held
 
 On 4 CPU slots, by gloo. *Kills*: one of three ranks is killed at a random moment of a step, most
 of which is the all-reduce. *Events*: a trial leaves devices, joins others, or loses one, in random
@@ -87,9 +88,17 @@ def moves(trial: Any, mark: Path) -> None:
 
 
 def trains(
-    trial: Any, *, events: Mapping[int, Event], folder: Path, width: int, epochs: int
+    trial: Any,
+    *,
+    events: Mapping[int, Event],
+    folder: Path,
+    width: int,
+    epochs: int,
+    every: int | None,
 ) -> float:
     model, optimizer = prepared(trial, width)
+    if every is not None:
+        trial._training._holding.pace.wish = lambda: every
     losses = trial.state.setdefault("losses", [])
     for epoch in trial.epochs(epochs):
         for images, labels in trial.batches("train", batch_size=BATCH, movable=True):
@@ -168,9 +177,11 @@ def pauses_ms(events: Mapping[int, Event], folder: Path) -> list[float]:
     return [1e3 * next(end - at for end in ends if end > at + 0.02) for at in died]
 
 
-def strikes(fleet: Any, number: int, kills: float, width: int, seed: int) -> dict[str, Any]:
+def strikes(
+    fleet: Any, number: int, kills: float, seed: int, *, width: int, every: int | None
+) -> dict[str, Any]:
     epochs = -(-(number * APART + 2 * APART) // EPOCH)
-    more = {"width": width, "epochs": epochs}
+    more = {"width": width, "epochs": epochs, "every": every}
     with tempfile.TemporaryDirectory() as name:
         (alone := Path(name, "alone")).mkdir()
         (struck := Path(name, "struck")).mkdir()
@@ -223,24 +234,23 @@ def alternates(trial: Any, *, width: int, epochs: int, kind: str) -> float:
     within = trial._training._within
     hold = within.hold
     times: dict[bool, list[float]] = {True: [], False: []}
-    for epoch in trial.epochs(epochs):
+    for epoch in trial.epochs(2 + epochs):
         within.hold = hold if epoch % 2 else (lambda place: None)
         began = time.perf_counter()
         for images, labels in trial.batches("train", batch_size=BATCH, movable=True):
             optimizer.zero_grad()
             cross_entropy(model(images), labels).backward()
             optimizer.step()
-            now = time.perf_counter()
-            times[bool(epoch % 2)].append(now - began)
-            began = now
-    trial.set_user_attr("ms", [1e3 * statistics.median(times[with_]) for with_ in (False, True)])
+        times[bool(epoch % 2)].append(1e3 * (time.perf_counter() - began) / EPOCH)
+    trial.set_user_attr("ms", [statistics.median(times[with_][1:]) for with_ in (False, True)])
+    trial.set_user_attr("every", trial._training._holding.pace._every)
     return 0.0
 
 
-def cost(fleet: Any, width: int, devices: int, kind: str) -> dict[str, Any]:
+def cost(fleet: Any, width: int, devices: int, kind: str, epochs: int) -> dict[str, Any]:
     fleet.script = {0: [Leg(tuple(range(devices)))]}
     study = optuna.create_study()
-    objective = functools.partial(alternates, width=width, epochs=24, kind=kind)
+    objective = functools.partial(alternates, width=width, epochs=epochs, kind=kind)
     study.optimize(objective, n_trials=1, executor=fleet)
     without, with_ = study.trials[0].user_attrs["ms"]
     return {
@@ -249,6 +259,7 @@ def cost(fleet: Any, width: int, devices: int, kind: str) -> dict[str, Any]:
         "width": width,
         "step without, ms": round(without, 2),
         "step with, ms": round(with_, 2),
+        "held: one step in": study.trials[0].user_attrs["every"],
         "more": f"{100 * (with_ / without - 1):.1f} %",
     }
 
@@ -259,16 +270,19 @@ def main() -> None:
     parser.add_argument("--number", type=int)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--seed", type=int, default=14)
+    parser.add_argument("--every", type=int, help="hold each such step, whatever that costs")
+    parser.add_argument("--epochs", type=int, default=64, help="that the cost is measured in")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with fleet_of(devices=4, pipeline=SharedPipeline(train=Noise(SIZE))) as fleet:
         for what, number, share in (("kills", 80, 1.0), ("events", 100, 0.4)):
             if given.only in (None, what):
-                answer = strikes(fleet, given.number or number, share, given.width, given.seed)
+                more = {"width": given.width, "every": given.every}
+                answer = strikes(fleet, given.number or number, share, given.seed, **more)
                 print(json.dumps({what: answer, "load": os.getloadavg()[0]}), flush=True)
         if given.only in (None, "cost"):
             for kind in ("SGD", "AdamW"):
-                answer = cost(fleet, given.width, 2, kind)
+                answer = cost(fleet, given.width, 2, kind, given.epochs)
                 print(json.dumps({"cost": answer, "load": os.getloadavg()[0]}), flush=True)
 
 

@@ -57,7 +57,7 @@ def dies(trial: Any, folder: Path, kills: Kills, step: int, moment: str) -> None
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def prepared(trial: Any, how: str) -> Any:
+def prepared(trial: Any, how: str, every: int) -> Any:
     model = small_model()
     model[0].bias = None  # Adam would make steps of any size out of rounding errors there
     kind = torch.optim.AdamW if how == "accumulates" else torch.optim.SGD
@@ -65,12 +65,15 @@ def prepared(trial: Any, how: str) -> Any:
     optimizer = kind(model.parameters(), lr=0.05, **more)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.95)
     parts = (model, optimizer, scheduler, AveragedModel(model))
+    if how == "one wants 3":
+        every = 3 if trial.rank == 1 else 1
+    trial._training._holding.pace.wish = lambda: every  # or it would depend on the time
     return trial.prepare(*parts, min_devices=2 if how == "on two at least" else 1)
 
 
-def trains(trial: Any, *, how: str, kills: Kills, folder: Path) -> float:
+def trains(trial: Any, *, how: str, kills: Kills, folder: Path, every: int = 1) -> float:
     """Notes which steps each run has computed; sums up in what moves along."""
-    model, optimizer, scheduler, average = prepared(trial, how)
+    model, optimizer, scheduler, average = prepared(trial, how, every)
     losses = trial.state.setdefault("losses", [])
     draws, means = trial.state.setdefault("draws", []), trial.state.setdefault("means", [])
     for epoch in trial.epochs(EPOCHS):
@@ -123,10 +126,10 @@ Sweep = Callable[..., optuna.Study]
 
 @pytest.fixture
 def sweep(fleet: Any, tmp_path: Path) -> Sweep:
-    def run(*legs: Leg, how: str = "", kills: Kills | None = None) -> optuna.Study:
+    def run(*legs: Leg, kills: Kills, **more: Any) -> optuna.Study:
         study = optuna.create_study()
         fleet.script = {0: legs}
-        objective = functools.partial(trains, how=how, kills=kills or {}, folder=tmp_path)
+        objective = functools.partial(trains, kills=kills, folder=tmp_path, **more)
         study.optimize(objective, n_trials=1, executor=fleet)
         return study
 
@@ -169,21 +172,38 @@ def check_equal(study: optuna.Study, alone: Any) -> None:
         ({9: ("after", (1,))}, [(3,)]),  # who survives writes it down
     ],
 )
-@pytest.mark.parametrize("how", ["", "accumulates"])
-def test_at_most_one_batch_is_computed_twice(
-    sweep: Sweep, undisturbed: Any, tmp_path: Path, how: str, kills: Kills, devices: Any
+@pytest.mark.parametrize(("how", "every"), [("", 3), ("accumulates", 1)])
+def test_it_goes_on_from_the_last_step_that_was_held(
+    sweep: Sweep,
+    undisturbed: Any,
+    tmp_path: Path,
+    how: str,
+    every: int,
+    kills: Kills,
+    devices: Any,
 ) -> None:
+    """At most so many batches are computed twice, one where each step is held."""
     legs = [Leg((0, 1, 2)), *map(Leg, devices)]
-    study = sweep(*legs, how=how, kills=kills)
+    study = sweep(*legs, how=how, kills=kills, every=every)
     check_equal(study, undisturbed(how))
     assert endings(study) == ["lost"] * len(kills) + ["returned"]
-    assert num_repeated(tmp_path) <= len(kills)
+    assert num_repeated(tmp_path) <= every * len(kills)
+
+
+def test_all_ranks_hold_as_few_steps_as_one_can_afford(
+    sweep: Sweep, undisturbed: Any, tmp_path: Path
+) -> None:
+    """The third, then the sixth: in the fifth, the third and the fourth are done again."""
+    legs = [Leg((0, 1, 2)), Leg((0, 2))]
+    study = sweep(*legs, how="one wants 3", kills={5: ("backward", (1,))})
+    check_equal(study, undisturbed(""))
+    assert num_repeated(tmp_path) == 2
 
 
 def test_it_begins_anew_where_nobody_survives(
     sweep: Sweep, undisturbed: Any, tmp_path: Path
 ) -> None:
-    study = sweep(Leg((0, 1)), Leg((2, 3)), kills={5: ("backward", (0, 1))})
+    study = sweep(Leg((0, 1)), Leg((2, 3)), how="", kills={5: ("backward", (0, 1))})
     check_equal(study, undisturbed(""))
     assert num_repeated(tmp_path) == 5
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.moves import holding
 from optuna_fleet.trainer.moves.holding import Held, Holding
 from optuna_fleet.trainer.moves.object_copies import ObjectCopies
+from optuna_fleet.trainer.moves.pace import Pace
 from optuna_fleet.trainer.moves.sums_exchange import SumsExchange
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.reports import Reports
@@ -34,9 +36,9 @@ class Here:
 
 
 class Rank:
-    """One of two ranks; the other is always at the same step."""
+    """One of two ranks, which hold every n-th step; the other is always at the same step."""
 
-    def __init__(self, *objects: Any) -> None:
+    def __init__(self, *objects: Any, every: int = 1) -> None:
         self.objects = list(objects)
         self.state: dict[str, Any] = {}
         self.session: Any = Here()
@@ -58,11 +60,12 @@ class Rank:
             SimpleNamespace(),  # type: ignore[arg-type]
             saver,
         )
+        self.holding.pace.wish = lambda: every  # type: ignore[method-assign]
 
-    def begin(self, step: int) -> None:
-        self.holding.begin_step((1, 0, step))
-        begun: Any = self.holding._next
-        getattr(begun, "told", begun).wait()  # all ranks have come to it
+    def begin(self, step: int, epoch: int = 0) -> None:
+        self.holding.begin_step((1, epoch, step))
+        if (begun := self.holding._next) is not None:
+            getattr(begun, "told", begun).wait()  # all ranks have come to it
 
     def held(self) -> Held:
         held = self.holding.held()
@@ -159,6 +162,106 @@ def test_gradients_that_wait_are_kept() -> None:
     same(held.checkpoint.remainder[0]["gradients"], gradients)
 
 
+@pytest.mark.parametrize("last", [4, 6, 7])
+@pytest.mark.parametrize("steps_each", [1, 2])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_several_steps_are_undone(make: Any, steps_each: int, last: int) -> None:
+    """Every third one is held; an optimizer steps in each, or in every other one."""
+    model = net()
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    objects = (model, optimizer, scheduler, average)
+    rank = Rank(*objects, every=3)
+    known, draws, gradients = [], [], []
+    for number in range(last + 1):
+        rank.begin(number)
+        known.append(states(*objects))
+        draws.append(torch.get_rng_state())
+        gradients.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        rank.session.reports.add(0.1 * number, number)
+        steps = (number + 1) % steps_each == 0
+        step(rank, model, optimizer if steps else None)
+        if steps:
+            scheduler.step()
+            average.update_parameters(model)
+    held = rank.held()
+    at = last - last % 3
+    assert held.place == (1, 0, at)
+    assert held.checkpoint.totals == ([{"n": 5 * at}] if at else [{}])
+    assert len(held.checkpoint.state.get("steps", [])) == at
+    assert list(held.checkpoint.history) == list(range(at))
+    for now, then in zip(held.checkpoint.objects, known[at], strict=True):
+        same(dict(now), dict(then))
+    assert torch.equal(held.checkpoint.rng[0]["torch"], draws[at])
+    same([p.grad for p in model.parameters()], gradients[at])
+
+
+def test_memory_that_an_objective_gives_a_parameter_is_undone() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = Rank(model, optimizer, every=3)
+    rank.begin(0)
+    known = states(model)[0]
+    step(rank, model, optimizer)
+    model[0].weight.data = model[0].weight.data.clamp(-0.1, 0.1)
+    rank.begin(1)
+    same(dict(rank.held().checkpoint.objects[0]), dict(known))
+
+
+def test_each_epoch_and_each_run_begins_with_a_step_that_is_held() -> None:
+    model = net()
+    rank = Rank(model, every=100)
+    held = []
+    for place in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
+        rank.begin(place[1], epoch=place[0])
+        if rank.holding._next is not None:
+            held.append(place)
+        rank.holding.settle()
+    assert held == [(0, 0), (1, 0)]
+    rank.holding.pace.begin_run()
+    rank.begin(2, epoch=1)
+    assert rank.held().place == (1, 1, 2)
+
+
+class Clock:
+    """Stands still unless it is told otherwise."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def paced(steps_s: Sequence[float], holding_s: float, wishes: Sequence[int] = ()) -> list[int]:
+    """The steps that are held, if each of an epoch takes so long besides holding it."""
+    clock, held, wishes = Clock(), [], list(wishes)
+    pace = Pace(clock)
+    for number, step_s in enumerate(steps_s):
+        if pace.is_due((1, 0, number)):
+            held.append(number)
+            with pace.spending():
+                clock.now += holding_s
+            pace.agree(max(pace.wish(), *wishes, 1))
+        clock.now += step_s
+    return held
+
+
+def test_holding_takes_a_small_part_of_the_time() -> None:
+    held = paced([0.010] * 1000, 0.0021)
+    assert held[:5] == [0, 1, 3, 7, 15]  # it is not sure at once
+    assert {after - before for before, after in itertools.pairwise(held[4:])} == {9}
+    assert paced([0.010] * 9, 0.0002) == list(range(9))
+    assert paced([0.0] * 64, 0.001) == [0, 1, 3, 7, 15, 31, 63]
+    assert paced([0.010] * 9, 0.0, wishes=[4]) == [0, 4, 8]  # of another rank
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    steps = [0.010] * 200
+    steps[100] = 60.0
+    assert paced(steps, 0.0021) == paced([0.010] * 200, 0.0021)
+
+
 def test_what_was_changed_by_hand_is_not_gone_on_with() -> None:
     """As by an optimizer that looks ahead before it steps: then with the step before."""
     model = net()
@@ -204,17 +307,18 @@ def test_what_can_not_be_copied_is_not_held(why: str) -> None:
 def test_what_one_rank_adds_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"n": 3, "loss": 0.1, "by label": torch.tensor([2, 1]), "x": torch.tensor(0.1).double()}
     exchange = SumsExchange()
-    told = exchange.tell(own)
+    told = exchange.tell(own, 5)
     assert exchange.hear(told)
     assert told.has_arrived()
+    assert told.greatest_wish() == 5
     (part,) = told.parts()
     same(part, own)
 
 
 def test_there_is_room_for_more_next_time() -> None:
     exchange, own = SumsExchange(), {"counts": torch.arange(1000)}
-    assert not exchange.hear(exchange.tell(own))
-    told = exchange.tell(own)
+    assert not exchange.hear(exchange.tell(own, 1))
+    told = exchange.tell(own, 1)
     assert exchange.hear(told)
     same(told.parts()[0], own)
 

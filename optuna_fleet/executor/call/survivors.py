@@ -10,9 +10,9 @@ from optuna_fleet.wire.messages import Place
 def agreed(holds: Mapping[int, Place]) -> tuple[int, ...]:
     """Returns the devices whose ranks hold the beginning of the step to go on with, in order.
 
-    Each rank holds the last step that it knows all to have come to, the dead included. So the
-    furthest that any of them holds is the right one: before it nothing is missing, and nobody can
-    have done the step itself. Others, which have not heard in time, hold the step before.
+    Of the steps that are to be held, each rank holds the last one that it knows all to have come
+    to, the dead included. So the furthest that any holds is the right one: before it nothing is
+    missing. Others, which have not heard in time, hold the one before.
 
     Args:
         holds: The step of each that holds any, by device.

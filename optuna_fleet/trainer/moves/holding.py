@@ -1,8 +1,9 @@
-"""What a rank could go on from if other ranks die in the midst of a step: that step's beginning.
+"""What a rank could go on from if other ranks die: the beginning of a step not long ago.
 
-Who has come to a step, and has heard that all others have, holds its beginning. No rank's step can
-end before all have come to it, so what survivors hold are two neighbouring steps at most. The
-later one is where the trial goes on, and one global batch at most is computed again.
+Every n-th step is held (`pace`). Who has come to such a step, and has heard that all others have,
+holds its beginning, and no longer the one before. Nobody can end the step before that, so what
+survivors hold are two of these at most, one after the other. The later one is where the trial goes
+on, and the batches since are computed again: one at most where every step is held.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import group_size, outlives_peers
 from optuna_fleet.trainer.moves.moving import Moving
 from optuna_fleet.trainer.moves.object_copies import Late, ObjectCopies
+from optuna_fleet.trainer.moves.pace import Pace
 from optuna_fleet.trainer.moves.sums_exchange import SumsExchange, Told
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.randomness import rng_state
@@ -65,7 +67,7 @@ class _Beginning:
 
 
 class Holding:
-    """Keeps the beginnings of this rank's last steps.
+    """Keeps the beginnings of the last steps that this rank held.
 
     Args:
         session: This rank's calls.
@@ -76,6 +78,9 @@ class Holding:
         totals: Sums over the epoch.
         moving: Told whether this rank holds anything.
         saver: Writes checkpoints.
+
+    Attributes:
+        pace: Says which steps are held.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Holding:
         self._totals = totals
         self._saver = saver
         self._exchange = SumsExchange()
+        self.pace = Pace()
         self._last: _Beginning | None = None  # all ranks have come to it
         self._next: _Beginning | Told | None = None  # this rank has
         self._spare: Late | None = None
@@ -105,13 +111,16 @@ class Holding:
         steps.at_step = self._before_optimizer
 
     def begin_step(self, place: Place) -> None:
-        """This rank has come to a step: it keeps its beginning, and tells the others."""
+        """This rank has come to a step: if that is due, it keeps its beginning, and says so."""
         if not outlives_peers():
             return
         self.settle()
-        self._shares.begin("trial.totals")
-        told = self._exchange.tell(self._totals.own)
-        self._next = self._beginning(place, told) or told
+        if not self.pace.is_due(place):
+            return
+        with self.pace.spending():
+            self._shares.begin("trial.totals")
+            told = self._exchange.tell(self._totals.own, self.pace.wish())
+            self._next = self._beginning(place, told) or told
 
     def _beginning(self, place: Place, told: Told) -> _Beginning | None:
         if not self._can_copy:
@@ -131,7 +140,7 @@ class Holding:
             return None
 
     def settle(self) -> None:
-        """Wait until all have come to this rank's last step: none will go back beyond it.
+        """Wait until all have come to the step held last: none will go back beyond it.
 
         Raises:
             RuntimeError: A rank is gone.
@@ -145,6 +154,7 @@ class Holding:
         except BaseException:
             self._next = following
             raise
+        self.pace.agree(told.greatest_wish() if is_whole else 1)
         if isinstance(following, _Beginning) and is_whole:
             self._spare = None if self._last is None else self._last.objects.late
             self._last = following
@@ -159,7 +169,8 @@ class Holding:
             self._last = None
             return
         try:
-            last.objects.copy_late(self._spare)
+            with self.pace.spending():
+                last.objects.copy_late(self._spare)
         except Exception:
             self._give_up()
         self._spare = None
@@ -170,6 +181,7 @@ class Holding:
     def begin_run(self) -> None:
         """Another group of ranks goes on here."""
         self._next = None
+        self.pace.begin_run()
         self._exchange.begin_run()
         if group_size() == 1:
             self._forget()

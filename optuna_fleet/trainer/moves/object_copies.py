@@ -2,7 +2,7 @@
 
 What a step changes before its first ``optimizer.step()`` (buffers, rates, what no optimizer owns)
 is copied when it begins; what only optimizers change (their parameters, momentum) right before
-they do. Until then it is what it was.
+one does for the first time. Until then it is what it was.
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ class ObjectCopies:
             (one, {p: dict(_checked(state)) for p, state in one.state.items()})
             for one in optimizers
         ]
-        live = [p.detach() for p in _owned(optimizers)]
+        # The parameters themselves: an objective may give them other memory (`p.data = ...`).
+        live: list[Tensor] = [*_owned(optimizers)]
         for _, state in states:
             live += [v for kept in state.values() for v in kept.values() if isinstance(v, Tensor)]
-        copies = spare.copies if spare is not None and _fit(spare.live, live) else None
+        copies = spare.copies if spare is not None and _fit(spare.copies, live) else None
         if copies is None:
             copies = [torch.empty_like(tensor) for tensor in live]
         if live:
@@ -149,9 +150,10 @@ def _checked(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _fit(spare: list[Tensor], live: list[Tensor]) -> bool:
-    """Whether those are copies of the same."""
-    return [t.data_ptr() for t in spare] == [t.data_ptr() for t in live]
+def _fit(copies: list[Tensor], live: list[Tensor]) -> bool:
+    """Whether those can be copies of these."""
+    some, others = ([(t.shape, t.dtype, t.device) for t in kept] for kept in (copies, live))
+    return some == others
 
 
 def _cloned(value: Any) -> Any:

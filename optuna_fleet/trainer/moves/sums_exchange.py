@@ -1,7 +1,7 @@
 """What each rank has added to ``trial.totals``, told to all of them while they train.
 
-A rank that dies takes its part along. So each step begins with telling it: without waiting, by the
-time that it is looked at it has long arrived.
+A rank that dies takes its part along. So a step that is held begins with telling it: without
+waiting, by the time that it is looked at it has long arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optuna_fleet.trainer.splitting import tracked
 Sums = dict[str, Any]
 
 _LEAST_BYTES = 1024
-_LENGTH_BYTES = 8
+_HEAD_BYTES = 16  # the length of what follows, and a wish
 _KINDS = {str(kind): kind for kind in (torch.float64, torch.int64)}  # of tensors in totals
 
 
@@ -33,13 +33,18 @@ class SumsExchange:
         """All ranks have as much room for what they tell."""
         self._room = _LEAST_BYTES
 
-    def tell(self, own: Sums) -> Told:
-        """Begin to tell the others, and to hear of them."""
+    def tell(self, own: Sums, wish: int) -> Told:
+        """Begin to tell the others, and to hear of them.
+
+        Args:
+            own: This rank's sums.
+            wish: When it wants to tell the next time, in steps.
+        """
         text = _packed(own)
-        row = torch.zeros(_LENGTH_BYTES + self._room, dtype=torch.uint8)
-        row[:_LENGTH_BYTES].view(torch.int64)[0] = len(text)
+        row = torch.zeros(_HEAD_BYTES + self._room, dtype=torch.uint8)
+        row[:_HEAD_BYTES].view(torch.int64)[:] = torch.tensor([len(text), wish])
         if len(text) <= self._room:
-            row[_LENGTH_BYTES : _LENGTH_BYTES + len(text)] = torch.frombuffer(
+            row[_HEAD_BYTES : _HEAD_BYTES + len(text)] = torch.frombuffer(
                 bytearray(text), dtype=torch.uint8
             )
         rows = torch.empty(group_size(), len(row), dtype=torch.uint8)
@@ -83,18 +88,25 @@ class Told:
 
     def lengths(self) -> list[int]:
         """Bytes that each rank had to tell."""
-        lengths: list[int] = self._rows[:, :_LENGTH_BYTES].clone().view(torch.int64)[:, 0].tolist()
-        return lengths
+        return [length for length, _ in self._heads()]
+
+    def greatest_wish(self) -> int:
+        """When any rank wants to tell the next time, at the latest."""
+        return max(wish for _, wish in self._heads())
+
+    def _heads(self) -> list[list[int]]:
+        heads: list[list[int]] = self._rows[:, :_HEAD_BYTES].clone().view(torch.int64).tolist()
+        return heads
 
     def is_whole(self) -> bool:
         """Whether there was room for what each rank had to tell."""
-        return max(self.lengths()) <= self._rows.size(1) - _LENGTH_BYTES
+        return max(self.lengths()) <= self._rows.size(1) - _HEAD_BYTES
 
     def parts(self) -> list[Sums]:
         """The sums of each rank."""
-        ends = [_LENGTH_BYTES + length for length in self.lengths()]
+        ends = [_HEAD_BYTES + length for length in self.lengths()]
         rows = [row.numpy().tobytes() for row in self._rows]
-        return [_unpacked(row[_LENGTH_BYTES:end]) for row, end in zip(rows, ends, strict=True)]
+        return [_unpacked(row[_HEAD_BYTES:end]) for row, end in zip(rows, ends, strict=True)]
 
 
 def _packed(own: Sums) -> bytes:
