@@ -45,7 +45,9 @@ def test_draws_torchvisions_crops(height, width, arguments):
     empty = torch.empty(3, height, width)
     for seed in range(200):
         torch.manual_seed(seed)
-        drawn = getattr(theirs, "make_params", None) or theirs._get_params  # so torchvision 0.19 calls it
+        drawn = (
+            getattr(theirs, "make_params", None) or theirs._get_params
+        )  # so torchvision 0.19 calls it
         wanted = drawn([empty])
         state = torch.get_rng_state()
         torch.manual_seed(seed)
