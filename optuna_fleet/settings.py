@@ -126,6 +126,13 @@ def _attribute(path: str, default: Any) -> _Setting:
     return _Setting(default, attrgetter(path), lambda t, value: setattr(owner_of(t), name, value))
 
 
+def _default_device(torch: Any) -> str:
+    try:
+        return str(torch.get_default_device().type)
+    except AttributeError:  # torch 2.4, once one was set and then none
+        return "cpu"
+
+
 def _set_default_device(torch: Any, kind: str) -> None:
     torch.set_default_device(None if kind == "cpu" else kind)  # None: no detour for each call
 
@@ -146,9 +153,7 @@ _TORCH: dict[str, _Setting] = {
         lambda torch: str(torch.get_default_dtype()).removeprefix("torch."),
         lambda torch, name: torch.set_default_dtype(getattr(torch, name)),
     ),
-    "default_device": _Setting(
-        "cpu", lambda torch: torch.get_default_device().type, _set_default_device
-    ),
+    "default_device": _Setting("cpu", _default_device, _set_default_device),
     "deterministic_algorithms": _Setting(
         (False, False),
         lambda torch: (

@@ -115,6 +115,14 @@ def at(study: optuna.Study, seconds: float) -> Any:
     return snapshot_of(study, START + seconds)
 
 
+def test_a_study_in_memory_has_what_its_copy_in_a_database_has(study: optuna.Study) -> None:
+    storage = optuna.storages.RDBStorage("sqlite:///:memory:")
+    optuna.copy_study(from_study_name="sweep", from_storage=study._storage, to_storage=storage)
+    copy = optuna.load_study(study_name="sweep", storage=storage)
+    records, copies = (s._storage.get_study_system_attrs(s._study_id) for s in (study, copy))
+    assert records == copies
+
+
 # -- what is read ---------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 
 import optuna
@@ -67,7 +68,8 @@ def record_call(study: optuna.Study, state: CallState) -> bool:
 
     It is never waited for: nothing depends on it.
     """
-    return compat.try_study_record(study, CALL_KEY.format(began=state.began), asdict(state))
+    record = json.loads(json.dumps(asdict(state)))  # as a database gives it back: without tuples
+    return compat.try_study_record(study, CALL_KEY.format(began=state.began), record)
 
 
 def calls_of(study: optuna.Study) -> list[CallState]:

@@ -51,8 +51,9 @@ class Declared:
 
     Attributes:
         rule: "left out", because it can't apply; "inline", because its objective writes into
-            objects of the caller's process, so that it runs with ``cluster="inline"``; or
-            "differs", because it may fail where several trials run at a time.
+            objects of the caller's process, so that it runs with ``cluster="inline"``; "differs",
+            because it may fail where several trials run at a time; or "numbers", because it may
+            fail with the numbers that a fleet draws from a seed, at any number of devices.
         test: Its name, without parameters.
         failure: Regular expression of the failure let off: the statement that fails, then on a
             line of its own what pytest says of it.
@@ -74,8 +75,8 @@ class Report:
     """What became of the tests of a tier that call `Study.optimize`.
 
     Attributes:
-        outcomes: "passed", "passed inline", "failed", "differs" (failed, as declared for several
-            devices), "left out" or "skipped" by test.
+        outcomes: "passed", "passed inline", "failed", "differs" (failed, as declared for this
+            number of devices), "left out" or "skipped" by test.
         texts: The traceback or the reason by test, where there is one.
     """
 
@@ -173,7 +174,8 @@ def failed_statement(text: str) -> str:
 def judged(found: dict[str, dict[str, Any]], tier: str, width: int) -> Report:
     """What the outcomes that the plugin reports are by the rules of declared.tsv."""
     inline = {row.test for row in declared("inline")}
-    differing = {row.test: row for row in declared("differs")} if width > 1 else {}
+    rows = [*declared("numbers"), *(declared("differs") if width > 1 else [])]
+    differing = {row.test: row for row in rows}
     outcomes = {test: what["outcome"] for test, what in found.items()}
     for test, outcome in outcomes.items():
         name = test.partition("[")[0]

@@ -72,7 +72,7 @@ def test_results_are_shown_as_more_than_text(ran: tuple[Any, list[str]]) -> None
 
 
 def test_an_interrupt_ends_the_sweep_in_a_few_lines(ran: tuple[Any, list[str]]) -> None:
-    outputs = outputs_of(ran[0], "study.optimize(lambda")
+    outputs = outputs_of(ran[0], "study.optimize(\n    lambda")
     (error,) = (output for output in outputs if output.output_type == "error")
     assert error.ename == "KeyboardInterrupt"
     traceback = [line for part in error.traceback for line in part.splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _codecs
 import io
 import math
 import os
@@ -27,6 +28,9 @@ _PLAIN_TYPES = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
     *(torch.dtype, torch.device, torch.Size),
 )
+
+# Newer versions of torch load these by themselves, 2.4 does not; bytes are pickled as `encode`.
+torch.serialization.add_safe_globals([_codecs.encode, bytearray, complex, set])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
