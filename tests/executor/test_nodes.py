@@ -160,8 +160,9 @@ def test_what_can_not_join_says_why(
     for given, variables, words in (
         (str(damaged), {}, f"{damaged} is no invitation"),
         ("/no/such/file", {}, "/no/such/file is no invitation of a driver: [Errno 2] No such"),
-        ("nowhere", {}, "OPTUNA_FLEET_TOKEN"),
-        ("nowhere", environment, "'nowhere' is no address of a driver: give HOST:PORT"),
+        ("nowhere", {}, "nowhere is no invitation of a driver: [Errno 2] No such"),
+        ("127.0.0.1:1", {}, "The token of the driver is missing: set OPTUNA_FLEET_TOKEN"),
+        ("nowhere", environment, "nowhere is no invitation of a driver: [Errno 2] No such"),
         ("127.0.0.1:1", environment, "127.0.0.1:1"),
     ):
         with monkeypatch.context() as patch:

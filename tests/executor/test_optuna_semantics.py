@@ -410,13 +410,13 @@ def raise_value_error(trial: Any) -> float:
     raise ValueError("always")
 
 
-def test_a_bad_catch_is_only_noticed_when_a_trial_fails(fleet: Any) -> None:
+def test_a_bad_catch_is_noticed_before_the_first_trial(fleet: Any) -> None:
     study = optuna.create_study()
-    study.optimize(quadratic, n_trials=1, catch=None, executor=fleet)
-    with pytest.raises(TypeError):
-        study.optimize(raise_value_error, n_trials=1, catch=None, executor=fleet)
+    with pytest.raises(TypeError, match="`catch` has None, but must be exception classes"):
+        study.optimize(quadratic, n_trials=1, catch=None, executor=fleet)
+    assert states(study) == []
     study.optimize(raise_value_error, n_trials=1, catch=[KeyError, ValueError], executor=fleet)
-    assert states(study) == [COMPLETE, FAIL, FAIL]
+    assert states(study) == [FAIL]
 
 
 class FussySampler(optuna.samplers.RandomSampler):

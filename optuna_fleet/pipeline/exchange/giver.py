@@ -59,7 +59,7 @@ class Giver:
                     if isinstance(key.data, Channel):
                         self._attend(key.data, mask)
                     elif key.fileobj is self._client:
-                        self._client.hear()
+                        pass  # `_give` hears it
                     elif self._news.recv(64):
                         self._refuse_others()
                     else:
@@ -115,12 +115,14 @@ class Giver:
 
     def _give(self) -> None:
         """Sends what the broker has lent."""
+        # All at once: what came in while one is looked at would be news of another, seen already.
+        self._client.hear()
         for number, key in list(self._ahead.items()):
-            if self._client.arrived(number, key.chunk):
+            if self._client.has(number, key.chunk):
                 del self._ahead[number]
                 self._close(number)  # there it is, until it is asked for
         for channel, (number, key) in list(self._asked.items()):
-            if not channel.has_unsent and self._client.arrived(number, key.chunk):
+            if not channel.has_unsent and self._client.has(number, key.chunk):
                 data = None  # if it can't be made, who asked for it will see why
                 with contextlib.suppress(PreprocessingError):
                     data = self._client.take(number, key.chunk).memory

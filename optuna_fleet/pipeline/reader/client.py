@@ -245,13 +245,17 @@ class PipelineClient:
 
     def arrived(self, number: int, chunk: int) -> bool:
         """Returns whether a chunk (or the news of its failure) is there, without waiting."""
-        inbox = self._inbox_of(number)
-        while chunk not in inbox.chunks and chunk not in inbox.errors:
+        while not self.has(number, chunk):
             try:
                 self._receive(_AT_ONCE)
             except BlockingIOError:
                 return False
         return True
+
+    def has(self, number: int, chunk: int) -> bool:
+        """Returns whether a chunk (or the news of its failure) was taken in; takes in nothing."""
+        inbox = self._inbox_of(number)
+        return chunk in inbox.chunks or chunk in inbox.errors
 
     def fileno(self) -> int:
         """Returns the descriptor that becomes readable when there is something to `hear`."""
