@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from optuna_fleet.executor.cluster.agent.sharing import Sharing
 from optuna_fleet.pipeline import PipelineServer, PipelineStats, SharedPipeline, socket_pair
 from optuna_fleet.pipeline.exchange.peers import Peers
@@ -253,6 +255,7 @@ def _write(fd: int, data: bytes) -> None:
 
 def _exit_after(action: Callable[[], None]) -> None:
     status = 1
+    torch.set_num_threads(1)  # forked from a process whose threads it does not have
     try:
         action()
         status = 0
