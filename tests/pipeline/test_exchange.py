@@ -4,7 +4,9 @@ import contextlib
 import os
 import select
 import signal
+import socket
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from pipeline_harness import Forked
 
 from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.exchange.giver import Giver
 from optuna_fleet.pipeline.exchange.peers import AskForChunk
 from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.spec import ChunkKey
@@ -215,6 +218,45 @@ class Large(Counted):
 
     def __getitem__(self, index):
         return torch.full((1 << 16,), float(index)), index
+
+
+class Asking:
+    """A channel to a peer that waits for a chunk."""
+
+    has_unsent = False
+
+
+class LateNews:
+    """A reader that gets news of pass 1 just while its pass 2 is looked at."""
+
+    def __init__(self):
+        self.unread = []
+        self.read = []
+
+    def hear(self):
+        self.read += self.unread
+        self.unread.clear()
+
+    def has(self, number, chunk):
+        if number == 2:
+            self.unread.append(1)
+        return number in self.read
+
+    def arrived(self, number, chunk):
+        if not self.has(number, chunk):
+            self.hear()
+        return number in self.read
+
+
+def test_news_of_a_chunk_that_comes_while_another_is_looked_at_stays_to_be_read():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        giver = Giver(SimpleNamespace(spec=None), ours, theirs, look_ahead=0)
+        giver._client = client = LateNews()
+        keys = [ChunkKey("train", 0, chunk) for chunk in range(2)]
+        giver._asked = {Asking(): (1, keys[0]), Asking(): (2, keys[1])}
+        giver._give()
+        assert client.unread == [1]  # it wakes the giver again
 
 
 def test_one_that_asks_and_does_not_listen_keeps_nobody_waiting():
