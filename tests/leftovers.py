@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 MARK = "OPTUNA_FLEET_TESTS"
@@ -20,8 +21,19 @@ def children() -> set[str]:
 
 
 def shared_memory() -> set[str]:
-    """Names of shared-memory segments; Python's own semaphores lose theirs as they are made."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """Names of shared-memory segments, less those that other tests may have made meanwhile.
+
+    Those are of PostgreSQL, Python's semaphores, which lose their names as they are made, and
+    torch's whose makers live: they are unlinked once they were received.
+    """
+    names = os.listdir("/dev/shm")
+    passing = ("sem.mp-", "PostgreSQL.")
+    return {name for name in names if not name.startswith(passing) and not _is_anothers(name)}
+
+
+def _is_anothers(name: str) -> bool:
+    maker = re.match(r"torch_(\d+)_", name)
+    return maker is not None and maker[1] != str(os.getpid()) and Path("/proc", maker[1]).exists()
 
 
 def sockets() -> set[str]:

@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import functools
 import logging
-import os
 import signal
 import sys
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from sqlalchemy.exc import OperationalError
 from optuna_fleet import Checkpoints, FleetExecutor, Limits, SharedPipeline, policies
 from optuna_fleet.alloc import EqualSplitAllocator
 from optuna_fleet.sampler_bridge.compat import fleet_logger
+from tests import leftovers
 from tests.chaos.moments import reach, watch_checkpoints
 from tests.fleets import Noise, evaluate, small_model, train_epoch
 from tests.samplers import ByNumber
@@ -34,7 +34,6 @@ from tests.samplers import ByNumber
 EPOCHS = 8
 STUDY = "chaos"
 _TRAIN, _VAL = 41, 20
-_SHARED_MEMORY = "/dev/shm"
 
 
 class WatchedNoise(Noise):
@@ -116,7 +115,7 @@ def main() -> None:
     url, checkpoints, num_trials = sys.argv[1:]
     fleet_logger.addFilter(_reach_gone)
     reach("begin")
-    memory_is_ours = not os.listdir(_SHARED_MEMORY)
+    segments = leftovers.shared_memory()
     with _fleet(checkpoints) as fleet:
         _study(url).optimize(
             objective,
@@ -126,9 +125,9 @@ def main() -> None:
             executor=fleet,
         )
         reach("end")
-    left = set(os.listdir(_SHARED_MEMORY)) - {"filler"}  # the demon's
-    if memory_is_ours and left:
-        raise SystemExit(f"Left in {_SHARED_MEMORY}: {left}")
+    left = leftovers.shared_memory() - segments - {"filler"}  # the demon's
+    if left:
+        raise SystemExit(f"Left in shared memory: {left}")
 
 
 def _reach_gone(record: logging.LogRecord) -> bool:

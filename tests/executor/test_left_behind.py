@@ -17,6 +17,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from tests import leftovers
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 240.0
 
@@ -99,7 +101,7 @@ class Script:
         environment = {**os.environ, name: value, "TMPDIR": str(self.temporary)}
         environment["PYTHONPATH"] = str(ROOT)
         environment.pop("PYTHONUNBUFFERED", None)
-        self.shared_memory = set(os.listdir("/dev/shm"))
+        self.shared_memory = leftovers.shared_memory()
         self.process = subprocess.Popen(
             [sys.executable, str(path), str(folder)],
             env=environment,
@@ -135,7 +137,7 @@ class Script:
         return any(inodes & links(pid) for pid in self.processes())
 
     def left_in_shared_memory(self) -> set[str]:
-        return set(os.listdir("/dev/shm")) - self.shared_memory
+        return leftovers.shared_memory() - self.shared_memory
 
 
 def links(pid: int) -> set[str]:

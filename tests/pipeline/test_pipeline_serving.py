@@ -16,6 +16,7 @@ from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.server.store import MAX_DEATHS
+from tests import leftovers
 
 
 def labels(client, name="train", **arguments):
@@ -329,9 +330,8 @@ def test_waiting_is_measured(agent):
 
 
 def test_nothing_is_left_in_shared_memory():
-    before = set(os.listdir("/dev/shm"))
+    before = leftovers.shared_memory()
     with serving(SharedPipeline(train=Counted(150))) as agent:
         labels(agent.client())
-        new = set(os.listdir("/dev/shm")) - before
-        assert not {name for name in new if "fleet" in name}
+        assert leftovers.shared_memory() <= before
     assert np.array_equal(COUNTS[:150], np.ones(150))

@@ -29,6 +29,7 @@ from optuna_fleet.pipeline import SharedPipeline, limits
 from optuna_fleet.pipeline.standalone import admission, standalone
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.standalone.standalone import PipelineHandle
+from tests import leftovers
 
 SIZE = 150
 READ, COUNT = b"r", b"c"
@@ -98,7 +99,7 @@ def held() -> tuple[int, set[str], set[str]]:
     return (
         len(os.listdir("/proc/self/fd")),
         set(children.split()),
-        {name for name in os.listdir("/dev/shm") if "optuna" in name or "torch" in name},
+        leftovers.shared_memory(),
     )
 
 
