@@ -589,7 +589,8 @@ def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
     assert hear(runtime) == []
     device = runtime.agents.devices[0]  # which is ready too late to be of use
     assert trainer_ready(runtime) == [DeviceJoined(device=device), DeviceLeaving(device=0)]
-    die(runtime, KILLED)
+    (lost,) = die(runtime, KILLED)
+    runtime.device_events(*lost.exits)
     assert trainer_ready(runtime) == [DeviceJoined(device=device)]
 
 

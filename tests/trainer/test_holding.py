@@ -260,6 +260,17 @@ def test_the_last_step_of_an_epoch_is_copied() -> None:
     assert loop.rank.held().place == (1, 0, 5)
 
 
+def test_a_loop_that_leaves_its_passes_early_is_copied() -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.step(number)
+    loop.rank.holding.whole.is_enough = lambda: True  # type: ignore[method-assign]
+    loop.rank.totals.begin()
+    for number in range(4):
+        loop.step(number, epoch=1)
+    assert loop.rank.held().place == (1, 1, 3)
+
+
 @pytest.mark.parametrize("what", ["call", "collective", "sum"])
 def test_it_is_copied_again_once_something_follows(what: str) -> None:
     loop = Loop()

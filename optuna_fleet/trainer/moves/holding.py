@@ -139,9 +139,9 @@ class Holding:
         self._now: _Beginning | None = None
         self._told: Told | None = None  # on its way
         self._heard: Told | None = None  # the last, if it has arrived as a whole
-        self._follows = Follows.UNKNOWN
-        self._is_plain = False  # nothing follows on any rank, and all know that
-        self._tells_late = False  # this step's sums are told as its gradients are reduced
+        self._follows = Follows.UNKNOWN  # on this rank
+        self._nothing_follows = False  # on any rank, as all have heard
+        self._tells_in_backward = False  # in this step
         self._is_last = self._is_in_step = False
         self._num_added: int | None = None  # to the totals, when gradients were reduced
         self._num_told = 0  # of these
@@ -161,8 +161,11 @@ class Holding:
         self.settle()
         if place[-1] > 0:
             self._look_back()
-        tells_now = not (self._is_plain and self._tells_late)
-        self._tells_late = self._is_plain
+        elif self._is_in_step and not self._is_last:
+            self._follows = Follows.SOMETHING  # it leaves its passes early
+        # Unless what was added in the last step was told in its backward pass.
+        tells_now = not (self._nothing_follows and self._tells_in_backward)
+        self._tells_in_backward = self._nothing_follows
         if tells_now:
             self._tell()
         told = self._told if tells_now else self._heard
@@ -204,7 +207,7 @@ class Holding:
             return
         is_whole = self._exchange.hear(told)
         follows = Follows(told.greatest_note())
-        self._is_plain = follows is Follows.NOTHING
+        self._nothing_follows = follows is Follows.NOTHING
         if follows is Follows.SOMETHING:
             self._follows = follows
         self._heard = told if is_whole else None
@@ -240,7 +243,7 @@ class Holding:
         if not self._is_in_step or self._num_added is not None:
             return
         self._num_added = self._totals.num_added
-        if self._tells_late:
+        if self._tells_in_backward:
             self.settle()
             self._tell()
 
@@ -255,7 +258,7 @@ class Holding:
         if changed := now.objects.changed():
             self._by_hand |= changed
             self._now = None
-        elif self._is_last or not (self._tells_late or self._is_too_dear()):
+        elif self._is_last or not (self._tells_in_backward or self._is_too_dear()):
             self._copy(now)
 
     def _is_too_dear(self) -> bool:
@@ -284,15 +287,13 @@ class Holding:
         known = self._now, self._kept
         self.end()
         one = next((one for one in known if one is not None and one.is_good()), None)
-        return (
-            None
-            if one is None
-            else Held(
-                run_id=self._session.run.run_id,
-                place=one.place,
-                checkpoint=self._checkpoint(one),
-                saver=self._saver,
-            )
+        if one is None:
+            return None
+        return Held(
+            run_id=self._session.run.run_id,
+            place=one.place,
+            checkpoint=self._checkpoint(one),
+            saver=self._saver,
         )
 
     def _checkpoint(self, one: _Beginning) -> checkpoint.Checkpoint:
