@@ -157,9 +157,12 @@ class ShardLoader:
         finish = self._pipeline.finisher(one.arguments[0])
         with closing(feed(one.batches, self._device, finish)) as fed:
             for step, (batch, data) in enumerate(fed, one.first):
-                self._session.check()
-                if one.can_leave and self._within.come_to(step, one.number, sys._getframe(2)):
+                self._session.check_unwinding()
+                is_last = step + 1 == one.first + len(one.batches)
+                place = step, one.number, sys._getframe(2)
+                if one.can_leave and self._within.come_to(*place, is_last=is_last):
                     return step
+                self._session.check()  # not before, or who has come here would hold nothing
                 self._session.num_batches += 1
                 trains = self._trains(one.is_shuffled)
                 in_step = trains or self._normalises()
