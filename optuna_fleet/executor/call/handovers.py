@@ -134,6 +134,7 @@ class Handovers:
         self._stopped: dict[int, _Stopped] = {}  # by trial
         self._rehearsals: dict[int, _Rehearsal] = {}  # by device
         self._asked: dict[int, tuple[RunRecord, tuple[int, ...]]] = {}  # by run
+        self._going: set[int] = set()  # devices that will be gone soon
         self._orders = count(-1, -1)
 
     # -- before a run stops -----------------------------------------------------------------------
@@ -202,6 +203,20 @@ class Handovers:
             stopped.can_join &= ended.can_join
         elif ended.holds is not None:
             stopped.holds[ended.device] = ended.holds
+        self._save_what_goes(stopped)
+
+    def leaving(self, devices: Collection[int]) -> None:
+        """These devices will be gone soon."""
+        self._going.update(devices)
+        for stopped in self._stopped.values():
+            self._save_what_goes(stopped)
+
+    def _save_what_goes(self, stopped: _Stopped) -> None:
+        """Nobody else is there who could write a checkpoint later."""
+        own, late = stopped.run.launch.devices, stopped.run.remaining()
+        coming = {own[rank] for rank in stopped.run.stays}.intersection(late)
+        if stopped.devices and self._going.issuperset(stopped.devices | coming):
+            self._save(stopped)
 
     def outlives(self, number: int) -> bool:
         """Whether a trial that has lost ranks goes on with what the others have in memory."""
@@ -209,6 +224,7 @@ class Handovers:
 
     def device_lost(self, device: int) -> Iterator[Start]:
         """A trainer has died; what waited for it alone begins."""
+        self._going.discard(device)
         if (rehearsal := self._rehearsals.pop(device, None)) is not None:
             self._ask(rehearsal.follows)
         for number, stopped in list(self._stopped.items()):

@@ -200,6 +200,7 @@ class Receiver:
         for run_id, run in self._runs.items():
             if not set(devices).isdisjoint(run.remaining()):
                 self._endings.leaves(run_id)
+        self._parts.handovers.leaving(devices)
         return self._change_fleet([DeviceLeaving(device=device) for device in devices])
 
     def _node_lost(self, message: NodeLost) -> list[Event]:

@@ -84,6 +84,7 @@ class Agents:
         self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
         self._why_ended: dict[str, str] = {}
         self._notices: dict[str, Departure] = {}
+        self._leaving: set[str] = set()  # of whose nodes that was told
         self._wanted: int | None = None
         engine.open(connections.invitation)
         self._stop_signs = giving_signs(connections.agents) if network.has_leases else None
@@ -242,11 +243,16 @@ class Agents:
             node, by = self.nodes.named(name), notice.by or 0.0
             if node is not None and by - time.time() <= NOTICE_S:
                 del self._notices[name]
+                self._leaving.add(node.agent)
                 at = time.strftime("%H:%M:%S", time.localtime(by))
                 yield NodeLeaving(
                     text=f"Node {name} leaves at {at} ({notice.cause}); its trials move away.",
                     devices=tuple(device.index for device in node.devices),
                 )
+
+    def is_leaving(self, node: Node) -> bool:
+        """Whether it was told that this node will be gone soon."""
+        return node.agent in self._leaving
 
     def patience_s(self) -> float | None:
         """Seconds until the next look at what no message tells of; None if there is nothing."""
@@ -307,6 +313,7 @@ class Agents:
         self._connections.give_up(node.agent)
         self.nodes.leave(node)
         self.startup.forget_trainers(node.agent)
+        self._leaving.discard(node.agent)
 
     def end(self, name: str, why: str = "") -> None:
         """End the agent of a node; `lost` tells when it has, be it out of the engine's reach."""

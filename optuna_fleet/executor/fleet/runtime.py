@@ -17,7 +17,7 @@ from typing import Any
 
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.checkpoints.folder import StudyFolder, private_folder
-from optuna_fleet.events import Ending, Event
+from optuna_fleet.events import DeviceLeaving, Ending, Event
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import node_setup
 from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
@@ -247,7 +247,10 @@ class Runtime:
         if node is None:
             return []  # it died with its agent
         self.agents.has_worked(node)
-        return self.trainers.ready(device, process)
+        events = self.trainers.ready(device, process)
+        if events and self.agents.is_leaving(node):
+            events.append(DeviceLeaving(device=device))
+        return events
 
     def rank_ended(self, message: Ended) -> list[Event]:
         """Note what the end of a rank says of its trainer and its device.
