@@ -56,15 +56,6 @@ class _Pass:
 class ShardLoader:
     """What `FleetTrial.batches` does.
 
-    Args:
-        session: This rank's calls.
-        pipeline: Where samples come from.
-        device: Where the trial computes.
-        modules: What was prepared so far; grows while the objective runs.
-        within: Where the objective is in its epochs, and leaves them.
-        shares: Told which part of each batch this rank holds.
-        split_check: Told of training batches, if it is given.
-
     Attributes:
         reached_after_s: When the objective first asked for data; None before.
         gives_whole_batches: Each rank gets all of a batch, as if it were alone.
