@@ -290,11 +290,26 @@ def test_it_is_copied_again_once_something_follows(what: str) -> None:
     assert held.checkpoint.totals == [{"n": 30 + (what == "sum")}]
 
 
-def test_another_epoch_and_another_run_begin_with_what_was_added_there() -> None:
+def test_nobody_goes_on_with_sums_that_were_not_told() -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.step(number)
+    loop.rank.totals["n"] += 1
+    loop.rank.begin(4)
+    assert loop.rank.held().place < (1, 0, 4)
+
+
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_another_epoch_and_another_run_begin_with_what_was_added_there(is_at_once: bool) -> None:
     loop = Loop()
     for number in range(4):
         loop.step(number, is_last=number == 3)
     loop.rank.totals.begin()
+    if is_at_once:
+        loop.rank.begin(0, epoch=1)
+        held = loop.rank.held()
+        assert (held.place, held.checkpoint.totals) == ((1, 1, 0), [])
+        return
     for number in range(2):
         loop.step(number, epoch=1)
     loop.rank.begin(2, epoch=1)
