@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from optuna_fleet import FleetExecutor, SharedPipeline
-from optuna_fleet.executor.call.survivors import agreed
+from optuna_fleet.executor.call.handovers import agreed
 from optuna_fleet.policies import Elastic
 from tests.executor.test_within_epochs import (
     BATCH,

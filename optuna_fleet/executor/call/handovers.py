@@ -9,14 +9,13 @@ run the objective from its beginning, and who holds the right step tells the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
 from optuna_fleet.events import CheckpointSaved, Launch
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.survivors import agreed
 from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.messages import CheckpointFailed, Ended, Place, Rehearsed, Release
 
@@ -371,6 +370,20 @@ class Handovers:
     def _release(self, stopped: _Stopped, device: int) -> None:
         saves = device == stopped.saving
         self._send(device, Release(run_id=stopped.run_id, saves=saves))
+
+
+def agreed(holds: Mapping[int, Place]) -> tuple[int, ...]:
+    """Returns the devices whose ranks hold the beginning of the step to go on with, in order.
+
+    Of the steps that are to be held, each rank holds the last one that it knows all to have come
+    to, the dead included. So the furthest that any holds is the right one: before it nothing is
+    missing. Others, which have not heard in time, hold the one before.
+
+    Args:
+        holds: The step of each that holds any, by device.
+    """
+    furthest = max(holds.values(), default=None)
+    return tuple(sorted(device for device, place in holds.items() if place == furthest))
 
 
 def _heirs(stopped: _Stopped, launch: Launch) -> list[int]:

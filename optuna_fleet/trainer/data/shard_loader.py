@@ -194,7 +194,7 @@ class ShardLoader:
         can_leave = movable and not rolls and not self.gives_whole_batches
         can_leave = self._within.begin_pass(movable=can_leave)
         self._reach(name, batch_size, movable=can_leave)
-        is_shuffled = self._pipeline.is_shuffled(name)
+        is_shuffled = self._pipeline.spec.dataset(name).shuffled
         self._check_order(name, is_shuffled and not rolls)
         self._num_passes += 1
         first, goes_on = self._within.first_step(movable=can_leave)
@@ -317,7 +317,7 @@ class ShardLoader:
         And in each further loop over `FleetTrial.epochs`, how long that goes on.
         """
         assert self._pipeline is not None
-        trains = self._pipeline.is_shuffled(name)
+        trains = self._pipeline.spec.dataset(name).shuffled
         max_epochs = self._position.num_epochs if self._position.is_inside else None
         is_first = self.reached_after_s is None
         if not is_first and (self._has_reached_training or not trains):
@@ -327,7 +327,7 @@ class ShardLoader:
         if is_first:
             self.reached_after_s = time.perf_counter() - self._session.began
         self._has_reached_training = trains
-        self._samples_per_epoch = samples = self._pipeline.sample_count(name)
+        self._samples_per_epoch = samples = self._pipeline.spec.dataset(name).num_samples
         self._tell_reached(
             FirstBatchRequested(
                 run_id=self._run.run_id,
