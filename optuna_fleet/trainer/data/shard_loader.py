@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -150,8 +149,7 @@ class ShardLoader:
             for step, (batch, data) in enumerate(fed, one.first):
                 self._session.check_unwinding()
                 is_last = step + 1 == one.first + len(one.batches)
-                place = step, one.number, sys._getframe(2)
-                if one.can_leave and self._within.come_to(*place, is_last=is_last):
+                if one.can_leave and self._within.come_to(step, one.number, is_last=is_last):
                     return step
                 self._session.check()  # not before, or who has come here would hold nothing
                 self._session.num_batches += 1
