@@ -376,9 +376,10 @@ class FleetTrial(optuna.Trial):
         if nothing had been; on others the objective runs again up to this loop, which goes on with
         the next batch. What comes there before the first look at `state` is done in advance.
 
+        A trial that has prepared nothing stays on one device.
+
         Raises:
             FleetConfigError: No such data set, or a bad batch size, or none so far.
-            TrialError: `prepare` was not called.
             PreprocessingError: A sample could not be preprocessed.
         """
         return self._training.batches(name, batch_size, drop_last=drop_last, movable=movable)
@@ -392,7 +393,7 @@ class FleetTrial(optuna.Trial):
         return self._training.sum(value)
 
     def mean(self, value: Any, weight: float | None = None) -> Any:
-        """Return the mean of `value` over the trial's ranks, weighted by `weight` if given.
+        """Return the mean of `value` over the trial's ranks, weighted by `weight` >= 0 if given.
 
         A new value without gradients, as of `sum`.
         """
