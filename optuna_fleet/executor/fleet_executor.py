@@ -100,6 +100,7 @@ class FleetExecutor:
         chosen_cluster = cluster_of(cluster)
         seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         check_number("seed", seed, least=0, whole=True)
+        check_number("max_trials", max_trials, least=1, whole=True, optional=True)
         limits, chosen = limits or Limits(), policy_of(policy)
         if not isinstance(checkpoints, Checkpoints):
             checkpoints = Checkpoints(checkpoints)

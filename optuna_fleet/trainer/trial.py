@@ -196,9 +196,10 @@ class FleetTrial(optuna.Trial):
     def totals(self) -> Totals:
         """Sums over an epoch, which follow the trial when it moves within one.
 
-        ``trial.totals["loss"] += loss.detach() * trial.shard_size`` in the loop over the batches;
-        after it `trial.totals["loss"]` is the sum over all devices, and
-        ``trial.totals.mean("loss", "samples")`` a quotient. All are 0 when an epoch begins.
+        ``trial.totals["loss"] += loss.detach() * trial.shard_size`` in the loop over the batches,
+        best before ``loss.backward()``; after the loop `trial.totals["loss"]` is the sum over all
+        devices, ``trial.totals.mean("loss", "samples")`` a quotient. All are 0 when an epoch
+        begins.
         """
         return self._training.totals
 
@@ -368,15 +369,14 @@ class FleetTrial(optuna.Trial):
         `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so
         results do not depend on the number of devices. By default it is the one that the objective
         gave last. `len()` of the result is the number of steps. With a pipeline of
-        `order="rolling"` all ranks must begin to read the same batches in the same order.
+        `order="rolling"` all ranks must begin to read the same batches in the same order. Without
+        `prepare` the trial stays on one device.
 
         `movable=True` says that the loop keeps nothing of its own from batch to batch, but in what
         was prepared, `state` and `totals`. Then the trial may move to other devices between two
         batches, if this is the first pass of an epoch. On devices that it had, the loop goes on as
         if nothing had been; on others the objective runs again up to this loop, which goes on with
         the next batch. What comes there before the first look at `state` is done in advance.
-
-        A trial that has prepared nothing stays on one device.
 
         Raises:
             FleetConfigError: No such data set, or a bad batch size, or none so far.
