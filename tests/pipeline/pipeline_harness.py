@@ -36,8 +36,8 @@ class Agent:
         share: Callable[[_Loop, PipelineSetup], Sharing] | None = None,
         **options: Any,
     ) -> None:
-        self.spec = pipeline.spec()
         setup = _setup(pipeline, **options)
+        self.spec = setup.spec
         self._ends: list[socket.socket] = []
         # Ends that trainers will use exist before the fork, as they will in the real agent.
         self._pairs = [socket_pair() for _ in range(20)]
