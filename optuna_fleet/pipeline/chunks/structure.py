@@ -33,7 +33,7 @@ def flatten(sample: Any, leaves: list[Any]) -> Structure:
     """Appends the sample's leaves to ``leaves``, depth first, and returns its structure."""
     kind = type(sample)
     if kind is tuple or kind is list:
-        children = tuple([flatten(item, leaves) for item in sample])
+        children = tuple(flatten(item, leaves) for item in sample)
         return Structure("tuple" if kind is tuple else "list", children)
     if kind is dict:
         children = tuple(flatten(item, leaves) for item in sample.values())

@@ -136,8 +136,7 @@ def cut_batch(
     Args:
         parts: Ranges of consecutive chunks, at least one sample in all.
         collate: The user's ``collate_fn``; None for torch's default.
-        copies: Let it be no view of a chunk; samples that are collated one by one may be all the
-            same.
+        copies: Copy what would be a view of a chunk. (Not for a ``collate_fn``.)
     """
     if collate is None and _alike(parts):
         header = parts[0][0].header
