@@ -150,16 +150,12 @@ class RandomResizedCrop:
 
 def _is_usual(image: torch.Tensor) -> bool:
     """Whether the compiled step takes it."""
-    tv_tensors = sys.modules.get("torchvision.tv_tensors")
-    classes = (torch.Tensor,) if tv_tensors is None else (torch.Tensor, tv_tensors.Image)
-    return (
-        type(image) in classes
-        and image.dtype is torch.uint8
-        and image.ndim == 3
-        and image.shape[0] == 3
-        and image.device.type == "cpu"
-        and image.layout is torch.strided
-    )
+    if type(image) is not torch.Tensor:
+        tv_tensors = sys.modules.get("torchvision.tv_tensors")
+        if tv_tensors is None or type(image) is not tv_tensors.Image:
+            return False
+    is_rgb = image.dtype is torch.uint8 and image.ndim == 3 and image.shape[0] == 3
+    return is_rgb and image.is_cpu and image.layout is torch.strided
 
 
 def _scaled(box: Box, full: Sequence[int], actual: Sequence[int]) -> Box:

@@ -128,10 +128,10 @@ class PipelineSpec:
         Raises:
             FleetConfigError: There is none; the message lists those there are.
         """
-        check_that("name", name, is_a(str), "be the name of a data set of the SharedPipeline")
         for dataset in self.datasets:
-            if dataset.name == name:
+            if isinstance(name, str) and dataset.name == name:
                 return dataset
+        check_that("name", name, is_a(str), "be the name of a data set of the SharedPipeline")
         names = ", ".join(repr(dataset.name) for dataset in self.datasets)
         raise FleetConfigError(
             f"There is no data set {name!r} in the SharedPipeline; it has {names}. "

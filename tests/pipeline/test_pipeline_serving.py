@@ -15,6 +15,7 @@ from pipeline_harness import Forked, serving
 from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.order import permutation
+from optuna_fleet.pipeline.reader.mapping import Mapping
 from optuna_fleet.pipeline.server.store import MAX_DEATHS
 from tests import leftovers
 
@@ -284,6 +285,15 @@ def test_changes_in_place_stay_private(agent):
     again = [batch.data[0] for batch in client.read("train", epoch=9, batch_size=50)]
     assert torch.equal(torch.cat(again), torch.cat(kept))
     assert torch.cat(again)[:, 0].sum() == sum(range(150))
+
+
+def test_a_loops_last_batch_is_its_own(agent, monkeypatch):
+    """It is still bound when the chunk goes, which would have to be copied otherwise."""
+    monkeypatch.setattr(Mapping, "keep", None)
+    client = agent.client()
+    for epoch in range(2):
+        for batch in client.read("train", epoch=epoch, batch_size=1):  # views of chunks
+            assert batch.data[0].shape
 
 
 def test_two_passes_of_one_reader_do_not_see_what_is_written_into_the_other(agent):

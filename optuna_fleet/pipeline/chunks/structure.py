@@ -93,6 +93,11 @@ def _below_sequence(structure: Structure, columns: Iterator[Any]) -> Iterator[An
 
 def map_leaves(sample: Any, function: Callable[[Any], Any]) -> Any:
     """Returns the sample with ``function`` applied to every leaf."""
-    leaves: list[Any] = []
-    structure = flatten(sample, leaves)
-    return rebuild(structure, map(function, leaves))
+    kind = type(sample)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(item, function) for item in sample])
+    if kind is dict:
+        return {key: map_leaves(item, function) for key, item in sample.items()}
+    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
+        return kind(*[map_leaves(item, function) for item in sample])
+    return function(sample)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,8 @@ def cut_alike(
     parts: Sequence[Part],
     collate: Callable[[list[Any]], Any] | None,
     finish: Callable[[Any], Any] | None,
+    *,
+    copies: bool = False,
 ) -> tuple[Any, bool]:
     """Returns the batch of these samples, and whether it is finished.
 
@@ -113,10 +115,11 @@ def cut_alike(
         parts: As for `cut_batch`.
         collate: Likewise.
         finish: Finishes a sample of a chunk that is not, where others of the batch are.
+        copies: As for `cut_batch`.
     """
     finished = [chunk.header.is_finished for chunk, _, _ in parts]
     if all(finished) or not any(finished):
-        return cut_batch(parts, collate), all(finished)
+        return cut_batch(parts, collate, copies=copies), all(finished)
     assert finish is not None
     samples: list[Any] = []
     for chunk, start, stop in parts:
@@ -125,18 +128,21 @@ def cut_alike(
     return _collated(samples, collate), True
 
 
-def cut_batch(parts: Sequence[Part], collate: Callable[[list[Any]], Any] | None) -> Any:
+def cut_batch(
+    parts: Sequence[Part], collate: Callable[[list[Any]], Any] | None, *, copies: bool = False
+) -> Any:
     """Returns the batch of these samples, equal to what a DataLoader would have made of them.
 
     Args:
         parts: Ranges of consecutive chunks, at least one sample in all.
         collate: The user's ``collate_fn``; None for torch's default.
+        copies: Copy what would be a view of a chunk. (Not for a ``collate_fn``.)
     """
     if collate is None and _alike(parts):
         header = parts[0][0].header
         assert isinstance(header, DenseHeader)
         pieces = zip(*(chunk.columns(start, stop) for chunk, start, stop in parts), strict=True)
-        return rebuild_batch(header.structure, map(_join, pieces))
+        return rebuild_batch(header.structure, map(partial(_join, copies=copies), pieces))
     samples = [sample for chunk, start, stop in parts for sample in chunk.samples(start, stop)]
     return _collated(samples, collate)
 
@@ -170,7 +176,7 @@ def _looks(column: Column) -> tuple[object, ...]:
     return column.kind, column.dtype, column.shape
 
 
-def _join(pieces: Sequence[Any]) -> Any:
+def _join(pieces: Sequence[Any], *, copies: bool) -> Any:
     if isinstance(pieces[0], list):
         return [text for piece in pieces for text in piece]
     if len(pieces) > 1:
@@ -178,7 +184,7 @@ def _join(pieces: Sequence[Any]) -> Any:
     tensor = pieces[0]
     # Where a batch begins inside a chunk must not reach the last bits of what is computed from it:
     # some kernels depend on alignment, and torch's own tensors are always aligned.
-    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
+    return tensor.clone() if copies or tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def _leaf(column: Column, part: Any) -> Any:

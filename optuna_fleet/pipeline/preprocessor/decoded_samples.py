@@ -6,9 +6,12 @@ import mmap
 import pickle
 import struct
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
+
+import torch
 
 from optuna_fleet.pipeline.chunks.arena import Arena
 from optuna_fleet.pipeline.chunks.pickling import dumps_outside
@@ -32,6 +35,8 @@ class DecodedSamples:
         self._memory = arena.readable()
         self._extents: list[Extent] = []
         self._stored: list[Stored] = []
+        with _unwarned():  # torch warns once; to leave that out for each sample takes longer
+            torch.frombuffer(b"-", dtype=torch.uint8)
 
     def begin(self, extents: Iterable[Extent]) -> None:
         """Begins an order that may write into these extents."""
@@ -82,9 +87,16 @@ def unpack(record: memoryview, *, copy: bool) -> Any:
     head, *blobs = (record[begin:end] for begin, end in pairwise(ends))
     if copy:
         return pickle.loads(head, buffers=[bytearray(blob) for blob in blobs])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
+    with _unwarned() if torch.is_warn_always_enabled() else nullcontext():
         return pickle.loads(head, buffers=blobs)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Without torch's warning that memory can't be written to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        yield
 
 
 def _nbytes(blob: Any) -> int:

@@ -66,7 +66,11 @@ class Batches:
         try:
             for step in range(plan.first_step, plan.num_steps):
                 parts = reading.parts(step)
-                data, is_finished = cut_alike(parts, collate, finish) if parts else (None, True)
+                data, is_finished = None, True
+                if parts:
+                    # The loop's variables outlive the pass: all of the chunk would be copied.
+                    is_last = step + 1 == plan.num_steps
+                    data, is_finished = cut_alike(parts, collate, finish, copies=is_last)
                 del parts  # or they would outlive their release, for as long as the user computes
                 local_size = plan.local_size(step)
                 reading.consumed += local_size

@@ -27,7 +27,7 @@ from optuna_fleet.pipeline.chunks.view import Bytes
 
 _PAGE = mmap.PAGESIZE
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
-_GRANULE = 64 << 10  # bytes: what is noted of how much is mapped, or taken
+_GRANULE = 64 << 10  # bytes: so exactly is noted what is mapped
 
 _PAGEMAP_SCAN = 0xC0606610  # Linux 6.7
 _SCAN = struct.Struct("12Q")
@@ -61,7 +61,6 @@ class Mapping:
         self._memory = memoryview(self._outer)[shift:]
         end = extents.disk_begin + extents.disk_bytes
         self._mapped = bytearray(-(-end // _GRANULE))
-        self._taken = bytearray(len(self._mapped))  # how many kept pieces are in a granule
         self._lent: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
         self._kept: dict[int, int] = {}  # address and length of pieces that are the process' own
         with suppress(OSError):
@@ -91,11 +90,7 @@ class Mapping:
         That is by a view of what was there before, or by another reading of the same: whoever
         writes into one must not change the other.
         """
-        if (
-            self._memory is None
-            or address in self._lent
-            or any(self._taken[_granules(address, nbytes)])
-        ):
+        if self._memory is None or address in self._lent or self._is_taken(address, nbytes):
             return None
         self._map(address, nbytes)
         # Of a memoryview: an array's views would keep its base alive, and not itself.
@@ -121,7 +116,6 @@ class Mapping:
         if madvise(self._base + address, nbytes, _MADV_POPULATE_WRITE):
             piece[::_PAGE] |= 0  # an assignment to itself NumPy leaves out
         self._kept[address] = nbytes
-        self._take(address, nbytes, 1)
         weakref.finalize(piece, self._forget, address).atexit = False
 
     def keep_all(self) -> None:
@@ -130,13 +124,12 @@ class Mapping:
             self.keep(address, piece)
 
     def _forget(self, address: int) -> None:
-        nbytes = self._kept.pop(address)
-        self._take(address, nbytes, -1)
-        self.clean(address, nbytes)
+        self.clean(address, self._kept.pop(address))
 
-    def _take(self, address: int, nbytes: int, change: int) -> None:
-        granules = _granules(address, nbytes)
-        self._taken[granules] = bytes(count + change for count in self._taken[granules])
+    def _is_taken(self, address: int, nbytes: int) -> bool:
+        """Whether any of it is in a kept piece; any of these may be forgotten meanwhile."""
+        end = address + nbytes
+        return any(begin < end and address < begin + n for begin, n in tuple(self._kept.items()))
 
     def _map(self, address: int, nbytes: int) -> None:
         """Has the kernel map a piece at once, which costs a third of doing so page by page."""
