@@ -145,12 +145,7 @@ class RunRecord:
             self.causes.append(f"device {ended.device} was aborted: {ended.error.description}")
 
     def lose_rank(self, message: TrainerExited, *, is_killed: bool) -> BaseException | None:
-        """A trainer died before its rank had ended; return what its trial fails with, if it does.
-
-        Args:
-            message: The news.
-            is_killed: We have killed it.
-        """
+        """A trainer died before its rank had ended; return what its trial fails with, if so."""
         self.lost.add(message.device)
         self.has_died |= not is_killed
         text = f"the trainer of device {message.device} died: {message.cause}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -58,15 +57,6 @@ class _Pass:
 
 class ShardLoader:
     """What `FleetTrial.batches` does.
-
-    Args:
-        session: This rank's calls.
-        pipeline: Where samples come from.
-        device: Where the trial computes.
-        modules: What was prepared so far; grows while the objective runs.
-        within: Where the objective is in its epochs, and leaves them.
-        shares: Told which part of each batch this rank holds.
-        split_check: Told of training batches, if it is given.
 
     Attributes:
         reached_after_s: When the objective first asked for data; None before.
@@ -162,8 +152,7 @@ class ShardLoader:
             for step, (batch, data) in enumerate(fed, one.first):
                 self._session.check_unwinding()
                 is_last = step + 1 == one.first + len(one.batches)
-                place = step, one.number, sys._getframe(2)
-                if one.can_leave and self._within.come_to(*place, is_last=is_last):
+                if one.can_leave and self._within.come_to(step, one.number, is_last=is_last):
                     return step
                 self._session.check()  # not before, or who has come here would hold nothing
                 self._session.num_batches += 1
