@@ -136,10 +136,12 @@ class _Bucket:
         else:
             self.flags.copy_(torch.tensor(present, device="cpu"))
         self.flat[-1] = tag
-        self.room.zero_()
+        num_bytes = 0
         if self.extra is not None:
-            self.room[: len(self.extra)] = self.extra
-        self.work = dist.all_reduce(self.all, async_op=True)
+            num_bytes = len(self.extra)
+            self.room[:num_bytes] = self.extra
+        # As much as on all ranks, whatever room those of an earlier group have had.
+        self.work = dist.all_reduce(self.all[: len(self.flat) + num_bytes], async_op=True)
 
     def collect(self, tag: int) -> None:
         """Wait for the sums and make them the parameters' gradients.
