@@ -36,7 +36,7 @@ from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.wire.messages import Place
 
-_SMALL_SHARE = 0.05  # of the time; far more than most need
+_SMALL_SHARE = 0.2  # of the time; far more than they need, but where `trial.state` is large
 _WHOLE_SHARE = 0.025
 
 
