@@ -31,12 +31,14 @@ class EpochPosition:
         epoch: The one under way, from 0.
         num_epochs: How many there will be.
         is_inside: Whether it is in a loop over `FleetTrial.epochs`.
+        reads_unprepared: Whether it has read batches before it had prepared a model.
     """
 
     loop: int = 0
     epoch: int = 0
     num_epochs: int = 1
     is_inside: bool = False
+    reads_unprepared: bool = False
 
 
 class WithinEpoch:
