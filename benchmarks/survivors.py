@@ -48,7 +48,7 @@ Event = tuple[str, int, float]
 """What happens, to which rank, after how many milliseconds."""
 
 
-def prepared(trial: Any, width: int) -> Any:
+def prepared(trial: Any, width: int, kind: str = "SGD", **more: float) -> Any:
     hidden = torch.nn.Linear(width, width)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3),
@@ -59,7 +59,7 @@ def prepared(trial: Any, width: int) -> Any:
         hidden,
         torch.nn.Linear(width, 3),
     ).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **more)
     return trial.prepare(model, optimizer)
 
 
@@ -111,7 +111,7 @@ def trains(
     late: bool,
     every: int | None,
 ) -> float:
-    model, optimizer = prepared(trial, width)
+    model, optimizer = prepared(trial, width, lr=0.01, momentum=0.9)
     copies_each(trial, every)
     losses = trial.state.setdefault("losses", [])
     for epoch in trial.epochs(epochs):
@@ -249,8 +249,7 @@ def alternates(
     trial: Any, *, width: int, epochs: int, kind: str, late: bool, every: int | None
 ) -> float:
     """Epochs with and without, in turn."""
-    model, _ = prepared(trial, width)
-    optimizer = trial.prepare(getattr(torch.optim, kind)(model.parameters(), lr=1e-4))
+    model, optimizer = prepared(trial, width, kind, lr=1e-4)
     copies_each(trial, every)
     within = trial._training._within
     hold = within.hold
@@ -268,6 +267,9 @@ def alternates(
             if late:
                 add_up(trial, loss)
         times[bool(epoch % 2)].append(1e3 * (time.perf_counter() - began) / EPOCH)
+    held = trial._training._holding
+    trial.set_user_attr("plain", held._nothing_follows)
+    trial.set_user_attr("small", 1e3 * min(held.small._spent_s))
     trial.set_user_attr("ms", [statistics.median(times[with_][1:]) for with_ in (False, True)])
     return 0.0
 
@@ -283,6 +285,8 @@ def cost(fleet: Any, devices: int, **more: Any) -> dict[str, Any]:
         **more,
         "step without, ms": round(without, 2),
         "step with, ms": round(with_, 2),
+        "copies parameters": not study.trials[0].user_attrs["plain"],
+        "beginning, ms": round(study.trials[0].user_attrs["small"], 2),
         "more": f"{100 * (with_ / without - 1):.1f} %",
     }
 

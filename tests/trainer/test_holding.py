@@ -100,8 +100,10 @@ def step(
     loss = model(torch.randn(5, 3)).sum()
     if not adds_late:
         rank.totals["n"] += 5
-    rank.shares.at_gradients()
+    beside = rank.shares.at_gradients()
     loss.backward()
+    if beside is not None:
+        rank.shares.at_reduced(beside)
     if adds_late:
         rank.totals["n"] += 5
     rank.state.setdefault("steps", []).append(len(rank.state))

@@ -194,7 +194,10 @@ class Receiver:
                     news.append(_fail(run, error))
                 elif not is_killed and not is_with_node:
                     news += self._lost(run, device, f"its trainer ended with {message.cause}")
-        return news + self._change_fleet(self._runtime.device_events(message))
+        news += self._change_fleet(self._runtime.device_events(message))
+        if isinstance(message, TrainerReady):
+            self._parts.launcher.send_waiting()  # a rehearsal may wait for it
+        return news
 
     def _node_leaving(self, devices: Sequence[int]) -> list[Event]:
         for run_id, run in self._runs.items():

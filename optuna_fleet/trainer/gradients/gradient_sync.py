@@ -94,14 +94,16 @@ class _Bucket:
 
     A flag counts the ranks that have this gradient: where none has, ``grad`` stays None, as it
     would in one process, and the optimizer skips the parameter. The tag tells the steps apart.
+    There is room for bytes that travel along: of each, one rank has what is not 0.
     """
 
-    def __init__(self, params: list[Tensor]) -> None:
+    def __init__(self, params: list[Tensor], num_bytes: int = 0) -> None:
         sizes = [param.numel() for param in params]
+        size = sum(sizes) + len(params) + 1
         self.params = [TensorWeakRef(param) for param in params]
-        self.flat = torch.zeros(
-            sum(sizes) + len(params) + 1, dtype=params[0].dtype, device=params[0].device
-        )
+        self.all = torch.zeros(size + num_bytes, dtype=params[0].dtype, device=params[0].device)
+        self.flat, self.room = self.all[:size], self.all[size:]
+        self.extra: Tensor | None = None
         parts = torch.split(self.flat[: sum(sizes)], sizes)
         self.views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
         self.arrived: set[int] = set()
@@ -129,7 +131,12 @@ class _Bucket:
         else:
             self.flags.copy_(torch.tensor(present, device="cpu"))
         self.flat[-1] = tag
-        self.work = dist.all_reduce(self.flat, async_op=True)
+        num_bytes = 0
+        if self.extra is not None:
+            num_bytes = len(self.extra)
+            self.room[:num_bytes] = self.extra
+        # As much as on all ranks, whatever room those of an earlier group have had.
+        self.work = dist.all_reduce(self.all[: len(self.flat) + num_bytes], async_op=True)
 
     def collect(self, tag: int) -> None:
         """Wait for the sums and make them the parameters' gradients.
@@ -150,6 +157,11 @@ class _Bucket:
         for param, view, flag in zip(params, self.views, flags, strict=False):
             if param is not None and flag:
                 _set_grad(param, view)
+
+    def take_extra(self) -> Tensor | None:
+        """What has travelled along."""
+        extra, self.extra = self.extra, None
+        return None if extra is None else self.room[: len(extra)].real.to(torch.uint8)
 
     def abandon(self) -> None:
         """Forget a pass; an exception or a nested backward came between."""
@@ -173,6 +185,7 @@ class _Reducer:
         self._tag = 0
         self._params = [TensorWeakRef(param) for param in params]
         self._trained: tuple[bool, ...] = ()
+        self._num_bytes = 0  # that can travel along
         self._buckets: list[_Bucket] = []
         self._places: dict[int, tuple[int, int]] = {}
         self._num_launched = 0
@@ -201,14 +214,16 @@ class _Reducer:
     def _begin(self, task: int) -> None:
         for bucket in self._buckets:
             bucket.abandon()
-        self._shares.at_gradients()
+        extra = self._shares.at_gradients()
+        num_bytes = self._num_bytes if extra is None else max(self._num_bytes, len(extra))
         self._shares.begin("the gradients")
         self._share, self._tag = self._shares.settle(), self._shares.step % _TAGS
         params = [ref() for ref in self._params]
         trained = tuple(param is not None and param.requires_grad for param in params)
-        if trained != self._trained:
-            self._trained = trained
+        if (trained, num_bytes) != (self._trained, self._num_bytes):
+            self._trained, self._num_bytes = trained, num_bytes
             self._make_buckets(params)
+        self._buckets[0].extra = extra
         self._num_launched = 0
         self._task = task
         engine = torch.autograd.Variable._execution_engine
@@ -218,7 +233,8 @@ class _Reducer:
         # Backward reaches the last layers first.
         indices = [index for index, trained in enumerate(self._trained) if trained][::-1]
         chosen = [param for index in indices if (param := params[index]) is not None]
-        self._buckets = [_Bucket(chunk) for chunk in _chunks(chosen)]
+        chunks = enumerate(_chunks(chosen))
+        self._buckets = [_Bucket(c, 0 if place else self._num_bytes) for place, c in chunks]
         places = (
             (number, slot)
             for number, bucket in enumerate(self._buckets)
@@ -235,6 +251,8 @@ class _Reducer:
         for bucket in self._buckets:
             bucket.collect(self._tag)
             bucket.arrived.clear()
+        if (added := self._buckets[0].take_extra()) is not None:
+            self._shares.at_reduced(added)
         self._shares.reduced()
         self._task = None
 

@@ -36,7 +36,7 @@ from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.wire.messages import Place
 
-_SMALL_SHARE = 0.05  # of the time; far more than most need
+_SMALL_SHARE = 0.2  # of the time; far more than they need, but where `trial.state` is large
 _WHOLE_SHARE = 0.025
 
 
@@ -135,7 +135,7 @@ class Holding:
         self.begin_run()
         moving.may_outlive = lambda: self._now is not None or self._kept is not None
         steps.at_step = self._before_optimizer
-        shares.at_gradients = self._before_gradients
+        shares.at_gradients, shares.at_reduced = self._before_gradients, self._reduced
 
     def begin_run(self) -> None:
         """Another group of ranks goes on here."""
@@ -148,7 +148,7 @@ class Holding:
         self._tells_in_backward = False  # in this step
         self._is_last = self._is_in_step = False
         self._num_added: int | None = None  # to the totals, when gradients were reduced
-        self._num_told = 0  # of these
+        self._num_told = self._num_beside = 0  # of these; and with the gradients
         self._counts: tuple[int, int] | None = None  # when an optimizer was to step
         if group_size() == 1:
             self._kept = None
@@ -208,8 +208,10 @@ class Holding:
             RuntimeError: A rank is gone.
         """
         told, self._told = self._told, None
-        if told is None:
-            return
+        if told is not None:
+            self._hear(told)
+
+    def _hear(self, told: Told) -> None:
         is_whole = self._exchange.hear(told)
         follows = Follows(told.greatest_note())
         self._nothing_follows = follows is Follows.NOTHING
@@ -244,14 +246,19 @@ class Holding:
         except Exception:  # of memory, or there is something that can't be kept
             self._can_hold, self._now, self._kept = False, None, None
 
-    def _before_gradients(self) -> None:
-        """They are about to be reduced."""
+    def _before_gradients(self) -> torch.Tensor | None:
+        """They are about to be reduced: what travels along."""
         if not self._is_in_step or self._num_added is not None:
-            return
-        self._num_added = self._totals.num_added
-        if self._tells_in_backward:
-            self.settle()
-            self._tell()
+            return None
+        self._num_added = self._num_beside = self._totals.num_added
+        if not self._tells_in_backward:
+            return None
+        self.settle()
+        return self._exchange.beside(self._totals.own, self._follows)
+
+    def _reduced(self, added: torch.Tensor) -> None:
+        self._num_told = self._num_beside
+        self._hear(self._exchange.added(added))
 
     def _before_optimizer(self) -> None:
         """One is about to step."""
@@ -286,7 +293,8 @@ class Holding:
         """Keep nothing: it would keep the trial's memory."""
         self._now = self._kept = self._told = self._heard = None
         self._is_in_step = False
-        self._steps.at_step = self._shares.at_gradients = lambda: None
+        self._steps.at_step = lambda: None
+        self._shares.at_gradients, self._shares.at_reduced = lambda: None, lambda added: None
 
     def held(self) -> Held | None:
         """Others are gone: go back to what this rank holds, if it does."""

@@ -1,7 +1,7 @@
 """What each rank has added to ``trial.totals``, told to all of them while they train.
 
-A rank that dies takes its part along. So it is told in each step: without waiting, by the time
-that it is looked at it has long arrived.
+A rank that dies takes its part along. So it is told in each step: beside the gradients; or by
+itself, without waiting, and by the time that it is looked at it has long arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from optuna_fleet.trainer.splitting import tracked
 
 Sums = dict[str, Any]
 
-_LEAST_BYTES = 1024
+_LEAST_BYTES = 256
 _HEAD_BYTES = 16  # the length of what follows, and a note
 _KINDS = {str(kind): kind for kind in (torch.float64, torch.int64)}  # of tensors in totals
 
@@ -40,6 +40,24 @@ class SumsExchange:
             own: This rank's sums.
             note: A number besides.
         """
+        row = self._row(own, note)
+        rows = torch.empty(group_size(), len(row), dtype=torch.uint8)
+        work = dist.all_gather(list(rows.unbind()), row, async_op=True)
+        assert work is not None
+        return Told(work, rows)
+
+    def beside(self, own: Sums, note: int) -> torch.Tensor:
+        """What to add up over the ranks, for `added`, to the same end."""
+        row = self._row(own, note)
+        rows = torch.zeros(group_size(), len(row), dtype=torch.uint8)
+        rows[dist.get_rank()] = row
+        return rows.flatten()
+
+    def added(self, rows: torch.Tensor) -> Told:
+        """What the others have told `beside`."""
+        return Told(None, rows.view(group_size(), -1))
+
+    def _row(self, own: Sums, note: int) -> torch.Tensor:
         text = _packed(own)
         row = torch.zeros(_HEAD_BYTES + self._room, dtype=torch.uint8)
         row[:_HEAD_BYTES].view(torch.int64)[:] = torch.tensor([len(text), note])
@@ -47,10 +65,7 @@ class SumsExchange:
             row[_HEAD_BYTES : _HEAD_BYTES + len(text)] = torch.frombuffer(
                 bytearray(text), dtype=torch.uint8
             )
-        rows = torch.empty(group_size(), len(row), dtype=torch.uint8)
-        work = dist.all_gather(list(rows.unbind()), row, async_op=True)
-        assert work is not None
-        return Told(work, rows)
+        return row
 
     def hear(self, told: Told) -> bool:
         """Wait for it; return whether there was room for all. If not, there is next time."""
@@ -64,8 +79,8 @@ class SumsExchange:
 class Told:
     """What all ranks have told at one step."""
 
-    def __init__(self, work: dist.Work, rows: torch.Tensor) -> None:
-        self._work: dist.Work | None = work
+    def __init__(self, work: dist.Work | None, rows: torch.Tensor) -> None:
+        self._work = work
         self._rows = rows
 
     def wait(self) -> None:
