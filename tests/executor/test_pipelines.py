@@ -23,18 +23,28 @@ SIZE, BATCH = 41, 10
 
 
 def layers() -> nn.Sequential:
-    """With BatchNorm, dropout, and work in place behind cuts."""
+    """With BatchNorm, a dropout that is two of the layers, and work in place behind cuts."""
+    dropout = nn.Dropout(0.3)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3),
         nn.BatchNorm2d(4),
         nn.ReLU(inplace=True),
-        nn.Dropout(0.3),
+        dropout,
         nn.Flatten(),
         nn.Linear(64, 8),
         nn.Tanh(),
-        nn.Dropout(0.3),
+        dropout,
         nn.Linear(8, 3),
     ).double()
+
+
+def tied_layers() -> nn.Sequential:
+    """Three layers with one weight: no cut can keep these together."""
+    tied = [nn.Linear(36, 36) for _ in range(3)]
+    for layer in tied[1:]:
+        layer.weight = tied[0].weight
+    first, last = nn.Sequential(nn.Flatten(), tied[0]), nn.Sequential(tied[2], nn.Linear(36, 3))
+    return nn.Sequential(first, nn.Tanh(), tied[1], nn.Tanh(), last).double()
 
 
 def momentum(parameters: Any, lr: float) -> torch.optim.SGD:
@@ -52,9 +62,10 @@ def trains(
     epochs: int = 3,
     make: Any = momentum,
     at_epoch: Callable[[int], None] = lambda epoch: None,
+    build: Callable[[], nn.Sequential] = layers,
 ) -> float:
     """Train in stages; the losses of all steps go into a user attribute."""
-    model = layers()
+    model = build()
     optimizer = make(model.parameters(), lr=0.05)
     pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **options)
     scheduler = trial.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
@@ -103,19 +114,24 @@ DELAYED = {"in_flight": 3, "flush": False}
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "num_losses"),
-    [(torch.optim.AdamW, FLUSHED, 15), (momentum, FLUSHED, 15), (momentum, DELAYED, 15)],
+    ("make", "options", "build"),
+    [
+        (torch.optim.AdamW, FLUSHED, layers),
+        (momentum, FLUSHED, layers),
+        (momentum, DELAYED, layers),
+        (torch.optim.AdamW, FLUSHED, tied_layers),
+    ],
 )
 def test_results_do_not_depend_on_the_number_of_stages(
-    fleet: Any, make: Any, options: dict[str, Any], num_losses: int
+    fleet: Any, make: Any, options: dict[str, Any], build: Callable[[], nn.Sequential]
 ) -> None:
-    objective = functools.partial(trains, options=options, make=make)
+    objective = functools.partial(trains, options=options, make=make, build=build)
     alone, in_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
     legs = Leg((0,), until_epoch=1), Leg((1, 2, 0), until_epoch=2), Leg((2, 1))
     moved = run(fleet, objective, *legs)
     assert result(in_three) == result(alone)
     assert result(moved) == result(alone)
-    assert len(result(alone)["losses"]) == num_losses
+    assert len(result(alone)["losses"]) == 15
     assert [len(trial.user_attrs["cuts"]) for trial in (alone, in_three, moved)] == [0, 2, 1]
 
 
@@ -140,6 +156,22 @@ def test_what_is_in_flight_at_the_end_is_trained_on(tmp_path: Path) -> None:
         found.append(load_best_model(study, layers()).state_dict())
     alone, in_three = found
     assert all(torch.equal(alone[name], in_three[name]) for name in alone)
+
+
+def test_what_stages_share_is_in_a_checkpoint_once(tmp_path: Path) -> None:
+    due = Checkpoints(tmp_path)
+    with fleet_of(devices=3, checkpoints=due) as fleet:
+        fleet.script = {0: [Leg((0, 1, 2))]}
+        study = optuna.create_study()
+        objective = functools.partial(trains, options=FLUSHED, epochs=1, build=tied_layers)
+        study.optimize(objective, n_trials=1, executor=fleet)
+    state = load_best_model(study)[0]
+    shared = [tensor for tensor in state.values() if tensor.shape == (36, 36)]
+    assert len(shared) == 3
+    assert len({tensor.data_ptr() for tensor in shared}) == 1
+    loaded = load_best_model(study, tied_layers())
+    assert torch.equal(loaded[2].weight, shared[0])
+    assert loaded[2].weight is loaded[0][1].weight
 
 
 def is_pruned(trial: Any) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 from optuna_fleet.alloc.partition import DoesNotFit, Memory, Versions
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
 from optuna_fleet.trainer.pipeline_parallel.microbatches import microbatches
+from optuna_fleet.trainer.pipeline_parallel.parts import part_of
 from optuna_fleet.trainer.pipeline_parallel.placement import Demand, blocks_of
 
 LAYER = LayerCost(
@@ -31,10 +32,20 @@ def test_slow_devices_get_fewer_layers() -> None:
 
 def test_layers_stay_together_that_share_parameters() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
-    assert blocks_of(model) == (1, 2, 3, 4, 5)
+    assert blocks_of(model, may_part_ties=False) == (1, 2, 3, 4, 5)
     model[3].weight = model[1].weight
-    assert blocks_of(model) == (1, 4, 5)
+    assert blocks_of(model, may_part_ties=False) == (1, 4, 5)
+    assert blocks_of(model, may_part_ties=True) == (1, 2, 3, 4, 5)
+    model[4] = nn.Sequential(model[2])  # a module, of which there can't be a copy
+    assert blocks_of(model, may_part_ties=True) == (1, 2, 5)
     assert demand(1e3, blocks=(1, 4, 5)).place([[LAYER] * 5] * 2).cuts in [(1,), (4,)]
+
+
+def test_a_module_may_be_several_layers() -> None:
+    activation = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), activation, nn.Linear(2, 2), activation)
+    assert list(part_of(model, 2, 4)) == list(model)[2:]
+    assert list(part_of(model, 0, 4).state_dict()) == list(model.state_dict())
 
 
 def test_where_memory_is_short_stages_hold_fewer_parts() -> None:

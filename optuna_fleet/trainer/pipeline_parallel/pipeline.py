@@ -272,10 +272,11 @@ class Pipeline:
                 batch = first.inputs, first.targets
             limit = self._memory_bytes
             demand = Demand(
-                blocks=blocks_of(self._model),
+                blocks=blocks_of(self._model, may_part_ties=self._is_flushed),
                 in_flight=self._in_flight,
                 memory=memory_of(self._optimizer, is_flushed=self._is_flushed),
                 memory_bytes=memory_of_device(self._around.device) if limit is None else limit,
+                is_flushed=self._is_flushed,
             )
             self._placed = place(self._holding, self._loss, batch, demand, self._around)
             self._rule = self._rule_of(self._placed.part)
@@ -305,9 +306,12 @@ class Pipeline:
         parameters = dict(parameters_of(placed.part))
         if self._rule is not None:
             return VersionedWeights(parameters, self._rule, self._in_flight, client=None)
-        return FlushedWeights(parameters, self._optimizer, self._in_flight, self._clip)
+        return FlushedWeights(parameters, self._optimizer, self._in_flight, self._complete)
 
-    def _clip(self, parameters: Any) -> None:
+    def _complete(self, parameters: Any) -> None:
+        """Make gradients what those of the whole model would be."""
+        assert self._placed is not None
+        self._placed.ties.add_up()
         if self._max_grad_norm is not None:
             clip_gradients(parameters, self._names, self._max_grad_norm)
 

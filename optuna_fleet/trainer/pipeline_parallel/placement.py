@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -52,12 +52,14 @@ class Demand:
         in_flight: Minibatches in the pipeline.
         memory: Copies of the weights.
         memory_bytes: Of each device; infinite if that does not matter.
+        is_flushed: Whether weights change only when all that is in flight is through.
     """
 
     blocks: tuple[int, ...]
     in_flight: int
     memory: Memory
     memory_bytes: float
+    is_flushed: bool = True
 
     def fewest_stages(self, costs: Sequence[LayerCost], most: int) -> int | None:
         """How many of the same device hold the model; None if not even `most` of them do."""
@@ -132,20 +134,34 @@ def memory_of(optimizer: torch.optim.Optimizer, *, is_flushed: bool) -> Memory:
     return Memory(copies=3 + states, versions=Versions.IN_FLIGHT)
 
 
-def blocks_of(model: nn.Sequential) -> tuple[int, ...]:
-    """Where runs of layers end that can't be cut, as parameters are shared within them."""
+def blocks_of(model: nn.Sequential, *, may_part_ties: bool) -> tuple[int, ...]:
+    """Where runs of layers end that can't be cut, as they share something.
+
+    Args:
+        model: Its layers.
+        may_part_ties: Whether layers that share a parameter may be in several stages. Those that
+            share a module with parameters or buffers never are.
+    """
     last: dict[int, int] = {}
     first: dict[int, int] = {}
     for place, layer in enumerate(model):
-        for parameter in layer.parameters():
-            first.setdefault(id(parameter), place)
-            last[id(parameter)] = place
+        for key in _held_by(layer, may_part_ties=may_part_ties):
+            first.setdefault(key, place)
+            last[key] = place
     spans = [(first[key], last[key]) for key in first]
     return tuple(
         end
         for end in range(1, len(model) + 1)
         if not any(begins < end <= ends for begins, ends in spans)
     )
+
+
+def _held_by(layer: nn.Module, *, may_part_ties: bool) -> Iterator[int]:
+    for module in layer.modules():
+        if module._parameters or module._buffers:
+            yield id(module)
+    if not may_part_ties:
+        yield from map(id, layer.parameters())
 
 
 def _kinds(costs: Sequence[Sequence[LayerCost]]) -> list[int]:

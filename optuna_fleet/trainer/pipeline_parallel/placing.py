@@ -20,6 +20,7 @@ from optuna_fleet.trainer.pipeline_parallel.noise import Noise
 from optuna_fleet.trainer.pipeline_parallel.parts import part_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placement import Demand, Placement
+from optuna_fleet.trainer.pipeline_parallel.tied import Ties, shared_parameters
 from optuna_fleet.trainer.pipeline_parallel.whole import Holding
 
 _OF_GPU = 0.9  # the rest is for what is not counted: fragments, libraries, messages
@@ -55,6 +56,7 @@ class Placed:
         stage: This rank's, from 0.
         part: Its layers, on its device.
         edges: To the other stages; None if there are none.
+        ties: What its layers share with each other and those of other stages.
         noise: Of its layers.
         rank: Of this process.
     """
@@ -63,6 +65,7 @@ class Placed:
     stage: int
     part: nn.Sequential
     edges: Edges | None
+    ties: Ties
     noise: Noise
     rank: int
 
@@ -105,11 +108,13 @@ def place(
     Raises:
         FleetConfigError: The devices have too little memory.
     """
-    placement = _placement(holding.model, loss, batch, demand, around)
+    model = holding.model
+    shared = shared_parameters(model) if demand.is_flushed else []  # as long as all are here
+    placement = _placement(model, loss, batch, demand, around)
     stage = placement.ranks.index(around.rank)
-    bounds = (0, *placement.cuts, len(holding.model))
+    bounds = (0, *placement.cuts, len(model))
     first, end = bounds[stage], bounds[stage + 1]
-    part = part_of(holding.model, first, end)
+    part = part_of(model, first, end)
     edges = None
     if len(placement.ranks) > 1:
         edges = Edges(placement.ranks, stage, around.device, room=2 * demand.in_flight + 2)
@@ -117,10 +122,17 @@ def place(
     part.to(around.device)
     optimizer = holding.optimizer
     optimizer.load_state_dict(optimizer.state_dict())  # to where the parameters are
+    ties = Ties(model, shared, [(placement.cuts, placement.ranks)], around.rank)
     layers = dict(enumerate(part, first))
     noise = Noise(layers, around.device, around.seed)
     return Placed(
-        placement=placement, stage=stage, part=part, edges=edges, noise=noise, rank=around.rank
+        placement=placement,
+        stage=stage,
+        part=part,
+        edges=edges,
+        ties=ties,
+        noise=noise,
+        rank=around.rank,
     )
 
 

@@ -57,7 +57,8 @@ def make_pipeline(
         FleetConfigError: The model can't be cut, or the optimizer can't train it so.
     """
     _check(model, optimizer)
-    run, num_blocks = session.run, len(blocks_of(model))
+    run = session.run
+    num_blocks = len(blocks_of(model, may_part_ties=options.flush))
     bounds = Bounds.checked(options.min_devices, options.max_devices, run.num_devices)
     most = min(bounds.max_devices or num_blocks, num_blocks)
     if bounds.min_devices > most:
@@ -69,7 +70,7 @@ def make_pipeline(
         session.remark(
             ["pipeline of one stage"],
             "The model of trial.pipeline() can't be cut, so it trains on one device: it has one "
-            "layer, or its first and its last one share a parameter.",
+            "layer, or its first and its last one share a module, or without flushes a parameter.",
         )
     loader.bounds = Bounds(bounds.min_devices, most)
     loader.gives_whole_batches = True

@@ -32,6 +32,7 @@ class Holding:
         self.optimizer = optimizer
         self._part: nn.Module | None = None
         self._names = list(model.state_dict())
+        self._first = _first_names(model)
         self._groups: list[list[int]] = []  # of numbers of parameters
         self._numbers: dict[int, int] = {}
         self._gather: Gather = lambda own: [own]
@@ -73,7 +74,9 @@ class Holding:
     def _own(self) -> dict[str, Any]:
         assert self._part is not None
         state = {self._numbers[id(p)]: s for p, s in self.optimizer.state.items()}
-        return {"model": dict(self._part.state_dict()), "optimizer": state}
+        own = self._part.state_dict().items()
+        once = {name: tensor for name, tensor in own if self._first.get(name, name) == name}
+        return {"model": once, "optimizer": state}
 
     def model_state(self) -> dict[str, Any]:
         """The whole model's."""
@@ -81,7 +84,7 @@ class Holding:
             return self.model.state_dict()
         parts = [own["model"] for own in (self._own(), *self._others)]
         found = {name: tensor for part in parts for name, tensor in part.items()}
-        return OrderedDict((name, found[name]) for name in self._names)
+        return OrderedDict((n, found[self._first.get(n, n)]) for n in self._names)
 
     def load_model(self, state: dict[str, Any]) -> None:
         """Take of the whole model's what is held."""
@@ -121,6 +124,13 @@ class Holding:
                 ],
             }
         )
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters that have several names, the first one by each."""
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: firsts[id(p)] for name, p in names if firsts[id(p)] != name}
 
 
 class WholeModel:

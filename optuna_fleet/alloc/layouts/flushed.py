@@ -1,0 +1,176 @@
+"""How devices train batches that are cut into parts: each with the whole model, or a stage of it.
+
+Weights change when all parts of a batch are through, so either way the gradients are exact, and
+what is expected to be faster is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from optuna_fleet.alloc.layouts.prediction import all_reduce_s, fits_on_each
+from optuna_fleet.alloc.partition import (
+    DoesNotFit,
+    Layers,
+    Links,
+    Memory,
+    Partition,
+    PartitionProblem,
+    StageDevice,
+    Versions,
+    best_partition,
+)
+from optuna_fleet.wsp.credits import held_minibatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushedProblem:
+    """A trial has these devices, and uses all of them.
+
+    Attributes:
+        layers: What its layers cost, for one part of a batch.
+        devices: Those it has.
+        num_parts: Parts of a batch.
+        links: Ways between stages.
+        sync_links: Ways that gradients are averaged on.
+        memory: What a stage takes.
+        replicas: Whether each device may have the whole model: None where that is faster.
+    """
+
+    layers: Layers
+    devices: tuple[StageDevice, ...]
+    num_parts: int
+    links: Links = field(default_factory=Links)
+    sync_links: Links = field(default_factory=Links)
+    memory: Memory = field(default_factory=lambda: Memory(versions=Versions.NONE))
+    replicas: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushedLayout:
+    """N x 1 or 1 x k.
+
+    Attributes:
+        shares: Parts of each replica, in the order of the devices; empty for a pipeline.
+        partition: Stages of a pipeline; else None.
+        held: Parts that a stage has memory for between their two passes.
+        batch_s: Seconds that a batch is expected to take.
+        reason: One sentence for people.
+    """
+
+    shares: tuple[int, ...] = ()
+    partition: Partition | None = None
+    held: int = 1
+    batch_s: float
+    reason: str = ""
+
+
+def best_flushed_layout(problem: FlushedProblem) -> FlushedLayout:
+    """The layout that is expected to be faster.
+
+    Raises:
+        DoesNotFit: Neither fits.
+    """
+    whole = None if problem.replicas is False else replicated(problem)
+    if whole is not None and problem.replicas:
+        return replace(whole, reason="Replicas were asked for.")
+    try:
+        stages = pipelined(problem)
+    except DoesNotFit as error:
+        if whole is None:
+            raise
+        return replace(whole, reason=f"There is no pipeline: {error}")
+    if whole is None:
+        why = "Stages were asked for." if problem.replicas is False else why_not_whole(problem)
+        return replace(stages, reason=why)
+    best = min((whole, stages), key=lambda layout: layout.batch_s)
+    num = len(problem.devices)
+    return replace(
+        best,
+        reason=f"{num} x 1 is expected to take {1e3 * whole.batch_s:.3g} ms for a batch, "
+        f"1 x {num} {1e3 * stages.batch_s:.3g} ms.",
+    )
+
+
+def replicated(problem: FlushedProblem) -> FlushedLayout | None:
+    """Each device has the whole model and some of the parts; None if that can't be."""
+    layers, devices = problem.layers, problem.devices
+    fits = fits_on_each(layers, devices, problem.memory)
+    if not fits or len(devices) > problem.num_parts:
+        return None
+    part_s = [sum(layers.forward_s[d.kind]) + sum(layers.backward_s[d.kind]) for d in devices]
+    shares = shares_of(part_s, problem.num_parts)
+    slowest_s = max(share * one_s for share, one_s in zip(shares, part_s, strict=True))
+    sync_s = all_reduce_s(sum(layers.parameter_bytes), devices, problem.sync_links)
+    return FlushedLayout(shares=shares, batch_s=slowest_s + sync_s)
+
+
+def shares_of(part_s: Sequence[float], num_parts: int) -> tuple[int, ...]:
+    """Parts of each device, at least one, so that the last one to end does so as early as can be.
+
+    Args:
+        part_s: Seconds that each device takes for a part.
+        num_parts: At least as many as there are devices.
+    """
+    shares = [1] * len(part_s)
+    for _ in range(num_parts - len(part_s)):
+        ends_s = [(share + 1) * one_s for share, one_s in zip(shares, part_s, strict=True)]
+        shares[ends_s.index(min(ends_s))] += 1
+    return tuple(shares)
+
+
+def pipelined(problem: FlushedProblem) -> FlushedLayout:
+    """A stage on each device; where memory is short, stages hold fewer parts at a time.
+
+    Raises:
+        DoesNotFit: The devices have too little memory, or are more than the layers.
+    """
+    num = len(problem.devices)
+    if num > len(problem.layers):
+        raise DoesNotFit(
+            f"{num} devices are more than the {len(problem.layers)} runs of layers between which "
+            "the model can be cut: give the trial fewer."
+        )
+    for held in range(problem.num_parts, 0, -1):
+        try:
+            partition = best_partition(_partition_problem(problem, held))
+        except DoesNotFit:
+            if held == 1:
+                raise
+        else:
+            break
+    stage_s = [stage.seconds for stage in partition.stages]
+    batch_s = flushed_s(stage_s, problem.num_parts, held)
+    return FlushedLayout(partition=partition, held=held, batch_s=batch_s)
+
+
+def flushed_s(stage_s: Sequence[float], num_parts: int, held: int) -> float:
+    """Seconds of a pipeline for a batch of so many parts, from flush to flush.
+
+    The first part takes the time of all stages. Each of the others follows as fast as the slowest
+    stage is, or where memory is short, as parts come back to a stage that waits for them.
+    """
+    num = len(stage_s)
+    limits = (sum(stage_s[q:]) / held_minibatches(q, num, held) for q in range(num))
+    return sum(stage_s) + (num_parts - 1) * max(*stage_s, *limits)
+
+
+def why_not_whole(problem: FlushedProblem) -> str:
+    """What speaks against the whole model on each device."""
+    if fits_on_each(problem.layers, problem.devices, problem.memory):
+        return f"There are {len(problem.devices)} devices for {problem.num_parts} parts."
+    return "The model does not fit on each device."
+
+
+def _partition_problem(problem: FlushedProblem, held: int) -> PartitionProblem:
+    memory = problem.memory
+    if memory.versions is Versions.IN_FLIGHT:  # as many as are in flight, however few are held
+        memory = replace(memory, copies=memory.copies + problem.num_parts - held)
+    return PartitionProblem(
+        layers=problem.layers,
+        devices=problem.devices,
+        in_flight=held,
+        links=problem.links,
+        memory=memory,
+    )
