@@ -35,7 +35,7 @@ from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.moves.within_epoch import EpochPosition, WithinEpoch
 from optuna_fleet.trainer.narrowing import go_on_with_fewer, stay_alone
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
-from optuna_fleet.trainer.pipeline_parallel.staging import PipelineOptions, make_pipeline
+from optuna_fleet.trainer.pipeline_parallel.staging import make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
@@ -267,7 +267,7 @@ class Training:
             )
         self._check_no_split()
         pipeline = make_pipeline(
-            *(model, optimizer, loss, PipelineOptions(**options)),
+            *(model, optimizer, loss, options),
             *(self._session, self._loader, self.device),
         )
         self.in_stages = pipeline

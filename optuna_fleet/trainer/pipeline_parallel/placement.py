@@ -1,58 +1,73 @@
-"""Which layers are on which rank: as many stages as there are ranks, or as memory needs."""
+"""Which layers are on which rank: how many virtual workers, and the stages of each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from optuna_fleet.alloc.layouts.choice import LayoutProblem, rate_of
+from optuna_fleet.alloc.layouts.distribution import (
+    Workers,
+    equal_distribution,
+    hybrid_distribution,
+    node_partition,
+)
+from optuna_fleet.alloc.layouts.servers import Servers, can_be_local
 from optuna_fleet.alloc.partition import (
     DoesNotFit,
     Layers,
     Link,
     Links,
     Memory,
+    Partition,
     PartitionProblem,
     StageDevice,
     Versions,
     best_partition,
 )
+from optuna_fleet.alloc.partition.problem import partition_of
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost
 
 _WIRE = Link(bytes_per_s=1e9, latency_s=2e-4)  # gloo on one machine, measured
+_LINKS = Links(within=_WIRE, between=_WIRE)
 _ALIKE = 1.25  # times that differ by less are taken for noise
 _STATES = {"SGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}  # copies; of others, as Adam, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Stages in their order.
+    """Virtual workers, that of rank 0 first, and their stages in their order.
 
     Attributes:
-        cuts: Where stages end, in layers, without the last.
-        ranks: Rank of each stage.
-        held: Minibatches that each has memory for between their two passes.
+        cuts: Of each virtual worker, where its stages end, in layers, without the last.
+        ranks: Of each virtual worker, the rank of each stage.
+        held: Minibatches that each stage has memory for between their two passes.
     """
 
-    cuts: tuple[int, ...]
-    ranks: tuple[int, ...]
+    cuts: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
     held: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a pipeline takes.
+    """What pipelines take.
 
     Attributes:
         blocks: Where each run of layers ends that must stay together.
-        in_flight: Minibatches in the pipeline.
+        in_flight: Minibatches in a pipeline; with flushes, those of all pipelines together.
         memory: Copies of the weights.
         memory_bytes: Of each device; infinite if that does not matter.
-        is_flushed: Whether weights change only when all that is in flight is through.
+        is_flushed: Virtual workers make their steps together, so they are cut alike.
+        most_workers: Virtual workers at most: as many as there is memory for. None for as many as
+            are fastest.
+        clock_distance: Between these, without flushes.
     """
 
     blocks: tuple[int, ...]
@@ -60,26 +75,58 @@ class Demand:
     memory: Memory
     memory_bytes: float
     is_flushed: bool = True
+    most_workers: int | None = 1
+    clock_distance: int = 0
 
     def fewest_stages(self, costs: Sequence[LayerCost], most: int) -> int | None:
         """How many of the same device hold the model; None if not even `most` of them do."""
+        alone = replace(self, most_workers=1)
         for number in range(1, min(most, len(self.blocks)) + 1):
             try:
-                self.place([costs] * number)
+                alone.place([costs] * number)
             except DoesNotFit:
                 continue
             return number
         return None
 
-    def place(self, costs: Sequence[Sequence[LayerCost]]) -> Placement:
+    def place(
+        self, costs: Sequence[Sequence[LayerCost]], nodes: Sequence[int] | None = None
+    ) -> Placement:
         """One stage on each rank; where memory is short, stages hold fewer minibatches.
 
         Args:
             costs: Of all layers, as each rank has measured them.
+            nodes: Of each rank; by default all are on one.
 
         Raises:
             DoesNotFit: The devices have too little memory.
         """
+        layers, ranks, devices = self._given(costs, nodes or [0] * len(costs))
+        found: list[_Candidate] = []
+        refusal = DoesNotFit(f"There are more devices than parts of the model: {len(costs)}.")
+        for workers in self._distributions(layers, devices):
+            try:
+                found.append(self._placed(layers, workers))
+            except DoesNotFit as error:
+                refusal = error
+            if found and self.most_workers is not None:
+                break
+        if not found:
+            raise refusal
+        best = max(found, key=lambda candidate: candidate.batches_per_s)
+        places = [tuple(ranks[s.device.index] for s in own.stages) for own in best.partitions]
+        cuts = [tuple(self.blocks[cut - 1] for cut in own.cuts) for own in best.partitions]
+        in_order = sorted(zip(places, cuts, strict=True), key=lambda worker: min(worker[0]))
+        return Placement(
+            cuts=tuple(cuts for _, cuts in in_order),
+            ranks=tuple(places for places, _ in in_order),
+            held=best.held,
+        )
+
+    def _given(
+        self, costs: Sequence[Sequence[LayerCost]], nodes: Sequence[int]
+    ) -> tuple[Layers, list[int], list[StageDevice]]:
+        """The costs by kind of device, and ranks with their devices in the order to be dealt."""
         kinds = _kinds(costs)
         blocks = {kind: self._in_blocks(costs[kind]) for kind in set(kinds)}
         of_any = blocks[kinds[0]]
@@ -90,37 +137,114 @@ class Demand:
             parameter_bytes=tuple(cost.parameter_bytes for cost in of_any),
             kept_bytes=tuple(cost.kept_bytes for cost in of_any),
         )
-        for held in range(self.in_flight, 0, -1):
+        ranks = sorted(range(len(costs)), key=lambda rank: (nodes[rank], kinds[rank], rank))
+        devices = [
+            StageDevice(
+                index=index,
+                node=nodes[rank],
+                kind=str(kinds[rank]),
+                memory_bytes=self.memory_bytes,
+            )
+            for index, rank in enumerate(ranks)
+        ]
+        return layers, ranks, devices
+
+    def _in_blocks(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
+        return [_sum(costs[first:end]) for first, end in pairwise((0, *self.blocks))]
+
+    def _distributions(self, layers: Layers, devices: Sequence[StageDevice]) -> Iterator[Workers]:
+        """Who may get which devices, most virtual workers first."""
+        most = min(self.most_workers or len(devices), len(devices))
+        ways = [equal_distribution(devices, number) for number in range(most, 0, -1)]
+        if self.most_workers is None:
+            speeds = {kind: 1 / sum(seconds) for kind, seconds in layers.backward_s.items()}
+            ways += [node_partition(devices), hybrid_distribution(devices, speeds)]
+        for workers in ways:
+            sizes = set(map(len, workers))
+            if max(sizes) <= len(layers) and not (self.is_flushed and len(sizes) > 1):
+                yield workers
+
+    def _placed(self, layers: Layers, workers: Workers) -> _Candidate:
+        in_flight = self.in_flight
+        if self.is_flushed:  # all pipelines share the parts of a batch
+            in_flight = -(-in_flight // len(workers))
+        else:
+            layers = _share_of(layers, len(workers))
+        for held in range(in_flight, 0, -1):
             try:
-                found = best_partition(self._problem(layers, kinds, held))
+                partitions = self._partitions(layers, workers, in_flight, held)
             except DoesNotFit:
                 if held == 1:
                     raise
             else:
                 break
-        return Placement(
-            cuts=tuple(self.blocks[cut - 1] for cut in found.cuts),
-            ranks=tuple(stage.device.index for stage in found.stages),
-            held=held,
-        )
+        return _Candidate(partitions, held, self._rate(layers, partitions))
 
-    def _problem(self, layers: Layers, kinds: Sequence[int], held: int) -> PartitionProblem:
+    def _partitions(
+        self, layers: Layers, workers: Workers, in_flight: int, held: int
+    ) -> tuple[Partition, ...]:
         memory = self.memory
         if memory.versions is Versions.IN_FLIGHT:  # as many as are in flight, however few are held
-            memory = replace(memory, copies=memory.copies + self.in_flight - held)
-        return PartitionProblem(
-            layers=layers,
-            devices=tuple(
-                StageDevice(index=rank, node=0, kind=str(kind), memory_bytes=self.memory_bytes)
-                for rank, kind in enumerate(kinds)
-            ),
-            in_flight=held,
-            links=Links(within=_WIRE, between=_WIRE),
-            memory=memory,
-        )
+            waves = self.clock_distance + 3 if len(workers) > 1 else 0
+            memory = replace(memory, copies=memory.copies + in_flight - held + waves)
+        problems = [
+            PartitionProblem(
+                layers=layers, devices=devices, in_flight=held, links=_LINKS, memory=memory
+            )
+            for devices in workers
+        ]
+        partitions = tuple(map(best_partition, problems))
+        return _cut_alike(problems, partitions) if self.is_flushed else partitions
 
-    def _in_blocks(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
-        return [_sum(costs[first:end]) for first, end in pairwise((0, *self.blocks))]
+    def _rate(self, layers: Layers, partitions: Sequence[Partition]) -> float:
+        """Batches per second; each virtual worker has its share of every batch."""
+        devices = tuple(stage.device for own in partitions for stage in own.stages)
+        problem = LayoutProblem(
+            layers=layers, devices=devices, links=_LINKS, clock_distance=self.clock_distance
+        )
+        servers = Servers.LOCAL if can_be_local(partitions) else Servers.ROUND_ROBIN
+        return rate_of(problem, partitions, self.in_flight, servers) / len(partitions)
+
+
+class _Candidate(NamedTuple):
+    partitions: tuple[Partition, ...]
+    held: int
+    batches_per_s: float
+
+
+def _cut_alike(
+    problems: Sequence[PartitionProblem], partitions: Sequence[Partition]
+) -> tuple[Partition, ...]:
+    """All as the slowest one; the same stages of all of them make their steps together.
+
+    Raises:
+        DoesNotFit: Not all of them have the memory for that.
+    """
+    slowest = max(range(len(partitions)), key=lambda place: partitions[place].slowest_s)
+    stages = partitions[slowest].stages
+    order = [problems[slowest].devices.index(stage.device) for stage in stages]
+    alike = tuple(
+        partition_of(on, tuple(on.devices[i] for i in order), partitions[slowest].cuts)
+        for on in problems
+    )
+    if not all(partition.fits for partition in alike):
+        raise DoesNotFit("Virtual workers that make their steps together must be cut alike.")
+    return alike
+
+
+def _share_of(layers: Layers, number: int) -> Layers:
+    """With one of as many parts of each batch; parameters stay as large."""
+
+    def some(costs: Iterable[float]) -> tuple[float, ...]:
+        return tuple(cost / number for cost in costs)
+
+    return Layers(
+        forward_s={kind: some(seconds) for kind, seconds in layers.forward_s.items()},
+        backward_s={kind: some(seconds) for kind, seconds in layers.backward_s.items()},
+        cut_bytes=some(layers.cut_bytes),
+        parameter_bytes=layers.parameter_bytes,
+        kept_bytes=some(layers.kept_bytes),
+    )
 
 
 def memory_of(optimizer: torch.optim.Optimizer, *, is_flushed: bool) -> Memory:

@@ -1,8 +1,9 @@
-"""Puts the layers where they are to be: one stage on each rank of the trial."""
+"""Puts layers where they are to be: a stage of a virtual worker on each rank of the trial."""
 
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,8 +15,11 @@ from torch import nn
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.trainer.pipeline_parallel.columns import Column
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
+from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
+from optuna_fleet.trainer.pipeline_parallel.messages import StageAddress
 from optuna_fleet.trainer.pipeline_parallel.noise import Noise
 from optuna_fleet.trainer.pipeline_parallel.parts import part_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
@@ -53,31 +57,50 @@ class Placed:
 
     Attributes:
         placement: Of all stages.
-        stage: This rank's, from 0.
+        directory: Who is on which rank.
+        address: Of this rank's stage.
         part: Its layers, on its device.
-        edges: To the other stages; None if there are none.
+        edges: To other processes; None if there are none.
+        column: The same stages of virtual workers that make their steps together; None if there
+            are no others.
         ties: What its layers share with each other and those of other stages.
         noise: Of its layers.
         rank: Of this process.
     """
 
     placement: Placement
-    stage: int
+    directory: Directory
+    address: StageAddress
     part: nn.Sequential
     edges: Edges | None
+    column: Column | None
     ties: Ties
     noise: Noise
     rank: int
 
     @property
+    def num_workers(self) -> int:
+        """Virtual workers."""
+        return len(self.placement.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Of this virtual worker."""
+        return len(self.placement.ranks[self.address.worker])
+
+    @property
     def is_first(self) -> bool:
         """Whether it gets the inputs."""
-        return self.stage == 0
+        return self.address.stage == 0
 
     @property
     def is_last(self) -> bool:
         """Whether it computes the loss."""
-        return self.stage == len(self.placement.ranks) - 1
+        return self.address.stage == self.num_stages - 1
+
+    def next_stage(self) -> StageAddress:
+        """Which gets what it computes."""
+        return self.address._replace(stage=self.address.stage + 1)
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -87,8 +110,10 @@ class Placed:
         except Exception as error:
             if self.edges is not None and error.args and isinstance(error.args[0], str):
                 names = list(dict(self.part.named_children()))
-                of = f"stage {self.stage} of {len(self.placement.ranks)}, rank {self.rank}"
-                where = f" (in {of}: layers {names[0]} to {names[-1]})"
+                of = f"stage {self.address.stage} of {self.num_stages}"
+                if self.num_workers > 1:
+                    of += f" of virtual worker {self.address.worker}"
+                where = f" (in {of}, rank {self.rank}: layers {names[0]} to {names[-1]})"
                 error.args = (error.args[0] + where, *error.args[1:])
             raise
 
@@ -110,28 +135,43 @@ def place(
     """
     model = holding.model
     shared = shared_parameters(model) if demand.is_flushed else []  # as long as all are here
-    placement = _placement(model, loss, batch, demand, around)
-    stage = placement.ranks.index(around.rank)
-    bounds = (0, *placement.cuts, len(model))
-    first, end = bounds[stage], bounds[stage + 1]
+    placement, costs, nodes = _placement(model, loss, batch, demand, around)
+    is_shared = len(placement.ranks) > 1
+    directory = Directory.of(
+        placement.ranks,
+        placement.cuts,
+        [cost.parameter_bytes for cost in costs] or [0.0] * len(model),
+        nodes,
+        has_servers=is_shared and not demand.is_flushed,
+    )
+    address = directory.address_of(around.rank)
+    bounds = (0, *placement.cuts[address.worker], len(model))
+    first, end = bounds[address.stage], bounds[address.stage + 1]
     part = part_of(model, first, end)
-    edges = None
-    if len(placement.ranks) > 1:
-        edges = Edges(placement.ranks, stage, around.device, room=2 * demand.in_flight + 2)
-        holding.keep(part, edges.gather)
+    edges = column = None
+    if group_size() > 1:
+        edges = Edges(directory, around.rank, around.device, room=2 * demand.in_flight + 2)
+        holding.keep(part, edges.gather, is_copy=address.worker > 0)
+        if is_shared and demand.is_flushed:
+            column = Column(list(zip(*placement.ranks, strict=True)), address.stage)
     part.to(around.device)
     optimizer = holding.optimizer
     optimizer.load_state_dict(optimizer.state_dict())  # to where the parameters are
-    ties = Ties(model, shared, [(placement.cuts, placement.ranks)], around.rank)
+    pipelines = list(zip(placement.cuts, placement.ranks, strict=True))
+    ties = Ties(model, shared, pipelines, around.rank)
     layers = dict(enumerate(part, first))
-    noise = Noise(layers, around.device, around.seed)
+    # Virtual workers that do not wait for each other have the same numbers of minibatches.
+    draws_apart = address.worker > 0 and not demand.is_flushed
+    seed = (*around.seed, address.worker) if draws_apart else around.seed
     return Placed(
         placement=placement,
-        stage=stage,
+        directory=directory,
+        address=address,
         part=part,
         edges=edges,
+        column=column,
         ties=ties,
-        noise=noise,
+        noise=Noise(layers, around.device, seed),
         rank=around.rank,
     )
 
@@ -150,19 +190,22 @@ def _placement(
     batch: tuple[Any, Any],
     demand: Demand,
     around: Surroundings,
-) -> Placement:
+) -> tuple[Placement, list[LayerCost], list[int]]:
+    """Also what layers cost, and nodes of ranks, as far as these matter."""
     number = group_size()
     if number == 1 and math.isinf(demand.memory_bytes):
-        return Placement(cuts=(), ranks=(0,), held=1)
+        return Placement(cuts=((),), ranks=((0,),), held=1), [], [0]
     own = layer_costs(list(model), loss, *batch, around.device)
-    told = checkpoint.gather({"costs": [asdict(cost) for cost in own]})
+    told = checkpoint.gather({"costs": [asdict(cost) for cost in own], "node": platform.node()})
     costs = [[LayerCost(**cost) for cost in rank["costs"]] for rank in told]
     fewest = demand.fewest_stages(costs[0], around.most_devices)
     if fewest is None:
         raise FleetConfigError(_too_large(costs[0], demand, around.most_devices))
     if fewest > number:
         around.need(fewest)
-    return demand.place(costs)
+    names = [rank["node"] for rank in told]
+    nodes = [names.index(name) for name in names]
+    return demand.place(costs, nodes), costs[0], nodes
 
 
 def _too_large(costs: list[LayerCost], demand: Demand, most: int) -> str:
