@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,6 +88,7 @@ def trains(
     trial.set_user_attr("losses", losses)
     trial.set_user_attr("found", found)
     trial.set_user_attr("cuts", pipeline.cuts)
+    trial.set_user_attr("layout", [pipeline.num_virtual_workers, pipeline.num_stages])
     trial.set_user_attr("noise", torch.rand(3).tolist())
     return losses[-1]
 
@@ -109,7 +111,7 @@ def result(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     return {key: trial.user_attrs[key] for key in ("losses", "found", "noise")}
 
 
-FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1}
+FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1, "virtual_workers": 1}
 DELAYED = {"in_flight": 3, "flush": False}
 
 
@@ -133,6 +135,37 @@ def test_results_do_not_depend_on_the_number_of_stages(
     assert result(moved) == result(alone)
     assert len(result(alone)["losses"]) == 15
     assert [len(trial.user_attrs["cuts"]) for trial in (alone, in_three, moved)] == [0, 2, 1]
+
+
+class Slow(nn.Module):
+    """Takes longer than all else, so stages would wait for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        return x
+
+
+@pytest.mark.parametrize("build", [layers, tied_layers])
+def test_a_model_that_fits_on_each_device_is_on_each_where_that_is_faster(
+    fleet: Any, build: Callable[[], nn.Sequential]
+) -> None:
+    objective = functools.partial(
+        trains,
+        options={"in_flight": 4, "max_grad_norm": 0.1},
+        make=torch.optim.AdamW,
+        build=lambda: build().append(Slow()),
+        epochs=2,
+    )
+    alone, on_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
+    moved = run(fleet, objective, Leg((1, 2, 0), until_epoch=1), Leg((0, 1)))
+    layouts = [trial.user_attrs["layout"] for trial in (alone, on_three, moved)]
+    assert layouts == [[1, 1], [3, 1], [2, 1]]
+    expected = result(alone)
+    for trial in (on_three, moved):
+        found = result(trial)
+        assert found["noise"] == expected["noise"]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+        assert found["found"] == pytest.approx(expected["found"], rel=1e-12)
 
 
 def ends_with_batches_in_flight(trial: Any) -> float:

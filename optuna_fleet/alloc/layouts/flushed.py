@@ -1,7 +1,7 @@
-"""How devices train batches that are cut into parts: each with the whole model, or a stage of it.
+"""How devices train batches that come in parts: each with the whole model, or a stage of it.
 
-Weights change when all parts of a batch are through, so either way the gradients are exact, and
-what is expected to be faster is taken.
+Weights change when all parts of a batch are through, so gradients are exact either way, and what
+is expected to be faster is taken.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class FlushedProblem:
         layers: What its layers cost, for one part of a batch.
         devices: Those it has.
         num_parts: Parts of a batch.
-        links: Ways between stages.
-        sync_links: Ways that gradients are averaged on.
+        links: Ways between the devices.
         memory: What a stage takes.
-        replicas: Whether each device may have the whole model: None where that is faster.
+        may_replicate: Whether each device may have the whole model.
+        exchanged_bytes: What a pipeline sends at each flush, beside what goes from stage to stage.
     """
 
     layers: Layers
     devices: tuple[StageDevice, ...]
     num_parts: int
     links: Links = field(default_factory=Links)
-    sync_links: Links = field(default_factory=Links)
     memory: Memory = field(default_factory=lambda: Memory(versions=Versions.NONE))
-    replicas: bool | None = None
+    may_replicate: bool = True
+    exchanged_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class FlushedLayout:
 
     Attributes:
         shares: Parts of each replica, in the order of the devices; empty for a pipeline.
-        partition: Stages of a pipeline; else None.
+        partition: Stages of a pipeline; None for replicas.
         held: Parts that a stage has memory for between their two passes.
         batch_s: Seconds that a batch is expected to take.
         reason: One sentence for people.
@@ -72,20 +72,16 @@ def best_flushed_layout(problem: FlushedProblem) -> FlushedLayout:
     Raises:
         DoesNotFit: Neither fits.
     """
-    whole = None if problem.replicas is False else replicated(problem)
-    if whole is not None and problem.replicas:
-        return replace(whole, reason="Replicas were asked for.")
+    num, (whole, why_not) = len(problem.devices), replicated(problem)
     try:
         stages = pipelined(problem)
     except DoesNotFit as error:
         if whole is None:
             raise
-        return replace(whole, reason=f"There is no pipeline: {error}")
+        return replace(whole, reason=f"{num} x 1, as there is no pipeline: {error}")
     if whole is None:
-        why = "Stages were asked for." if problem.replicas is False else why_not_whole(problem)
-        return replace(stages, reason=why)
+        return replace(stages, reason=f"1 x {num}, as {why_not}.")
     best = min((whole, stages), key=lambda layout: layout.batch_s)
-    num = len(problem.devices)
     return replace(
         best,
         reason=f"{num} x 1 is expected to take {1e3 * whole.batch_s:.3g} ms for a batch, "
@@ -93,17 +89,20 @@ def best_flushed_layout(problem: FlushedProblem) -> FlushedLayout:
     )
 
 
-def replicated(problem: FlushedProblem) -> FlushedLayout | None:
-    """Each device has the whole model and some of the parts; None if that can't be."""
+def replicated(problem: FlushedProblem) -> tuple[FlushedLayout | None, str]:
+    """Each device with the whole model and some of the parts; or None, and why not."""
     layers, devices = problem.layers, problem.devices
-    fits = fits_on_each(layers, devices, problem.memory)
-    if not fits or len(devices) > problem.num_parts:
-        return None
+    if not problem.may_replicate:
+        return None, "stages were asked for, or layers keep what they have seen"
+    if len(devices) > problem.num_parts:
+        return None, f"a batch has {problem.num_parts} parts"
+    if not fits_on_each(layers, devices, problem.memory):
+        return None, "the model does not fit on each device"
     part_s = [sum(layers.forward_s[d.kind]) + sum(layers.backward_s[d.kind]) for d in devices]
     shares = shares_of(part_s, problem.num_parts)
     slowest_s = max(share * one_s for share, one_s in zip(shares, part_s, strict=True))
-    sync_s = all_reduce_s(sum(layers.parameter_bytes), devices, problem.sync_links)
-    return FlushedLayout(shares=shares, batch_s=slowest_s + sync_s)
+    sync_s = all_reduce_s(sum(layers.parameter_bytes), devices, problem.links)
+    return FlushedLayout(shares=shares, batch_s=slowest_s + sync_s), ""
 
 
 def shares_of(part_s: Sequence[float], num_parts: int) -> tuple[int, ...]:
@@ -126,22 +125,30 @@ def pipelined(problem: FlushedProblem) -> FlushedLayout:
     Raises:
         DoesNotFit: The devices have too little memory, or are more than the layers.
     """
-    num = len(problem.devices)
-    if num > len(problem.layers):
+    if len(problem.devices) > len(problem.layers):
         raise DoesNotFit(
-            f"{num} devices are more than the {len(problem.layers)} runs of layers between which "
-            "the model can be cut: give the trial fewer."
+            f"{len(problem.devices)} devices are more than the {len(problem.layers)} stages that "
+            "the model can be cut into."
         )
     for held in range(problem.num_parts, 0, -1):
         try:
-            partition = best_partition(_partition_problem(problem, held))
+            partition = best_partition(
+                PartitionProblem(
+                    layers=problem.layers,
+                    devices=problem.devices,
+                    in_flight=held,
+                    links=problem.links,
+                    memory=problem.memory,
+                )
+            )
         except DoesNotFit:
             if held == 1:
                 raise
         else:
             break
     stage_s = [stage.seconds for stage in partition.stages]
-    batch_s = flushed_s(stage_s, problem.num_parts, held)
+    exchange_s = all_reduce_s(problem.exchanged_bytes, problem.devices, problem.links)
+    batch_s = flushed_s(stage_s, problem.num_parts, held) + exchange_s
     return FlushedLayout(partition=partition, held=held, batch_s=batch_s)
 
 
@@ -154,23 +161,3 @@ def flushed_s(stage_s: Sequence[float], num_parts: int, held: int) -> float:
     num = len(stage_s)
     limits = (sum(stage_s[q:]) / held_minibatches(q, num, held) for q in range(num))
     return sum(stage_s) + (num_parts - 1) * max(*stage_s, *limits)
-
-
-def why_not_whole(problem: FlushedProblem) -> str:
-    """What speaks against the whole model on each device."""
-    if fits_on_each(problem.layers, problem.devices, problem.memory):
-        return f"There are {len(problem.devices)} devices for {problem.num_parts} parts."
-    return "The model does not fit on each device."
-
-
-def _partition_problem(problem: FlushedProblem, held: int) -> PartitionProblem:
-    memory = problem.memory
-    if memory.versions is Versions.IN_FLIGHT:  # as many as are in flight, however few are held
-        memory = replace(memory, copies=memory.copies + problem.num_parts - held)
-    return PartitionProblem(
-        layers=problem.layers,
-        devices=problem.devices,
-        in_flight=held,
-        links=problem.links,
-        memory=memory,
-    )

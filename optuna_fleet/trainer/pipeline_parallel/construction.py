@@ -19,6 +19,7 @@ from optuna_fleet.trainer.pipeline_parallel.placing import Placed
 from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer
 from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
 from optuna_fleet.trainer.pipeline_parallel.stage import Observer, PipelineStage
+from optuna_fleet.trainer.pipeline_parallel.statistics import Statistics
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
 from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
 from optuna_fleet.wsp.schedules import Alone, Flush, Schedule, WaveSynchronous
@@ -38,6 +39,7 @@ class Construction:
     Attributes:
         rule: From gradients to updates; None where the optimizer steps.
         agreement: With the same layers of other virtual workers.
+        statistics: Of BatchNorm, with flushes and several virtual workers.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Construction:
             self.rule = SgdRule(optimizer, parameters_of(placed.part).items(), share)
         differing = None if options.is_flushed else optimizer
         self.agreement = Agreement(placed.part, differing, share)
+        self.statistics = Statistics(placed.part, self.parts, options.in_flight)
 
     @property
     def parts(self) -> range:
@@ -68,7 +71,9 @@ class Construction:
         if not self._options.is_flushed:
             return range(1)
         worker, number = self.placed.address.worker, self.placed.num_workers
-        in_flight = self._options.in_flight
+        in_flight, shares = self._options.in_flight, self.placed.placement.shares
+        if shares:
+            return range(sum(shares[:worker]), sum(shares[: worker + 1]))
         return range(worker * in_flight // number, (worker + 1) * in_flight // number)
 
     @property
@@ -134,6 +139,7 @@ class Construction:
         placed.ties.add_up()
         if placed.column is not None:
             placed.column.add_gradients(parameters.values())
+            self.statistics.take(placed.column.add(self.statistics.left()))
         if (most := self._options.max_grad_norm) is not None:
             is_copy = placed.address.worker > 0
             clip_gradients(parameters, self._names, most, is_copy=is_copy)

@@ -56,6 +56,11 @@ class PipelineOptions:
         return self.flush and self.clock_distance is None
 
     @property
+    def may_replicate(self) -> bool:
+        """Whether each device may have the whole model, if that is expected to be faster."""
+        return self.is_flushed and self.virtual_workers is None
+
+    @property
     def most_workers(self) -> int | None:
         """Virtual workers at most; None for as many as are fastest."""
         return (

@@ -30,6 +30,7 @@ from optuna_fleet.trainer.pipeline_parallel.placing import (
     place,
 )
 from optuna_fleet.trainer.pipeline_parallel.stage import PassDone, PipelineStage
+from optuna_fleet.trainer.pipeline_parallel.tied import shared_bytes
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
 from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
 from optuna_fleet.trainer.pipeline_parallel.whole import Holding, WholeModel, WholeOptimizer
@@ -176,6 +177,8 @@ class Pipeline:
         self._losses.clear()
 
     def _step_and_flush(self, own: Construction, inputs: Any, targets: Any) -> Tensor:
+        if own.placed.column is not None:
+            own.statistics.begin()
         parts = list(microbatches(inputs, targets, self._options.in_flight))
         for part in parts[own.parts.start : own.parts.stop]:
             self._give(own, part, part.weight)
@@ -292,6 +295,9 @@ class Pipeline:
                 is_flushed=options.is_flushed,
                 most_workers=options.most_workers,
                 clock_distance=options.clock_distance or 0,
+                may_replicate=options.may_replicate,
+                untied=blocks_of(self._model, may_part_ties=False),
+                tied_bytes=shared_bytes(self._model),
             )
             placed = place(self._holding, self._loss, batch, demand, self._around)
             given = self._model, self._optimizer, self._loss, self._names, options

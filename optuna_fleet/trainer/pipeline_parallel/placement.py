@@ -18,6 +18,7 @@ from optuna_fleet.alloc.layouts.distribution import (
     hybrid_distribution,
     node_partition,
 )
+from optuna_fleet.alloc.layouts.flushed import FlushedLayout, FlushedProblem, best_flushed_layout
 from optuna_fleet.alloc.layouts.servers import Servers, can_be_local
 from optuna_fleet.alloc.partition import (
     DoesNotFit,
@@ -34,8 +35,8 @@ from optuna_fleet.alloc.partition import (
 from optuna_fleet.alloc.partition.problem import partition_of
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost
 
-_WIRE = Link(bytes_per_s=1e9, latency_s=2e-4)  # gloo on one machine, measured
-_LINKS = Links(within=_WIRE, between=_WIRE)
+WIRE = Link(bytes_per_s=1e9, latency_s=2e-4)  # gloo on one machine, measured, with Python's part
+_LINKS = Links(within=WIRE, between=WIRE)
 _ALIKE = 1.25  # times that differ by less are taken for noise
 _STATES = {"SGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}  # copies; of others, as Adam, 2
 
@@ -48,11 +49,28 @@ class Placement:
         cuts: Of each virtual worker, where its stages end, in layers, without the last.
         ranks: Of each virtual worker, the rank of each stage.
         held: Minibatches that each stage has memory for between their two passes.
+        shares: Of each virtual worker, how many of a batch's parts; none if all have as many.
+        reason: Why, for people.
     """
 
     cuts: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
     held: int
+    shares: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Where the ranks of a trial are.
+
+    Attributes:
+        nodes: Of each rank.
+        memory_bytes: Of each rank's device.
+    """
+
+    nodes: tuple[int, ...]
+    memory_bytes: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +86,10 @@ class Demand:
         most_workers: Virtual workers at most: as many as there is memory for. None for as many as
             are fastest.
         clock_distance: Between these, without flushes.
+        may_replicate: With flushes each device may have the whole model, where that is faster.
+        links: Ways between the devices.
+        untied: Blocks with which no layers are parted that share a parameter.
+        tied_bytes: What each flush sends if they are parted.
     """
 
     blocks: tuple[int, ...]
@@ -77,10 +99,14 @@ class Demand:
     is_flushed: bool = True
     most_workers: int | None = 1
     clock_distance: int = 0
+    may_replicate: bool = False
+    links: Links = _LINKS
+    untied: tuple[int, ...] = ()
+    tied_bytes: float = 0.0
 
     def fewest_stages(self, costs: Sequence[LayerCost], most: int) -> int | None:
         """How many of the same device hold the model; None if not even `most` of them do."""
-        alone = replace(self, most_workers=1)
+        alone = replace(self, most_workers=1, may_replicate=False)
         for number in range(1, min(most, len(self.blocks)) + 1):
             try:
                 alone.place([costs] * number)
@@ -89,19 +115,21 @@ class Demand:
             return number
         return None
 
-    def place(
-        self, costs: Sequence[Sequence[LayerCost]], nodes: Sequence[int] | None = None
-    ) -> Placement:
+    def place(self, costs: Sequence[Sequence[LayerCost]], on: Ranks | None = None) -> Placement:
         """One stage on each rank; where memory is short, stages hold fewer minibatches.
 
         Args:
             costs: Of all layers, as each rank has measured them.
-            nodes: Of each rank; by default all are on one.
+            on: The ranks; by default all are on one node, with `memory_bytes` each.
 
         Raises:
             DoesNotFit: The devices have too little memory.
         """
-        layers, ranks, devices = self._given(costs, nodes or [0] * len(costs))
+        num = len(costs)
+        on = on or Ranks(nodes=(0,) * num, memory_bytes=(self.memory_bytes,) * num)
+        if self.is_flushed and self.most_workers == 1:
+            return self._faster(costs, on)
+        layers, ranks, devices = self._given(costs, on)
         found: list[_Candidate] = []
         refusal = DoesNotFit(f"There are more devices than parts of the model: {len(costs)}.")
         for workers in self._distributions(layers, devices):
@@ -123,8 +151,48 @@ class Demand:
             held=best.held,
         )
 
+    def _faster(self, costs: Sequence[Sequence[LayerCost]], on: Ranks) -> Placement:
+        """The whole model on each rank or a stage of it, with all of a batch's parts."""
+        found: list[tuple[FlushedLayout, Demand]] = []
+        refusal: DoesNotFit | None = None
+        for demand in (self, replace(self, blocks=self.untied or self.blocks, tied_bytes=0.0)):
+            layers, ranks, devices = demand._given(costs, on)
+            problem = FlushedProblem(
+                layers=layers,
+                devices=tuple(devices),
+                num_parts=self.in_flight,
+                links=self.links,
+                memory=self.memory,
+                may_replicate=self.may_replicate,
+                exchanged_bytes=demand.tied_bytes,
+            )
+            try:
+                found.append((best_flushed_layout(problem), demand))
+            except DoesNotFit as error:
+                refusal = refusal or error
+        if not found:
+            assert refusal is not None
+            raise refusal
+        best, demand = min(found, key=lambda candidate: candidate[0].batch_s)
+        if best.partition is None:
+            of_rank = dict(zip(ranks, best.shares, strict=True))
+            return Placement(
+                cuts=((),) * len(ranks),
+                ranks=tuple((rank,) for rank in sorted(ranks)),
+                held=1,
+                shares=tuple(of_rank[rank] for rank in sorted(ranks)),
+                reason=best.reason,
+            )
+        stages = best.partition.stages
+        return Placement(
+            cuts=(tuple(demand.blocks[cut - 1] for cut in best.partition.cuts),),
+            ranks=(tuple(ranks[stage.device.index] for stage in stages),),
+            held=best.held,
+            reason=best.reason,
+        )
+
     def _given(
-        self, costs: Sequence[Sequence[LayerCost]], nodes: Sequence[int]
+        self, costs: Sequence[Sequence[LayerCost]], on: Ranks
     ) -> tuple[Layers, list[int], list[StageDevice]]:
         """The costs by kind of device, and ranks with their devices in the order to be dealt."""
         kinds = _kinds(costs)
@@ -137,13 +205,13 @@ class Demand:
             parameter_bytes=tuple(cost.parameter_bytes for cost in of_any),
             kept_bytes=tuple(cost.kept_bytes for cost in of_any),
         )
-        ranks = sorted(range(len(costs)), key=lambda rank: (nodes[rank], kinds[rank], rank))
+        ranks = sorted(range(len(costs)), key=lambda rank: (on.nodes[rank], kinds[rank], rank))
         devices = [
             StageDevice(
                 index=index,
-                node=nodes[rank],
+                node=on.nodes[rank],
                 kind=str(kinds[rank]),
-                memory_bytes=self.memory_bytes,
+                memory_bytes=on.memory_bytes[rank],
             )
             for index, rank in enumerate(ranks)
         ]
@@ -189,7 +257,7 @@ class Demand:
             memory = replace(memory, copies=memory.copies + in_flight - held + waves)
         problems = [
             PartitionProblem(
-                layers=layers, devices=devices, in_flight=held, links=_LINKS, memory=memory
+                layers=layers, devices=devices, in_flight=held, links=self.links, memory=memory
             )
             for devices in workers
         ]
@@ -200,7 +268,7 @@ class Demand:
         """Batches per second; each virtual worker has its share of every batch."""
         devices = tuple(stage.device for own in partitions for stage in own.stages)
         problem = LayoutProblem(
-            layers=layers, devices=devices, links=_LINKS, clock_distance=self.clock_distance
+            layers=layers, devices=devices, links=self.links, clock_distance=self.clock_distance
         )
         servers = Servers.LOCAL if can_be_local(partitions) else Servers.ROUND_ROBIN
         return rate_of(problem, partitions, self.in_flight, servers) / len(partitions)

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.alloc.partition import DoesNotFit
+from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.pipeline_parallel.columns import Column
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
+from optuna_fleet.trainer.pipeline_parallel.link_speed import measured_links
 from optuna_fleet.trainer.pipeline_parallel.messages import StageAddress
 from optuna_fleet.trainer.pipeline_parallel.noise import Noise
 from optuna_fleet.trainer.pipeline_parallel.parts import part_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
-from optuna_fleet.trainer.pipeline_parallel.placement import Demand, Placement
+from optuna_fleet.trainer.pipeline_parallel.placement import WIRE, Demand, Placement, Ranks
 from optuna_fleet.trainer.pipeline_parallel.tied import Ties, shared_parameters
 from optuna_fleet.trainer.pipeline_parallel.whole import Holding
+
+_logger = logging.getLogger(__name__)
 
 _OF_GPU = 0.9  # the rest is for what is not counted: fragments, libraries, messages
 
@@ -41,6 +46,7 @@ class Surroundings:
         seed: Of the trial's random numbers.
         check: Raises what unwinds the objective, if anything does.
         need: Says how many devices the trial needs, and leaves the objective.
+        go_on_with_fewer: Says why the trial can't use all of its devices, and how many it can.
     """
 
     device: torch.device
@@ -48,7 +54,8 @@ class Surroundings:
     most_devices: int
     seed: tuple[int, ...]
     check: Callable[[], None]
-    need: Callable[[int], None]
+    need: Callable[[int], NoReturn]
+    go_on_with_fewer: Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,20 +199,63 @@ def _placement(
     around: Surroundings,
 ) -> tuple[Placement, list[LayerCost], list[int]]:
     """Also what layers cost, and nodes of ranks, as far as these matter."""
-    number = group_size()
-    if number == 1 and math.isinf(demand.memory_bytes):
+    if group_size() == 1 and math.isinf(demand.memory_bytes):
         return Placement(cuts=((),), ranks=((0,),), held=1), [], [0]
-    own = layer_costs(list(model), loss, *batch, around.device)
-    told = checkpoint.gather({"costs": [asdict(cost) for cost in own], "node": platform.node()})
-    costs = [[LayerCost(**cost) for cost in rank["costs"]] for rank in told]
+    costs, on = _measured(model, loss, batch, demand, around)
+    demand = replace(demand, memory_bytes=on.memory_bytes[0])
+    if any(cost.leaves_something for own in costs for cost in own):
+        demand = replace(demand, may_replicate=False)
+    if group_size() > 1:
+        demand = replace(demand, links=measured_links(on.nodes, around.rank, WIRE))
     fewest = demand.fewest_stages(costs[0], around.most_devices)
     if fewest is None:
         raise FleetConfigError(_too_large(costs[0], demand, around.most_devices))
-    if fewest > number:
+    if fewest > group_size():
         around.need(fewest)
+    try:
+        placement = demand.place(costs, on)
+    except DoesNotFit as error:
+        _use_others(error, costs[0], demand, around)
+    _logger.debug("Trial %d: %s", around.seed[-1], placement.reason)
+    return placement, costs[0], list(on.nodes)
+
+
+def _measured(
+    model: nn.Sequential,
+    loss: Loss,
+    batch: tuple[Any, Any],
+    demand: Demand,
+    around: Surroundings,
+) -> tuple[list[list[LayerCost]], Ranks]:
+    """What each rank knows of the layers and of its device, on all of them."""
+    costs = layer_costs(list(model), loss, *batch, around.device)
+    told = checkpoint.gather(
+        {
+            "costs": [asdict(cost) for cost in costs],
+            "node": platform.node(),
+            "memory_bytes": demand.memory_bytes,  # devices may be unlike, or shared
+        }
+    )
     names = [rank["node"] for rank in told]
-    nodes = [names.index(name) for name in names]
-    return demand.place(costs, nodes), costs[0], nodes
+    on = Ranks(
+        nodes=tuple(map(names.index, names)),
+        memory_bytes=tuple(rank["memory_bytes"] for rank in told),
+    )
+    return [[LayerCost(**cost) for cost in rank["costs"]] for rank in told], on
+
+
+def _use_others(
+    refusal: DoesNotFit, costs: list[LayerCost], demand: Demand, around: Surroundings
+) -> NoReturn:
+    """The devices of now won't do, though as many like the first one would."""
+    number, num_blocks = group_size(), len(demand.blocks)
+    if number > num_blocks and demand.most_workers == 1:
+        why = f"On {number} devices: {refusal}"
+        around.go_on_with_fewer(why, num_blocks)
+        raise TrialError(why)
+    if number == around.most_devices:
+        raise FleetConfigError(_too_large(costs, demand, number))
+    around.need(number + 1)
 
 
 def _too_large(costs: list[LayerCost], demand: Demand, most: int) -> str:

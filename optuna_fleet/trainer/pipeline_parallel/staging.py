@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
+from optuna_fleet.trainer.narrowing import go_on_with_fewer
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.pipeline_parallel.placement import blocks_of
@@ -39,6 +40,8 @@ def make_pipeline(
     bounds = Bounds.checked(options.min_devices, options.max_devices, run.num_devices)
     workers = options.most_workers
     usable = run.num_devices if workers is None else workers * num_blocks
+    if options.may_replicate:
+        usable = max(usable, options.in_flight)
     most = min(bounds.max_devices or usable, usable)
     if bounds.min_devices > most:
         raise FleetConfigError(
@@ -54,7 +57,7 @@ def make_pipeline(
     loader.bounds = Bounds(bounds.min_devices, most)
     loader.gives_whole_batches = True
 
-    def need(num_devices: int) -> None:
+    def need(num_devices: int) -> NoReturn:
         if loader.tell_least(num_devices):
             session.unwind(Yielded)
         raise FleetConfigError(
@@ -74,6 +77,9 @@ def make_pipeline(
             seed=(run.seed, run.number),
             check=session.check,
             need=need,
+            go_on_with_fewer=lambda why, max_devices: go_on_with_fewer(
+                session, why, min_devices=bounds.min_devices, max_devices=max_devices
+            ),
         ),
     )
 

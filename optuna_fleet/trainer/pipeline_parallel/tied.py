@@ -37,13 +37,9 @@ def shared_parameters(model: nn.Sequential) -> list[Shared]:
     return [one for one in found.values() if len(one.layers) > 1 and one.parameter.requires_grad]
 
 
-def exchanged_bytes(shared: Sequence[Shared], cuts: Sequence[int]) -> int:
-    """What each flush sends of gradients, as `cuts` part layers that share parameters."""
-    return sum(
-        one.parameter.nbytes * len(one.layers)
-        for one in shared
-        if len(set(_stages(one, cuts))) > 1
-    )
+def shared_bytes(model: nn.Sequential) -> int:
+    """What a flush sends of their gradients, if all layers that share parameters are parted."""
+    return sum(one.parameter.nbytes * len(one.layers) for one in shared_parameters(model))
 
 
 class _Use(NamedTuple):
