@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from optuna_fleet.alloc.partition import DoesNotFit, Memory, Versions
+from optuna_fleet.alloc.partition import DoesNotFit, Link, Memory, Versions
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
+from optuna_fleet.trainer.pipeline_parallel.link_speed import link_of
 from optuna_fleet.trainer.pipeline_parallel.microbatches import microbatches
 from optuna_fleet.trainer.pipeline_parallel.parts import part_of
-from optuna_fleet.trainer.pipeline_parallel.placement import Demand, blocks_of
+from optuna_fleet.trainer.pipeline_parallel.placement import Demand, Ranks, blocks_of
+from optuna_fleet.trainer.pipeline_parallel.statistics import Statistics
 
 LAYER = LayerCost(
     forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
@@ -57,10 +62,92 @@ def test_where_memory_is_short_stages_hold_fewer_parts() -> None:
         most_held(30.0)
 
 
+def test_the_whole_model_is_on_each_rank_that_has_the_memory_if_that_is_faster() -> None:
+    light = replace(LAYER, parameter_bytes=8.0)
+    may = replace(demand(1e3), may_replicate=True)
+    placed = may.place([[light] * 6, [replace(light, forward_s=2.0, backward_s=4.0)] * 6])
+    assert (placed.ranks, placed.cuts, placed.shares) == (((0,), (1,)), ((), ()), (3, 1))
+    assert "2 x 1 is expected to take" in placed.reason
+    unlike = Ranks(nodes=(0, 0), memory_bytes=(1e3, 100.0))
+    assert may.place([[light] * 6] * 2, unlike).shares == ()
+    heavy = replace(LAYER, parameter_bytes=1e10)
+    assert replace(may, memory_bytes=1e12).place([[heavy] * 6] * 2).shares == ()
+
+
+def test_a_stage_is_no_larger_than_the_memory_of_its_own_rank() -> None:
+    unlike = Ranks(nodes=(0, 0), memory_bytes=(1e3, 24.0))
+    placed = demand(1e3).place([[LAYER] * 6] * 2, unlike)
+    stages = dict(zip(placed.ranks[0], (placed.cuts[0][0], 6 - placed.cuts[0][0]), strict=True))
+    assert stages == {0: 4, 1: 2}
+
+
+def test_layers_that_share_a_lot_are_in_one_stage_if_they_can_be() -> None:
+    tied = replace(demand(1e3), untied=(1, 4, 5, 6), tied_bytes=1e10)
+    assert tied.place([[LAYER] * 6] * 2).cuts == ((4,),)
+    assert replace(tied, tied_bytes=0.0).place([[LAYER] * 6] * 2).cuts == ((3,),)
+
+
 def test_no_more_devices_are_asked_for_than_hold_the_model() -> None:
     costs = [LAYER] * 6
     assert [demand(m).fewest_stages(costs, 6) for m in (72.0, 71.0, 24.0)] == [1, 2, 3]
     assert demand(24.0).fewest_stages(costs, 2) is None
+
+
+class Counter(nn.Module):
+    """Leaves something behind that is no BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+def test_layers_that_keep_what_they_have_seen_are_told_apart() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=None), Counter())
+    costs = layer_costs(
+        list(model),
+        nn.functional.mse_loss,
+        torch.ones(3, 2),
+        torch.ones(3, 2),
+        torch.device("cpu"),
+    )
+    assert [cost.leaves_something for cost in costs] == [False, True, True]
+
+
+@pytest.mark.parametrize("shares", [(4,), (2, 2), (1, 1, 2), (3, 1)])
+def test_statistics_are_those_of_one_device(shares: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=0.3)).double()
+    ranks = [copy.deepcopy(alone) for _ in shares]
+    for _ in range(3):
+        parts = torch.randn(4, 5, 2, dtype=torch.float64).unbind()
+        for part in parts:
+            alone(part)
+        kept = []
+        for rank, model in enumerate(ranks):
+            first = sum(shares[:rank])
+            kept.append(Statistics(model, range(first, first + shares[rank]), 4))
+            kept[-1].begin()
+            for part in parts[first : first + shares[rank]]:
+                model(part)
+        left = [statistics.left() for statistics in kept]
+        sums = {name: torch.stack([own[name] for own in left]).sum(0) for name in left[0]}
+        for statistics in kept:
+            statistics.take(sums)
+    for model in ranks:
+        for name, expected in alone.state_dict().items():
+            assert torch.allclose(model.state_dict()[name], expected, rtol=1e-14, atol=0), name
+
+
+def test_a_link_is_as_fast_as_messages_there_and_back() -> None:
+    usual = Link(bytes_per_s=1e9, latency_s=1e-4)
+    link = link_of(short_s=4e-4, long_s=4e-4 + 2 * 2**20 / 5e8, usual=usual)
+    assert link.bytes_per_s == pytest.approx(5e8)
+    assert link.latency_s == 2e-4
+    assert link_of(short_s=1e-5, long_s=1e-3, usual=usual).latency_s == 1e-4
 
 
 def test_what_layers_cost_is_measured_without_a_trace() -> None:

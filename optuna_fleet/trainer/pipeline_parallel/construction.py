@@ -139,7 +139,10 @@ class Construction:
         placed.ties.add_up()
         if placed.column is not None:
             placed.column.add_gradients(parameters.values())
-            self.statistics.take(placed.column.add(self.statistics.left()))
+            left = self.statistics.left()
+            sums = placed.column.add([*left.values()])
+            self.statistics.take(dict(zip(left, sums, strict=True)))
+        placed.ties.clear()
         if (most := self._options.max_grad_norm) is not None:
             is_copy = placed.address.worker > 0
             clip_gradients(parameters, self._names, most, is_copy=is_copy)

@@ -309,6 +309,7 @@ class Pipeline:
         """The trial has ended here; `alone` if the other ranks may not have."""
         if self._own is not None:
             self._own.placed.noise.close()
+            self._own.placed.ties.close()
             if self._own.placed.edges is not None:
                 self._own.placed.edges.close(alone=alone)
 

@@ -155,7 +155,10 @@ class Demand:
         """The whole model on each rank or a stage of it, with all of a batch's parts."""
         found: list[tuple[FlushedLayout, Demand]] = []
         refusal: DoesNotFit | None = None
-        for demand in (self, replace(self, blocks=self.untied or self.blocks, tied_bytes=0.0)):
+        ways = [self]
+        if self.untied not in ((), self.blocks):
+            ways.append(replace(self, blocks=self.untied, tied_bytes=0.0))
+        for demand in ways:
             layers, ranks, devices = demand._given(costs, on)
             problem = FlushedProblem(
                 layers=layers,

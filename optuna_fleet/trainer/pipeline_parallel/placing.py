@@ -216,7 +216,8 @@ def _placement(
         placement = demand.place(costs, on)
     except DoesNotFit as error:
         _use_others(error, costs[0], demand, around)
-    _logger.debug("Trial %d: %s", around.seed[-1], placement.reason)
+    if placement.reason:
+        _logger.debug("Trial %d: %s", around.seed[-1], placement.reason)
     return placement, costs[0], list(on.nodes)
 
 

@@ -7,7 +7,7 @@ with later parts begin with zero, and in the end all that is left of each is add
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +16,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 def can_add_up(module: nn.Module) -> bool:
     """Whether it is a BatchNorm of that kind."""
-    is_one = isinstance(module, _BatchNorm) and module.running_mean is not None
-    return is_one and module.momentum is not None
+    if not isinstance(module, _BatchNorm) or module.momentum is None:
+        return False
+    return module.running_mean is not None and module.num_batches_tracked is not None
 
 
 def leaves_something(layer: nn.Module, before: nn.Module) -> bool:
     """Whether passes have changed buffers of a copy otherwise."""
-    for now, was in zip(layer.modules(), before.modules(), strict=True):
-        if not can_add_up(now):
-            for name, buffer in was._buffers.items():
-                after = now._buffers[name]
-                if buffer is not None and not (
-                    after is not None and torch.equal(after.cpu(), buffer.cpu())
-                ):
-                    return True
-    return False
+    return any(
+        not torch.equal(buffer.cpu(), kept.cpu())
+        for now, was in zip(layer.modules(), before.modules(), strict=True)
+        if not can_add_up(now)
+        for buffer, kept in zip(now.buffers(False), was.buffers(False), strict=True)
+    )
 
 
 class Statistics:
@@ -46,52 +44,52 @@ class Statistics:
         self._part = part
         self._parts = parts
         self._num_parts = num_parts
-        self._began: dict[_BatchNorm, int] = {}
+        self._began: dict[str, int] = {}
 
     @torch.no_grad()
     def begin(self) -> None:
         """A batch begins."""
-        self._began = {module: _calls(module) for module in self._modules()}
+        self._began = {name: _calls(module) for name, module in self._modules()}
         if self._parts.start:
-            for module in self._began:
-                for tensor in _of(module):
+            for _, module in self._modules():
+                for tensor in _of(module).values():
                     tensor.zero_()
 
     @torch.no_grad()
-    def left(self) -> list[Tensor]:
-        """What is left of them here at the batch's end."""
-        found: list[Tensor] = []
-        for module, calls in self._each():
+    def left(self) -> dict[str, Tensor]:
+        """What is left of them here at the batch's end, by the buffer's name."""
+        found: dict[str, Tensor] = {}
+        for name, module in self._modules():
             assert module.momentum is not None
-            later = calls * (self._num_parts - self._parts.stop)
-            found += [(1 - module.momentum) ** later * tensor for tensor in _of(module)]
+            later = self._calls_of_a_part(name, module) * (self._num_parts - self._parts.stop)
+            for of, tensor in _of(module).items():
+                found[f"{name}.{of}"] = (1 - module.momentum) ** later * tensor
         return found
 
     @torch.no_grad()
-    def take(self, sums: list[Tensor]) -> None:
+    def take(self, sums: Mapping[str, Tensor]) -> None:
         """The sums over the ranks of what is left."""
-        left = iter(sums)
-        for module, calls in self._each():
-            for tensor in _of(module):
-                tensor.copy_(next(left))
-            if module.num_batches_tracked is not None:
-                module.num_batches_tracked.fill_(self._began[module] + calls * self._num_parts)
+        for name, module in self._modules():
+            calls = self._calls_of_a_part(name, module)
+            for of, tensor in _of(module).items():
+                tensor.copy_(sums[f"{name}.{of}"])
+            assert module.num_batches_tracked is not None
+            module.num_batches_tracked.fill_(self._began[name] + calls * self._num_parts)
 
-    def _modules(self) -> Iterator[_BatchNorm]:
-        for module in self._part.modules():
+    def _modules(self) -> Iterator[tuple[str, _BatchNorm]]:
+        for name, module in self._part.named_modules():
             if isinstance(module, _BatchNorm) and can_add_up(module) and module.training:
-                yield module
+                yield name, module
 
-    def _each(self) -> Iterator[tuple[_BatchNorm, int]]:
-        """Modules, and how often each part goes through them."""
-        for module, before in self._began.items():
-            yield module, (_calls(module) - before) // len(self._parts)
+    def _calls_of_a_part(self, name: str, module: _BatchNorm) -> int:
+        """How often each part goes through a module."""
+        return (_calls(module) - self._began[name]) // len(self._parts)
 
 
-def _of(module: _BatchNorm) -> Iterator[Tensor]:
-    for tensor in (module.running_mean, module.running_var):
-        assert tensor is not None
-        yield tensor
+def _of(module: _BatchNorm) -> dict[str, Tensor]:
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    return {"running_mean": module.running_mean, "running_var": module.running_var}
 
 
 def _calls(module: _BatchNorm) -> int:

@@ -96,7 +96,7 @@ class Ties:
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Give each parameter the gradients of all layers; all ranks must call it."""
+        """Give each layer that has a parameter the gradients of all; all ranks must call it."""
         for tie in self._ties:
             total: Tensor | None = None
             for use in tie.uses:
@@ -105,8 +105,18 @@ class Ties:
                     total = gradient if total is None else total + gradient
             for use in tie.uses:
                 if use.takes is not None:
+                    use.takes.grad = total
+
+    def clear(self) -> None:
+        """Leave the gradient with the shared parameter alone, which is the optimizer's."""
+        for tie in self._ties:
+            for use in tie.uses:
+                if use.takes is not None and use.takes is not tie.parameter:
                     use.takes.grad = None
-            tie.parameter.grad = total
+
+    def close(self) -> None:
+        """End the connections: others may wait for this rank, who has failed."""
+        self._ties.clear()
 
     def _gradient(self, tie: _Tie, use: _Use) -> Tensor | None:
         own = None if use.takes is None else use.takes.grad
