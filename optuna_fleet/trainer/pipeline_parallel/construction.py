@@ -131,8 +131,8 @@ class Construction:
 
     def _before_step(self, parameters: Mapping[str, nn.Parameter]) -> None:
         placed = self.placed
-        if placed.column is not None:
-            placed.column.add_gradients(parameters.values())
+        if placed.columns is not None:
+            placed.columns.add_gradients(parameters)
         if (most := self._options.max_grad_norm) is not None:
             is_copy = placed.address.worker > 0
             clip_gradients(parameters, self._names, most, is_copy=is_copy)
