@@ -230,14 +230,17 @@ class HarvestEngine:
 
 
 class Pace:
-    """Has each step last as long as it would, what the last one was late taken off."""
+    """Has each step last as long as it would, what the last one of the run was late taken off."""
 
     def __init__(self, ends: float) -> None:
-        self._due = time.time()
+        self._due = 0.0
         self._ends = ends
+        self._run_id: int | None = None
 
-    def keep(self, step_s: float) -> None:
-        """Sleep for what is left of a step."""
+    def keep(self, step_s: float, run_id: int) -> None:
+        """Sleep for what is left of a step; what a move took is not made good."""
+        if run_id != self._run_id:
+            self._run_id, self._due = run_id, time.time()
         late_s = min(STEP_S, time.time() - self._due)
         self._due = min(self._ends, time.time() - late_s + step_s)
         time.sleep(max(0.0, self._due - time.time()))
@@ -255,7 +258,7 @@ def objective(trial: Any, spec: SimulatedTrial, log: Path, ends: float) -> float
             begun = time.time()
             model(x).square().mean().backward()
             optimizer.step()
-            pace.keep(BATCH / spec.rates[trial.world_size - 1])
+            pace.keep(BATCH / spec.rates[trial.world_size - 1], trial._session.run.run_id)
             trial.state["steps"] = step = trial.state.get("steps", 0) + 1
             if trial.rank == 0:
                 with log.open("a") as file:

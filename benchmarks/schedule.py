@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -22,7 +23,6 @@ from dataclasses import dataclass, replace
 
 from ensembles import RESCALE_S, STORIES, ensemble
 
-from optuna_fleet.alloc import profiling_width
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.ensemble import pruned_after
 from optuna_fleet.replay.scenarios import EnsembleScenario
@@ -100,7 +100,8 @@ def profiling_share(story: str, seed: int, num_devices: int) -> float:
     """Share of all device time that FLEET's profiling of all widths beforehand takes (B.3)."""
     trials = ensemble(story, seed, num_devices)
     single = [trial.rates[0] for trial in trials]
-    widest = profiling_width(single, _DEVICES_PER_NODE, num_devices)
+    reach_fastest = math.ceil(max(single) / min(single))  # M_a of B.3; M_b is two nodes
+    widest = min(num_devices, max(reach_fastest, 2 * _DEVICES_PER_NODE))
     samples = Rules().profile_samples
     profiled_s = sum(m * samples / r for t in trials for m, r in enumerate(t.rates[:widest], 1))
     return profiled_s / (num_devices * lower_bound_s(trials, num_devices))

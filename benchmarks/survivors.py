@@ -2,13 +2,15 @@
 
 python benchmarks/survivors.py                  # 80 kills; 100 leaves, joins and kills; the cost
 python benchmarks/survivors.py --only cost --width 2048     # of a model with 100 MB of weights
-python benchmarks/survivors.py --only kills --every 5       # each fifth step is held
+python benchmarks/survivors.py --late             # of a loop that needs others after its step
+python benchmarks/survivors.py --late --every 1   # and copies parameters before each
 
 On 4 CPU slots, by gloo. *Kills*: one of three ranks is killed at a random moment of a step, most
 of which is the all-reduce. *Events*: a trial leaves devices, joins others, or loses one, in random
 order. Both are compared with the same trial undisturbed on one device. *Pause*: from the death to
 the end of the next step. *Cost*: of being able to go on, as median step time of epochs with it
-over that of epochs without.
+over that of epochs without. The loop adds to ``trial.totals`` before the backward pass, and asks
+for the mean loss before its optimizer steps; or does both after that.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,18 @@ def moves(trial: Any, mark: Path) -> None:
         trial.should_prune()
 
 
+def add_up(trial: Any, loss: torch.Tensor) -> None:
+    trial.totals["loss"] += loss * trial.shard_size
+    trial.totals["samples"] += trial.shard_size
+
+
+def copies_each(trial: Any, every: int | None) -> None:
+    """Have parameters copied before each so many steps, where a loop needs that."""
+    if every is not None:
+        steps = itertools.count()
+        trial._training._holding.whole.is_enough = lambda: next(steps) % every == 0
+
+
 def trains(
     trial: Any,
     *,
@@ -94,11 +108,11 @@ def trains(
     folder: Path,
     width: int,
     epochs: int,
+    late: bool,
     every: int | None,
 ) -> float:
     model, optimizer = prepared(trial, width)
-    if every is not None:
-        trial._training._holding.pace.wish = lambda: every
+    copies_each(trial, every)
     losses = trial.state.setdefault("losses", [])
     for epoch in trial.epochs(epochs):
         for images, labels in trial.batches("train", batch_size=BATCH, movable=True):
@@ -106,13 +120,17 @@ def trains(
             is_move = happens(trial, events.get(step), folder / f"event {step}")
             loss = cross_entropy(model(images), labels)
             optimizer.zero_grad()
+            if not late:
+                add_up(trial, loss)
             loss.backward()
+            if not late:
+                losses.append(trial.mean(loss.item(), weight=trial.shard_size))
             with (folder / "done").open("a") as file:
                 file.write(f"{trial._session.run.run_id} {step} {time.monotonic()}\n")
             optimizer.step()
-            trial.totals["loss"] += loss * trial.shard_size
-            trial.totals["samples"] += trial.shard_size
-            losses.append(trial.mean(loss.item(), weight=trial.shard_size))
+            if late:
+                add_up(trial, loss)
+                losses.append(trial.mean(loss.item(), weight=trial.shard_size))
             if is_move:
                 moves(trial, folder / f"event {step}")
         assert trial.totals["samples"] == SIZE
@@ -177,11 +195,9 @@ def pauses_ms(events: Mapping[int, Event], folder: Path) -> list[float]:
     return [1e3 * next(end - at for end in ends if end > at + 0.02) for at in died]
 
 
-def strikes(
-    fleet: Any, number: int, kills: float, seed: int, *, width: int, every: int | None
-) -> dict[str, Any]:
+def strikes(fleet: Any, number: int, kills: float, seed: int, **more: Any) -> dict[str, Any]:
     epochs = -(-(number * APART + 2 * APART) // EPOCH)
-    more = {"width": width, "epochs": epochs, "every": every}
+    more |= {"epochs": epochs}
     with tempfile.TemporaryDirectory() as name:
         (alone := Path(name, "alone")).mkdir()
         (struck := Path(name, "struck")).mkdir()
@@ -204,6 +220,7 @@ def strikes(
         finally:
             Handovers.rank_ended = rank_ended  # type: ignore[method-assign]
         done = steps_done(struck)
+        again = Counter(number for by in done.values() for number in sorted(by)[1:])
         lost = sum(what == "kill" for what, *_ in events.values())
         pauses = sorted(pauses_ms(events, struck))
         return {
@@ -213,6 +230,7 @@ def strikes(
             "survivors at different steps": sum(len(places) > 1 for places in held.values()),
             "steps skipped": epochs * EPOCH - len(done),
             "steps computed twice": sum(len(by) - 1 for by in done.values()),
+            "most after one event": max(again.values(), default=0),
             "largest relative difference": max(
                 abs(a - b) / max(abs(b), 1e-300) for a, b in zip(result, undisturbed, strict=True)
             ),
@@ -227,39 +245,44 @@ def strikes(
 # -- what it costs --------------------------------------------------------------------------------
 
 
-def alternates(trial: Any, *, width: int, epochs: int, kind: str) -> float:
+def alternates(
+    trial: Any, *, width: int, epochs: int, kind: str, late: bool, every: int | None
+) -> float:
     """Epochs with and without, in turn."""
     model, _ = prepared(trial, width)
     optimizer = trial.prepare(getattr(torch.optim, kind)(model.parameters(), lr=1e-4))
+    copies_each(trial, every)
     within = trial._training._within
     hold = within.hold
     times: dict[bool, list[float]] = {True: [], False: []}
     for epoch in trial.epochs(2 + epochs):
-        within.hold = hold if epoch % 2 else (lambda place: None)
+        within.hold = hold if epoch % 2 else (lambda place, *, is_last: None)
         began = time.perf_counter()
         for images, labels in trial.batches("train", batch_size=BATCH, movable=True):
             optimizer.zero_grad()
-            cross_entropy(model(images), labels).backward()
+            loss = cross_entropy(model(images), labels)
+            if not late:
+                add_up(trial, loss)
+            loss.backward()
             optimizer.step()
+            if late:
+                add_up(trial, loss)
         times[bool(epoch % 2)].append(1e3 * (time.perf_counter() - began) / EPOCH)
     trial.set_user_attr("ms", [statistics.median(times[with_][1:]) for with_ in (False, True)])
-    trial.set_user_attr("every", trial._training._holding.pace._every)
     return 0.0
 
 
-def cost(fleet: Any, width: int, devices: int, kind: str, epochs: int) -> dict[str, Any]:
+def cost(fleet: Any, devices: int, **more: Any) -> dict[str, Any]:
     fleet.script = {0: [Leg(tuple(range(devices)))]}
     study = optuna.create_study()
-    objective = functools.partial(alternates, width=width, epochs=epochs, kind=kind)
+    objective = functools.partial(alternates, **more)
     study.optimize(objective, n_trials=1, executor=fleet)
     without, with_ = study.trials[0].user_attrs["ms"]
     return {
-        "optimizer": kind,
         "devices": devices,
-        "width": width,
+        **more,
         "step without, ms": round(without, 2),
         "step with, ms": round(with_, 2),
-        "held: one step in": study.trials[0].user_attrs["every"],
         "more": f"{100 * (with_ / without - 1):.1f} %",
     }
 
@@ -270,19 +293,20 @@ def main() -> None:
     parser.add_argument("--number", type=int)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--seed", type=int, default=14)
-    parser.add_argument("--every", type=int, help="hold each such step, whatever that costs")
+    parser.add_argument("--late", action="store_true", help="a loop that needs others after it")
+    parser.add_argument("--every", type=int, help="copy parameters then, whatever that costs")
     parser.add_argument("--epochs", type=int, default=64, help="that the cost is measured in")
     given = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    more = {"width": given.width, "late": given.late, "every": given.every}
     with fleet_of(devices=4, pipeline=SharedPipeline(train=Noise(SIZE))) as fleet:
         for what, number, share in (("kills", 80, 1.0), ("events", 100, 0.4)):
             if given.only in (None, what):
-                more = {"width": given.width, "every": given.every}
                 answer = strikes(fleet, given.number or number, share, given.seed, **more)
                 print(json.dumps({what: answer, "load": os.getloadavg()[0]}), flush=True)
         if given.only in (None, "cost"):
             for kind in ("SGD", "AdamW"):
-                answer = cost(fleet, given.width, 2, kind, given.epochs)
+                answer = cost(fleet, 2, kind=kind, epochs=given.epochs, **more)
                 print(json.dumps({"cost": answer, "load": os.getloadavg()[0]}), flush=True)
 
 

@@ -77,7 +77,10 @@ def _checkpoints(options: argparse.Namespace) -> int:
     if holder := holder_of(folder):
         print(f"In use by {holder}.")
     elif any(entry.kind != "final" for entry in found):
-        print("The driver of the unfinished ones died: the same call made again resumes them.")
+        print(
+            "The driver of the unfinished ones died, or was interrupted: the same call made again"
+        )
+        print("resumes them.")
     return 1 if any(entry.problem for entry in found) else 0
 
 

@@ -7,7 +7,7 @@ own (``policy=policies.Mip(alpha=0.5)``); docs/allocation.md says what each does
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from optuna_fleet.alloc import (
@@ -89,17 +89,8 @@ class Policy:
 
     def rules(self, **more: Any) -> PolicyRules:
         """What the controller goes by; ``more`` as in `PolicyRules`."""
-        return PolicyRules(
-            paradigm=self.paradigm,
-            alpha=self.alpha,
-            rate_spread=self.rate_spread,
-            rescale_s=self.rescale_s,
-            solver_time_limit_s=self.time_limit_s,
-            phases=self.phases,
-            preprocess_samples_per_s=self.preprocess_samples_per_s,
-            moves_within_epochs=self.moves_within_epochs,
-            **more,
-        )
+        own = {field.name: getattr(self, field.name) for field in fields(Policy)}
+        return PolicyRules(**own, **more)
 
 
 @suggests_options

@@ -50,6 +50,10 @@ from optuna_fleet.policies import Elastic, Mip, Own
         ),
         (FleetExecutor, {"checkpoints": Path(__file__, "in it")}, "directory"),
         (FleetExecutor, {"devices": [0, 1]}, "CUDA_VISIBLE_DEVICES says which"),
+        (FleetExecutor, {"devices": 0}, "`devices` is 0, but must be a whole number >= 1"),
+        (FleetExecutor, {"devices": "x"}, "`devices` is 'x'"),
+        (FleetExecutor, {"devices": True}, "`devices` is True"),
+        (FleetExecutor, {"max_trials": 0}, "`max_trials` is 0"),
         (FleetExecutor, {"seed": -1}, "`seed` is -1, but must be a whole number >= 0."),
         (FleetExecutor, {"limits": 60}, "`limits` is 60, but must be a Limits, as Limits(hang_s"),
         (FleetExecutor, {"convergence": 5}, "must be a Convergence, as Convergence(patience=5)"),
@@ -62,6 +66,7 @@ from optuna_fleet.policies import Elastic, Mip, Own
         (FleetExecutor, {"cluster": InlineCluster}, "but must be one of 'local', 'inline',"),
         (FleetExecutor, {"cluster": "inline", "devices": 0}, "`devices` is 0, but must be"),
         (FleetExecutor, {"device_type": ["cpu"]}, "but must be 'cpu' or 'cuda'."),
+        (FleetExecutor, {"device_type": "tpu"}, "`device_type` is 'tpu'"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_was_wanted(kind, arguments, complaint) -> None:

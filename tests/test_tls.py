@@ -363,13 +363,9 @@ def test_a_thread_that_waits_for_the_peer_holds_up_no_other(pair: tuple[Channel,
 
 def test_addresses_are_tried_in_their_order(secured: Welcomed) -> None:
     other = Welcomed()
-    refusing = closed_port()
-    mine = connect(
-        replace(
-            secured.invitation,
-            addresses=(("127.0.0.1", refusing), other.address, secured.address),
-        )
-    )
+    with closed_port() as refusing:
+        tried = (refusing, other.address, secured.address)
+        mine = connect(replace(secured.invitation, addresses=tried))
     secured.channels.get(timeout=PATIENCE_S).close()
     mine.close()
     other.close()
@@ -377,29 +373,31 @@ def test_addresses_are_tried_in_their_order(secured: Welcomed) -> None:
 
 def test_the_error_names_every_address_and_what_it_said() -> None:
     welcomed = Welcomed()
-    invitation = replace(
-        welcomed.invitation,
-        addresses=(("127.0.0.1", closed_port()), welcomed.address),
-        secret=b"x" * 32,
-    )
-    with pytest.raises(ProtocolError) as raised:
-        connect(invitation)
-    text = str(raised.value)
-    assert f"127.0.0.1:{invitation.addresses[0][1]}: Connection refused" in text
-    assert f"127.0.0.1:{invitation.addresses[1][1]}: it does not know the same secret" in text
-    with pytest.raises(ConnectionRefusedError, match="Does it run"):
-        connect(replace(invitation, addresses=invitation.addresses[:1]))
+    with closed_port() as refusing:
+        invitation = replace(
+            welcomed.invitation, addresses=(refusing, welcomed.address), secret=b"x" * 32
+        )
+        with pytest.raises(ProtocolError) as raised:
+            connect(invitation)
+        text = str(raised.value)
+        assert f"127.0.0.1:{refusing[1]}: Connection refused" in text
+        assert f"127.0.0.1:{welcomed.address[1]}: it does not know the same secret" in text
+        with pytest.raises(ConnectionRefusedError, match="Does it run"):
+            connect(replace(invitation, addresses=(refusing,)))
     welcomed.close()
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+@contextlib.contextmanager
+def closed_port() -> Iterator[tuple[str, int]]:
+    """An address where nobody listens, nor can meanwhile."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        yield sock.getsockname()
 
 
 def test_who_listens_on_all_is_reached_at_each_address() -> None:
-    port = closed_port()
-    connections = Connections(host=None, port=port)
+    connections = Connections(host=None)
+    port = connections.port
     assert {chosen for _, chosen in connections.invitation.addresses} == {port}
     for address in (*connections.invitation.addresses, ("127.0.0.1", port)):
         connect(replace(connections.invitation, addresses=(address,))).close()

@@ -2,12 +2,10 @@
 
 from optuna_fleet.alloc.elastic import ElasticAllocator
 from optuna_fleet.alloc.equal import EqualSplitAllocator
-from optuna_fleet.alloc.fleet import FleetAllocator
-from optuna_fleet.alloc.greedy import GreedyAllocator
+from optuna_fleet.alloc.greedy import FleetAllocator, GreedyAllocator
 from optuna_fleet.alloc.isolation import IsolatedAllocator
 from optuna_fleet.alloc.kinds import ByKind
 from optuna_fleet.alloc.mip import MipAllocator
-from optuna_fleet.alloc.placement import fleet_score, place
 from optuna_fleet.alloc.problem import (
     AllocationFailed,
     AllocationProblem,
@@ -17,23 +15,11 @@ from optuna_fleet.alloc.problem import (
     Flotilla,
     Plan,
 )
-from optuna_fleet.alloc.rates import (
-    DEFAULT_SCALING,
-    PROFILE_BATCHES,
-    TIMED_BATCHES,
-    RateProfile,
-    pooled_scaling,
-    profiling_width,
-    rate_of,
-)
+from optuna_fleet.alloc.rates import RateProfile
 from optuna_fleet.alloc.single import HomogeneousAllocator, SingleDeviceAllocator
-from optuna_fleet.alloc.timing import timed
 from optuna_fleet.alloc.validation import validate
 
 __all__ = [
-    "DEFAULT_SCALING",
-    "PROFILE_BATCHES",
-    "TIMED_BATCHES",
     "AllocationFailed",
     "AllocationProblem",
     "Allocator",
@@ -51,11 +37,5 @@ __all__ = [
     "Plan",
     "RateProfile",
     "SingleDeviceAllocator",
-    "fleet_score",
-    "place",
-    "pooled_scaling",
-    "profiling_width",
-    "rate_of",
-    "timed",
     "validate",
 ]

@@ -30,10 +30,6 @@ class Candidate:
         rescale_down_s: Seconds of training lost when it gets fewer devices.
         rates_by_kind: Device type -> rates there, as many as ``rates``; empty if those hold on
             all types.
-
-    Raises:
-        ValueError: A rate is not finite and positive, the bounds leave no width, or it can't move
-            but flies nowhere, or on more devices than it has rates for.
     """
 
     number: int
@@ -53,30 +49,11 @@ class Candidate:
     rates_by_kind: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        # Summed first: a replay builds a hundred thousand of these.
-        plain = self.rates and min(self.rates) > 0 and math.isfinite(sum(self.rates))
-        if not plain and not (self.rates and all(math.isfinite(r) and r > 0 for r in self.rates)):
-            raise ValueError(
-                f"The value of `rates` of trial {self.number} is {self.rates}, but must "
-                "hold at least one rate, all finite and > 0."
-            )
-        if not 1 <= self.min_devices <= self.widest:
-            raise ValueError(
-                f"The value of `min_devices` of trial {self.number} is {self.min_devices}, but "
-                f"must be within 1 and {self.widest}, the widest it can fly."
-            )
-        if not self.movable and not 1 <= len(self.devices) <= len(self.rates):
-            raise ValueError(
-                f"The value of `movable` of trial {self.number} is False, but it flies on "
-                f"{len(self.devices)} devices, and must be within 1 and {len(self.rates)}."
-            )
-        for kind, rates in self.rates_by_kind.items():
-            good = all(math.isfinite(r) and r > 0 for r in rates)
-            if not good or len(rates) != len(self.rates):
-                raise ValueError(
-                    f"The value of `rates_by_kind` of trial {self.number} is {rates} for "
-                    f"{kind!r}, but must hold {len(self.rates)} rates, all finite and > 0."
-                )
+        for rates in (self.rates, *self.rates_by_kind.values()):
+            assert len(rates) == len(self.rates) > 0, self
+            assert all(0 < rate < math.inf for rate in rates), self
+        assert 1 <= self.min_devices <= self.widest, self
+        assert self.movable or 1 <= len(self.devices) <= len(self.rates), self
 
     @property
     def widest(self) -> int:

@@ -39,47 +39,23 @@ class CountProblem:
             of n devices of kind k, -inf where that is not admissible. All kinds agree on column 0,
             the worth of waiting, which is finite. Not to be changed afterwards.
         capacities: Devices of each kind.
-
-    Raises:
-        ValueError: A value breaks these rules.
     """
 
     values: tuple[Array, ...]
     capacities: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.capacities or min(self.capacities) < 0:
-            raise ValueError(
-                f"The value of `capacities` is {self.capacities}, but must hold at least one "
-                "number of devices, all >= 0."
-            )
-        for j, v in enumerate(self.values):
-            if v.dtype != np.float64 or v.ndim != 2 or len(v) != self.num_kinds or not v.size:
-                what = f"is an array of {v.dtype} {list(v.shape)}"
-                raise _refused(j, what, f"be one of float64 [{self.num_kinds}, max_width + 1]")
-        if self.values:
-            self._check_numbers()
+        if self.values:  # all trials at once: a replay builds a problem at each of many events
+            waiting = np.array([v[:, 0] for v in self.values])
+            assert waiting.shape[1] == self.num_kinds
+            assert (waiting == waiting[:, :1]).all()
+            assert (waiting > -np.inf).all()
+            assert (np.concatenate(self.values, axis=None) < np.inf).all()
 
     @property
     def num_kinds(self) -> int:
         """Number of kinds of devices."""
         return len(self.capacities)
-
-    def _check_numbers(self) -> None:
-        # All trials at once: a replay builds a problem at each of thousands of events.
-        if not (np.concatenate(self.values, axis=None) < np.inf).all():
-            j = next(j for j, v in enumerate(self.values) if not (v < np.inf).all())
-            raise _refused(j, "holds nan or inf", "hold finite numbers or -inf")
-        waiting = np.array([v[:, 0] for v in self.values])
-        wrong = (waiting != waiting[:, :1]).any(axis=1) | (waiting[:, 0] == -np.inf)
-        if wrong.any():
-            j = int(wrong.argmax())
-            what = f"holds {waiting[j].tolist()} for no devices"
-            raise _refused(j, what, "hold the same finite number for all kinds there")
-
-
-def _refused(trial: int, what: str, rule: str) -> ValueError:
-    return ValueError(f"The value of `values` of trial {trial} {what}, but must {rule}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,20 +76,9 @@ class Counts:
 
 
 def objective_of(problem: CountProblem, widths: Sequence[tuple[int, int]]) -> float:
-    """Sum of the values of ``widths``, (kind, devices) per trial; -inf if one is not admissible.
-
-    Raises:
-        ValueError: There are not as many widths as trials, or more devices than there are.
-    """
-    used = [0] * problem.num_kinds
-    for kind, n in widths:
-        used[kind] += n
-    enough = all(u <= c for u, c in zip(used, problem.capacities, strict=True))
-    if len(widths) != len(problem.values) or not enough:
-        raise ValueError(
-            f"The value of `widths` has {len(widths)} entries that take {used} devices, but must "
-            f"have {len(problem.values)} and take at most {list(problem.capacities)}."
-        )
+    """Sum of the values of ``widths``, (kind, devices) per trial; -inf if one can't be."""
+    used = [sum(n for kind, n in widths if kind == k) for k in range(problem.num_kinds)]
+    assert all(u <= c for u, c in zip(used, problem.capacities, strict=True))
     return math.fsum(
         v[kind, n] if 0 <= n < v.shape[1] else -math.inf
         for v, (kind, n) in zip(problem.values, widths, strict=True)
@@ -126,13 +91,11 @@ def solve_exactly(problem: CountProblem) -> Counts:
     For one kind, a Lagrangian multiplier (the price of a device) gives an upper bound and, filled
     up greedily, often a solution that reaches it. If not, it rules out most options: one whose
     loss at this price exceeds the gap is in no better solution. Dynamic programming decides about
-    the rest. Several kinds take dynamic programming over all their capacities at once.
+    the rest. Several kinds take dynamic programming over all their capacities at once; where that
+    is more than ``MAX_CELLS`` cells, use ``solve_by_mip``.
 
     Equal problems have equal answers; which of several optima that is depends on the order of the
     trials. Sums that differ by less than 1e-12 of the gains over waiting count as equal.
-
-    Raises:
-        ValueError: Several kinds have more than ``MAX_CELLS`` cells; use ``solve_by_mip``.
     """
     if problem.values and problem.num_kinds == 1:
         widths = [(0, n) for n in _solve_one_kind(problem.values, problem.capacities[0])]
@@ -145,12 +108,7 @@ def solve_exactly(problem: CountProblem) -> Counts:
 def _solve_many_kinds(problem: CountProblem) -> list[tuple[int, int]]:
     most = sum(values.shape[1] - 1 for values in problem.values)
     room = tuple(min(capacity, most) for capacity in problem.capacities)
-    cells = len(problem.values) * math.prod(n + 1 for n in room)
-    if cells > MAX_CELLS:
-        raise ValueError(
-            f"The value of `problem` has {cells} cells, but must have at most {MAX_CELLS} if "
-            "there are several kinds of devices; use `solve_by_mip`."
-        )
+    assert len(problem.values) * math.prod(n + 1 for n in room) <= MAX_CELLS
     tables = [[_NOTHING, *zip(*_useful(v - v[0, 0]), strict=True)] for v in problem.values]
     return [(kind, n) for kind, n, _ in _best_choice(tables, room)]
 

@@ -39,10 +39,7 @@ def solve_by_mip(problem: CountProblem, time_limit_s: float) -> Counts:
 
     Raises:
         AllocationFailed: Nothing was found within the time, or the solver failed.
-        ValueError: ``time_limit_s`` is not positive.
     """
-    if not time_limit_s > 0:
-        raise ValueError(f"The value of `time_limit_s` is {time_limit_s}, but must be > 0.")
     gains = dict(_gains(problem))
     if not gains:  # CBC refuses a model without variables
         waiting = ((0, 0),) * len(problem.values)

@@ -7,12 +7,10 @@ a sweep, to be done soon (:mod:`optuna_fleet.alloc.makespan`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from optuna_fleet.alloc.adjust import Wishes, place_changes, realise
 from optuna_fleet.alloc.assembly import assemble, fill_idle
 from optuna_fleet.alloc.counts import Counts, solve_exactly
-from optuna_fleet.alloc.counts_mip import solve_by_mip
 from optuna_fleet.alloc.makespan import makespan_wishes
 from optuna_fleet.alloc.outcome import OBJECTIVES, Objective, count_problem
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
@@ -32,14 +30,11 @@ class ElasticAllocator:
             within them more than it costs. Not for "makespan".
         hedge: For "makespan", how much earlier trials with long epochs aim to finish; see
             :func:`optuna_fleet.alloc.makespan.makespan_wishes`.
-        solver: "exact" (bounds and dynamic programming) or "mip" (python-mip); equal objectives.
-            Not for "makespan".
     """
 
     objective: str | Objective = "makespan"
     forward_looking_s: float = 120.0
     hedge: float = 0.3
-    solver: Literal["exact", "mip"] = "exact"
     name: str = field(default="elastic", init=False)
 
     def __post_init__(self) -> None:
@@ -54,11 +49,7 @@ class ElasticAllocator:
             )
 
     def allocate(self, problem: AllocationProblem) -> Plan:
-        """Solves ``problem``; see :class:`Allocator`.
-
-        Raises:
-            AllocationFailed: The MIP solver found nothing within ``time_limit_s``.
-        """
+        """Solves ``problem``; see :class:`Allocator`."""
         if not problem.candidates or not problem.num_devices:
             return assemble(problem, [], allocator=self.name, status="trivial")
         if self.objective == "makespan":
@@ -83,10 +74,7 @@ class ElasticAllocator:
         self, problem: AllocationProblem, objective: str | Objective
     ) -> tuple[Wishes, Counts]:
         candidates, counting = count_problem(problem, objective, self.forward_looking_s)
-        if self.solver == "mip":
-            counts = solve_by_mip(counting, problem.time_limit_s)
-        else:
-            counts = solve_exactly(counting)
+        counts = solve_exactly(counting)
         widths = {c.number: n for c, (_, n) in zip(candidates, counts.widths, strict=True) if n}
         values = {c.number: v[0] for c, v in zip(candidates, counting.values, strict=True)}
 

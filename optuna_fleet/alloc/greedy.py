@@ -1,4 +1,15 @@
-"""FLEET's greedy flotillas (Algorithm 2), as yardstick and fallback."""
+"""FLEET's greedy flotillas: as published, and as a fallback.
+
+Sources: FLEET (MLSys 2020), section 4.3.2, Eq. 3 and 4, Algorithms 2 and 3 of appendix A. Readings
+where the pseudo-code is silent or harmful:
+
+- A trial that needs several devices counts by its rate on the fewest it can fly on.
+- Eq. 3 looks at the rising branch of r(m) only; beyond its peak (Eq. 5 has one) the same rate
+  costs more devices.
+- Equally close ones: fewer devices first, then the lower trial number.
+- Lines 12 to 16 give every device left over to the slowest member. Here that stops where further
+  ones would not raise its rate, instead of slowing the whole flotilla down.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +27,22 @@ class GreedyAllocator:
     """Packs trials around the fastest one, then speeds up the slowest (FLEET, Algorithm 2).
 
     The fastest trial on one device is the reference. Trials join on the width that brings them
-    closest to it (Eq. 3), then devices left over go to the slowest member. Readings where the
-    pseudo-code is silent or harmful: only widths faster than every narrower one are looked at; the
-    slowest member gets further devices only while that raises its rate and keeps the spread; ties
-    go to fewer devices, then to the lower trial number. While devices and trials are left, a
-    further flotilla is formed from them, and devices that are still left go to any trial that
-    gains. Trials that can't move keep their places, and others may join them. What the
-    preprocessors could not serve does not start.
+    closest to it (Eq. 3), then devices left over go to the slowest member. While devices and
+    trials are left, a further flotilla is formed from them, and devices that are still left go to
+    any trial that gains. Trials that can't move keep their places, and others may join them. What
+    the preprocessors could not serve does not start.
 
     Attributes:
-        delta: A trial may join if its rate is within ``delta`` samples/s of the reference (FLEET:
-            20); None if only the problem's ``rate_spread`` counts, which always does.
         keep_flying: Let trials fly on at their width, and decide about the rest only. For use as a
             fallback, where upsetting everything would cost more than it gains.
     """
 
-    delta: float | None = None
     keep_flying: bool = False
     name: str = field(default="greedy", init=False)
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
-        builder = FlotillaBuilder(problem, delta=self.delta)
+        builder = FlotillaBuilder(problem)
         kept = staying(problem) if self.keep_flying else problem.pinned
         builder.groups.extend(group_widths(problem, kept))
         for group in builder.groups:
@@ -50,16 +55,51 @@ class GreedyAllocator:
         return assemble(problem, builder.groups, allocator=self.name, status="heuristic")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetAllocator:
+    """One flotilla per decision by FLEET's Algorithm 2, placed by its Algorithm 3.
+
+    The fastest trial on one device is the reference; trials join on the width that brings them
+    closest to its rate (Eq. 3), as long as one comes within ``delta``; devices left over go to the
+    slowest member. All others wait. For FLEET-G, decide when a round ends, with every
+    trial able to move. For FLEET-L (section 4.3.3), decide at each end of a trial with only the
+    freed devices in the problem, or with the flying trials as ones that can't move: they keep
+    their places in flotillas of their own, and the freed devices get a flotilla by themselves.
+
+    FLEET bounds a flotilla's rates by ``delta`` alone: use it with ``rate_spread=math.inf``. A
+    finite bound, phases and the preprocessors' capacity, which FLEET does not know, are kept to
+    where the problem sets them: what would break them does not join.
+
+    Attributes:
+        delta: How far from the reference a member's rate may be, in samples/s, an absolute number
+            as published (FLEET: 20).
+    """
+
+    delta: float = 20.0
+    name: str = field(default="fleet-g", init=False)
+
+    def allocate(self, problem: AllocationProblem) -> Plan:
+        """Solves ``problem``; see :class:`Allocator`. Never fails."""
+        builder = FlotillaBuilder(problem, delta=self.delta)
+        # The problem does not say who shares a stream with whom: the fewest flotillas it takes.
+        builder.groups.extend(group_widths(problem, problem.pinned))
+        if (reference := builder.fastest()) is not None:
+            flotilla = builder.open(reference)
+            builder.join(flotilla)
+            builder.speed_up(flotilla)
+        return assemble(problem, builder.groups, allocator=self.name, status="heuristic")
+
+
 class FlotillaBuilder:
     """Flotillas under construction.
 
     Args:
         problem: Whose trials, devices and rules they must keep to.
-        delta: How far from the reference rate a trial may join, in samples/s; None for any rate
-            that the problem's ``rate_spread`` admits, which always counts.
+        delta: How far from the reference rate a trial may join, in samples/s. The problem's
+            ``rate_spread`` always counts.
     """
 
-    def __init__(self, problem: AllocationProblem, *, delta: float | None) -> None:
+    def __init__(self, problem: AllocationProblem, *, delta: float = math.inf) -> None:
         self.groups: list[Widths] = []
         self._by_number = problem.by_number
         self._pinned = problem.pinned
@@ -70,30 +110,25 @@ class FlotillaBuilder:
         self._delta = delta
 
     @property
-    def free(self) -> int:
+    def _free(self) -> int:
         """Devices not given away."""
         return self._num_devices - sum(m for group in self.groups for m in group.values())
 
     @property
-    def pool(self) -> list[Candidate]:
+    def _pool(self) -> list[Candidate]:
         """Trials in no flotilla, in the order of their numbers."""
         flying = {t for group in self.groups for t in group}
         return [c for t, c in self._by_number.items() if t not in flying]
 
-    @property
-    def references(self) -> list[Candidate]:
-        """Trials that could open a flotilla, slowest first, of equals the lower number last."""
-        drawn, free = self._drawn(), self.free
+    def fastest(self) -> Candidate | None:
+        """Reference of the next flotilla (Alg. 2, line 1): the fastest that could open one."""
+        drawn, free = self._drawn(), self._free
         fitting = [
             c
-            for c in self.pool
+            for c in self._pool
             if c.min_devices <= free and affordable(drawn + c.rate(c.min_devices), self._limit)
         ]
-        return sorted(fitting, key=lambda c: (c.rate(c.min_devices), -c.number))
-
-    def fastest(self) -> Candidate | None:
-        """Reference of the next flotilla (Alg. 2, line 1)."""
-        return next(reversed(self.references), None)
+        return max(fitting, key=lambda c: (c.rate(c.min_devices), -c.number), default=None)
 
     def open(self, seed: Candidate) -> Widths:
         """A new flotilla around ``seed`` (line 2)."""
@@ -110,9 +145,9 @@ class FlotillaBuilder:
     def speed_up(self, group: Widths) -> None:
         """Gives devices left over to the slowest member (lines 12-16)."""
         while True:
-            slowest = self.slowest(group)
-            wider = next_width(self._by_number[slowest], group[slowest], self.free)
-            if wider is None or not self.admits(group, {slowest: wider}):
+            slowest = min(group, key=lambda t: (self._by_number[t].rate(group[t]), t))
+            wider = next_width(self._by_number[slowest], group[slowest], self._free)
+            if wider is None or not self._admits(group, {slowest: wider}):
                 return
             group[slowest] = wider
 
@@ -122,15 +157,11 @@ class FlotillaBuilder:
             movable = {t: m for t, m in group.items() if t not in self._pinned}
 
             def is_admissible(changed: Widths, group: Widths = group) -> bool:
-                return self.admits(group, changed)
+                return self._admits(group, changed)
 
-            group.update(grow(self._by_number, movable, self.free, is_admissible))
+            group.update(grow(self._by_number, movable, self._free, is_admissible))
 
-    def slowest(self, group: Widths) -> int:
-        """Number of the slowest member, of equals the lowest."""
-        return min(group, key=lambda t: (self._by_number[t].rate(group[t]), t))
-
-    def admits(self, group: Widths, changed: Mapping[int, int]) -> bool:
+    def _admits(self, group: Widths, changed: Mapping[int, int]) -> bool:
         """Whether ``group`` may get these widths and members.
 
         The rates must stay close, the phase must stay one, and the preprocessors must be able to
@@ -147,12 +178,11 @@ class FlotillaBuilder:
     def _find_next(self, group: Widths, reference: float) -> tuple[int, int] | None:
         """Eq. 3: the trial and width closest to the reference rate."""
         found = []
-        free = self.free
-        for candidate in self.pool:
+        free = self._free
+        for candidate in self._pool:
             for m in candidate.useful_widths(free):
                 distance = abs(candidate.rate(m) - reference)
-                close = self._delta is None or distance <= self._delta
-                if close and self.admits(group, {candidate.number: m}):
+                if distance <= self._delta and self._admits(group, {candidate.number: m}):
                     found.append((distance, m, candidate.number))
         if not found:
             return None

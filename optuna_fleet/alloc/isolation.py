@@ -10,32 +10,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
-import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import IO
+from multiprocessing.connection import Connection, Pipe
 
-from optuna_fleet.alloc.problem import (
-    AllocationFailed,
-    AllocationProblem,
-    Allocator,
-    Plan,
-)
+from optuna_fleet.alloc.problem import AllocationFailed, AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.timing import timed
 from optuna_fleet.alloc.validation import validate
 from optuna_fleet.processes import outlet
 from optuna_fleet.wire.packing import pack
 
 _logger = logging.getLogger(__name__)
-
-HEADER = struct.Struct("!Q")
-"""Length of the pickle that follows it on either pipe."""
 
 _MODULE = "optuna_fleet.alloc.solver_process"
 
@@ -44,7 +33,7 @@ _MODULE = "optuna_fleet.alloc.solver_process"
 class _UnderWay:
     problem: AllocationProblem
     deadline: float
-    answers_fd: int
+    answers: Connection
 
 
 class IsolatedAllocator:
@@ -77,7 +66,6 @@ class IsolatedAllocator:
         self._child: subprocess.Popen[bytes] | None = None
         self._has_answered = False
         self._under_way: _UnderWay | None = None
-        self._dead_end: int | None = None
 
     @property
     def name(self) -> str:
@@ -118,13 +106,14 @@ class IsolatedAllocator:
         try:
             request = pack((self._allocator, problem))
             self.start()
-            answers_fd = self._send(request)
+            answers = self._send(request)
         except Exception as error:
             _logger.warning("The solver process can't be asked: %r", error)
-            answers_fd = self._open_dead_end()
+            answers, nobody = Pipe(duplex=False)
+            nobody.close()
         patience_s += 0.0 if self._has_answered else self._startup_s
         self._under_way = _UnderWay(
-            problem=problem, deadline=time.monotonic() + patience_s, answers_fd=answers_fd
+            problem=problem, deadline=time.monotonic() + patience_s, answers=answers
         )
 
     def fileno(self) -> int:
@@ -135,7 +124,7 @@ class IsolatedAllocator:
         Raises:
             RuntimeError: Nothing was submitted.
         """
-        return self._current().answers_fd
+        return self._current().answers.fileno()
 
     def deadline(self) -> float | None:
         """``time.monotonic()`` by which to call :meth:`result`; None if nothing is under way."""
@@ -145,9 +134,8 @@ class IsolatedAllocator:
         """Whether :meth:`result` would not have to wait; false if nothing is under way."""
         if self._under_way is None:
             return False
-        poll = select.poll()
-        poll.register(self, select.POLLIN)
-        return bool(poll.poll(0)) or time.monotonic() >= self._under_way.deadline
+        current = self._under_way
+        return current.answers.poll() or time.monotonic() >= current.deadline
 
     def result(self) -> Plan:
         """The plan of the problem submitted; waits for it until the deadline.
@@ -166,14 +154,12 @@ class IsolatedAllocator:
         except Exception as error:
             return self._fall_back(current.problem, self._cause(error))
         finally:
-            self._under_way = None
-            self._close_dead_end()
+            self._forget()
         return plan
 
     def close(self) -> None:
         """Ends the child; a problem under way is dropped. A later :meth:`submit` starts one."""
-        self._under_way = None
-        self._close_dead_end()
+        self._forget()
         self._reap()
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -193,19 +179,26 @@ class IsolatedAllocator:
             raise RuntimeError("No problem is under way; call `submit` first.")
         return self._under_way
 
-    def _send(self, request: bytes) -> int:
+    def _forget(self) -> None:
+        if self._under_way is not None:
+            self._under_way.answers.close()
+            self._under_way = None
+
+    def _send(self, request: bytes) -> Connection:
         assert self._child is not None
-        stdin, stdout = self._child.stdin, self._child.stdout
-        assert stdin is not None
-        assert stdout is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        requests = Connection(os.dup(self._child.stdin.fileno()), readable=False)
         # A child that still imports does not read yet, and a pipe holds 64 KiB: don't block the
         # caller.
-        threading.Thread(target=_write, args=(stdin, request), daemon=True).start()
-        return stdout.fileno()
+        threading.Thread(target=_write, args=(requests, request), daemon=True).start()
+        return Connection(os.dup(self._child.stdout.fileno()), writable=False)
 
     def _receive(self, current: _UnderWay) -> Plan:
-        (size,) = HEADER.unpack(_read(current.answers_fd, HEADER.size, current.deadline))
-        answer = pickle.loads(_read(current.answers_fd, size, current.deadline))
+        # Looked at even past the deadline: an answer that is there counts.
+        if not current.answers.poll(max(0.0, current.deadline - time.monotonic())):
+            raise TimeoutError
+        answer = current.answers.recv()
         self._has_answered = True
         if isinstance(answer, Plan):
             return answer
@@ -216,7 +209,7 @@ class IsolatedAllocator:
             case TimeoutError():
                 self._reap()
                 return "solver process exceeded its time and was killed"
-            case EOFError():
+            case EOFError() | OSError():
                 # The pipe closes a moment before the child can be waited for; its own ending says
                 # more.
                 return f"solver process {_ending(self._reap(patience_s=0.5))}"
@@ -251,39 +244,11 @@ class IsolatedAllocator:
                     pipe.close()
         return code
 
-    def _open_dead_end(self) -> int:
-        self._dead_end, writer = os.pipe()
-        os.close(writer)
-        return self._dead_end
 
-    def _close_dead_end(self) -> None:
-        if self._dead_end is not None:
-            os.close(self._dead_end)
-            self._dead_end = None
-
-
-def _write(pipe: IO[bytes], request: bytes) -> None:
+def _write(requests: Connection, request: bytes) -> None:
     # A dead child is seen by the one who waits for its answer.
-    with contextlib.suppress(OSError, ValueError):
-        pipe.write(HEADER.pack(len(request)) + request)
-        pipe.flush()
-
-
-def _read(fd: int, size: int, deadline: float) -> bytes:
-    """Reads ``size`` bytes; raises EOFError if the child ended, TimeoutError past the deadline."""
-    chunks = b""
-    while len(chunks) < size:
-        # Looked at even past the deadline: an answer that is there counts. Not `select`, which
-        # refuses descriptors beyond 1023.
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise TimeoutError
-        chunk = os.read(fd, size - len(chunks))
-        if not chunk:
-            raise EOFError
-        chunks += chunk
-    return chunks
+    with contextlib.suppress(OSError), requests:
+        requests.send_bytes(request)
 
 
 def _ending(code: int | None) -> str:

@@ -15,14 +15,14 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from optuna_fleet.alloc.assembly import assemble, fill_idle
 from optuna_fleet.alloc.greedy import GreedyAllocator
 from optuna_fleet.alloc.problem import AllocationFailed, AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.streams import Widths, group_widths, serves, stream_limit
-from optuna_fleet.alloc.windows import Option, Window, by_window, phases_of, windows
+from optuna_fleet.alloc.windows import Option, by_window, phases_of, windows
 
 _logger = logging.getLogger(__name__)
 
@@ -42,17 +42,11 @@ class MipAllocator:
             equivalents: sooner or later it flies.
         flotilla_cost: What a further flotilla costs (another stream of preprocessing), in device
             equivalents.
-        max_flotillas: Most flotillas the solver may open; None for any number. Trials that wait
-            while devices idle are added all the same, and trials that can't move fly anyway.
-        phases: Keep the trials of a flotilla in one phase even if the problem does not ask for it.
-            Prefer the problem's ``phases``, which the fallback and ``validate`` see as well.
     """
 
     rescale_penalty: float = 0.25
     waiting_bonus: float = 0.01
     flotilla_cost: float = 0.25
-    max_flotillas: int | None = None
-    phases: bool = False
     name: str = field(default="mip", init=False)
 
     def allocate(self, problem: AllocationProblem) -> Plan:
@@ -61,7 +55,6 @@ class MipAllocator:
         Raises:
             AllocationFailed: The solver found nothing within ``time_limit_s``, or failed.
         """
-        problem = self._with_phases(problem)
         values = self.values(problem)
         widths, status, gap = self._solve(problem, values)
         if status == "feasible":
@@ -97,13 +90,9 @@ class MipAllocator:
         Raises:
             KeyError: A width is not admissible.
         """
-        problem = self._with_phases(problem)
         values = self.values(problem)
         work = sum(values[option] for option in widths.items())
         return work - self.flotilla_cost * len(group_widths(problem, widths))
-
-    def _with_phases(self, problem: AllocationProblem) -> AllocationProblem:
-        return replace(problem, phases=True) if self.phases else problem
 
     def _solve(
         self, problem: AllocationProblem, values: Mapping[Option, float]
@@ -154,7 +143,11 @@ class MipAllocator:
         work = mip.xsum(values[option] * var for option, var in x.items())
         model.objective = _OBJECTIVE_SCALE * (work - self.flotilla_cost * mip.xsum(y))
         model += mip.xsum(m * var for (_, m), var in x.items()) <= problem.num_devices
-        self._limit_streams(problem, model, tried, y)
+        limit = stream_limit(problem)
+        if math.isfinite(limit):
+            # As shares of the limit: CBC's tolerance is absolute, ours relative.
+            drawn = ((w.fastest or 0.0) / limit * var for w, var in zip(tried, y, strict=True))
+            model += mip.xsum(drawn) <= 1
         for number, m in problem.pinned.items():
             model += x[number, m] == 1
         phases = phases_of(problem)
@@ -165,30 +158,13 @@ class MipAllocator:
                 model += mip.xsum(x[o] for o in options) <= mip.xsum(y[k] for k in admitting)
         return model, x
 
-    def _limit_streams(
-        self, problem: AllocationProblem, model: Any, tried: list[Window], y: list[Any]
-    ) -> None:
-        import mip
-
-        if self.max_flotillas is not None:
-            # Trials that can't move may need more of them.
-            needed = len(group_widths(problem, problem.pinned))
-            model += mip.xsum(y) <= max(self.max_flotillas, needed)
-        limit = stream_limit(problem)
-        if math.isfinite(limit):
-            # As shares of the limit: CBC's tolerance is absolute, ours relative.
-            drawn = ((w.fastest or 0.0) / limit * var for w, var in zip(tried, y, strict=True))
-            model += mip.xsum(drawn) <= 1
-
     def _better(
         self, problem: AllocationProblem, values: Mapping[Option, float], widths: Widths
     ) -> Widths:
         """What the solver found in time or, if worth more, what flies now plus greedy."""
         plan = GreedyAllocator(keep_flying=True).allocate(problem)
         greedy = {t: len(a.devices) for t, a in plan.assignments.items()}
-        admissible = all(option in values for option in greedy.items())
-        allowed = self.max_flotillas is None or len(plan.flotillas) <= self.max_flotillas
-        if not (admissible and allowed):
+        if not all(option in values for option in greedy.items()):
             return widths
         return max(greedy, widths, key=lambda w: self.objective(problem, w))
 

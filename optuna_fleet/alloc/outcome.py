@@ -59,7 +59,13 @@ def _outcomes(candidate: Candidate, objective: str | Objective, limit: int) -> F
     """Outcome per second on 0, 1, ... devices."""
     widest = min(candidate.widest, limit)
     if callable(objective):
-        return np.array([0.0, *(objective(candidate, m) for m in range(1, widest + 1))])
+        outcomes = np.array([0.0, *(objective(candidate, m) for m in range(1, widest + 1))])
+        if not np.isfinite(outcomes).all():
+            raise ValueError(
+                f"`objective` gives {outcomes[1:].tolist()} for trial {candidate.number} on 1 to "
+                f"{widest} devices, but must give finite numbers."
+            )
+        return outcomes
     return _of_rates(candidate.rates, objective == "throughput")[: widest + 1]
 
 

@@ -47,16 +47,8 @@ def place(
 
     Returns:
         Trial number -> device indices; kept ones as they were, new ones ascending.
-
-    Raises:
-        ValueError: A count is below 1, or the counts exceed the devices.
     """
-    available = sum(map(len, nodes))
-    if min(counts.values(), default=1) < 1 or sum(counts.values()) > available:
-        raise ValueError(
-            f"The value of `counts` is {dict(counts)}, but counts must be >= 1 and sum to at most "
-            f"{available}, the devices available."
-        )
+    assert sum(counts.values()) <= sum(map(len, nodes))
     placed = _keep(counts, nodes, current)
     free = _without(nodes, placed.values())
     rest = {t: counts[t] for t in sorted(counts, key=lambda t: (-counts[t], t)) if t not in placed}

@@ -42,11 +42,6 @@ class AllocationProblem:
         kinds: Device type of each node; empty if all are alike. A trial flies on devices of one
             type at a time; allocators that know nothing of types go into
             :class:`optuna_fleet.alloc.kinds.ByKind`.
-
-    Raises:
-        ValueError: A trial or a device is listed twice, two trials that can't move share a device,
-            ``rate_spread`` is below 1, ``preprocess_samples_per_s`` is not positive, or ``kinds``
-            does not fit the nodes or the candidates.
     """
 
     candidates: tuple[Candidate, ...]
@@ -62,49 +57,15 @@ class AllocationProblem:
     kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if twice := repeated(c.number for c in self.candidates):
-            raise ValueError(f"The value of `candidates` lists trials {twice} more than once.")
-        if twice := repeated(self.devices):
-            raise ValueError(f"The value of `nodes` lists devices {twice} more than once.")
-        if not self.rate_spread >= 1:
-            raise ValueError(
-                f"The value of `rate_spread` is {self.rate_spread}, but must be >= 1."
-            )
-        capacity = self.preprocess_samples_per_s
-        if capacity is not None and not capacity > 0:
-            raise ValueError(
-                f"The value of `preprocess_samples_per_s` is {capacity}, but must be > 0."
-            )
-        if twice := repeated(d for c in self.candidates if not c.movable for d in c.devices):
-            raise ValueError(
-                f"The value of `candidates` has devices {twice} in use by more than one trial "
-                "that can't move."
-            )
-        if self.kinds:
-            self._check_kinds()
-
-    def _check_kinds(self) -> None:
-        if len(self.kinds) != len(self.nodes):
-            raise ValueError(
-                f"The value of `kinds` is {self.kinds}, but must name the device type of each of "
-                f"the {len(self.nodes)} nodes."
-            )
-        for c in self.candidates:
-            if c.rates_by_kind and not c.rates_by_kind.keys() >= set(self.kinds):
-                raise ValueError(
-                    f"The value of `rates_by_kind` of trial {c.number} is for "
-                    f"{sorted(c.rates_by_kind)}, but must be for all of {sorted(set(self.kinds))}."
-                )
-            if len(kinds := self.kinds_of(c.devices)) > 1:
-                raise ValueError(
-                    f"The value of `devices` of trial {c.number} has {kinds}, but must be of one "
-                    "device type."
-                )
-            if any(c.rates_on(kind) != c.rates for kind in kinds):
-                raise ValueError(
-                    f"The value of `rates` of trial {c.number} must be that for {kinds[0]!r}, "
-                    "where it flies."
-                )
+        assert not repeated(c.number for c in self.candidates)
+        assert not repeated(self.devices)
+        assert not repeated(d for c in self.candidates if not c.movable for d in c.devices)
+        assert not self.kinds or len(self.kinds) == len(self.nodes)
+        for c in self.candidates if self.kinds else ():
+            kinds = self.kinds_of(c.devices)
+            assert not c.rates_by_kind or c.rates_by_kind.keys() >= set(self.kinds), c
+            assert len(kinds) <= 1, c
+            assert all(c.rates_on(kind) == c.rates for kind in kinds), c
 
     @cached_property
     def devices(self) -> tuple[int, ...]:

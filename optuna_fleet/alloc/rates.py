@@ -36,9 +36,6 @@ class RateProfile:
         kind: Device type it was measured on.
         across: Devices m, and more than one node that they are on -> samples/s.
         anywhere: `measured` holds on any number of nodes, as in a simulation.
-
-    Raises:
-        ValueError: Nothing was measured, a width is below 1, or a rate is not finite and positive.
     """
 
     structure: str
@@ -48,15 +45,9 @@ class RateProfile:
     anywhere: bool = False
 
     def __post_init__(self) -> None:
-        if not self.measured and not self.across:
-            raise ValueError("The value of `measured` is {}, but must hold at least one width.")
-        across = ((m, rate) for (m, _), rate in self.across.items())
-        for m, rate in (*self.measured.items(), *across):
-            if m < 1 or not (math.isfinite(rate) and rate > 0):
-                raise ValueError(
-                    f"The value of `measured` holds r({m}) = {rate}, but widths must be >= 1 "
-                    "and rates finite and > 0."
-                )
+        assert self.measured or self.across
+        for rate in (*self.measured.values(), *self.across.values()):
+            assert 0 < rate < math.inf, self
 
     def rates(self, max_devices: int, scaling: float = DEFAULT_SCALING) -> tuple[float, ...]:
         """Rates on one node for every width up to ``max_devices``.
@@ -72,12 +63,7 @@ class RateProfile:
 
         Returns:
             (r(1), ..., r(max_devices)) in samples/s, all finite and > 0.
-
-        Raises:
-            ValueError: ``max_devices`` is below 1.
         """
-        if max_devices < 1:
-            raise ValueError(f"The value of `max_devices` is {max_devices}, but must be >= 1.")
         factor = _step_factor(self.measured)
         factor = _clip_scaling(scaling if factor is None else factor)
         widths = sorted(self.measured)
@@ -129,28 +115,6 @@ def pooled_scaling(profiles: Iterable[RateProfile]) -> float:
     return _clip_scaling(statistics.median(factors)) if factors else DEFAULT_SCALING
 
 
-def profiling_width(
-    single_device_rates: Sequence[float], devices_per_node: int, num_devices: int
-) -> int:
-    """Widest profile worth taking: M_t = max(M_a, M_b) of B.3, but no more than there are devices.
-
-    Args:
-        single_device_rates: r(1) of each trial, in samples/s.
-        devices_per_node: Devices of one node; M_b is twice that.
-        num_devices: Devices of the fleet.
-
-    Raises:
-        ValueError: No rate is given, or one is not positive.
-    """
-    if not single_device_rates or min(single_device_rates) <= 0:
-        raise ValueError(
-            f"The value of `single_device_rates` is {single_device_rates!r}, but must hold "
-            "at least one rate, all > 0."
-        )
-    reach_fastest = math.ceil(max(single_device_rates) / min(single_device_rates))
-    return max(1, min(num_devices, max(reach_fastest, 2 * devices_per_node)))
-
-
 def rate_of(durations_s: Sequence[float], samples: Sequence[int]) -> float:
     """Training rate from the timed batches of a profile (B.3).
 
@@ -164,18 +128,7 @@ def rate_of(durations_s: Sequence[float], samples: Sequence[int]) -> float:
 
     Returns:
         Samples per second.
-
-    Raises:
-        ValueError: The sequences are empty, unlike in length, or hold a value that is not
-            positive.
     """
-    if not durations_s or len(durations_s) != len(samples):
-        raise ValueError(
-            f"The values of `durations_s` and `samples` have lengths {len(durations_s)} and "
-            f"{len(samples)}, but must be equally long and not empty."
-        )
-    if min(durations_s) <= 0 or min(samples) <= 0:
-        raise ValueError("The values of `durations_s` and `samples` must all be > 0.")
     batches = list(zip(durations_s, samples, strict=True))[:PROFILE_BATCHES]
     timed = _without_pause((batches[1:] or batches)[-TIMED_BATCHES:])
     return sum(n for _, n in timed) / sum(seconds for seconds, _ in timed)

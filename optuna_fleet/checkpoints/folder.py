@@ -180,6 +180,8 @@ class CallRecord:
         n_trials: As given.
         timeout: As given.
         has_ended: Whether the call came to its end, well or not; false where its driver died.
+        was_interrupted: Whether a Ctrl-C, or the script's own end, cut it short.
+        code: Digest of the objective's code; "" if that is not known.
     """
 
     study: str
@@ -187,6 +189,8 @@ class CallRecord:
     n_trials: int | None
     timeout: float | None
     has_ended: bool = False
+    was_interrupted: bool = False
+    code: str = ""
 
 
 def _read_call(path: Path) -> CallRecord | None:

@@ -29,6 +29,7 @@ from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.objective_code import code_digest
 
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
 
@@ -99,6 +100,7 @@ class FleetExecutor:
         chosen_cluster = cluster_of(cluster)
         seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         check_number("seed", seed, least=0, whole=True)
+        check_number("max_trials", max_trials, least=1, whole=True, optional=True)
         limits, chosen = limits or Limits(), policy_of(policy)
         if not isinstance(checkpoints, Checkpoints):
             checkpoints = Checkpoints(checkpoints)
@@ -169,6 +171,7 @@ class FleetExecutor:
             storage_patience_s=self._options.limits.storage_patience_s,
             folder=None if root is None else StudyFolder(root, study.study_name),
             lock=lock,
+            code="" if root is None else code_digest(func),
         )
         self._busy, self._runner.summary = True, None
         try:

@@ -71,9 +71,6 @@ class Budgets:
         force_decoded: Use the decoded store wherever it is possible, not only where it pays.
         spill_dir: Folder for what does not fit into memory; None for nowhere.
         spill_bytes: Most bytes in that folder.
-        num_preprocessors: Most preprocessors at a time.
-        is_adaptive: Run as many of them as are needed, not all.
-        niceness: What is added to theirs, so that trials that compute on the CPU go first.
         chunk_bytes: Size of a chunk to aim at.
     """
 
@@ -82,22 +79,11 @@ class Budgets:
     force_decoded: bool = False
     spill_dir: str | None = None
     spill_bytes: int = 0
-    num_preprocessors: int
-    is_adaptive: bool = False
-    niceness: int = 0
     chunk_bytes: int
 
 
-def budgets(
-    wanted: Wanted, *, num_preprocessors: int, is_adaptive: bool = False, niceness: int = 0
-) -> Budgets:
-    """Returns what a pipeline may take on this machine.
-
-    Args:
-        wanted: What the user asks for.
-        num_preprocessors: Most preprocessors at a time.
-        is_adaptive: Run as many of them as are needed, not all.
-        niceness: What is added to theirs.
+def budgets(wanted: Wanted) -> Budgets:
+    """Returns what a pipeline may take on this machine, of what the user asks for.
 
     Raises:
         FleetConfigError: The machine does not have what was asked for.
@@ -115,9 +101,6 @@ def budgets(
         force_decoded=bool(wanted.decoded_bytes),
         spill_dir=wanted.spill_dir,
         spill_bytes=spill_bytes,
-        num_preprocessors=num_preprocessors,
-        is_adaptive=is_adaptive,
-        niceness=niceness,
         chunk_bytes=wanted.chunk_bytes or default_chunk_bytes(memory_bytes),
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.exchange.plan import Peer
 from optuna_fleet.pipeline.spec import ChunkKey
 
 Extent = tuple[int, int]
@@ -163,9 +164,13 @@ class ChunkFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureSample:
-    """Asks for the size of a preprocessed sample: the first of chunk ``key``."""
+    """Asks for the size of a preprocessed sample: the first of chunk ``key``.
+
+    If there is a ``decider``, it says how many samples make a chunk.
+    """
 
     key: ChunkKey
+    decider: Peer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +206,7 @@ class ProduceChunk:
         max_bytes: What it may take there.
         split: Whether the data set is in the decoded store.
         extents: Pieces of the decoded store that may be filled.
-        fetch: Get it from the node that owns it.
+        source: Get it from this node.
     """
 
     key: ChunkKey
@@ -210,7 +215,7 @@ class ProduceChunk:
     max_bytes: int
     split: bool = False
     extents: tuple[Extent, ...] = ()
-    fetch: bool = False
+    source: Peer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,13 +249,7 @@ class ChunkProduced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFetched:
-    """A chunk that another node has made lies where it was to be written.
-
-    Attributes:
-        key: The chunk.
-        nbytes: Its bytes, as they came.
-        seconds: From the question to their end.
-    """
+    """A chunk that another node has made lies where it was to be written; it took so long."""
 
     key: ChunkKey
     nbytes: int
@@ -259,9 +258,10 @@ class ChunkFetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkNotFetched:
-    """The owner of a chunk is gone, slow, or has refused: it is to be made here."""
+    """The owner of a chunk has refused, or is gone or slow: it is to be made here."""
 
     key: ChunkKey
+    is_gone: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
-import weakref
-from multiprocessing.util import Finalize
+import secrets
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from optuna_fleet.pipeline.images import (
     full_size,
     read_image,
 )
-from optuna_fleet.pipeline.shards import Shards
+
+_CHECK_BYTES = 4
+_logger = logging.getLogger(__name__)
 
 
 class Reencoded:
@@ -33,35 +37,25 @@ class Reencoded:
     (smaller, and JPEG twice), but they are always the same ones, kept or not.
 
     Kept pictures are found by the file's absolute path, size and time of modification (bytes by
-    what they are), so a file that is replaced is read anew. They lie in files of up to 4 MiB that
-    are written whole; a process that is killed loses less than half of what it made, and at most
-    4 MiB. Damaged ones are made anew. Delete the folder when you need it no more.
+    what they are), so a file that is replaced is read anew. Each is a file, which appears when it
+    is whole; damaged ones are made anew. If the disk is full, no more are kept. Delete the folder
+    when you need it no more.
 
     Args:
         folder: Where they are kept, below a folder for each `min_side` and `quality`.
         min_side: Pixels of the shorter side. A JPEG that is not larger is read as it is.
         quality: Of the JPEG, from 1 to 100.
-        max_bytes: When they take this much together, no more are kept; None for as many as there
-            are.
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        min_side: int = 256,
-        quality: int = 90,
-        max_bytes: int | None = None,
+        self, folder: str | os.PathLike[str], *, min_side: int = 256, quality: int = 90
     ) -> None:
         _check("min_side", min_side, 1, None)
         _check("quality", quality, 1, 100)
-        if max_bytes is not None:
-            _check("max_bytes", max_bytes, 0, None)
         self.folder = Path(folder).absolute() / f"{min_side}-{quality}"
         self.min_side = min_side
         self.quality = quality
-        self.max_bytes = max_bytes
-        self._opened: tuple[int, Shards] | None = None
+        self._keeps = True
 
     def __call__(self, source: Source) -> torch.Tensor:
         """Returns the smaller image as uint8 RGB [3, height, width], channels last in memory.
@@ -73,24 +67,13 @@ class Reencoded:
             ValueError: No decoder can make an image of the content.
             OSError: The file can't be read.
         """
-        shards, key = self._shards(), _key(source)
-        picture = shards.get(key)
+        key = _key(source)
+        file = self.folder / key[:2] / f"{key[2:]}.jpg"
+        picture = _kept(file)
         if picture is None:
             picture = self._made(source)
-            shards.put(key, picture)
+            self._keep(file, picture)
         return read_image(picture or source)
-
-    def write(self) -> None:
-        """Writes what this process has made so far; otherwise done by itself, now and then."""
-        self._shards().write()
-
-    def _shards(self) -> Shards:
-        """What this process reads and writes: a forked one leaves its parent's to it."""
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), Shards(self.folder, max_bytes=self.max_bytes)
-            # Also in processes of multiprocessing, which atexit does not know.
-            Finalize(None, _write, [os.getpid(), weakref.ref(self._opened[1])], exitpriority=0)
-        return self._opened[1]
 
     def _made(self, source: Source) -> bytes:
         """The smaller picture as JPEG; nothing, where the original is as good."""
@@ -104,26 +87,48 @@ class Reencoded:
             image = functional.resize(image, [self.min_side], antialias=True)
         return encode(image, self.quality)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_opened": None}
+    def _keep(self, file: Path, picture: bytes) -> None:
+        if not self._keeps:
+            return
+        unfinished = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(picture + _checksum(file, picture))
+            unfinished.rename(file)
+        except OSError as error:
+            self._keeps = False
+            _logger.warning("No more pictures are kept in %s: %s.", self.folder, error)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
 
     def __repr__(self) -> str:
         where = str(self.folder.parent)
         return f"Reencoded({where!r}, min_side={self.min_side}, quality={self.quality})"
 
 
-def _write(process: int, shards: weakref.ref[Shards]) -> None:
-    opened = shards()
-    if opened is not None and process == os.getpid():
-        opened.write()
+def _kept(file: Path) -> bytes | None:
+    """The picture in a file; None if it is not there, or not whole."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    picture = data[:-_CHECK_BYTES]
+    return picture if data == picture + _checksum(file, picture) else None
 
 
-def _key(source: Source) -> bytes:
+def _checksum(file: Path, picture: bytes) -> bytes:
+    """Comes behind a picture, where decoders leave it alone; no other file has it."""
+    return zlib.crc32(picture, zlib.crc32(file.name.encode())).to_bytes(_CHECK_BYTES, "little")
+
+
+def _key(source: Source) -> str:
     if isinstance(source, bytes):
-        return hashlib.blake2b(source, digest_size=16).digest()
-    status = os.stat(source)
-    text = f"{status.st_size} {status.st_mtime_ns} {os.path.abspath(os.fspath(source))}"
-    return hashlib.blake2b(os.fsencode(text), digest_size=16).digest()
+        named = source
+    else:
+        status = os.stat(source)
+        path = os.path.abspath(os.fspath(source))
+        named = os.fsencode(f"{status.st_size} {status.st_mtime_ns} {path}")
+    return hashlib.blake2b(named, digest_size=16).hexdigest()
 
 
 def _check(name: str, value: Any, least: int, most: int | None) -> None:

@@ -188,23 +188,20 @@ class SharedPipeline:
         packed = self.payload()
         return PipelineSetup(
             payload=packed,
-            spec=self._decided(packed, finish_on_device=finish_on_device),
+            spec=decisions.decided(
+                self.spec(),
+                self._source(),
+                packed,
+                by_itself=self._split,
+                finish_on_device=finish_on_device,
+                pack=_packed,
+            ),
             wanted=self._wanted,
             num_preprocessors=self.num_preprocessors or default_preprocessors,
             is_adaptive=is_adaptive and self.num_preprocessors is None,
             niceness=niceness,
             settings=settings_here(),
         )
-
-    def spec(self, *, finish_on_device: bool = False) -> PipelineSpec:
-        """Returns the description that trainers get.
-
-        Args:
-            finish_on_device: Trainers do the elementwise end of the preprocessing, in batches.
-        """
-        if not finish_on_device:
-            return self._spec()
-        return self._decided(self.payload(), finish_on_device=True)
 
     def left_whole(self) -> list[str]:
         """Names of the data sets that only ``split=True`` would take apart, as nobody has said."""
@@ -218,17 +215,8 @@ class SharedPipeline:
             and not may_split(source.datasets[name], source.stages[name], by_itself=None)
         ]
 
-    def _decided(self, packed: bytes, *, finish_on_device: bool) -> PipelineSpec:
-        return decisions.decided(
-            self._spec(),
-            self._source(),
-            packed,
-            by_itself=self._split,
-            finish_on_device=finish_on_device,
-            pack=_packed,
-        )
-
-    def _spec(self) -> PipelineSpec:
+    def spec(self) -> PipelineSpec:
+        """Returns the description of the data sets, as far as no sample has to be read for it."""
         return PipelineSpec(
             seed=self.seed,
             datasets=tuple(

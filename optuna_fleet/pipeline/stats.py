@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+import operator
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PipelineUse:
     """How preprocessors and readers spent their time; time in which nobody reads is left out.
 
@@ -70,22 +72,23 @@ class PipelineUse:
 
     def since(self, last: PipelineUse) -> PipelineUse:
         """Returns what was added after ``last``."""
-        names = [each.name for each in fields(self)]
-        return PipelineUse(**{name: getattr(self, name) - getattr(last, name) for name in names})
+        return self._with(last, operator.sub)
 
     def plus(self, other: PipelineUse) -> PipelineUse:
         """Returns the sum of both: two nodes' pipelines."""
-        names = [each.name for each in fields(self)]
-        return PipelineUse(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return self._with(other, operator.add)
+
+    def _with(self, other: PipelineUse, function: Callable[[float, float], float]) -> PipelineUse:
+        return PipelineUse(*map(function, astuple(self), astuple(other)))
 
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PipelineStats:
-    """What the pipeline of one node has done so far.
+    """What the pipeline of one node has done so far. Its server counts in one; others get copies.
 
     Attributes:
         preprocessed: Samples preprocessed, repetitions included.
@@ -108,14 +111,14 @@ class PipelineStats:
         use: How preprocessors and readers spent their time.
     """
 
-    preprocessed: int
-    consumed: int
-    busy_s: float
-    waited_s: float
-    resident_bytes: int
-    peak_bytes: int
-    num_dropped: int
-    num_lost: int
+    preprocessed: int = 0
+    consumed: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+    num_dropped: int = 0
+    num_lost: int = 0
     repeated: int = 0
     num_loaded: int = 0
     num_received: int = 0
@@ -131,43 +134,3 @@ class PipelineStats:
     def sharing_factor(self) -> float:
         """Samples consumed per sample preprocessed; 0.0 before the first."""
         return self.consumed / self.preprocessed if self.preprocessed else 0.0
-
-
-@dataclass(slots=True)
-class Counts:
-    """The same while it is being counted."""
-
-    preprocessed: int = 0
-    consumed: int = 0
-    busy_s: float = 0.0
-    waited_s: float = 0.0
-    peak_bytes: int = 0
-    repeated: int = 0
-    num_loaded: int = 0
-    num_received: int = 0
-    received_bytes: int = 0
-    link_bytes_per_s: float = 0.0
-    num_skipped: int = 0
-
-    def snapshot(
-        self,
-        *,
-        resident_bytes: int,
-        lent_bytes: int,
-        decoded_bytes: int,
-        spilled_bytes: int,
-        num_dropped: int,
-        num_lost: int,
-        use: PipelineUse,
-    ) -> PipelineStats:
-        """Returns the counts so far."""
-        return PipelineStats(
-            **{each.name: getattr(self, each.name) for each in fields(self)},
-            resident_bytes=resident_bytes,
-            lent_bytes=lent_bytes,
-            decoded_bytes=decoded_bytes,
-            spilled_bytes=spilled_bytes,
-            num_dropped=num_dropped,
-            num_lost=num_lost,
-            use=use,
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import pickle
 import selectors
 import socket
@@ -165,7 +164,7 @@ class Port:
 
     def close_in_child(self) -> None:
         """Closes a forked child's copy of the socket; the selector is shared: leave it."""
-        os.close(self._sock.detach())
+        self._sock.close()
 
     def _hear(self) -> bool:
         """Delivers one message, if one is there; the selector tells of the next."""

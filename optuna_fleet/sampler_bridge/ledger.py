@@ -296,15 +296,17 @@ class Ledger:
     def abandon(self, numbers: Sequence[int], error: BaseException) -> None:
         """Fail trials cut short because the whole call ends with `error`; raises no Exception.
 
-        If it is the fleet that failed, they stay RUNNING where a later call can go on with them.
+        If it is the fleet that failed, or somebody interrupted it, they stay RUNNING where a later
+        call can go on with them.
         One line tells of all: `error` and its traceback are about to be shown anyway.
         """
-        stay = isinstance(error, RetryableError) and self._proposals.are_claimed
+        is_resumable = isinstance(error, RetryableError) or not isinstance(error, Exception)
+        stay = is_resumable and self._proposals.are_claimed
         told = [str(number) for number in numbers if self._is_abandoned(number, error, stay)]
         if told:
             what = f"failed: {shown(error)}"
             if stay:
-                what = "stay RUNNING: the same call with the same `checkpoints` goes on with them"
+                what = "stay RUNNING: the same call, made again, goes on from their checkpoints"
             compat.logger.warning(f"Trials under way ({', '.join(told)}) {what}.")
 
     def _is_abandoned(self, number: int, error: BaseException, stays: bool) -> bool:

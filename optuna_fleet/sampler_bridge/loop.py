@@ -31,6 +31,7 @@ class Loop:
     storage_patience_s: float = 300.0
     folder: StudyFolder | None = None
     lock: FolderLock | None = None
+    code: str = ""
 
     @property
     def maximize(self) -> bool | None:
@@ -47,7 +48,9 @@ class Loop:
             self._progress_bar = compat.ProgressBar(self.show_progress_bar, *budget)
             self._ownership = None
             if self.folder is not None:
-                self._ownership = TrialOwnership(self.study, self.folder, *budget, self.lock)
+                self._ownership = TrialOwnership(
+                    self.study, self.folder, *budget, self.lock, self.code
+                )
             self.proposals = Proposals(self.study, *budget, self._ownership)
             self.ledger = Ledger(
                 self.study,
@@ -62,13 +65,15 @@ class Loop:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._progress_bar.close()
         for number in self.proposals.unfinished():  # those that were never launched
             self.proposals.release(number)
         try:
             if self._ownership is not None:
-                self._ownership.end()
+                self._ownership.end(
+                    was_interrupted=kind is not None and not issubclass(kind, Exception)
+                )
         except Exception as error:
             compat.fleet_logger.warning(
                 "That the call has ended could not be recorded; the same call will go on with "

@@ -30,6 +30,7 @@ class TrialOwnership:
         n_trials: As given to the call.
         timeout: As given to the call.
         lock: This process' lock on the folder.
+        code: Digest of the objective's code.
 
     Attributes:
         interrupted_trials: Trials that a dead driver left RUNNING and that this call goes on with.
@@ -47,22 +48,26 @@ class TrialOwnership:
         n_trials: int | None,
         timeout: float | None,
         lock: FolderLock | None = None,
+        code: str = "",
     ) -> None:
         self._study = study
         self._lock = lock
         self._folder = folder
         self._call = CallRecord(
-            study=study.study_name, id=uuid.uuid4().hex, n_trials=n_trials, timeout=timeout
+            study=study.study_name,
+            id=uuid.uuid4().hex,
+            n_trials=n_trials,
+            timeout=timeout,
+            code=code,
         )
         self.interrupted_trials: list[optuna.Trial] = []
         self.checkpoints: dict[int, str] = {}
         self.num_launched = 0
         last = folder.last_call()
         try:
-            if last is None or last.has_ended:
-                folder.record_call(self._call)
-            else:
+            if last is not None and not last.has_ended:
                 self._resume(last)
+            folder.record_call(self._call)
         except OSError as error:
             raise FleetConfigError(
                 f"The checkpoint folder {folder.path} can't be written to ({error.strerror}): "
@@ -78,14 +83,17 @@ class TrialOwnership:
         """Go on for a driver that died: with its whole call, or only with its trials."""
         trials = [t for t in compat.trials_of(self._study) if _is_claimed(t, dead.id)]
         running = [t for t in trials if t.state is TrialState.RUNNING]
+        has_changed = bool(dead.code) and dead.code != self._call.code
+        if has_changed and dead.was_interrupted:
+            self._drop(running)
+            return
         if (dead.n_trials, dead.timeout) == (self._call.n_trials, self._call.timeout):
-            self._call = dead
+            self._call = replace(self._call, id=dead.id)
             self.num_launched = sum(t.state is not TrialState.WAITING for t in trials)
         else:
             self.num_launched = len(running)
             for trial in running:
                 compat.set_trial_record(self._study, trial, *self._mark(trial.number))
-            self._folder.record_call(self._call)
         for trial in trials:
             if trial.state is TrialState.WAITING:  # returned to the study
                 compat.set_trial_record(self._study, trial, self._key, None)
@@ -98,6 +106,22 @@ class TrialOwnership:
                 f"An earlier call was cut short: {len(trials) - len(running)} of its trials "
                 f"are done, {len(running)} go on, {len(self.checkpoints)} of them from a "
                 "checkpoint."
+            )
+        if has_changed and running:
+            compat.fleet_logger.warning(
+                f"The objective is another one than when trials {_numbers(running)} began, which "
+                "go on with it."
+            )
+
+    def _drop(self, running: list[FrozenTrial]) -> None:
+        """Somebody has interrupted a call and changed the objective: its trials are no more."""
+        for trial in running:
+            self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+        if running:
+            compat.fleet_logger.warning(
+                "The objective, or a number or string that it uses, was changed after an "
+                f"interrupt: trials {_numbers(running)}, which were under way, are failed, and "
+                "this is a call of its own."
             )
 
     @property
@@ -131,16 +155,25 @@ class TrialOwnership:
                 "the same call begins anew."
             )
 
-    def end(self) -> None:
-        """The call is over; but it will be gone on with if one of its trials is still RUNNING.
+    def end(self, *, was_interrupted: bool = False) -> None:
+        """The call is over; but it will be gone on with if it was interrupted.
+
+        Or if one of its trials is still RUNNING.
 
         Raises:
             Exception: The study can't be read, or the record not be written.
         """
+        if was_interrupted:
+            self._folder.record_call(replace(self._call, was_interrupted=True))
+            return
         trials = compat.trials_of(self._study, TrialState.RUNNING)
         if not any(_is_claimed(trial, self._call.id) for trial in trials):
             self._folder.record_call(replace(self._call, has_ended=True))
             self._folder.drop_all_but(unfinished=set(), finals=self._folder.finals())
+
+
+def _numbers(trials: list[FrozenTrial]) -> str:
+    return ", ".join(str(trial.number) for trial in trials)
 
 
 def _is_claimed(trial: FrozenTrial, call_id: str) -> bool:

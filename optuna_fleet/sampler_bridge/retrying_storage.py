@@ -214,12 +214,12 @@ class RetryingStorage:
         if left_s <= 0:
             raise StorageLostError(
                 f"The study's storage has been gone for {self._patience_s:g} s, which is "
-                f"`storage_patience_s`: {_in_words(error)}. Trials that were under way are still "
+                f"`storage_patience_s`: {in_words(error)}. Trials that were under way are still "
                 "RUNNING there."
             ) from error
         if is_first:
             compat.fleet_logger.warning(
-                f"The study's storage is gone: {_in_words(error)}. Waiting for it, for at most "
+                f"The study's storage is gone: {in_words(error)}. Waiting for it, for at most "
                 f"{self._patience_s:g} s."
             )
         time.sleep(min(pause_s, left_s))
@@ -246,7 +246,7 @@ def stop_retrying(study: optuna.Study) -> None:
         compat.set_storage(study, storage.itself)
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """The error's type and first line; of Optuna's own that of its cause, which says more."""
     error = error.__cause__ or error
     lines = str(error).strip().splitlines()

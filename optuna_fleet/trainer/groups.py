@@ -41,8 +41,8 @@ _leaving: list[threading.Thread] = []
 
 # Before torch 2.7 a group ends when its last reference does: it then waits for its threads and
 # keeps the interpreter's lock, which one of them may still want. By the time that the next group
-# is left it does not.
-_CAN_SHUT_DOWN = hasattr(dist.ProcessGroup, "shutdown")
+# is left it does not, unless ranks went different ways.
+CAN_SHUT_DOWN = hasattr(dist.ProcessGroup, "shutdown")
 _kept: list[dist.ProcessGroup] = []
 
 
@@ -164,6 +164,14 @@ def leave_group() -> None:
         _abort_group()
 
 
+def can_leave_alone(device_kind: str) -> bool:
+    """Whether the default group can be left while its other ranks are in a collective.
+
+    NCCL's end, abrupt or not, waits for that, and before torch 2.7 gloo's does.
+    """
+    return group_size() == 1 or (device_kind == "cpu" and CAN_SHUT_DOWN)
+
+
 def _leave_aside() -> None:
     """Forget the default group at once, and shut it down in a thread.
 
@@ -173,7 +181,7 @@ def _leave_aside() -> None:
     """
     global _kept
     groups = list(dist.distributed_c10d._world.pg_names)
-    if not _CAN_SHUT_DOWN:
+    if not CAN_SHUT_DOWN:
         groups, _kept = _kept, groups
     _forget_group()
     _leaving[:] = [thread for thread in _leaving if thread.is_alive()]

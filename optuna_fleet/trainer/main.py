@@ -163,7 +163,7 @@ class Trainer:
         ended_s = time.monotonic()  # not of this process only, and nobody can set it
         usage = Usage()
         if training is not None:
-            usage = training.end(alone=alone)
+            usage = training.end(alone=alone, is_needed=self._held is not None)
             self._is_spent = self._is_spent or training.is_stuck
         if session.waits:
             return None

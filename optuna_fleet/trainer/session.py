@@ -81,6 +81,11 @@ class Session:
         self._lock = threading.RLock()
 
     @property
+    def num_calls(self) -> int:
+        """Calls that this rank has made in this run."""
+        return self._index
+
+    @property
     def progress(self) -> Progress:
         """How far the objective is, or was when it ended."""
         if self._left_at is not None:
@@ -172,12 +177,16 @@ class Session:
         raise why
 
     def check(self) -> None:
+        """Raise again what unwinds the objective, if anything does; or if other ranks are dead."""
+        self.check_unwinding()
+        self._check_peers()
+
+    def check_unwinding(self) -> None:
         """Raise again what unwinds the objective, if anything does."""
         if self._unwinding is None and self._inbox is not None and self._inbox.is_over:
             self._unwinding = DriverGoneError
         if self._unwinding is not None:
             raise self._unwinding
-        self._check_peers()
 
     def _check_peers(self) -> None:
         if self._inbox is not None and self._inbox.has_lost_peers(self.run.run_id):

@@ -27,7 +27,7 @@ from optuna_fleet.trainer.data.shards import Shards as Shards
 from optuna_fleet.trainer.gradients import collectives, module_hooks
 from optuna_fleet.trainer.gradients.replicas import Replicas
 from optuna_fleet.trainer.gradients.shares import BatchShares
-from optuna_fleet.trainer.groups import join_group_of, leave_group
+from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
 from optuna_fleet.trainer.moves.holding import Held, Holding
 from optuna_fleet.trainer.moves.moving import Moving
 from optuna_fleet.trainer.moves.regrouping import Regrouping
@@ -188,11 +188,12 @@ class Training:
         if collectives.all_reduce_sum(own) != [self._run.world_size * number for number in own]:
             raise TrainerLostError("the ranks did not all read the same checkpoint")
 
-    def end(self, *, alone: bool) -> Usage:
+    def end(self, *, alone: bool, is_needed: bool = False) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
 
         Args:
             alone: The other ranks may not be at their end.
+            is_needed: They are gone, and the trial goes on with what this process holds.
         """
         self._moving.end()
         self._holding.end()
@@ -202,9 +203,9 @@ class Training:
         if self._split_check is not None:
             self._split_check.close()
         self._saver.finish()  # or the file would appear when nobody expects it any more
-        # Its peers may be in a collective, and NCCL's end, abrupt or not, may wait for them, who
-        # end when the driver has heard of this failure. The process' own end waits for nobody.
-        self.is_stuck = alone and self._kind != "cpu" and self._run.world_size > 1
+        # Its peers may be in a collective, for which a group's end may wait. They end when the
+        # driver has heard of this failure. The process' own end waits for nobody.
+        self.is_stuck = alone and not is_needed and not can_leave_alone(self._kind)
         if not self.is_stuck:
             leave_group()
         return self._usage()

@@ -194,9 +194,10 @@ class FleetTrial(optuna.Trial):
     def totals(self) -> Totals:
         """Sums over an epoch, which follow the trial when it moves within one.
 
-        ``trial.totals["loss"] += loss.detach() * trial.shard_size`` in the loop over the batches;
-        after it `trial.totals["loss"]` is the sum over all devices, and
-        ``trial.totals.mean("loss", "samples")`` a quotient. All are 0 when an epoch begins.
+        ``trial.totals["loss"] += loss.detach() * trial.shard_size`` in the loop over the batches,
+        best before ``loss.backward()``; after the loop `trial.totals["loss"]` is the sum over all
+        devices, ``trial.totals.mean("loss", "samples")`` a quotient. All are 0 when an epoch
+        begins.
         """
         return self._training.totals
 

@@ -26,9 +26,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles all that is sent of the user's: cloudpickle, and what that can't do.
 
     That can't pickle modules that are more than a plain one (``torch.backends.cudnn``,
-    ``torch.ops``), cached properties (for their lock) and functions that torch compiles (for what
-    torch keeps with them); and it refers to functions with a cache by name, as if their script
-    could be imported.
+    ``torch.ops``), functions that pybind11 made (``torch._C``), cached properties (for their lock)
+    and functions that torch compiles (for what torch keeps with them); and it refers to functions
+    with a cache by name, as if their script could be imported.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -41,10 +41,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return functools.cached_property, (obj.func,), {"attrname": obj.attrname}
         if type(obj).__module__ == "torch._ops":  # torch.ops.aten.add, torch.ops.aten.add.Tensor
             return _reference(f"torch.ops.{obj}", obj) or NotImplemented
+        if isinstance(obj, types.BuiltinFunctionType) and _is_of_capsule(obj):
+            return _reference(f"{obj.__module__}.{obj.__name__}", obj) or NotImplemented
         reduction = super().reducer_override(obj)
         if isinstance(obj, types.FunctionType) and reduction is not NotImplemented:
             return _function_reduction(obj, reduction)
         return reduction
+
+
+def _is_of_capsule(function: Any) -> bool:
+    return type(function.__self__).__name__ == "PyCapsule"
 
 
 def _function_reduction(function: types.FunctionType, reduction: Any) -> Any:

@@ -85,9 +85,9 @@ def ruled_problems(draw, **limits):
     )
 
 
-def best_objective(problem, allocator=None):
+def best_objective(problem):
     """The largest objective of all admissible plans; tries them all."""
-    allocator = allocator or MipAllocator()
+    allocator = MipAllocator()
     values = allocator.values(problem)
     options = {c.number: [0] for c in problem.candidates}
     for number, m in values:
@@ -99,23 +99,20 @@ def best_objective(problem, allocator=None):
         flying = {t: m for t, m in zip(options, widths, strict=True) if m}
         work = sum(values[option] for option in flying.items())
         if sum(widths) <= problem.num_devices and work > best:
-            best = max(best, work - allocator.flotilla_cost * fewest(problem, flying, allocator))
+            best = max(best, work - allocator.flotilla_cost * fewest(problem, flying))
     return best
 
 
-def fewest(problem, widths, allocator):
+def fewest(problem, widths):
     """Fewest flotillas, of all ways to form them, that keep to the rules; infinite if none."""
     numbers = sorted(widths)
     rate = {t: problem.by_number[t].rate(m) for t, m in widths.items()}
-    most = len(numbers) if allocator.max_flotillas is None else allocator.max_flotillas
-    phases = problem.phases or allocator.phases
     found = math.inf
     for groups in partitions(numbers):
         rates = [[rate[t] for t in group] for group in groups]
         alike = all(len({problem.by_number[t].epochs_done for t in g}) == 1 for g in groups)
         if (
-            len(groups) <= most
-            and (alike or not phases)
+            (alike or not problem.phases)
             and all(max(r) <= min(r) * problem.rate_spread for r in rates)
             and sum(map(max, rates)) <= least_capacity(problem) * (1 + 1e-9)
         ):

@@ -221,48 +221,9 @@ def test_equal_problems_have_equal_answers(problem):
     assert solve_exactly(again) == solve_exactly(problem)
 
 
-@pytest.mark.parametrize(
-    ("values", "capacities", "message"),
-    [
-        ([[0.0, 1.0]], (), "`capacities`"),
-        ([[0.0, 1.0]], (-1,), r"`capacities` is \(-1,\), but must hold"),
-        ([[0, 1]], (1,), "trial 1 is an array of int64"),
-        ([0.0, 1.0], (1,), r"trial 1 is an array of float64 \[2\]"),
-        ([[0.0, 1.0]], (1, 1), r"must be one of float64 \[2, max_width \+ 1\]"),
-        ([[]], (1,), "trial 1 is an array"),
-        ([[0.0, np.nan]], (1,), "trial 1 holds nan or inf"),
-        ([[0.0, INF]], (1,), "trial 1 holds nan or inf"),
-        ([[-INF, 0.0]], (1,), r"trial 1 holds \[-inf\] for no devices"),
-        ([[0.0, 1.0], [1.0, 1.0]], (1, 1), r"trial 1 holds \[0.0, 1.0\] for no devices"),
-    ],
-)
-def test_impossible_problems_are_refused(values, capacities, message):
-    first = np.zeros((max(1, len(capacities)), 2))
-    with pytest.raises(ValueError, match=message):
-        CountProblem(values=(first, np.array(values)), capacities=capacities)
-
-
-@pytest.mark.parametrize("widths", [[(0, 1)], [(0, 2), (0, 1)], [(0, 0)] * 3])
-def test_impossible_widths_have_no_objective(widths):
-    problem = of_one_kind([0, 1, 2], [0, 1, 2], capacity=2)
-    with pytest.raises(ValueError, match="`widths`"):
-        objective_of(problem, widths)
-
-
 @pytest.mark.parametrize("width", [1, 3])
 def test_inadmissible_widths_are_worth_nothing_at_all(width):
     assert objective_of(of_one_kind([0, -INF, 2], capacity=5), [(0, width)]) == -INF
-
-
-def test_dp_refuses_many_devices_of_several_kinds():
-    table = np.zeros((2, 5001))
-    with pytest.raises(ValueError, match="use `solve_by_mip`"):
-        solve_exactly(CountProblem(values=(table,), capacities=(5000, 5000)))
-
-
-def test_mip_refuses_no_time():
-    with pytest.raises(ValueError, match="`time_limit_s` is 0"):
-        solve_by_mip(of_one_kind([0, 1], capacity=1), 0.0)
 
 
 @pytest.mark.parametrize("ending", ["NO_SOLUTION_FOUND", "ERROR", None])

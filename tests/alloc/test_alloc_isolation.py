@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing.connection import Connection
 
 import pytest
 from alloc_cases import counts, slide_problem
@@ -18,7 +19,6 @@ from optuna_fleet.alloc import (
     MipAllocator,
     validate,
 )
-from optuna_fleet.alloc.isolation import HEADER
 
 pytestmark = pytest.mark.usefixtures("afresh")
 
@@ -174,7 +174,8 @@ def test_a_solver_whose_driver_was_killed_ends_without_a_word() -> None:
         assert solver.stdout is not None
         assert solver.stderr is not None
         solver.stdout.close()
-        solver.stdin.write(HEADER.pack(1) + b"?")
+        with Connection(os.dup(solver.stdin.fileno()), readable=False) as requests:
+            requests.send_bytes(b"?")
         solver.stdin.close()
         assert solver.stderr.read() == b""
     assert solver.returncode == 0

@@ -412,28 +412,6 @@ def test_a_trial_flies_on_one_type_at_the_rate_it_has_there(devices, rate, messa
         validate(problem, assigned(devices, rate))
 
 
-@pytest.mark.parametrize(
-    ("changes", "kinds", "message"),
-    [
-        ({}, ("a",), "must name the device type of each of the 2 nodes"),
-        ({}, ("a", "c"), r"must be for all of \['a', 'c'\]"),
-        ({"devices": (0, 1)}, ("a", "b"), r"has \['a', 'b'\], but must be of one device type"),
-        ({"devices": (1,)}, ("a", "b"), "must be that for 'b', where it flies"),
-    ],
-)
-def test_types_that_do_not_fit_are_refused(changes, kinds, message):
-    rates = {"a": (10.0, 20.0), "b": (30.0, 60.0)}
-    candidate = Candidate(number=1, rates=rates["a"], rates_by_kind=rates, **changes)
-    with pytest.raises(ValueError, match=message):
-        AllocationProblem(candidates=(candidate,), nodes=((0,), (1,)), kinds=kinds)
-
-
-@pytest.mark.parametrize("rates", [(1.0,), (1.0, -1.0), (1.0, math.nan), (1.0, 2.0, 3.0)])
-def test_rates_of_a_type_that_are_no_rates_are_refused(rates):
-    with pytest.raises(ValueError, match="but must hold 2 rates, all finite and > 0"):
-        Candidate(number=1, rates=(1.0, 2.0), rates_by_kind={"a": rates})
-
-
 # -- the lower bound ---------------------------------------------------------------------------
 
 

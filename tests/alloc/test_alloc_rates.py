@@ -4,13 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc import (
-    DEFAULT_SCALING,
-    RateProfile,
-    pooled_scaling,
-    profiling_width,
-    rate_of,
-)
+from optuna_fleet.alloc.rates import DEFAULT_SCALING, RateProfile, pooled_scaling, rate_of
 
 
 def profile(**measured):
@@ -64,26 +58,12 @@ def test_rates_are_finite_and_positive(measured, max_devices, scaling):
     assert all(math.isfinite(r) and r > 0 for r in rates)
 
 
-@pytest.mark.parametrize("measured", [{}, {0: 1.0}, {1: 0.0}, {1: math.nan}, {2: math.inf}])
-def test_impossible_measurements_are_refused(measured):
-    with pytest.raises(ValueError, match="measured"):
-        RateProfile(structure="s", measured=measured)
-
-
 def test_pooled_scaling_is_the_median_of_what_is_known():
     known = [profile(m1=100, m2=200 * f) for f in (0.9, 0.8, 0.1)]
     assert pooled_scaling([*known, profile(m1=5)]) == pytest.approx(0.8)
     assert pooled_scaling([profile(m1=5)]) == DEFAULT_SCALING
     assert pooled_scaling([profile(m1=1, m2=100)]) == 1.0
     assert pooled_scaling([profile(m1=100, m2=1)]) == 0.3
-
-
-@pytest.mark.parametrize(
-    ("rates", "per_node", "devices", "expected"),
-    [((176, 21), 4, 160, 9), ((100, 80), 4, 160, 8), ((176, 21), 4, 6, 6), ((50,), 1, 1, 1)],
-)
-def test_profiling_width_is_that_of_fleet(rates, per_node, devices, expected):
-    assert profiling_width(rates, per_node, devices) == expected
 
 
 def test_rate_of_times_the_last_20_of_48_batches():
@@ -103,11 +83,3 @@ def test_rate_of_weighs_a_short_last_batch_by_its_size():
 def test_rate_of_leaves_out_the_first_batch_unless_it_is_the_only_one():
     assert rate_of([5.0, 1.0], [10, 10]) == 10
     assert rate_of([5.0], [10]) == 2
-
-
-@pytest.mark.parametrize(
-    ("durations", "samples"), [([], []), ([1.0], []), ([0.0], [1]), ([1.0], [0])]
-)
-def test_rate_of_refuses_what_it_can_not_divide(durations, samples):
-    with pytest.raises(ValueError, match="durations_s"):
-        rate_of(durations, samples)

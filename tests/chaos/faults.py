@@ -184,7 +184,7 @@ def _drawn(
     kind, trial = KINDS[name], chance.choice(possible)
     epochs = lengths[trial]
     if kind.wide:
-        return Fault(kind=name, trial=trial, at=1)  # as soon as it has two devices
+        return Fault(kind=name, trial=trial, at=1)  # there must be an epoch to go on from
     after_s = chance.uniform(0.0, kind.late) if kind.late else 0.0
     if kind.site == "begin":
         return Fault(kind=name, trial=None, at=1, after_s=after_s)

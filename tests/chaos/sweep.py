@@ -12,7 +12,7 @@ import functools
 import logging
 import signal
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import optuna
@@ -47,21 +47,17 @@ class WatchedNoise(Noise):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedAllocator:
-    """Two devices for every third trial; reaches a moment, in the solver's process, each time."""
+    """Equal shares; reaches a moment, in the solver's process, each time."""
 
     name: str = "watched"
 
     def allocate(self, problem: Any) -> Any:
         reach("decision")
-        candidates = tuple(
-            replace(candidate, min_devices=2 if is_wide(candidate.number) else 1)
-            for candidate in problem.candidates
-        )
-        return EqualSplitAllocator().allocate(replace(problem, candidates=candidates))
+        return EqualSplitAllocator().allocate(problem)
 
 
 def is_wide(number: int) -> bool:
-    """Whether this trial gets two devices after its first epoch."""
+    """Whether this trial trains on two devices or more."""
     return number % 3 == 2
 
 
@@ -72,7 +68,8 @@ def objective(trial: Any) -> float:
     optimizer = torch.optim.SGD(
         model.parameters(), lr=trial.suggest_float("lr", 0.0003, 0.006), momentum=0.9
     )
-    model, optimizer = trial.prepare(model, optimizer)
+    least = 2 if is_wide(trial.number) else 1
+    model, optimizer = trial.prepare(model, optimizer, min_devices=least)
     losses = trial.state.setdefault("losses", [])
     for epoch in trial.epochs(EPOCHS):
         after_step = functools.partial(_reach_mid_epoch, trial, epoch)
@@ -154,7 +151,7 @@ def _fleet(checkpoints: str) -> FleetExecutor:
         devices=4,
         device_type="cpu",
         policy=policies.Own(allocator=WatchedAllocator(), paradigm="elastic"),
-        max_trials=3,  # so that one of them may have two devices
+        max_trials=3,  # so that there are devices to share out
         checkpoints=Checkpoints(checkpoints, interval_s=0.0),
         limits=Limits(max_restarts=100, hang_s=3.0),
         seed=5,

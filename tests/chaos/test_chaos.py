@@ -112,9 +112,8 @@ def test_a_struck_sweep_ends_with_the_records_of_the_undisturbed_one(
         nursery=nursery,
     )
     assert result.problems == [], result.log
-    # The sweep may be over when a late one strikes, a trial before it has a second device.
-    missed = [fault for fault in result.unreached if not KINDS[fault.kind].wide]
-    assert [fault for fault in missed if not fault.after_s] == [], result.log
+    # Where the machine is fast, the sweep may be over when a late one strikes.
+    assert [fault for fault in result.unreached if not fault.after_s] == [], result.log
     assert result.strikes, result.log
     assert differences(result, undisturbed) == {}, result.log
     if name == "an outage":

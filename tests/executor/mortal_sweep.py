@@ -1,14 +1,13 @@
 """A sweep whose driver kills itself before or after a given write to its storage.
 
-``python -m tests.executor.mortal_sweep FOLDER KIND TICK``: TICK 0 lets it live; it then prints how
-many ticks there were. The same command again goes on with what a killed one left.
+``python -m tests.executor.mortal_sweep FOLDER KIND TICK SIGNAL``: TICK 0 lets it live; it then
+prints how many ticks there were. The same command again goes on with what a killed one left.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,28 +51,28 @@ def training(trial: Any) -> float:
     return value
 
 
-def let_die(kind: type, names: tuple[str, ...], at: int) -> None:
+def let_die(kind: type, names: tuple[str, ...], at: int, how: int) -> None:
     """Have this process die before or after one of the calls of these methods."""
     for name in names:
-        setattr(kind, name, _mortal(getattr(kind, name), at))
+        setattr(kind, name, _mortal(getattr(kind, name), at, how))
 
 
-def _mortal(method: Any, at: int) -> Any:
+def _mortal(method: Any, at: int, how: int) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        _tick(at)
+        _tick(at, how)
         result = method(*args, **kwargs)
-        _tick(at)
+        _tick(at, how)
         return result
 
     return call
 
 
-def _tick(at: int) -> None:
+def _tick(at: int, how: int) -> None:
     if next(_ticks) == at:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), how)
 
 
-def main(folder: Path, kind: str, at: int) -> None:
+def main(folder: Path, kind: str, at: int, how: int) -> None:
     storage = JournalStorage(JournalFileBackend(str(folder / "journal")))
     study = optuna.create_study(
         storage=storage,
@@ -90,12 +89,12 @@ def main(folder: Path, kind: str, at: int) -> None:
 
         options["checkpoints"] = Checkpoints(folder / "checkpoints", interval_s=0.0)
         objective, fleet = training, fleet_of(**options)
-    let_die(JournalStorage, _WRITES, at)
-    let_die(StudyFolder, ("record_call", "_remove", "left"), at)
+    let_die(JournalStorage, _WRITES, at, how)
+    let_die(StudyFolder, ("record_call", "_remove", "left"), at, how)
     with fleet:
         study.optimize(objective, n_trials=NUM_TRIALS, executor=fleet)
     print("TICKS", next(_ticks) - 1)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -144,6 +144,37 @@ def test_what_can_not_be_written_is_not_waited_for(how: str) -> None:
     assert list(lost) == [Start(launch=launch_on(0))]
 
 
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_it_is_written_before_all_who_wait_are_gone(is_told_first: bool) -> None:
+    """Be it that nothing else is free, and no launch comes."""
+    fleet = Fleet(3, 1, 2)
+    fleet.run.stays = (0, 1)
+    if is_told_first:
+        fleet.handovers.leaving([3, 1, 2])
+    fleet.stop(3)
+    assert fleet.told() == ({3: True} if is_told_first else {})
+    fleet.stop(1)
+    if not is_told_first:
+        fleet.handovers.leaving([2, 1])
+        assert fleet.told() == {}
+        fleet.handovers.leaving([3])
+    assert fleet.told() == {3: True, 1: False}
+    assert list(fleet.handovers.take(SAVED)) == []
+    for device in (3, 1):
+        assert list(fleet.handovers.device_lost(device)) == []
+    start = fleet.launch(3)
+    assert start is not None
+    assert (start.follows, start.launch.checkpoint) == (None, "there")
+
+
+def test_a_device_that_was_lost_is_not_gone_for_good() -> None:
+    fleet = Fleet(3, 1)
+    fleet.handovers.leaving([3])
+    assert list(fleet.handovers.device_lost(3)) == []
+    fleet.stop(3)
+    assert fleet.told() == {}
+
+
 def test_no_run_begins_where_a_trainer_is_missing() -> None:
     fleet = stopped(3, 1)
     assert fleet.launch(0) is None

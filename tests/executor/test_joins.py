@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from optuna_fleet.events import DeviceGone, DeviceJoined, RunLingers
-from optuna_fleet.executor.call.endings import LEAVE_S, Endings
-from optuna_fleet.executor.call.joins import AWAIT_S, GATHER_S, Joins
+from optuna_fleet.executor.call.gathering import AWAIT_S, GATHER_S, LEAVE_S, Endings, Joins
 from optuna_fleet.resources import Device
 
 A, B = (DeviceJoined(device=Device(index=i, node=i, kind="cpu")) for i in range(2))

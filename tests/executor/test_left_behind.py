@@ -7,20 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import optuna
 import pytest
 from optuna.trial import TrialState
 
 from tests import leftovers
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 240.0
 
 PLAIN = """
 import gc, json, os, sys, threading
@@ -111,7 +109,7 @@ class Script:
         )
 
     def finish(self) -> tuple[str, str]:
-        return self.process.communicate(timeout=PATIENCE_S)
+        return self.process.communicate()
 
     def processes(self) -> list[int]:
         """Every living process that descends from the script."""
@@ -148,13 +146,6 @@ def links(pid: int) -> set[str]:
     except OSError:
         pass
     return found
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ import math
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,17 +21,11 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_fleet import FleetConfigError, FleetExecutor
 from optuna_fleet.sampler_bridge.loop import Loop
 from tests.fleets import small_model
+from tests.waiting import until
 
 COMPLETE, FAIL, PRUNED = TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED
 RUNNING, WAITING = TrialState.RUNNING, TrialState.WAITING
 ROOT = Path(__file__).parents[2]
-
-
-def until(condition: Callable[[], Any], limit_s: float = 240.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def quadratic(trial: Any) -> float:
@@ -444,24 +437,29 @@ def test_trials_of_others_are_not_touched(fleet: Any, storages: dict[str, Any]) 
     study.tell(other, 1.0)
 
 
-def outlast_its_grace(trial: Any) -> float:
-    stale = trial.storage._get_stale_trial_ids
-    until(lambda: time.time() - trial.datetime_start.timestamp() > 3.5)
-    return float(len(stale(trial.study._study_id)))
+def wait_for(trial: Any, *, file: Path) -> float:
+    until(file.exists)
+    return 0.0
 
 
 def test_heartbeats_are_recorded_while_a_trial_runs(fleet: Any, tmp_path: Path) -> None:
     kind = optuna.storages.RDBStorage
     with pytest.warns(optuna.exceptions.ExperimentalWarning):
-        storage = kind(f"sqlite:///{tmp_path}/b.db", heartbeat_interval=1, grace_period=2)
+        storage = kind(f"sqlite:///{tmp_path}/b.db", heartbeat_interval=1)
     study = optuna.create_study(storage=storage)
-    beat = mock.patch.object(
-        kind, "record_heartbeat", autospec=True, side_effect=kind.record_heartbeat
-    )
-    with beat as record:
-        study.optimize(outlast_its_grace, n_trials=1, executor=fleet)
-    assert record.call_count >= 3
-    assert study.best_value == 0  # never stale, although it outlasted the grace period
+    record, beaten = kind.record_heartbeat, []
+
+    def beat(storage: Any, trial_id: int) -> None:
+        record(storage, trial_id)
+        beaten.append(trial_id)
+        if len(beaten) == 3:
+            (tmp_path / "beaten").touch()
+
+    objective = functools.partial(wait_for, file=tmp_path / "beaten")
+    with mock.patch.object(kind, "record_heartbeat", beat):
+        study.optimize(objective, n_trials=1, executor=fleet)
+    assert set(beaten) == {study.trials[0]._trial_id}
+    assert states(study) == [COMPLETE]
     storage.engine.dispose()
 
 
@@ -546,7 +544,7 @@ def interrupt(study: optuna.Study, trial: FrozenTrial) -> None:
 
 def wait_forever(trial: Any) -> float:
     if trial.number > 0:
-        until(lambda: False, 600)
+        until(lambda: False)
     until(lambda: len(trial.study.trials) == 4)
     return 0.0
 

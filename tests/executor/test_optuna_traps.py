@@ -6,9 +6,8 @@ import functools
 import os
 import pickle
 import signal
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +23,7 @@ from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge.ledger import Ledger, flights_of
 from optuna_fleet.sampler_bridge.loop import Loop
 from tests.fleets import Leg
+from tests.waiting import until
 
 COMPLETE, FAIL, RUNNING, WAITING = (
     TrialState.COMPLETE,
@@ -31,13 +31,6 @@ COMPLETE, FAIL, RUNNING, WAITING = (
     TrialState.RUNNING,
     TrialState.WAITING,
 )
-
-
-def until(condition: Callable[[], Any], limit_s: float = 240.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def states(study: optuna.Study) -> list[TrialState]:
@@ -70,7 +63,7 @@ def interrupt_driver(trial: Any, *, driver: int, num_trials: int) -> float:
     if trial.number == 0:
         until(lambda: len(trial.study.trials) == num_trials)
         os.kill(driver, signal.SIGINT)
-    until(lambda: False, 600)
+    until(lambda: False)
     return 0.0
 
 

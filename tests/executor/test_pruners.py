@@ -23,10 +23,7 @@ from optuna_fleet import FleetExecutor
 from tests.fleets import Leg
 from tests.samplers import ByNumber
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 STEPS = 9
 PRUNERS: dict[str, Callable[[], BasePruner]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import random
@@ -61,16 +62,26 @@ def files(folder: Path) -> set[str]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("kind", "num_deaths"),
-    [("plain", (1, 1, 1, 2)), ("training", (2,))],
-    ids=["plain", "training"],
+    ("kind", "num_deaths", "how"),
+    [
+        ("plain", (1, 1, 1, 2), signal.SIGKILL),
+        ("training", (2,), signal.SIGKILL),
+        ("plain", (1, 1, 2), signal.SIGINT),
+        ("training", (2,), signal.SIGINT),
+    ],
+    ids=["plain-killed", "training-killed", "plain-interrupted", "training-interrupted"],
 )
 def test_the_same_command_goes_on_after_its_driver_was_killed(
-    nursery: Nursery, tmp_path: Path, kind: str, num_deaths: tuple[int, ...]
+    nursery: Nursery,
+    tmp_path: Path,
+    kind: str,
+    num_deaths: tuple[int, ...],
+    how: signal.Signals,
 ) -> None:
     def sweep(folder: Path, kind: str, at: int) -> CompletedProcess[str]:
         folder.mkdir(exist_ok=True)
-        return nursery.run("tests.executor.mortal_sweep", str(folder), kind, str(at))
+        arguments = (str(folder), kind, str(at), str(int(how)))
+        return nursery.run("tests.executor.mortal_sweep", *arguments)
 
     undisturbed = tmp_path / "undisturbed"
     ticks = num_ticks(sweep(undisturbed, kind, 0))
@@ -83,7 +94,8 @@ def test_the_same_command_goes_on_after_its_driver_was_killed(
                 1, (ticks - 10) // deaths
             )  # the last ones are after the call's end
             died = sweep(folder, kind, at)
-            assert died.returncode == -signal.SIGKILL, (at, death, died.stderr)
+            code = -how if how is signal.SIGKILL else 1
+            assert died.returncode == code, (at, death, died.stderr)
         num_ticks(sweep(folder, kind, 0))
         assert records(folder) == want, f"killed at write {at}"
         assert files(folder) == files(undisturbed)
@@ -354,3 +366,75 @@ def test_a_folder_that_can_not_be_used_is_refused(fleet: Any, root: Path) -> Non
     with pytest.raises(FleetConfigError, match="remove it to begin a new call"):
         study.optimize(objective, n_trials=1, executor=fleet)
     assert study.trials == []
+
+
+# -- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+def pressing(trial: Any, *, flag: Path, driver: int) -> float:
+    """Press Ctrl-C, and never return, while there is such a file."""
+    if flag.exists():
+        os.kill(driver, signal.SIGINT)
+        threading.Event().wait()
+    return objective(trial)
+
+
+def changed(trial: Any) -> float:
+    return objective(trial) + 1
+
+
+@pytest.fixture
+def interrupted(fleet: Any, tmp_path: Path, log: io.StringIO) -> Any:
+    """A study in which Ctrl-C was pressed in the second trial, and its objective."""
+    study, flag = optuna.create_study(), tmp_path / "flag"
+    presses = functools.partial(pressing, flag=flag, driver=os.getpid())
+    study.enqueue_trial({"x": 0.25})
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(presses, 3, callbacks=[lambda *_: flag.touch()], executor=fleet)
+    assert states(study) == [COMPLETE, RUNNING]
+    assert "Trials under way (1) stay RUNNING" in log.getvalue()
+    flag.unlink()
+    return study, presses
+
+
+def test_the_same_call_goes_on_after_an_interrupt(fleet: Any, interrupted: Any) -> None:
+    study, presses = interrupted
+    study.optimize(presses, 3, executor=fleet)
+    assert states(study) == [COMPLETE] * 3
+    study.optimize(presses, 3, executor=fleet)
+    assert states(study) == [COMPLETE] * 6
+
+
+def test_an_objective_changed_after_an_interrupt_gets_trials_of_its_own(
+    fleet: Any, interrupted: Any
+) -> None:
+    study, _ = interrupted
+    study.optimize(changed, 3, executor=fleet)
+    assert states(study) == [COMPLETE, FAIL, COMPLETE, COMPLETE, COMPLETE]
+
+
+def test_an_interrupt_while_no_trial_is_under_way(fleet: Any, root: Path) -> None:
+    study = optuna.create_study()
+    folder, calls = StudyFolder(root, study.study_name), []
+
+    def interrupt(study: optuna.Study, trial: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(objective, 3, callbacks=[interrupt], executor=fleet)
+    calls.append(folder.last_call())
+    look = [lambda *_: calls.append(folder.last_call())]
+    study.optimize(objective, 3, callbacks=look, executor=fleet)
+    assert states(study) == [COMPLETE] * 3
+    # If its driver dies now, that is no interrupt.
+    assert [call and call.was_interrupted for call in calls] == [True, False, False]
+
+
+def test_a_changed_objective_goes_on_with_a_dead_drivers_trials_and_says_so(
+    fleet: Any, root: Path, log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    TrialOwnership(study, StudyFolder(root, study.study_name), 1, None, code="another's").ask()
+    study.optimize(objective, 1, executor=fleet)
+    assert states(study) == [COMPLETE]
+    assert "another one than when trials 0 began" in log.getvalue()

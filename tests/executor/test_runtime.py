@@ -23,7 +23,14 @@ import pytest
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
-from optuna_fleet.events import AnswerEpoch, DeviceJoined, Ending, EpochDecision, Launch
+from optuna_fleet.events import (
+    AnswerEpoch,
+    DeviceJoined,
+    DeviceLeaving,
+    Ending,
+    EpochDecision,
+    Launch,
+)
 from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.deadlines import Deadlines
@@ -580,6 +587,11 @@ def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
     assert leaving.devices == (0, 1)
     assert "its time limit" in leaving.text
     assert hear(runtime) == []
+    device = runtime.agents.devices[0]  # which is ready too late to be of use
+    assert trainer_ready(runtime) == [DeviceJoined(device=device), DeviceLeaving(device=0)]
+    (lost,) = die(runtime, KILLED)
+    runtime.device_events(*lost.exits)
+    assert trainer_ready(runtime) == [DeviceJoined(device=device)]
 
 
 def test_an_engine_is_told_how_many_nodes_would_be_used(

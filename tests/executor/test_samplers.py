@@ -33,12 +33,9 @@ from optuna_fleet import FleetExecutor
 from optuna_fleet.executor.call import call_handler
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.batching import reason_to_wait
-from tests.executor.test_optuna_semantics import until
+from tests.waiting import until
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 COMPLETE, FAIL, PRUNED = TrialState.COMPLETE, TrialState.FAIL, TrialState.PRUNED
 RUNNING, WAITING = TrialState.RUNNING, TrialState.WAITING

@@ -26,10 +26,7 @@ from optuna_fleet.sampler_bridge.retrying_storage import RetryingStorage, is_gon
 from tests.executor.storage_servers import Postgres, Proxy
 from tests.nursery import Nursery
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning"),
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
 KINDS = ["memory", "sqlite", "journal", "grpc", "postgres"]
 GRID = {"x": [0, 1, 2, 3], "kind": ["a", "b"]}

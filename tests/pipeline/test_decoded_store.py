@@ -74,11 +74,12 @@ def test_later_epochs_load_no_sample_again_and_look_the_same(plain):
         assert same(epochs(agent.client(), 1), plain[:1])
         loaded = COUNTS[:40].copy()
         assert same(epochs(agent.client()), plain)
-        # Splitting is tried on sample 0; the one that told the size was not stored yet.
-        assert (COUNTS[1:40] - loaded[1:]).sum() <= 4
+        # Splitting is tried on sample 0. Those that told the size were not stored, and those of
+        # one chunk not yet when the next epoch was begun beside it.
+        assert (COUNTS[1:40] - loaded[1:]).sum() <= 16
         stats = agent.stats()
         assert agent.notices() == []
-    assert stats.num_loaded >= 76
+    assert stats.num_loaded >= 80 - 16
     assert 40 * 3 * 18 * 18 <= stats.decoded_bytes <= 1 << 20
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.fleet.sharing import ChunkSharing, measured_of
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.exchange.board import Board
 from optuna_fleet.pipeline.exchange.cost import Measured, choose, peak
 from optuna_fleet.pipeline.exchange.plan import Peer, Plan
 from optuna_fleet.pipeline.spec import ChunkKey
@@ -54,23 +53,6 @@ def test_a_node_that_goes_leaves_the_chunks_of_the_others_where_they_are(count, 
         owner = Plan(scheme="all-shared", peers=before).owner(key)
         if owner in after:
             assert Plan(scheme="all-shared", peers=after).owner(key) == owner
-
-
-def test_a_plan_that_is_being_written_is_not_read():
-    board, first, second = Board(), *(Plan(scheme="all-shared", peers=peers(n)) for n in (2, 3))
-    assert board.plan() == Plan()
-    board.publish(first)
-    assert board.plan() == first
-    board.leave_out(first.peers[1])
-    assert [board.is_left_out(peer) for peer in first.peers] == [False, True]
-    place = 8 * 8192 + 40
-    byte = board._memory[place]
-    board.publish(second)
-    written, board._memory[place] = board._memory[place], byte ^ 1
-    assert board.plan() == first
-    board._memory[place] = written
-    assert board.plan() == second
-    assert not board.is_left_out(second.peers[1])
 
 
 # -- costs ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.preprocessor.generators import draw, is_generator, seed
+from optuna_fleet.pipeline.preprocessor.order import draw, is_generator, seed_generator
 from tests.pipeline.pipeline_harness import Agent
 
 SIZE = 24
@@ -142,7 +142,7 @@ def test_what_can_be_seeded() -> None:
         assert is_generator(generator)
         drawn = []
         for number in (0, 2**64 - 1, 0):
-            seed(generator, number)
+            seed_generator(generator, number)
             drawn.append(draw(generator))
         assert drawn[0] == drawn[2] != drawn[1]
     assert not any(map(is_generator, (random.SystemRandom(), 3, random, np.random.PCG64(0))))

@@ -168,7 +168,7 @@ def client(agent) -> PipelineClient:
 
 
 def test_lengths(client):
-    assert client.sample_count("train") == 150
+    assert client.spec.dataset("train").num_samples == 150
     assert len(client.read("train", epoch=0, batch_size=40)) == 4
     assert len(client.read("train", epoch=0, batch_size=40, drop_last=True)) == 3
     assert len(client.read("train", epoch=0, batch_size=40, first_step=3)) == 1

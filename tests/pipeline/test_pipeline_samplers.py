@@ -103,7 +103,7 @@ def test_an_epoch_is_the_same_for_all_trials(name):
     pipeline = SharedPipeline(train=dataset, sampler=sampler, seed=3)
     with serving(pipeline, num_preprocessors=3, chunk_bytes=8000) as agent:
         client = agent.client()
-        assert client.sample_count("train") == len(sampler)
+        assert client.spec.dataset("train").num_samples == len(sampler)
         assert len(client.read("train", epoch=0, batch_size=4)) == -(-len(sampler) // 4)
         epochs = [labels(client, epoch) for epoch in range(3)]
         # Whoever comes later, with another batch size, in the middle, or on several devices.
@@ -358,7 +358,7 @@ def test_padded_batches_of_any_size_on_any_number_of_devices(batch_size):
 
 
 def test_an_order_is_drawn_once_for_all_processes():
-    orders = OrderFile({"train": 3000, "val": 10})
+    orders = OrderFile(3000)
     drawn = torch.zeros(1, dtype=torch.int64).share_memory_()
     gate, opened = os.pipe()
     begun, begin = os.pipe()
@@ -372,7 +372,7 @@ def test_an_order_is_drawn_once_for_all_processes():
         os.close(opened)
         os.write(begin, b"!")
         parts = [
-            orders.read("train", epoch, start, min(start + 1024, 3000), partial(draw, epoch))
+            orders.read(epoch, start, min(start + 1024, 3000), partial(draw, epoch))
             for start in range(0, 3000, 1024)
         ]
         return np.concatenate(parts).tolist()
@@ -390,41 +390,37 @@ def test_an_order_is_drawn_once_for_all_processes():
 
 
 def test_who_dies_while_drawing_holds_up_nobody():
-    orders = OrderFile({"train": 4})
+    orders = OrderFile(4)
     ready, wait = os.pipe()
 
     def die():
         os.write(wait, b"!")
         os.kill(os.getpid(), 9)
 
-    victim = Forked(lambda: orders.read("train", 0, 0, 4, die))
+    victim = Forked(lambda: orders.read(0, 0, 4, die))
     os.read(ready, 1)
-    assert orders.read("train", 0, 1, 3, lambda: np.arange(4)).tolist() == [1, 2]
+    assert orders.read(0, 1, 3, lambda: np.arange(4)).tolist() == [1, 2]
     os.waitpid(victim.pid, 0)
     os.close(victim._receiving)
     os.close(ready)
     os.close(wait)
 
 
-@given(
-    epochs=st.lists(st.integers(0, 500), max_size=30), lengths=st.tuples(*[st.integers(1, 9)] * 2)
-)
+@given(epochs=st.lists(st.integers(0, 500), max_size=30), length=st.integers(1, 9))
 @settings(max_examples=40, database=None)
-def test_orders_never_mix(epochs, lengths):
-    names = dict(zip("ab", lengths, strict=True))
-    orders = OrderFile(names)
-    for number, epoch in enumerate(epochs):
-        name = "ab"[number % 2]
-        wanted = np.arange(names[name]) + 1000 * epoch + number % 2
-        read = orders.read(name, epoch, 0, names[name], lambda wanted=wanted: wanted)
+def test_orders_never_mix(epochs, length):
+    orders = OrderFile(length)
+    for epoch in epochs:
+        wanted = np.arange(length) + 1000 * epoch
+        read = orders.read(epoch, 0, length, lambda wanted=wanted: wanted)
         assert read.tolist() == wanted.tolist()
 
 
 def test_orders_of_many_epochs_take_bounded_memory():
     n = 1 << 20
-    orders = OrderFile({"train": n})
+    orders = OrderFile(n)
     for epoch in range(20):
-        orders.read("train", epoch, 0, 1, lambda: np.arange(n))
+        orders.read(epoch, 0, 1, lambda: np.arange(n))
     assert os.fstat(orders._fd).st_blocks * 512 <= (64 << 20) + (1 << 16)
 
 

@@ -19,9 +19,16 @@ from torchvision.transforms import v2
 
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.structure import map_leaves
+from optuna_fleet.pipeline.preprocessor.comparing import nbytes, same
+from optuna_fleet.pipeline.preprocessor.decoded_samples import pack, unpack
 from optuna_fleet.pipeline.preprocessor.order import seed_sample
-from optuna_fleet.pipeline.preprocessor.splitting import Stages, agrees, may_split, split
-from optuna_fleet.pipeline.preprocessor.storable import nbytes, pack, same, through_store, unpack
+from optuna_fleet.pipeline.preprocessor.splitting import (
+    Stages,
+    agrees,
+    may_split,
+    split,
+    through_store,
+)
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 NONE = Stages()
@@ -174,7 +181,7 @@ def test_random_part_is_drawn_anew_and_the_rest_is_not():
     samples = []
     for epoch in range(3):
         seeding(3, epoch)()
-        samples.append(parts.finished(parts.augmented(stored)))
+        samples.append(parts.finished(parts.augmented(through_store(stored))))
     assert not any(torch.equal(samples[0][0], sample[0]) for sample in samples[1:])
     assert dataset.num_loaded == num_loaded  # the user's own data set is left alone
 
@@ -194,7 +201,7 @@ def test_random_part_is_drawn_anew_and_the_rest_is_not():
 def test_the_smallest_is_stored_and_sent(steps, dtype, num_bytes):
     dataset = Pictures(v2.Compose(steps))
     parts = divided(dataset)
-    assert nbytes(parts.read(0)[0]) == num_bytes
+    assert nbytes(parts.prepared(0)[0]) == num_bytes
     assert by_way_of_the_store(parts, 0)[0].dtype == dtype
     assert (parts.finish is not None) == (dtype is torch.uint8)
     assert_same_samples(parts, dataset)
@@ -591,7 +598,7 @@ def test_stored_samples_come_back_as_they_were():
         "others": [image, None, b"x", float("nan"), frozenset({1}), np.datetime64("2020-01-01")],
     }
     for copy in (False, True):
-        again = unpack(through_store(pack(sample)), copy=copy)
+        again = unpack(memoryview(b"".join(pack(sample))), copy=copy)
         assert same(again, sample)
         assert again["others"][0].info == {"note": "kept"}
 

@@ -35,24 +35,6 @@ SIZE = 150
 READ, COUNT = b"r", b"c"
 
 
-class Fatal(Dataset[int]):
-    """Kills the process that first asks for sample 40; raises on sample 999."""
-
-    def __init__(self, folder: Path, size: int = 100) -> None:
-        self.flag, self.size = folder / "killed", size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        if index == 40 and not self.flag.exists():
-            self.flag.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if index == 999:
-            raise ValueError("broken image")
-        return index
-
-
 class Sticky(Dataset[int]):
     """Stops the process that asks for sample 17, the first time or always."""
 
@@ -439,13 +421,6 @@ def test_readers_killed_in_mid_batch_cost_the_others_nothing() -> None:
     theirs.close()
 
 
-def test_a_killed_preprocessor_is_replaced(tmp_path: Path) -> None:
-    with SharedPipeline(train=Fatal(tmp_path), num_preprocessors=1) as pipeline:
-        batches = pipeline.batches("train", batch_size=9, epoch=0)
-        assert sorted(int(i) for batch in batches for i in batch) == list(range(100))
-        assert pipeline.stats().num_lost == 1
-
-
 def test_a_preprocessor_that_is_stuck_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -485,15 +460,6 @@ def test_preprocessors_are_chosen_as_in_a_fleet(
     assert setup.num_preprocessors == (10 if gpus else 6)
     setup = standalone._setup(new_pipeline())  # the user's number
     assert (setup.is_adaptive, setup.num_preprocessors) == (False, 2)
-
-
-def test_a_sample_that_raises_is_reported_and_the_pipeline_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "killed").touch()
-    data = Fatal(tmp_path, 1000)
-    with SharedPipeline(data=data, shuffled=[], num_preprocessors=1) as pipeline:
-        with pytest.raises(PreprocessingError, match=r"Sample 999 .*broken image"):
-            list(pipeline.batches("data", batch_size=100, epoch=0))
-        assert len(next(iter(pipeline.batches("data", batch_size=100, epoch=0)))) == 100
 
 
 # -- misuse -----------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def halve(sample):
 @pytest.mark.parametrize("finish", [None, halve])
 def test_batches_finished_by_the_trainer_are_those_finished_by_preprocessors(finish):
     pipeline = SharedPipeline(train=Images(), split=True, finish=finish)
-    deferring = pipeline.spec(finish_on_device=True)
+    deferring = pipeline.setup(1, finish_on_device=True).spec
     assert deferring.dataset("train").finish is not None
     client = InlineClient(deferring, pipeline._source(), {})
     wanted = pipeline.inline().read("train", epoch=1, batch_size=4)
@@ -183,4 +183,4 @@ def pipeline_end(spec):
 
 def test_user_collate_gets_finished_samples():
     pipeline = SharedPipeline(train=Images(), collate_fn=list)
-    assert pipeline.spec(finish_on_device=True).dataset("train").finish is None
+    assert pipeline.setup(1, finish_on_device=True).spec.dataset("train").finish is None

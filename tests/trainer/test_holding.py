@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +16,9 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.moves import holding
+from optuna_fleet.trainer.moves.budget import Budget
 from optuna_fleet.trainer.moves.holding import Held, Holding
 from optuna_fleet.trainer.moves.object_copies import ObjectCopies
-from optuna_fleet.trainer.moves.pace import Pace
 from optuna_fleet.trainer.moves.sums_exchange import SumsExchange
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.reports import Reports
@@ -31,21 +30,22 @@ class Here:
 
     def __init__(self) -> None:
         self.run = SimpleNamespace(run_id=7)
+        self.num_calls = 0
         self.reports = Reports(None)
         self.parameters: dict[str, Any] = {}
 
 
 class Rank:
-    """One of two ranks, which hold every n-th step; the other is always at the same step."""
+    """One of two ranks; the other is always at the same step."""
 
-    def __init__(self, *objects: Any, every: int = 1) -> None:
+    def __init__(self, *objects: Any) -> None:
         self.objects = list(objects)
         self.state: dict[str, Any] = {}
         self.session: Any = Here()
         self.steps = Steps(self.objects, lambda text: None)
-        shares = BatchShares()
-        shares.hand_out(1, Share(1, 1), None, lockstep=True, trains=True)
-        self.totals = Totals(shares, torch.device("cpu"), lambda own: [own])
+        self.shares = BatchShares()
+        self.shares.hand_out(1, Share(1, 1), None, lockstep=True, trains=True)
+        self.totals = Totals(self.shares, torch.device("cpu"), lambda own: [own])
         for thing in objects:
             if isinstance(thing, nn.Module):
                 self.steps.watch(thing)
@@ -55,17 +55,18 @@ class Rank:
             self.objects,
             self.state,
             self.steps,
-            shares,
+            self.shares,
             self.totals,
             SimpleNamespace(),  # type: ignore[arg-type]
             saver,
         )
-        self.holding.pace.wish = lambda: every  # type: ignore[method-assign]
+        self.holding.small.is_enough = lambda: True  # type: ignore[method-assign]
+        self.holding.whole.is_enough = lambda: True  # type: ignore[method-assign]
 
-    def begin(self, step: int, epoch: int = 0) -> None:
-        self.holding.begin_step((1, epoch, step))
-        if (begun := self.holding._next) is not None:
-            getattr(begun, "told", begun).wait()  # all ranks have come to it
+    def begin(self, step: int, epoch: int = 0, *, is_last: bool = False) -> None:
+        self.holding.begin_step((1, epoch, step), is_last=is_last)
+        if (told := self.holding._told) is not None:
+            told.wait()  # all ranks have come to it
 
     def held(self) -> Held:
         held = self.holding.held()
@@ -89,9 +90,20 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1))
 
 
-def step(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    model(torch.randn(5, 3)).sum().backward()
-    rank.totals["n"] += 5
+def step(
+    rank: Rank,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    adds_late: bool = True,
+) -> None:
+    loss = model(torch.randn(5, 3)).sum()
+    if not adds_late:
+        rank.totals["n"] += 5
+    rank.shares.at_gradients()
+    loss.backward()
+    if adds_late:
+        rank.totals["n"] += 5
     rank.state.setdefault("steps", []).append(len(rank.state))
     if optimizer is not None:
         optimizer.step()
@@ -137,7 +149,7 @@ def test_a_step_is_undone(make: Any, done: str, number: int) -> None:
         scheduler.step()
     held = rank.held()
     assert held.place == (1, 0, number)
-    assert held.checkpoint.totals == ([{"n": 5 * number}] if number else [{}])
+    assert held.checkpoint.totals == ([{"n": 5 * number}] if number else [])
     assert held.checkpoint.state.get("steps", []) == steps
     for now, then in zip(held.checkpoint.objects, known, strict=True):
         same(dict(now), dict(then))
@@ -166,15 +178,18 @@ def test_gradients_that_wait_are_kept() -> None:
 @pytest.mark.parametrize("steps_each", [1, 2])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_several_steps_are_undone(make: Any, steps_each: int, last: int) -> None:
-    """Every third one is held; an optimizer steps in each, or in every other one."""
+    """Every third one can be copied as a whole; an optimizer steps in each, or every other one."""
     model = net()
     optimizer = make(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     average = torch.optim.swa_utils.AveragedModel(model)
     objects = (model, optimizer, scheduler, average)
-    rank = Rank(*objects, every=3)
+    rank = Rank(*objects)
     known, draws, gradients = [], [], []
+    at = copied = 0
     for number in range(last + 1):
+        is_copied = number % 3 == 0
+        rank.holding.whole.is_enough = lambda yes=is_copied: yes  # type: ignore[misc,method-assign]
         rank.begin(number)
         known.append(states(*objects))
         draws.append(torch.get_rng_state())
@@ -185,10 +200,11 @@ def test_several_steps_are_undone(make: Any, steps_each: int, last: int) -> None
         if steps:
             scheduler.step()
             average.update_parameters(model)
+        copied = number if is_copied and steps else copied
+        at = copied if steps else number
     held = rank.held()
-    at = last - last % 3
     assert held.place == (1, 0, at)
-    assert held.checkpoint.totals == ([{"n": 5 * at}] if at else [{}])
+    assert held.checkpoint.totals == ([{"n": 5 * at}] if at else [])
     assert len(held.checkpoint.state.get("steps", [])) == at
     assert list(held.checkpoint.history) == list(range(at))
     for now, then in zip(held.checkpoint.objects, known[at], strict=True):
@@ -197,31 +213,107 @@ def test_several_steps_are_undone(make: Any, steps_each: int, last: int) -> None
     same([p.grad for p in model.parameters()], gradients[at])
 
 
+class Loop:
+    """Trains a model whose step nothing follows; parameters can't be copied but once."""
+
+    def __init__(self) -> None:
+        self.model = net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.rank = Rank(self.model, self.optimizer, self.average)
+        self.rank.holding.whole.is_enough = lambda: False  # type: ignore[method-assign]
+
+    def step(self, number: int, *, epoch: int = 0, is_last: bool = False) -> None:
+        self.rank.begin(number, epoch, is_last=is_last)
+        self.train()
+
+    def train(self) -> None:
+        step(self.rank, self.model, self.optimizer, adds_late=False)
+        self.average.update_parameters(self.model)
+
+    def states(self) -> list[Any]:
+        return states(self.model, self.optimizer, self.average)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_nothing_is_copied_where_nothing_follows(number: int) -> None:
+    """Whenever a rank can lose others, it can go on with the step that it is at."""
+    loop = Loop()
+    for before in range(number):
+        loop.step(before)
+        if before > 2:
+            assert loop.rank.holding._now.objects.late is None  # type: ignore[union-attr]
+    loop.rank.begin(number)
+    known = loop.states()
+    loop.model(torch.randn(5, 3)).sum().backward()
+    held = loop.rank.held()
+    assert held.place == (1, 0, number)
+    assert held.checkpoint.totals == ([{"n": 5 * number}] if number else [])
+    for now, then in zip(held.checkpoint.objects, known, strict=True):
+        same(dict(now), dict(then))
+
+
+def test_the_last_step_of_an_epoch_is_copied() -> None:
+    loop = Loop()
+    for number in range(6):
+        loop.step(number, is_last=number == 5)
+    assert loop.rank.held().place == (1, 0, 5)
+
+
+def test_a_loop_that_leaves_its_passes_early_is_copied() -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.step(number)
+    loop.rank.holding.whole.is_enough = lambda: True  # type: ignore[method-assign]
+    loop.rank.totals.begin()
+    for number in range(4):
+        loop.step(number, epoch=1)
+    assert loop.rank.held().place == (1, 1, 3)
+
+
+@pytest.mark.parametrize("what", ["call", "collective", "sum"])
+def test_it_is_copied_again_once_something_follows(what: str) -> None:
+    loop = Loop()
+    loop.rank.holding.whole.is_enough = lambda: True  # type: ignore[method-assign]
+    for number in range(4):
+        loop.step(number)
+    if what == "call":
+        loop.rank.session.num_calls += 1
+    elif what == "collective":
+        loop.rank.shares.begin("trial.sum")
+    else:
+        loop.rank.totals["n"] += 1
+    for number in range(4, 7):
+        loop.step(number)
+    held = loop.rank.held()
+    assert held.place == (1, 0, 6)
+    assert held.checkpoint.totals == [{"n": 30 + (what == "sum")}]
+
+
+def test_another_epoch_and_another_run_begin_with_what_was_added_there() -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.step(number, is_last=number == 3)
+    loop.rank.totals.begin()
+    for number in range(2):
+        loop.step(number, epoch=1)
+    loop.rank.begin(2, epoch=1)
+    loop.rank.holding.begin_run()
+    loop.rank.totals.begin([{"n": 7}])
+    loop.rank.begin(2, epoch=1)
+    held = loop.rank.held()
+    assert (held.place, held.checkpoint.totals) == ((1, 1, 2), [{"n": 7}])
+
+
 def test_memory_that_an_objective_gives_a_parameter_is_undone() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rank = Rank(model, optimizer, every=3)
+    rank = Rank(model, optimizer)
     rank.begin(0)
     known = states(model)[0]
     step(rank, model, optimizer)
     model[0].weight.data = model[0].weight.data.clamp(-0.1, 0.1)
-    rank.begin(1)
     same(dict(rank.held().checkpoint.objects[0]), dict(known))
-
-
-def test_each_epoch_and_each_run_begins_with_a_step_that_is_held() -> None:
-    model = net()
-    rank = Rank(model, every=100)
-    held = []
-    for place in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
-        rank.begin(place[1], epoch=place[0])
-        if rank.holding._next is not None:
-            held.append(place)
-        rank.holding.settle()
-    assert held == [(0, 0), (1, 0)]
-    rank.holding.pace.begin_run()
-    rank.begin(2, epoch=1)
-    assert rank.held().place == (1, 1, 2)
 
 
 class Clock:
@@ -233,33 +325,17 @@ class Clock:
         return self.now
 
 
-def paced(steps_s: Sequence[float], holding_s: float, wishes: Sequence[int] = ()) -> list[int]:
-    """The steps that are held, if each of an epoch takes so long besides holding it."""
-    clock, held, wishes = Clock(), [], list(wishes)
-    pace = Pace(clock)
-    for number, step_s in enumerate(steps_s):
-        if pace.is_due((1, 0, number)):
-            held.append(number)
-            with pace.spending():
-                clock.now += holding_s
-            pace.agree(max(pace.wish(), *wishes, 1))
-        clock.now += step_s
-    return held
-
-
-def test_holding_takes_a_small_part_of_the_time() -> None:
-    held = paced([0.010] * 1000, 0.0021)
-    assert held[:5] == [0, 1, 3, 7, 15]  # it is not sure at once
-    assert {after - before for before, after in itertools.pairwise(held[4:])} == {9}
-    assert paced([0.010] * 9, 0.0002) == list(range(9))
-    assert paced([0.0] * 64, 0.001) == [0, 1, 3, 7, 15, 31, 63]
-    assert paced([0.010] * 9, 0.0, wishes=[4]) == [0, 4, 8]  # of another rank
-
-
-def test_one_slow_step_changes_nothing() -> None:
-    steps = [0.010] * 200
-    steps[100] = 60.0
-    assert paced(steps, 0.0021) == paced([0.010] * 200, 0.0021)
+def test_copies_take_a_small_part_of_the_time() -> None:
+    clock, copied = Clock(), []
+    budget = Budget(0.025, clock)
+    for number in range(900):
+        if budget.is_enough():
+            copied.append(number)
+            with budget.spending():
+                clock.now += 1.0 if number == 10 else 0.0021  # one slow copy changes nothing
+        clock.now += 60.0 if number == 500 else 0.010  # nor does one slow step
+    assert copied[:4] == [0, 1, 10, 19]
+    assert len(copied) == 102
 
 
 def test_what_was_changed_by_hand_is_not_gone_on_with() -> None:
@@ -281,6 +357,20 @@ def test_what_was_changed_by_hand_is_not_gone_on_with() -> None:
     held = rank.held()
     assert held.place == (1, 0, 0)
     same(held.checkpoint.objects[0]["0.weight"], weight)
+
+
+def test_what_is_often_changed_by_hand_is_copied_early() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank = Rank(model, optimizer)
+    for number in range(2):
+        rank.begin(number)
+        known = states(model)
+        model[0].weight.data.mul_(0.5)
+        step(rank, model, optimizer)
+    held = rank.held()
+    assert held.place == (1, 0, 1)
+    same(dict(held.checkpoint.objects[0]), dict(known[0]))
 
 
 @pytest.mark.parametrize("why", ["state", "optimizer"])
@@ -310,7 +400,7 @@ def test_what_one_rank_adds_others_know(monkeypatch: pytest.MonkeyPatch) -> None
     told = exchange.tell(own, 5)
     assert exchange.hear(told)
     assert told.has_arrived()
-    assert told.greatest_wish() == 5
+    assert told.greatest_note() == 5
     (part,) = told.parts()
     same(part, own)
 
@@ -328,7 +418,9 @@ def test_copies_are_made_where_the_last_ones_were() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
-    first, second = (ObjectCopies.of([model, optimizer], with_gradients=False) for _ in range(2))
+    first, second = (
+        ObjectCopies.of([model, optimizer], (), with_gradients=False) for _ in range(2)
+    )
     first.copy_late(None)
     second.copy_late(first.late)
     assert first.late is not None

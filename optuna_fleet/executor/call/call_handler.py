@@ -9,20 +9,13 @@ from typing import Any
 
 from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import StorageLostError
-from optuna_fleet.executor.call.remarks import Remarks
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.calls import Call, EndEpoch, IsAmongBest, RankCall, Reply, Report
-from optuna_fleet.wire.messages import (
-    AskStep,
-    AtStep,
-    Place,
-    Remark,
-    StopAt,
-)
+from optuna_fleet.wire.messages import AskStep, AtStep, Place, Remark, StopAt
 from optuna_fleet.wire.packing import pack, pack_error, unpack
 
 _SLOW_S = 0.1
@@ -51,7 +44,7 @@ class CallHandler:
         self._in_process = in_process
         self._ledger = ledger
         self._retention = retention
-        self._remarks = Remarks()
+        self._told: set[str] = set()  # what remarks were about
         self._sampler: BackgroundSampler | None = None
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
@@ -62,13 +55,19 @@ class CallHandler:
             That epoch; its answer is due later.
         """
         if isinstance(call, Remark):
-            self._remarks.take(run.launch.number, call)
+            self._warn(run.launch.number, call)
             return None
         if isinstance(call, AtStep):
             self._stop(run, run.stop_line.take(call.rank, call.place))
             return None
         run.calls.take(call)
         return self._carry_out(run)
+
+    def _warn(self, number: int, remark: Remark) -> None:
+        """Tell the user what a trial has found; once in a sweep, though each may find it."""
+        if not (remark.keys and self._told.issuperset(remark.keys)):
+            self._told.update(remark.keys)
+            compat.fleet_logger.warning(f"Trial {number}: {remark.text}")
 
     def _carry_out(self, run: RunRecord) -> int | None:
         """Carry out those of rank 0's calls that wait for no other rank."""

@@ -9,14 +9,13 @@ run the objective from its beginning, and who holds the right step tells the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
 from optuna_fleet.events import CheckpointSaved, Launch
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.survivors import agreed
 from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.messages import CheckpointFailed, Ended, Place, Rehearsed, Release
 
@@ -135,6 +134,7 @@ class Handovers:
         self._stopped: dict[int, _Stopped] = {}  # by trial
         self._rehearsals: dict[int, _Rehearsal] = {}  # by device
         self._asked: dict[int, tuple[RunRecord, tuple[int, ...]]] = {}  # by run
+        self._going: set[int] = set()  # devices that will be gone soon
         self._orders = count(-1, -1)
 
     # -- before a run stops -----------------------------------------------------------------------
@@ -203,6 +203,20 @@ class Handovers:
             stopped.can_join &= ended.can_join
         elif ended.holds is not None:
             stopped.holds[ended.device] = ended.holds
+        self._save_what_goes(stopped)
+
+    def leaving(self, devices: Collection[int]) -> None:
+        """These devices will be gone soon."""
+        self._going.update(devices)
+        for stopped in self._stopped.values():
+            self._save_what_goes(stopped)
+
+    def _save_what_goes(self, stopped: _Stopped) -> None:
+        """Nobody else is there who could write a checkpoint later."""
+        own, late = stopped.run.launch.devices, stopped.run.remaining()
+        coming = {own[rank] for rank in stopped.run.stays}.intersection(late)
+        if stopped.devices and self._going.issuperset(stopped.devices | coming):
+            self._save(stopped)
 
     def outlives(self, number: int) -> bool:
         """Whether a trial that has lost ranks goes on with what the others have in memory."""
@@ -210,6 +224,7 @@ class Handovers:
 
     def device_lost(self, device: int) -> Iterator[Start]:
         """A trainer has died; what waited for it alone begins."""
+        self._going.discard(device)
         if (rehearsal := self._rehearsals.pop(device, None)) is not None:
             self._ask(rehearsal.follows)
         for number, stopped in list(self._stopped.items()):
@@ -355,6 +370,20 @@ class Handovers:
     def _release(self, stopped: _Stopped, device: int) -> None:
         saves = device == stopped.saving
         self._send(device, Release(run_id=stopped.run_id, saves=saves))
+
+
+def agreed(holds: Mapping[int, Place]) -> tuple[int, ...]:
+    """Returns the devices whose ranks hold the beginning of the step to go on with, in order.
+
+    Of the steps that are to be held, each rank holds the last one that it knows all to have come
+    to, the dead included. So the furthest that any holds is the right one: before it nothing is
+    missing. Others, which have not heard in time, hold the one before.
+
+    Args:
+        holds: The step of each that holds any, by device.
+    """
+    furthest = max(holds.values(), default=None)
+    return tuple(sorted(device for device, place in holds.items() if place == furthest))
 
 
 def _heirs(stopped: _Stopped, launch: Launch) -> list[int]:

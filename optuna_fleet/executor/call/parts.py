@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from optuna_fleet.events import Launch
+from optuna_fleet.events import Event, Launch
 from optuna_fleet.executor.call.call_handler import CallHandler
 from optuna_fleet.executor.call.call_log import CallLog
+from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.deadlines import Deadlines
 from optuna_fleet.executor.call.device_log import DeviceLog
-from optuna_fleet.executor.call.handovers import Answers, Handovers
+from optuna_fleet.executor.call.handovers import Answers, Handovers, Start
 from optuna_fleet.executor.call.launcher import Launcher
 from optuna_fleet.executor.call.outcomes import Outcomes
 from optuna_fleet.executor.call.pipeline_log import PipelineLog
@@ -97,6 +98,34 @@ class Parts:
             pipeline_log=PipelineLog(ledger.record_span, runtime.last_report, time.time()),
             call_log=CallLog(lambda state: record_call(ledger.study, state), state),
         )
+
+    def start(self, what: Start) -> list[Event]:
+        """Carry out a launch: tell the trainers; return what is news to the controller."""
+        launch, run = what.launch, self.runs[what.launch.run_id]
+        run.launch = launch
+        if what.follows is not None:
+            world_size = len(launch.devices)
+            run.calls = RunCalls(world_size=world_size, beginning=what.beginning, has_begun=True)
+        if what.saved_at is not None:
+            run.saved = what.saved_at
+        is_due = run.unsaved_s >= self.job.options.checkpoints.interval_s
+        if is_due and what.inherits is None:  # else it is made at the end of the epoch
+            run.saved = time.monotonic()
+        run.is_movable = what.follows is not None
+        self.watchdog.launched(launch)
+        self.launcher.launch(
+            launch,
+            trial_id=compat.id_of(self.proposals[launch.number]),
+            parameters=self.ledger.suggested(launch.number),
+            follows=what.follows,
+            num_stay=what.num_stay,
+            inherits=what.inherits,
+            saves=is_due,
+        )
+        if what.saved is None:
+            return []
+        self.retention.folder.saved(what.saved.location)
+        return [what.saved]
 
     def note_call(self) -> None:
         """Tell the study how the call is getting on, if it is time to."""

@@ -25,7 +25,6 @@ from optuna_fleet.events import (
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.starting import start
 
 _ABORT_GRACE_S = 10.0
 
@@ -97,7 +96,7 @@ class Performer:
         parts.tally.moves.launched(launch.number)
         parts.call_log.launched(launch, time.time())
         what = parts.handovers.begin(launch)
-        return [] if what is None else start(parts, what)
+        return [] if what is None else parts.start(what)
 
     def _interrupt(self, run: RunRecord, devices: tuple[int, ...]) -> None:
         busy = {device for run in self._runs.values() for device in run.remaining()}

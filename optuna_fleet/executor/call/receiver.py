@@ -22,13 +22,11 @@ from optuna_fleet.events import (
     RunFailed,
     WidthLimited,
 )
-from optuna_fleet.executor.call.endings import Endings
 from optuna_fleet.executor.call.epoch_evaluator import EpochEvaluator
+from optuna_fleet.executor.call.gathering import Endings, Joins
 from optuna_fleet.executor.call.handovers import Start
-from optuna_fleet.executor.call.joins import Joins
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord, model_of
-from optuna_fleet.executor.call.starting import start
 from optuna_fleet.executor.call.watchdog import Broken, Hung
 from optuna_fleet.executor.fleet.node_faults import NodeFaults
 from optuna_fleet.sampler_bridge import compat
@@ -180,7 +178,7 @@ class Receiver:
         return news
 
     def _start(self, launches: Iterable[Start]) -> list[Event]:
-        return [event for what in launches for event in start(self._parts, what)]
+        return [event for what in launches for event in self._parts.start(what)]
 
     # -- the fleet --------------------------------------------------------------------------------
 
@@ -207,6 +205,7 @@ class Receiver:
         for run_id, run in self._runs.items():
             if not set(devices).isdisjoint(run.remaining()):
                 self._endings.leaves(run_id)
+        self._parts.handovers.leaving(devices)
         return self._change_fleet([DeviceLeaving(device=device) for device in devices])
 
     def _node_lost(self, message: NodeLost) -> list[Event]:

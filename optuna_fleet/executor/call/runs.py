@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,12 +11,11 @@ from optuna_fleet.events import Ending, Launch, Model, StartRound
 from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.ranks import parted
-from optuna_fleet.executor.call.stop_lines import StopLine
 from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.sampler_bridge.ledger import Decision, Flight
 from optuna_fleet.settings import Settings
 from optuna_fleet.wire.calls import EndEpoch
-from optuna_fleet.wire.messages import Ended, FirstBatchRequested
+from optuna_fleet.wire.messages import Ended, FirstBatchRequested, Place
 from optuna_fleet.wire.node_messages import TrainerExited
 from optuna_fleet.wire.packing import unpack, unpack_error
 
@@ -34,6 +34,32 @@ class Job:
 
 class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an exception
     """The traceback of an exception in the process where it was raised."""
+
+
+class StopLine:
+    """The step at which all ranks of a run can leave their devices within an epoch.
+
+    It is the furthest place that a rank has told, once all have. A rank waits where it has told
+    that it is. One that leaves the objective is no longer waited for, and the others go on to see
+    for themselves.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: set[int] = set()
+        self._furthest: Place = (0, 0, 0)
+
+    def ask(self, ranks: Iterable[int]) -> None:
+        """These ranks are asked where they are."""
+        self._awaited = set(ranks)
+        self._furthest = (0, 0, 0)
+
+    def take(self, rank: int, place: Place = (0, 0, 0)) -> Place | None:
+        """A rank is at this place, or has left; return where to stop if it was the last."""
+        if rank not in self._awaited:
+            return None
+        self._awaited.discard(rank)
+        self._furthest = max(self._furthest, place)
+        return None if self._awaited else self._furthest
 
 
 @dataclass(slots=True, kw_only=True)

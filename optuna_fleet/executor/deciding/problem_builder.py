@@ -108,7 +108,7 @@ class ProblemBuilder:
             nodes=tuple(map(tuple, nodes.values())),
             kinds=tuple(kind for _, kind in nodes) if len(kinds) > 1 else (),
             rate_spread=self._policy.rate_spread,
-            time_limit_s=self._policy.solver_time_limit_s,
+            time_limit_s=self._policy.time_limit_s,
             preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
             phases=self._policy.phases,
             finished_epochs=finished_epochs,

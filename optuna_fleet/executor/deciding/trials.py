@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, get_args
 
-from optuna_fleet.arguments import check_choice, check_number
 from optuna_fleet.events import Ending, Model
 
 Paradigm = Literal["global", "local", "elastic"]
@@ -17,25 +16,13 @@ PARADIGMS: tuple[Paradigm, ...] = get_args(Paradigm)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRules:
-    """When to decide again, and within which bounds.
+    """When to decide again, and within which bounds; see also `policies.Policy`.
 
     Attributes:
-        paradigm: "global" re-allocates every trial in rounds, "local" only fills free devices,
-            "elastic" re-allocates at each event what can move at that moment.
-        alpha: The global paradigm decides again when fewer than this share of a round's devices is
-            active.
-        rate_spread: Fastest over slowest training rate allowed within one flotilla.
-        solver_time_limit_s: Time limit of one decision.
         max_restarts: How often a trial may lose its devices before it is failed.
         max_trials: Most trials that are under way at once; later ones are proposed as these end.
         lookahead: Trials that may wait for devices while further ones are proposed. Only trials
             whose model is known without a probe can wait unprobed.
-        phases: Only trials in the same epoch may share a stream of data.
-        preprocess_samples_per_s: What the preprocessors deliver to all streams; None for any rate.
-        rescale_s: Seconds of training that a move costs, where the model does not say and no move
-            was measured.
-        moves_within_epochs: Movable trials yield between two batches, not only at the end of an
-            epoch.
         more_may_join: A trial that needs more devices than there are waits for them; else it is
             launched all the same, to fail and say so.
     """
@@ -43,27 +30,15 @@ class PolicyRules:
     paradigm: Paradigm = "global"
     alpha: float = 0.8
     rate_spread: float = 2.0
-    solver_time_limit_s: float = 1.0
-    max_restarts: int = 3
-    max_trials: int | None = None
-    lookahead: int = 0
+    time_limit_s: float = 1.0
     phases: bool = False
     preprocess_samples_per_s: float | None = None
     rescale_s: float = 1.0
     moves_within_epochs: bool = False
+    max_restarts: int = 3
+    max_trials: int | None = None
+    lookahead: int = 0
     more_may_join: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice("paradigm", self.paradigm, PARADIGMS)
-        check_number("alpha", self.alpha, above=0, most=1)
-        check_number("rate_spread", self.rate_spread, least=1)
-        check_number("solver_time_limit_s", self.solver_time_limit_s, above=0)
-        check_number("max_restarts", self.max_restarts, least=0, whole=True)
-        check_number("lookahead", self.lookahead, least=0, whole=True)
-        check_number("rescale_s", self.rescale_s, least=0)
-        capacity = self.preprocess_samples_per_s
-        check_number("preprocess_samples_per_s", capacity, above=0, optional=True)
-        check_number("max_trials", self.max_trials, least=1, whole=True, optional=True)
 
 
 class Status(Enum):

@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.agent.agent import SIGN_EVERY_S
 from optuna_fleet.executor.cluster.agent.main import versions
-from optuna_fleet.executor.cluster.config import machine, node_setup
+from optuna_fleet.executor.cluster.config import NodeSetup, machine
 from optuna_fleet.executor.cluster.engine import Departure, Engine, Network, Readable
 from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.executor.fleet.device_faults import DeviceFaults
-from optuna_fleet.executor.fleet.leases import DRIVER_LEASE_S, LEASE_S, giving_signs
+from optuna_fleet.executor.fleet.leases import LEASE_S, giving_signs
 from optuna_fleet.executor.fleet.nodes import Node, Nodes
 from optuna_fleet.executor.fleet.startup import Startup
-from optuna_fleet.options import Limits
-from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import (
@@ -44,27 +41,16 @@ _NAMESAKE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeOptions:
-    """What all nodes are told alike.
-
-    Attributes:
-        pipeline: The data.
-        preload: Import torch once, for all trainers.
-        private_folder: What the last agent removes, where it is on the driver's machine.
-        limits: Of the executor.
-        network: How agents reach the driver.
-    """
-
-    pipeline: SharedPipeline | None
-    preload: bool
-    private_folder: str | None
-    limits: Limits
-    network: Network
-
-
 class Agents:
     """The agents of one executor.
+
+    Args:
+        engine: Places them.
+        connections: To them.
+        network: How they reach the driver.
+        faults: Says what is left out.
+        set_up: What a node is told that joins with these devices.
+        start_s: Seconds that a process has to become ready; None for no limit.
 
     Attributes:
         nodes: Those that are there.
@@ -74,15 +60,23 @@ class Agents:
     """
 
     def __init__(
-        self, engine: Engine, connections: Connections, options: NodeOptions, faults: DeviceFaults
+        self,
+        engine: Engine,
+        connections: Connections,
+        network: Network,
+        faults: DeviceFaults,
+        set_up: Callable[[AgentJoining, tuple[Device, ...]], NodeSetup],
+        *,
+        start_s: float | None,
     ) -> None:
-        self.nodes = Nodes(LEASE_S if options.network.has_leases else None)
+        self.nodes = Nodes(LEASE_S if network.has_leases else None)
         self.devices: dict[int, Device] = {}
-        self.startup = Startup(options.limits.start_s)
+        self.startup = Startup(start_s)
         self.clock = time.monotonic
         self._engine = engine
         self._connections = connections
-        self._options = options
+        self._network = network
+        self._set_up = set_up
         self._faults = faults
         self._failed_starts: Counter[str] = Counter()
         self._namesakes: dict[str, tuple[AgentJoining, float]] = {}  # that wait, and since when
@@ -90,9 +84,10 @@ class Agents:
         self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
         self._why_ended: dict[str, str] = {}
         self._notices: dict[str, Departure] = {}
+        self._leaving: set[str] = set()  # of whose nodes that was told
         self._wanted: int | None = None
         engine.open(connections.invitation)
-        self._stop_signs = giving_signs(connections.agents) if options.network.has_leases else None
+        self._stop_signs = giving_signs(connections.agents) if network.has_leases else None
         for name in engine.expected():
             self._await(name)
 
@@ -103,7 +98,7 @@ class Agents:
     @property
     def awaits_nodes(self) -> bool:
         """Whether nodes may join that were never there."""
-        return self._options.network.more_may_join or self.are_starting
+        return self._network.more_may_join or self.are_starting
 
     @property
     def are_starting(self) -> bool:
@@ -159,17 +154,9 @@ class Agents:
         if self.nodes.named(joining.node) is not None:
             self._namesake_joining(joining)
             return
-        options, devices = self._options, self.nodes.numbered(joining)
+        devices = self.nodes.numbered(joining)
         self.devices.update({device.index: device for device in devices})
-        setup = node_setup(
-            joining,
-            devices,
-            options.pipeline,
-            preload=options.preload,
-            private_folder=options.private_folder,
-            stuck_s=options.limits.stuck_s,
-            silence_s=DRIVER_LEASE_S if options.network.has_leases else None,
-        )
+        setup = self._set_up(joining, devices)
         self.nodes.join(joining, devices, is_here=joining.machine == machine())
         self._await(joining.node)
         self.tell(joining.agent, setup)
@@ -197,7 +184,7 @@ class Agents:
 
     def _namesake_joining(self, joining: AgentJoining) -> None:
         """The one that is there may be frozen or cut off: its lease tells."""
-        if not self._options.network.has_leases:
+        if not self._network.has_leases:
             self._refuse(joining, _NAMESAKE.format(name=joining.node))
             return
         self._namesakes[joining.agent] = joining, self.clock()
@@ -256,11 +243,16 @@ class Agents:
             node, by = self.nodes.named(name), notice.by or 0.0
             if node is not None and by - time.time() <= NOTICE_S:
                 del self._notices[name]
+                self._leaving.add(node.agent)
                 at = time.strftime("%H:%M:%S", time.localtime(by))
                 yield NodeLeaving(
                     text=f"Node {name} leaves at {at} ({notice.cause}); its trials move away.",
                     devices=tuple(device.index for device in node.devices),
                 )
+
+    def is_leaving(self, node: Node) -> bool:
+        """Whether it was told that this node will be gone soon."""
+        return node.agent in self._leaving
 
     def patience_s(self) -> float | None:
         """Seconds until the next look at what no message tells of; None if there is nothing."""
@@ -321,6 +313,7 @@ class Agents:
         self._connections.give_up(node.agent)
         self.nodes.leave(node)
         self.startup.forget_trainers(node.agent)
+        self._leaving.discard(node.agent)
 
     def end(self, name: str, why: str = "") -> None:
         """End the agent of a node; `lost` tells when it has, be it out of the engine's reach."""

@@ -11,19 +11,22 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.checkpoints.folder import StudyFolder, private_folder
-from optuna_fleet.events import Ending, Event
+from optuna_fleet.events import DeviceLeaving, Ending, Event
 from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.config import node_setup
 from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
-from optuna_fleet.executor.fleet.agents import Agents, NodeOptions
+from optuna_fleet.executor.fleet.agents import Agents
 from optuna_fleet.executor.fleet.checkpoint_server import CheckpointServer
 from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.executor.fleet.device_faults import DeviceFaults
 from optuna_fleet.executor.fleet.exclusion import Exclusion
+from optuna_fleet.executor.fleet.leases import DRIVER_LEASE_S
 from optuna_fleet.executor.fleet.nodes import Node, Nodes
 from optuna_fleet.executor.fleet.pipeline_reports import PipelineReports
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
@@ -89,15 +92,18 @@ class Runtime:
         self.connections = Connections(network.host, network.port)
         self._checkpoint_server = CheckpointServer(self._checkpoint_dir)
         self.connections.on_transfer = self._checkpoint_server.serve
-        options = NodeOptions(
+        set_up = partial(
+            node_setup,
             pipeline=pipeline,
             preload=preload,
             private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
-            limits=limits,
-            network=network,
+            stuck_s=limits.stuck_s,
+            silence_s=DRIVER_LEASE_S if network.has_leases else None,
         )
         try:
-            self.agents = Agents(engine, self.connections, options, self.faults)
+            self.agents = Agents(
+                engine, self.connections, network, self.faults, set_up, start_s=limits.start_s
+            )
         except BaseException:
             self.connections.close()
             engine.close()
@@ -241,7 +247,10 @@ class Runtime:
         if node is None:
             return []  # it died with its agent
         self.agents.has_worked(node)
-        return self.trainers.ready(device, process)
+        events = self.trainers.ready(device, process)
+        if events and self.agents.is_leaving(node):
+            events.append(DeviceLeaving(device=device))
+        return events
 
     def rank_ended(self, message: Ended) -> list[Event]:
         """Note what the end of a rank says of its trainer and its device.

@@ -49,7 +49,7 @@ class Loader:
         self._columns = columns
         pipeline = trial._training._loader._pipeline
         assert pipeline is not None  # or there would be no batches
-        self.dataset = range(pipeline.sample_count(name))
+        self.dataset = range(pipeline.spec.dataset(name).num_samples)
 
     def __len__(self) -> int:
         return len(self._batches)

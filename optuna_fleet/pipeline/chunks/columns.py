@@ -107,20 +107,27 @@ def leaf(column: Column, row: torch.Tensor) -> Any:
     return array[()] if column.kind == "scalar" else array
 
 
+def is_picture(value: Any) -> bool:
+    """Returns whether the value is a PIL image; imports nothing."""
+    images = sys.modules.get("PIL.Image")
+    return images is not None and isinstance(value, images.Image)
+
+
 def without_images(value: Any) -> Any:
     """Returns a PIL image as its uint8 tensor [channels, height, width], anything else as it is.
 
     The same as torchvision's ``pil_to_tensor``, whose import would cost each process seconds.
     """
-    images = sys.modules.get("PIL.Image")
-    if images is None or not isinstance(value, images.Image):
+    if not is_picture(value):
         return value
     pixels = torch.from_numpy(np.array(value))
     return pixels.unsqueeze(0) if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
 
 
 def leaf_bytes(value: Any) -> int:
-    """Returns about how many bytes a leaf takes in a chunk."""
+    """Returns about how many bytes a leaf takes."""
+    if is_picture(value):
+        return int(value.width * value.height * len(value.getbands()))
     return int(value.nbytes) if isinstance(value, (torch.Tensor, np.ndarray)) else 8
 
 

@@ -116,9 +116,9 @@ class ChunkWriter:
 
 
 def write_chunk(
-    samples: Sequence[Any], *, collated_by_user: bool, is_finished: bool = True
+    samples: Sequence[Any], *, collated_by_user: bool
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Returns a chunk of these samples, in memory of its own; arguments as of `ChunkWriter`."""
+    """Returns a chunk of finished samples, in memory of its own; arguments as of `ChunkWriter`."""
     nbytes = 4096
     while True:
         memory = np.empty(nbytes + ALIGNMENT, np.uint8)
@@ -127,7 +127,7 @@ def write_chunk(
         try:
             for sample in samples:
                 writer.add(sample)
-            return chunk[: writer.finish(is_finished=is_finished)]
+            return chunk[: writer.finish(is_finished=True)]
         except OutgrownError as error:
             nbytes = error.nbytes
 

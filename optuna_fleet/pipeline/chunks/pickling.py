@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from optuna_fleet.pipeline.chunks.columns import raw_bytes
+from optuna_fleet.pipeline.chunks.columns import is_picture, raw_bytes
 from optuna_fleet.wire import packing
 
 _BufferCallback = Callable[[pickle.PickleBuffer], Any]
@@ -61,12 +62,20 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_usual(obj):
+            if _is_channels_last(obj):
+                return _channels_last, (obj.permute(1, 2, 0),)
             raw = _outside(raw_bytes(obj)) if obj.numel() else None
             return _tensor, (raw, obj.dtype, (*obj.shape,))
         if type(obj) is np.ndarray and obj.size and obj.itemsize and not obj.dtype.hasobject:
             # A trainer may write into its own, whatever the original allows.
             array = np.ascontiguousarray(obj) if obj.flags.writeable else obj.copy()
             return np.ndarray, (obj.shape, obj.dtype, _outside(array))
+        if is_picture(obj):
+            is_plain = type(obj) is sys.modules["PIL.Image"].Image and 0 not in obj.size
+            if is_plain and obj.mode in ("L", "RGB"):
+                return _picture, (np.array(obj), obj.info)
+        elif _is_tv_tensor(obj):
+            return _tv_tensor, (obj.as_subclass(torch.Tensor), type(obj))
         return NotImplemented
 
 
@@ -89,6 +98,21 @@ def _is_usual(tensor: torch.Tensor) -> bool:
     return plain and bare and tensor.dtype not in _NO_BYTES
 
 
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    """That order decides how fast a crop is resized, and its last bits."""
+    if tensor.ndim != 3 or tensor.is_contiguous():
+        return False
+    return tensor.permute(1, 2, 0).is_contiguous()
+
+
+def _is_tv_tensor(value: Any) -> bool:
+    """Whether it is a tensor of torchvision's of which no more is known than its values."""
+    module = sys.modules.get("torchvision.tv_tensors")
+    if module is None or type(value) not in (module.Image, module.Mask, module.Video):
+        return False
+    return not value.requires_grad
+
+
 def _outside(array: np.ndarray[Any, Any]) -> pickle.PickleBuffer:
     raw: Any = array.reshape(-1).view(np.uint8)
     return pickle.PickleBuffer(raw)
@@ -98,3 +122,19 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
     if buffer is None:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.permute(2, 0, 1)
+
+
+def _tv_tensor(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    return tensor.as_subclass(kind)
+
+
+def _picture(pixels: np.ndarray[Any, Any], info: dict[Any, Any]) -> Any:
+    import PIL.Image  # this process may not have met any yet
+
+    picture = PIL.Image.fromarray(pixels)
+    picture.info = dict(info)
+    return picture

@@ -12,7 +12,9 @@ import socket
 from itertools import islice
 
 from optuna_fleet.exceptions import FleetError, PreprocessingError
+from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Answer, AskForChunk, Peers
+from optuna_fleet.pipeline.exchange.plan import Plan
 from optuna_fleet.pipeline.messages import Advance, ClosePass
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.spec import ChunkKey, count_chunks
@@ -25,7 +27,7 @@ class Giver:
     Args:
         peers: Who they are.
         reader: The end of a socket pair whose other end the ``PipelineServer`` has.
-        news: Readable when there is a new plan; at its end this process is to end.
+        news: Brings new plans; at its end this process is to end.
         look_ahead: Own chunks to have made beyond each that is asked for. So all nodes preprocess
             at a time, also while all wait for the same chunk.
     """
@@ -53,17 +55,18 @@ class Giver:
         """Answers until the agent is gone."""
         self._selector.register(self._news, selectors.EVENT_READ)
         self._selector.register(self._client, selectors.EVENT_READ)
-        with contextlib.suppress(FleetError, ConnectionResetError):  # broker, agent are gone
+        with contextlib.suppress(FleetError, EOFError):  # the broker, the agent are gone
             while True:
                 for key, mask in self._selector.select():
                     if isinstance(key.data, Channel):
                         self._attend(key.data, mask)
                     elif key.fileobj is self._client:
                         pass  # `_give` hears it
-                    elif self._news.recv(64):
-                        self._refuse_others()
                     else:
-                        return
+                        plan = wire.receive(self._news)
+                        assert isinstance(plan, Plan)
+                        self._peers.follow(plan)
+                        self._refuse_others()
                 self._give()
 
     def _attend(self, channel: Channel, mask: int) -> None:

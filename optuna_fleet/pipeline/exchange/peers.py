@@ -1,4 +1,4 @@
-"""A node's way to the others' chunks: asks a chunk's owner, once, for a bounded time."""
+"""The other nodes: whose chunk is whose, and a process' way to ask for one, for a bounded time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from typing import NamedTuple
 
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.pipeline.exchange.board import Board
 from optuna_fleet.pipeline.exchange.plan import Peer, Plan
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 from optuna_fleet.wire.channel import Channel, connect
@@ -15,6 +14,10 @@ from optuna_fleet.wire.invitation import Invitation
 
 PATIENCE_S = 10.0
 """A peer that has not answered by then is done without."""
+
+LEFT_OUT_S = 60.0
+"""For so long, unless there is a new plan before."""
+
 _MOST_KNOWN = 10_000  # owners, which take a hash per node to find
 
 
@@ -37,7 +40,7 @@ class Answer(NamedTuple):
 
 
 class Peers:
-    """The other nodes, as an agent and its forks see them.
+    """The other nodes, as an agent and the process that gives its chunks see them.
 
     Args:
         agent: The incarnation of this node's agent.
@@ -49,18 +52,21 @@ class Peers:
     def __init__(
         self, agent: str, secret: bytes, spec: PipelineSpec, patience_s: float = PATIENCE_S
     ) -> None:
-        self.board = Board()
         self.spec = spec
         self.agent = agent
         self.secret = secret
-        self._patience_s = patience_s
-        self._channels: dict[Peer, Channel] = {}
-        self._owners: tuple[Plan, dict[ChunkKey, Peer | None]] = Plan(), {}
+        self.patience_s = patience_s
+        self.follow(Plan())
+
+    def follow(self, plan: Plan) -> None:
+        """Puts a plan in the place of the last; nobody is left out any more."""
+        self._plan = plan
+        self._owners: dict[ChunkKey, Peer | None] = {}
+        self._left_out_until: dict[Peer, float] = {}
 
     def share(self) -> bool:
         """Returns whether there is anybody to get chunks from."""
-        plan = self.board.plan()
-        return plan.scheme != "local" and len(plan.peers) > 1
+        return self._plan.scheme != "local" and len(self._plan.peers) > 1
 
     def owns(self, key: ChunkKey) -> bool:
         """Returns whether the others get this chunk from here."""
@@ -75,38 +81,47 @@ class Peers:
         """Returns whom to ask for a chunk; None if it is to be made here."""
         return self._other(self._owner(key))
 
-    def fetch(self, key: ChunkKey, chunk_size: int) -> memoryview | None:
-        """Returns the bytes of a chunk from its owner; None if it is to be made here."""
-        peer, question = self.source(key), AskForChunk(key, chunk_size, self.finishes(key.name))
-        return self._ask(peer, question)[1]
-
-    def chunk_size(self, name: str) -> int | None:
-        """Returns how many samples make a chunk where that was decided; None if that is here.
+    def decider(self) -> Peer | None:
+        """Returns who says how many samples make a chunk; None if that is decided here.
 
         Who joined later asks who joined earlier, so nobody waits in a circle.
         """
-        first = next(iter(self.board.plan().peers), None)
-        return self._ask(self._other(first), name)[0].chunk_size
+        return self._other(next(iter(self._plan.peers), None))
+
+    def leave_out(self, peer: Peer) -> None:
+        """Nobody here asks this peer for a while."""
+        self._left_out_until[peer] = time.monotonic() + LEFT_OUT_S
 
     def _owner(self, key: ChunkKey) -> Peer | None:
-        plan, known = self.board.plan(), self._owners[1]
-        if plan is not self._owners[0] or len(known) > _MOST_KNOWN:
-            known = {}
-            self._owners = plan, known
-        if key not in known:
-            known[key] = plan.owner(key)
-        return known[key]
+        if len(self._owners) > _MOST_KNOWN:
+            self._owners.clear()
+        if key not in self._owners:
+            self._owners[key] = self._plan.owner(key)
+        return self._owners[key]
 
     def _other(self, peer: Peer | None) -> Peer | None:
-        if peer is None or peer.agent == self.agent or self.board.is_left_out(peer):
+        if peer is None or peer.agent == self.agent:
             return None
-        return peer
+        return None if self._left_out_until.get(peer, 0.0) > time.monotonic() else peer
 
-    def _ask(
-        self, peer: Peer | None, question: str | AskForChunk
-    ) -> tuple[Answer, memoryview | None]:
-        if peer is None:
-            return Answer(), None
+
+class Asking:
+    """A process' connections to peers.
+
+    Args:
+        secret: Of the sweep.
+        patience_s: How long to wait for an answer.
+    """
+
+    def __init__(self, secret: bytes, patience_s: float) -> None:
+        self._secret = secret
+        self._patience_s = patience_s
+        self._channels: dict[Peer, Channel] = {}
+
+    def ask(
+        self, peer: Peer, question: str | AskForChunk
+    ) -> tuple[Answer | None, memoryview | None]:
+        """Returns a peer's answer, None if it is gone or slow, and the bytes of a chunk."""
         deadline = time.monotonic() + self._patience_s
         try:
             channel = self._channel(peer)
@@ -118,20 +133,27 @@ class Peers:
             _wait(channel, deadline)
             return answer, channel.receive_bytes()
         except (EOFError, OSError, ProtocolError):
-            self.board.leave_out(peer)
             if peer in self._channels:
                 self._channels.pop(peer).close()
-            return Answer(), None
+            return None, None
 
     def _channel(self, peer: Peer) -> Channel:
-        for gone in self._channels.keys() - set(self.board.plan().peers):
-            self._channels.pop(gone).close()
         if peer not in self._channels:
+            self._close_ended()
             address = ((peer.host, peer.port),)
             self._channels[peer] = connect(
-                Invitation(addresses=address, secret=self.secret, fingerprint=peer.fingerprint)
+                Invitation(addresses=address, secret=self._secret, fingerprint=peer.fingerprint)
             )
         return self._channels[peer]
+
+    def _close_ended(self) -> None:
+        """Closes the channels to nodes that have left: nobody speaks unasked but at his end."""
+        ended = select.poll()
+        peers = {channel.fileno(): peer for peer, channel in self._channels.items()}
+        for descriptor in peers:
+            ended.register(descriptor, select.POLLIN)
+        for descriptor, _ in ended.poll(0):
+            self._channels.pop(peers[descriptor]).close()
 
 
 def _wait(channel: Channel, deadline: float) -> None:

@@ -39,11 +39,11 @@ class Audit:
 
     def agrees(self, name: str, index: int, ours: Any, make: Callable[[], Any]) -> bool:
         """Returns whether a sample is what ``make`` gives, and notes it if not."""
-        from optuna_fleet.pipeline.preprocessor import storable
+        from optuna_fleet.pipeline.preprocessor.comparing import same
 
         began = time.perf_counter()
         try:
-            agrees = storable.same(ours, make())
+            agrees = same(ours, make())
         except Exception:
             agrees = True  # of the moment, perhaps: it says nothing of the store
         self._last_s = time.perf_counter() - began

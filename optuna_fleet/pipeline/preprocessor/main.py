@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from optuna_fleet.pipeline.chunks.layout import (
     sample_bytes,
     write_chunk,
 )
-from optuna_fleet.pipeline.exchange.peers import Peers
+from optuna_fleet.pipeline.exchange.peers import AskForChunk, Asking
 from optuna_fleet.pipeline.limits import Budgets, guess_sample_bytes
 from optuna_fleet.pipeline.messages import (
     ChunkFetched,
@@ -38,9 +40,9 @@ from optuna_fleet.pipeline.preprocessor.sampling import (
     Samples,
     reported,
 )
+from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
 from optuna_fleet.settings import Adoption, Settings
-from optuna_fleet.wire.packing import unpack
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes; glibc takes no more
@@ -49,42 +51,50 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes; glibc takes no more
 def preprocessor_main(
     sock: socket.socket,
     *,
-    payload: bytes,
+    load: Callable[[], Source],
     spec: PipelineSpec,
     settings: Settings,
     budgets: Budgets,
     arena: Arena,
     decoded: DecodedSamples,
-    peers: Peers | None = None,
+    asking: Asking | None = None,
 ) -> None:
     """Serves the agent until it closes the socket.
 
     Args:
         sock: This process' end of the socket pair; blocking.
-        payload: What unpickles to the data sets (``PayloadFile.reference()``).
+        load: Returns the data sets.
         spec: Their description.
         settings: What the script's process is set to.
         budgets: What the pipeline may take.
         arena: Where chunks are written.
         decoded: The decoded store.
-        peers: The nodes that share chunks with this one.
+        asking: The way to nodes that share chunks with this one.
     """
     Adoption(has_gpu=False).adopt(settings)
     # One core each: there is one preprocessor per core it may use.
     torch.set_num_threads(1)
     _keep_freed_memory(budgets.chunk_bytes)
     sock.setblocking(True)
-    samples = Samples(lambda: unpack(payload), spec, decoded, force_decoded=budgets.force_decoded)
-    producer = _Producer(sock, spec, budgets, arena, decoded, samples, peers)
+    samples = Samples(load, spec, decoded, force_decoded=budgets.force_decoded)
+    producer = _Producer(
+        sock=sock,
+        spec=spec,
+        chunk_bytes=budgets.chunk_bytes,
+        arena=arena,
+        decoded=decoded,
+        samples=samples,
+        asking=asking,
+    )
     try:
         while True:
             match wire.receive(sock):
-                case MeasureSample(key=key):
-                    producer.measure(key)
-                case ProduceChunk(fetch=True) as order:
-                    producer.fetch(order)
-                case ProduceChunk() as order:
+                case MeasureSample() as order:
+                    producer.measure(order)
+                case ProduceChunk(source=None) as order:
                     producer.produce(order)
+                case ProduceChunk() as order:
+                    producer.fetch(order)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the agent is gone, or has no more use for this process
 
@@ -107,50 +117,45 @@ class _Kept(NamedTuple):
     samples: list[Sample]
 
 
+@dataclass(slots=True, kw_only=True)
 class _Producer:
-    def __init__(
-        self,
-        sock: socket.socket,
-        spec: PipelineSpec,
-        budgets: Budgets,
-        arena: Arena,
-        decoded: DecodedSamples,
-        samples: Samples,
-        peers: Peers | None,
-    ) -> None:
-        self._sock = sock
-        self._spec = spec
-        self._budgets = budgets
-        self._arena = arena
-        self._decoded = decoded
-        self._samples = samples
-        self._peers = peers
-        self._kept: _Kept | None = None
+    sock: socket.socket
+    spec: PipelineSpec
+    chunk_bytes: int
+    arena: Arena
+    decoded: DecodedSamples
+    samples: Samples
+    asking: Asking | None
+    kept: _Kept | None = None
 
-    def measure(self, key: ChunkKey) -> None:
+    def measure(self, order: MeasureSample) -> None:
         """Answers how large a preprocessed sample of the data set is, and how long it takes."""
-        by_user = self._spec.dataset(key.name).collate is not None
-        nbytes = guess_sample_bytes(self._budgets.chunk_bytes)
+        key, chunk_size = order.key, None
+        if order.decider is not None and self.asking is not None:
+            answer, _ = self.asking.ask(order.decider, key.name)
+            chunk_size = answer.chunk_size if answer is not None else None
+        by_user = self.spec.dataset(key.name).collate is not None
+        nbytes = guess_sample_bytes(self.chunk_bytes)
         header_bytes, prepared_bytes, sample_s = 0, None, 0.0
         try:
-            first = self._samples.sample(key, 0)
-            self._kept = _Kept(key, [first])
-            prepared_bytes = self._samples.prepared_bytes(key)
-            nbytes, sample_s = self._further(self._kept, by_user)
+            first = self.samples.sample(key, 0)
+            self.kept = _Kept(key, [first])
+            prepared_bytes = self.samples.prepared_bytes(key)
+            nbytes, sample_s = self._further(self.kept, by_user)
             chunk = write_chunk([first.data], collated_by_user=by_user)
             first_bytes = sample_bytes(first.data, collated_by_user=by_user)
             header_bytes = max(0, chunk.nbytes - first_bytes)
         except Exception:
             pass  # The size is a guess then; the order for the chunk will tell the error.
         wire.send(
-            self._sock,
+            self.sock,
             SampleMeasured(
                 key=key,
                 sample_bytes=nbytes,
                 header_bytes=header_bytes,
                 sample_s=sample_s,
                 prepared_bytes=prepared_bytes,
-                chunk_size=self._peers.chunk_size(key.name) if self._peers else None,
+                chunk_size=chunk_size,
             ),
         )
 
@@ -160,7 +165,7 @@ class _Producer:
         Returns:
             Bytes of the largest, and the seconds that the fastest took.
         """
-        most = min(MIN_CHUNK_SAMPLES, self._spec.dataset(kept.key.name).num_samples)
+        most = min(MIN_CHUNK_SAMPLES, self.spec.dataset(kept.key.name).num_samples)
         sizes = [sample_bytes(kept.samples[0].data, collated_by_user=by_user)]
         times: list[float] = []
         while (
@@ -168,7 +173,7 @@ class _Producer:
         ):
             started = time.perf_counter()
             try:
-                sample = self._samples.sample(kept.key, len(kept.samples))
+                sample = self.samples.sample(kept.key, len(kept.samples))
             except SampleError:
                 break  # the order for its chunk will tell
             times.append(time.perf_counter() - started)
@@ -178,33 +183,36 @@ class _Producer:
 
     def fetch(self, order: ProduceChunk) -> None:
         """Gets a chunk from the node that owns it, and says so."""
-        assert self._peers is not None
+        assert self.asking is not None
+        assert order.source is not None
         began = time.perf_counter()
-        data = self._peers.fetch(order.key, order.chunk_size)
+        is_finished = self.spec.dataset(order.key.name).finish is None
+        question = AskForChunk(order.key, order.chunk_size, is_finished)
+        answer, data = self.asking.ask(order.source, question)
         if data is None:
-            wire.send(self._sock, ChunkNotFetched(key=order.key))
+            wire.send(self.sock, ChunkNotFetched(key=order.key, is_gone=answer is None))
         elif data.nbytes > order.max_bytes:
-            wire.send(self._sock, ChunkOutgrew(key=order.key, nbytes=data.nbytes))
+            wire.send(self.sock, ChunkOutgrew(key=order.key, nbytes=data.nbytes))
         else:
-            room = self._arena.writable(order.address, order.max_bytes)
+            room = self.arena.writable(order.address, order.max_bytes)
             room[: data.nbytes] = data
             if self._commit(order, room[: data.nbytes]):
                 seconds = time.perf_counter() - began
                 done = ChunkFetched(key=order.key, nbytes=data.nbytes, seconds=seconds)
-                wire.send(self._sock, done)
+                wire.send(self.sock, done)
 
     def produce(self, order: ProduceChunk) -> None:
         """Makes a chunk where it was ordered, and says so."""
         began = time.perf_counter()
         key = order.key
         try:
-            room = self._arena.writable(order.address, order.max_bytes)
+            room = self.arena.writable(order.address, order.max_bytes)
             nbytes, num_samples, num_made = self._written(order, room)
         except SampleError as failure:
-            wire.send(self._sock, ChunkNotProduced(key=key, error=failure.error))
+            wire.send(self.sock, ChunkNotProduced(key=key, error=failure.error))
             return
         except OutgrownError as failure:
-            wire.send(self._sock, ChunkOutgrew(key=key, nbytes=failure.nbytes))
+            wire.send(self.sock, ChunkOutgrew(key=key, nbytes=failure.nbytes))
             return
         if not self._commit(order, room[:nbytes]):
             return
@@ -214,20 +222,20 @@ class _Producer:
             num_samples=num_samples,
             num_made=num_made,
             busy_s=time.perf_counter() - began,
-            stored=self._decoded.stored(),
-            num_loaded=self._samples.num_loaded,
-            skipped=tuple(self._samples.skipped),
-            complaint=self._samples.complaint,
-            mismatch=self._samples.audit.mismatches.get(key.name),
+            stored=self.decoded.stored(),
+            num_loaded=self.samples.num_loaded,
+            skipped=tuple(self.samples.skipped),
+            complaint=self.samples.complaint,
+            mismatch=self.samples.audit.mismatches.get(key.name),
         )
-        wire.send(self._sock, done)
+        wire.send(self.sock, done)
 
     def _commit(self, order: ProduceChunk, written: memoryview) -> bool:
         """Returns whether a chunk is where it was ordered to."""
         try:
-            self._arena.commit(order.address, written)
+            self.arena.commit(order.address, written)
         except OSError as error:
-            wire.send(self._sock, DiskFailed(key=order.key, reason=str(error)))
+            wire.send(self.sock, DiskFailed(key=order.key, reason=str(error)))
             return False
         return True
 
@@ -244,33 +252,33 @@ class _Producer:
         """Returns the chunk's bytes, its samples, and how many of them were made just now."""
         key, size = order.key, order.chunk_size
         made: list[Sample] = []
-        if self._kept is not None and self._kept.key == key:
-            made = self._kept.samples[:size]
+        if self.kept is not None and self.kept.key == key:
+            made = self.kept.samples[:size]
         else:
-            self._samples.begin()
-        self._kept = None
-        self._decoded.begin(order.extents)
+            self.samples.begin()
+        self.kept = None
+        self.decoded.begin(order.extents)
         start = key.chunk * size
-        stop = min(start + size, self._spec.dataset(key.name).num_samples)
-        chunk = _Chunk(self._samples, key, room, stop - start, self._by_user(key))
-        self._samples.expect(key, start + len(made), stop)
+        stop = min(start + size, self.spec.dataset(key.name).num_samples)
+        chunk = _Chunk(self.samples, key, room, stop - start, self._by_user(key))
+        self.samples.expect(key, start + len(made), stop)
         try:
             for sample in made:
                 chunk.add(sample)
             for position in range(start + len(made), stop):
-                chunk.add(self._samples.sample(key, position, use_store=order.split))
-            if self._samples.num_loaded and key.name in self._samples.audit.mismatches:
-                self._samples.begin()  # found just now: those before it can't be trusted either
-                chunk = _Chunk(self._samples, key, room, stop - start, self._by_user(key))
+                chunk.add(self.samples.sample(key, position, use_store=order.split))
+            if self.samples.num_loaded and key.name in self.samples.audit.mismatches:
+                self.samples.begin()  # found just now: those before it can't be trusted either
+                chunk = _Chunk(self.samples, key, room, stop - start, self._by_user(key))
                 for position in range(start, stop):
-                    chunk.add(self._samples.sample(key, position))
+                    chunk.add(self.samples.sample(key, position))
             return chunk.finish(), stop - start, stop - start - len(made)
         except OutgrownError:
-            self._kept = _Kept(key, chunk.samples())
+            self.kept = _Kept(key, chunk.samples())
             raise
 
     def _by_user(self, key: ChunkKey) -> bool:
-        return self._spec.dataset(key.name).collate is not None
+        return self.spec.dataset(key.name).collate is not None
 
 
 class _Chunk:
@@ -292,8 +300,7 @@ class _Chunk:
             self._is_finished = sample.is_finished
         added = [sample]
         if self._is_finished != sample.is_finished:
-            data, _ = self._samples.alike(self._key.name, [*self.samples(), sample])
-            added = [Sample(each, True) for each in data]
+            added = self._samples.finished(self._key.name, [*self.samples(), sample])
             self._writer, self._is_finished = self._new(), True
         self._unwritten = added
         for each in added:

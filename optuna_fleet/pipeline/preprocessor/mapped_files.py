@@ -58,65 +58,46 @@ def _root(array: _Array) -> Any:
 
 def _file_reduction(root: Any) -> Any:
     path, flags = root.filename, root.flags  # a relative path NumPy has made absolute
+    if root.mode == "c":  # what was written into it is not in the file
+        return None
     if not (flags.c_contiguous or flags.f_contiguous):  # strides set by hand
         return None
     try:
         file_bytes = os.stat(path).st_size
     except OSError:  # removed: its bytes are still here
         return None
-    if file_bytes < root.offset + root.nbytes or (root.mode == "c" and _was_written(root)):
+    if file_bytes < root.offset + root.nbytes:
         return None
-    mode = "c" if root.mode == "c" else "r"
     order = "C" if flags.c_contiguous else "F"
-    return _map, (path, file_bytes, root.dtype, mode, root.offset, root.shape, order)
-
-
-def _was_written(root: _Array) -> bool:
-    """Whether pages of a copy-on-write mapping are copies by now, unknown to the file."""
-    begin = root.ctypes.data
-    is_ours = False
-    with open("/proc/self/smaps") as lines:
-        for line in lines:
-            name, *values = line.split()
-            if not name.endswith(":"):  # the head of a mapping: its addresses
-                low, high = (int(address, 16) for address in name.split("-"))
-                is_ours = low < begin + root.nbytes and begin < high
-            elif is_ours and name in ("Anonymous:", "Swap:") and int(values[0]):
-                return True
-    return False
+    return _map, (path, file_bytes, root.dtype, root.offset, root.shape, order)
 
 
 def _place(array: _Array, root: _Array) -> tuple[Any, ...]:
-    """What makes this view of it: its place, what it looks like, and what may be done with it."""
+    """What makes this view of it."""
     offset = array.ctypes.data - root.ctypes.data
-    may_write = array.flags.writeable
-    is_memmap = type(array) is np.memmap
-    return offset, array.dtype, array.shape, array.strides, may_write, is_memmap
+    return offset, array.dtype, array.shape, array.strides, type(array) is np.memmap
 
 
 def _map(
     path: str | os.PathLike[str],
     file_bytes: int,
     dtype: np.dtype[Any],
-    mode: Any,
     offset: int,
     shape: tuple[int, ...],
     order: Any,
 ) -> _Array:
+    change = None
     try:
-        found_bytes = os.stat(path).st_size
+        if (found := os.stat(path).st_size) != file_bytes:
+            change = f"has {found} bytes, but had {file_bytes} when the pipeline started"
     except OSError as error:
+        change = f"can't be had any more ({error.strerror})"
+    if change is not None:
         raise FleetError(
-            f"The file {os.fspath(path)!r}, which a data set maps, can't be had any more "
-            f"({error.strerror}). It must stay where it is as long as the pipeline runs."
-        ) from error
-    if found_bytes != file_bytes:
-        raise FleetError(
-            f"The file {os.fspath(path)!r}, which a data set maps, has {found_bytes} bytes, but "
-            f"had {file_bytes} when the pipeline started. It must stay as it is as long as that "
-            "runs."
+            f"The file {os.fspath(path)!r}, which a data set maps, {change}. It must stay as it "
+            "is as long as the pipeline runs."
         )
-    return np.memmap(path, dtype=dtype, mode=mode, offset=offset, shape=shape, order=order)
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape, order=order)
 
 
 def _view(
@@ -125,7 +106,6 @@ def _view(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
     strides: tuple[int, ...],
-    may_write: bool,
     is_memmap: bool,
 ) -> _Array:
     in_order: Any = root if root.flags.c_contiguous else root.T
@@ -133,6 +113,4 @@ def _view(
     if is_memmap:
         view = view.view(np.memmap)
         view.__array_finalize__(root)  # it gets to know the file
-    if not may_write:
-        view.flags.writeable = False
     return view

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optuna_fleet.pipeline.preprocessor import generators
-from optuna_fleet.pipeline.preprocessor.generators import Generator
-
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+Generator = Any
+"""A ``random.Random``, NumPy's ``Generator`` or ``RandomState``, or torch's ``Generator``.
+
+Those that data sets hold (``self.rng = np.random.default_rng()``) are seeded for each sample too,
+or they would give other augmentation in each process.
+"""
+
+
+def is_generator(value: Any) -> bool:
+    """Returns whether a value is a random generator that can be seeded."""
+    if isinstance(value, random.SystemRandom):
+        return False
+    if isinstance(value, (random.Random, np.random.RandomState, np.random.Generator)):
+        return True
+    torch = sys.modules.get("torch")  # not loaded: there is none of torch's
+    return torch is not None and isinstance(value, torch.Generator) and value.device.type == "cpu"
 
 
 @lru_cache(maxsize=64)
@@ -44,7 +59,18 @@ def drawn(own: Sequence[Generator] = ()) -> tuple[float, ...]:
     import torch
 
     number = torch.rand((), dtype=torch.float64, device="cpu").item()
-    return random.random(), np.random.random_sample(), number, *map(generators.draw, own)
+    return random.random(), np.random.random_sample(), number, *map(draw, own)
+
+
+def watched(
+    action: Callable[[], Any], seed: Callable[[], None], own: Sequence[Generator] = ()
+) -> tuple[Any, bool]:
+    """Returns what a function returns after ``seed()``, and whether it drew random numbers."""
+    seed()
+    before = drawn(own)
+    seed()
+    result = action()
+    return result, drawn(own) != before
 
 
 @contextmanager
@@ -87,4 +113,28 @@ def _seed(digest: bytes, own: Sequence[Generator]) -> None:
     np.random.seed(int.from_bytes(digest[8:12], "little"))
     random.seed(int.from_bytes(digest[16:24], "little"))
     for number, generator in enumerate(own, int.from_bytes(digest[24:], "little")):
-        generators.seed(generator, number % (1 << 64))
+        seed_generator(generator, number % (1 << 64))
+
+
+def seed_generator(generator: Generator, number: int) -> None:
+    """Seeds a generator with a number below 2**64."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        bits.state = type(bits)(number).state
+    elif isinstance(generator, np.random.RandomState):
+        generator.seed(number % (1 << 32))
+    elif isinstance(generator, random.Random):
+        generator.seed(number)
+    else:
+        generator.manual_seed(number)
+
+
+def draw(generator: Generator) -> float:
+    """Draws a number: equal for equal states."""
+    if isinstance(generator, (random.Random, np.random.Generator)):
+        return float(generator.random())
+    if isinstance(generator, np.random.RandomState):
+        return float(generator.random_sample())
+    import torch
+
+    return float(torch.rand((), dtype=torch.float64, generator=generator))

@@ -24,9 +24,9 @@ import numpy as np
 
 from optuna_fleet.pipeline.chunks.memory_files import map_privately, sealed_file_of
 from optuna_fleet.pipeline.preprocessor import tables
-from optuna_fleet.pipeline.preprocessor.generators import Generator, is_generator
 from optuna_fleet.pipeline.preprocessor.mapped_files import MappedFiles
-from optuna_fleet.pipeline.preprocessor.order_file import OrderFile, order_lengths
+from optuna_fleet.pipeline.preprocessor.order import Generator, is_generator
+from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.wire import packing
@@ -93,31 +93,19 @@ class PayloadFile:
     """
 
     def __init__(self, payload: bytes, spec: PipelineSpec) -> None:
-        self._orders = OrderFile(order_lengths(spec))
+        self._orders = order_files(spec)
         self._fd = sealed_file_of([payload])
 
-    def reference(self) -> bytes:
-        """Returns what unpickles to the content in processes forked from this one."""
-        return pickle.dumps(_Content(self._fd, self._orders))
+    def load(self) -> Source:
+        """Returns the content, in a process forked from this one."""
+        found: Source = unpack(map_privately(self._fd))
+        return replace(found, orders=self._orders)
 
     def close(self) -> None:
         """Closes the files; their memory is free once no preprocessor has them."""
         os.close(self._fd)
-        self._orders.close()
-
-
-class _Content:
-    """Comes out of a pickle as what is in the file."""
-
-    def __init__(self, fd: int, orders: OrderFile) -> None:
-        self._parts = fd, orders
-
-    def __reduce__(self) -> Any:
-        return _read, self._parts
-
-
-def _read(fd: int, orders: OrderFile) -> Any:
-    return replace(unpack(map_privately(fd)), orders=orders)
+        for orders in self._orders.values():
+            orders.close()
 
 
 def _stays_inside(outside: list[memoryview], buffer: pickle.PickleBuffer) -> bool:

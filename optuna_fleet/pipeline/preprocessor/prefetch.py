@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+
+from optuna_fleet.pipeline.preprocessor.order import Generator, watched
 
 AT_ONCE = 32
 """Samples that are fetched together: most of the gain, and little memory."""
@@ -26,7 +29,7 @@ def agrees(dataset: Any, length: int, seed: Callable[[int], None]) -> bool:
         length: Its length.
         seed: Seeds for the sample of this index.
     """
-    from optuna_fleet.pipeline.preprocessor import storable
+    from optuna_fleet.pipeline.preprocessor.comparing import same
 
     indices = sorted({0, length // 3, length // 2, length - 1}, reverse=True)
     try:
@@ -35,7 +38,7 @@ def agrees(dataset: Any, length: int, seed: Callable[[int], None]) -> bool:
         for index in indices:
             seed(index)
             alone.append(dataset[index])
-        return len(indices) > 1 and storable.same(list(together), alone)
+        return len(indices) > 1 and same(list(together), alone)
     except Exception:
         return False  # it is told of when that sample is wanted
 
@@ -45,15 +48,17 @@ class Prefetched:
 
     Args:
         dataset: Has ``__getitems__``.
-        draws: Calls a function, and returns its result and whether it drew random numbers. Where
-            it did, a sample would depend on those it is fetched with: they are fetched alone.
+        seed: Seeds as for the sample that is asked for.
+        own: Generators that it seeds too. Where random numbers are drawn, a sample would depend on
+            those it is fetched with: then they are fetched alone.
     """
 
     def __init__(
-        self, dataset: Any, draws: Callable[[Callable[[], Any]], tuple[Any, bool]]
+        self, dataset: Any, seed: Callable[[], None], own: Sequence[Generator] = ()
     ) -> None:
         self._dataset = dataset
-        self._draws = draws
+        self._seed = seed
+        self._own = own
         self._expected: list[int] = []
         self._fetched: dict[int, Any] = {}
         self._is_random = False
@@ -78,8 +83,11 @@ class Prefetched:
         indices = list(dict.fromkeys(self._expected[begin : begin + AT_ONCE]))
         self._expected = self._expected[begin + AT_ONCE :]
         try:
-            found, self._is_random = self._draws(lambda: self._dataset.__getitems__(indices))
+            fetch = partial(self._dataset.__getitems__, indices)
+            found, self._is_random = watched(fetch, self._seed, self._own)
         except Exception:
             return  # one by one, to see which it is
+        finally:
+            self._seed()
         if not self._is_random and len(found) == len(indices):
             self._fetched = dict(zip(indices, found, strict=True))

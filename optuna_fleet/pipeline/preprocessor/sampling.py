@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,8 @@ from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor import prefetch
 from optuna_fleet.pipeline.preprocessor.audit import Audit
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack, unpack
-from optuna_fleet.pipeline.preprocessor.order import drawn, seed_sample
-from optuna_fleet.pipeline.preprocessor.order_file import OrderFile, order_lengths
+from optuna_fleet.pipeline.preprocessor.order import seed_sample, watched
+from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.samplers import epoch_order
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, rebuilt
@@ -87,7 +87,6 @@ class Samples:
         self._source: Source | None = None
         self._splits: dict[str, SplitDataset | None] = {}
         self.audit = Audit()
-        self._orders: OrderFile | None = None
         self._block: tuple[str, int, int] | None = None  # data set, epoch and begin of the next
         self._places: Any = ()
         self._seed_again: Callable[[], None] = lambda: None
@@ -111,7 +110,7 @@ class Samples:
             SampleError: It raised, or as many samples in a row as may be skipped.
         """
         spec = self._spec.dataset(key.name)
-        self._load_once()
+        self._sources()  # its errors are none of the sample
         place = self._place(spec, key.epoch, position)
         try:
             return self._make(spec, key.epoch, place, use_store)
@@ -143,7 +142,6 @@ class Samples:
         """Tells which positions will be wanted next, for data sets that give many at once."""
         spec = self._spec.dataset(key.name)
         if spec.gives_many:
-            self._load_once()
             places = (self._place(spec, key.epoch, position) for position in range(start, stop))
             self._sources().datasets[spec.name].expect([place % spec.length for place in places])
 
@@ -179,21 +177,19 @@ class Samples:
 
     def _ordered(self, spec: DatasetSpec, epoch: int, begin: int) -> Any:
         source = self._sources()
-        if self._orders is None:
-            self._orders = source.orders or OrderFile(order_lengths(self._spec))
         stop = min(begin + _BLOCK, spec.num_samples)
         draw = partial(epoch_order, source, spec, self._spec.seed, epoch)
-        return self._orders.read(spec.name, epoch, begin, stop, draw)
+        return source.orders[spec.name].read(epoch, begin, stop, draw)
 
-    def alike(self, name: str, samples: Sequence[Sample]) -> tuple[list[Any], bool]:
-        """Returns the data of samples of a chunk, and whether they are finished: all, or none."""
-        finished = [sample.is_finished for sample in samples]
-        if all(finished) or not any(finished):
-            return [sample.data for sample in samples], all(finished)
+    def finished(self, name: str, samples: Iterable[Sample]) -> list[Sample]:
+        """Returns samples of a data set, of which some are not finished, as finished ones."""
         packed = self._spec.dataset(name).finish
         assert packed is not None
         finish = packing.unpack(packed)
-        return [each.data if each.is_finished else finish(each.data) for each in samples], True
+        return [
+            each if each.is_finished else Sample(finish(each.data), is_finished=True)
+            for each in samples
+        ]
 
     def _make(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Sample:
         data, is_finished = self._made(spec, epoch, place, use_store)
@@ -244,17 +240,14 @@ class Samples:
         use_store: bool,
     ) -> Any:
         store = self._decoded if use_store else None
-        # What is random is told apart from its input by now: it does not write into it.
-        copy = found.augment is None
+        copy = found.copies or found.augment is None  # or it would be the sample itself
         loaded = store.get(name, index, copy=copy) if store is not None else None
         if loaded is not None:
             self.num_loaded += 1
             return loaded[0]
-        seed()
-        prepared = found.prepared(index)
-        after = drawn(own := self._sources().generators)
-        seed()
-        if drawn(own) != after:
+        generators = self._sources().generators
+        prepared, drew = watched(partial(found.prepared, index), seed, generators)
+        if drew:
             raise AnotherWayError(
                 f"Sample {index} draws random numbers before the first random step of the "
                 "transform. SharedPipeline(..., split=False) takes no transform apart."
@@ -270,33 +263,23 @@ class Samples:
             self._splits[name] = rebuilt(source.datasets[name], source.stages[name], cut)
         return self._splits[name]
 
-    def _load_once(self) -> None:
-        if self._source is None:
-            with reported("Unpickling the data sets in a preprocessor"):
-                self._sources()
-
     def _sources(self) -> Source:
         if self._source is None:
-            source = self._load()
+            with reported("Unpickling the data sets in a preprocessor"):
+                source = self._load()
             datasets = {
                 each.name: prefetch.Prefetched(
-                    source.datasets[each.name], partial(self._drawing, source)
+                    source.datasets[each.name], lambda: self._seed_again(), source.generators
                 )
                 for each in self._spec.datasets
                 if each.gives_many
             }
-            self._source = replace(source, datasets={**source.datasets, **datasets})
+            self._source = replace(
+                source,
+                datasets={**source.datasets, **datasets},
+                orders=source.orders or order_files(self._spec),
+            )
         return self._source
-
-    def _drawing(self, source: Source, action: Callable[[], Any]) -> tuple[Any, bool]:
-        """What a function returns, and whether it drew; all is seeded again as it was."""
-        self._seed_again()
-        before = drawn(source.generators)
-        self._seed_again()
-        result = action()
-        is_random = drawn(source.generators) != before
-        self._seed_again()
-        return result, is_random
 
 
 @contextmanager

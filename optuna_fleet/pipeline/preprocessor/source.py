@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from optuna_fleet.pipeline.preprocessor.generators import Generator
+from optuna_fleet.pipeline.preprocessor.order import Generator
 from optuna_fleet.pipeline.preprocessor.order_file import OrderFile
 from optuna_fleet.pipeline.preprocessor.splitting import Stages
 
@@ -19,12 +19,12 @@ class Source:
         datasets: By name.
         stages: Likewise.
         samplers: Likewise, where the user gave one, or ``Weights``.
-        orders: What these have drawn on this node; None to draw for oneself.
+        orders: What was drawn on this node, likewise; none to draw for oneself.
         generators: Random generators that any of these hold, once they have been looked for.
     """
 
     datasets: Mapping[str, Any]
     stages: Mapping[str, Stages]
     samplers: Mapping[str, Any] = field(default_factory=dict)
-    orders: OrderFile | None = None
+    orders: Mapping[str, OrderFile] = field(default_factory=dict)
     generators: Sequence[Generator] = ()

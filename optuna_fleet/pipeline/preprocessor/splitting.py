@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.preprocessor import transform_split
-from optuna_fleet.pipeline.preprocessor.order import drawn
+from optuna_fleet.pipeline.preprocessor.order import drawn, watched
 from optuna_fleet.pipeline.spec import Cut
 
 Function = Callable[[Any], Any]
@@ -52,7 +53,7 @@ class SplitDataset:
     """A data set in three parts. Equal in every process that has the same data set.
 
     Attributes:
-        read: Returns the beginning of the sample of an index, the same in every epoch.
+        prepared: Returns the beginning of the sample of an index, the same in every epoch.
         augment: The random rest; None where nothing is random.
         finish: The elementwise end; None for none. Without the data set: it may be sent elsewhere.
         stages: What the user gave.
@@ -60,29 +61,19 @@ class SplitDataset:
         cut: Where the data set's own transform was taken apart; None where the user said how.
     """
 
-    read: Callable[[int], Any]
+    prepared: Callable[[int], Any]
     augment: Function | None
     finish: Function | None
     stages: Stages
     copies: bool
     cut: Cut | None = None
 
-    def prepared(self, index: int) -> Any:
-        """Returns what is the same in every epoch: the sample, or if it is yet to be augmented, a
-        form of it that can be stored without loss.
-        """  # noqa: D205
-        from optuna_fleet.pipeline.preprocessor import storable
-
-        sample = self.read(index)
-        return storable.pack(sample) if self.augment is not None else sample
-
     def augmented(self, prepared: Any) -> Any:
-        """Returns the sample, drawn from the generators as they are; ``prepared`` stays as is."""
-        from optuna_fleet.pipeline.preprocessor import storable
+        """Returns the sample, drawn from the generators as they are.
 
-        if self.augment is None:
-            return prepared
-        return self.augment(storable.unpack(prepared, copy=self.copies))
+        If it ``copies``, ``prepared`` may be another one afterwards.
+        """
+        return called(self.augment, prepared)
 
     def finished(self, sample_or_batch: Any) -> Any:
         """Returns the end of what ``augmented`` gave, or of a batch of it (``default_collate``).
@@ -189,7 +180,7 @@ def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | Non
     """Returns the split that was decided on, without reading a sample."""
     if stages.in_parts:
         return SplitDataset(
-            read=partial(_read, dataset, stages.prepare),
+            prepared=lambda index: called(stages.prepare, dataset[index]),
             augment=stages.augment,
             finish=stages.finish,
             stages=stages,
@@ -200,17 +191,13 @@ def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | Non
     parts = transform_split.Parts(dataset, cut)
     end = parts.end if stages.finish is None else partial(_in_turn, parts.end, stages.finish)
     return SplitDataset(
-        read=parts.read,
+        prepared=parts.read,
         augment=parts.middle,
         finish=end,
         stages=stages,
         copies=parts.copies,
         cut=cut,
     )
-
-
-def _read(dataset: Any, prepare: Function | None, index: int) -> Any:
-    return called(prepare, dataset[index])
 
 
 def _in_turn(first: Function | None, second: Function, value: Any) -> Any:
@@ -236,35 +223,53 @@ def agrees(split: SplitDataset, dataset: Any, index: int, seed: Seed) -> bool:
 
 
 def _agrees(split: SplitDataset, index: int, seed: Seed, wanted: Any) -> bool:
-    from optuna_fleet.pipeline.preprocessor import storable
+    from optuna_fleet.pipeline.preprocessor.comparing import same
 
-    prepared = _drawing_nothing(split, index, seed, num_drawn=0)
-    again = _drawing_nothing(split, index, seed, num_drawn=1)
-    read: Function = partial(called, None)
+    def seed_and_draw() -> None:
+        seed()
+        drawn()
+
+    prepared = _drawing_nothing(split, index, seed)
+    again = _drawing_nothing(split, index, seed_and_draw)
     if split.augment is not None:
-        read = partial(storable.unpack, copy=False)
-        prepared, again = storable.through_store(prepared), storable.through_store(again)
-    if not storable.same(read(prepared), read(again)):
+        prepared, again = through_store(prepared), through_store(again)
+    if not same(prepared, again):
         return False
     seed()
-    augmented = split.augmented(prepared)
-    if not storable.same(split.finished(augmented), wanted):
+    augmented = split.augmented(through_store(prepared) if split.copies else prepared)
+    if not same(split.finished(augmented), wanted):
         return False
     # Once more: what is stored must not have been changed on the way.
-    if not storable.same(read(prepared), read(again)):
+    if not same(prepared, again):
         return False
     return split.finish is None or _agrees_as_batch(split, augmented, wanted)
 
 
 def _agrees_as_batch(split: SplitDataset, augmented: Any, wanted: Any) -> bool:
-    from optuna_fleet.pipeline.preprocessor import storable
+    from optuna_fleet.pipeline.preprocessor.comparing import same
 
     try:
-        batch, wanted_batch = storable.batch_of_two(augmented), storable.batch_of_two(wanted)
+        batch, wanted_batch = _batch_of_two(augmented), _batch_of_two(wanted)
     except Exception:
         return True  # without a collate_fn of the user's there is no batch to finish
     # default_collate made lists of tuples, of which the user's finish may make tuples again.
-    return storable.same(_listed(split.finished(batch)), _listed(wanted_batch))
+    return same(_listed(split.finished(batch)), _listed(wanted_batch))
+
+
+def _batch_of_two(sample: Any) -> Any:
+    from torch.utils.data import default_collate
+
+    from optuna_fleet.pipeline.chunks.columns import without_images
+
+    return default_collate([map_leaves(sample, without_images)] * 2)
+
+
+def through_store(prepared: Any) -> Any:
+    """Returns what was prepared as it comes out of the decoded store: a copy."""
+    from optuna_fleet.pipeline.preprocessor import decoded_samples
+
+    record = b"".join(decoded_samples.pack(prepared))
+    return decoded_samples.unpack(memoryview(record), copy=True)
 
 
 def _listed(batch: Any) -> Any:
@@ -273,18 +278,10 @@ def _listed(batch: Any) -> Any:
     return list(map(_listed, batch)) if type(batch) in (tuple, list) else batch
 
 
-def _drawing_nothing(split: SplitDataset, index: int, seed: Seed, *, num_drawn: int) -> Any:
-    def begin() -> None:
-        seed()
-        for _ in range(num_drawn):
-            drawn()
-
-    begin()
-    expected = drawn()
-    begin()
-    prepared = split.prepared(index)
-    if drawn() != expected:
-        raise transform_split.NoSplitError(
+def _drawing_nothing(split: SplitDataset, index: int, seed: Seed) -> Any:
+    prepared, drew = watched(partial(split.prepared, index), seed)
+    if drew:
+        raise transform_split.AnotherWayError(
             "random numbers were drawn before the first random step"
         )
     return prepared

@@ -6,7 +6,7 @@ read one is to write its reference count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,3 @@ class Table(Sequence[Any]):
             for column in self._columns
         )
         return item[0] if self._is_flat else item
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yields the items."""
-        return map(self.__getitem__, range(self._length))

@@ -18,11 +18,7 @@ _STAR: Path = (...,)
 
 
 class AnotherWayError(RuntimeError):
-    """A sample does not go through the transform as the one did that splitting was tried on."""
-
-
-class NoSplitError(Exception):
-    """The data set does not use its transform in a way that can be taken apart."""
+    """A sample does not go through the transform as a split would have it."""
 
 
 def is_known(dataset: Any) -> bool:
@@ -109,20 +105,16 @@ class Parts:
         try:
             sample = self._source[index]
             place = self._watched.place(sample)
-        except NoSplitError as error:
-            raise _another_way(index, f"{error}") from error
+            if place != self._place:
+                raise AnotherWayError(f"has its image at {place} instead of {self._place}")
         except Exception as error:
             # Perhaps for want of what the transform gives: if not, the whole will raise it too.
-            raise _another_way(index, f"raises {type(error).__name__}") from error
-        if place != self._place:
-            raise _another_way(index, f"has its image at {place} instead of {self._place}")
+            how = error if type(error) is AnotherWayError else f"raises {type(error).__name__}"
+            raise AnotherWayError(
+                f"Sample {index} goes another way through the data set than the first one: it "
+                f"{how}."
+            ) from error
         return sample
-
-
-def _another_way(index: int, how: str) -> AnotherWayError:
-    return AnotherWayError(
-        f"Sample {index} goes another way through the data set than the first one: it {how}."
-    )
 
 
 def _tail(steps: tuple[Step, ...]) -> int:
@@ -135,7 +127,7 @@ def _tail(steps: tuple[Step, ...]) -> int:
 
 def _smallest_cut(prefix: tuple[Step, ...], inputs: tuple[Any, ...]) -> int:
     """The latest of the cuts whose result takes the fewest bytes."""
-    from optuna_fleet.pipeline.preprocessor.storable import nbytes
+    from optuna_fleet.pipeline.preprocessor.comparing import nbytes
 
     sizes = [nbytes(Steps(prefix[:cut])(*inputs)) for cut in range(len(prefix) + 1)]
     return max(cut for cut, size in enumerate(sizes) if size == min(sizes))
@@ -159,14 +151,14 @@ class _Watched:
     def place(self, sample: Any) -> Path:
         """Returns where in the sample its result is, if it was called once for it."""
         if self.calls != 1:
-            raise NoSplitError(f"called its transform {self.calls} times")
+            raise AnotherWayError(f"called its transform {self.calls} times")
         output, is_joint = self._output, len(self.inputs) > 1
         self._output = None
         if is_joint and _same_items(sample, output):
             return _STAR
         places = list(_places(sample, output))
         if len(places) != 1:
-            raise NoSplitError(f"has its transform's result at {len(places)} places")
+            raise AnotherWayError(f"has its transform's result at {len(places)} places")
         return places[0]
 
 

@@ -72,8 +72,7 @@ class ToBytes:
 
     def __call__(self, *inputs: Any) -> Any:
         """Returns the bytes of a picture; of anything else, what ``ToTensor`` makes of it."""
-        from optuna_fleet.pipeline.chunks.columns import without_images
-        from optuna_fleet.pipeline.preprocessor.storable import is_picture
+        from optuna_fleet.pipeline.chunks.columns import is_picture, without_images
 
         if len(inputs) == 1 and is_picture(inputs[0]) and inputs[0].mode in ("L", "RGB"):
             return without_images(inputs[0])

@@ -63,6 +63,7 @@ class PipelineClient:
         spec: The description of the data sets.
 
     Attributes:
+        spec: Likewise.
         waited_s: Seconds spent waiting for data so far.
         at_wait: Called when such a wait begins, and when it ends.
     """
@@ -70,7 +71,7 @@ class PipelineClient:
     def __init__(self, sock: socket.socket, spec: PipelineSpec) -> None:
         sock.setblocking(True)
         self._sock = sock
-        self._spec = spec
+        self.spec = spec
         self._inboxes: dict[int, _Inbox] = {}
         self._num_passes = 0
         self._mapping: Mapping | None = None
@@ -78,71 +79,9 @@ class PipelineClient:
         self.waited_s = 0.0
         self.at_wait: Callable[[], object] = lambda: None
 
-    def sample_count(self, name: str) -> int:
-        """Returns the length of a data set.
-
-        Raises:
-            FleetConfigError: There is no data set of that name.
-        """
-        return self._spec.dataset(name).num_samples
-
-    def is_shuffled(self, name: str) -> bool:
-        """Returns whether each epoch of a data set has an order of its own.
-
-        Raises:
-            FleetConfigError: There is no data set of that name.
-        """
-        return self._spec.dataset(name).shuffled
-
-    def read(
-        self,
-        name: str,
-        *,
-        epoch: int,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        drop_last: bool = False,
-        dummy: bool = False,
-        first_step: int = 0,
-        continues: bool = False,
-        origin: int | None = 0,
-    ) -> Batches:
-        """Returns one epoch of a data set in batches, or one rank's shard of each of them.
-
-        Args:
-            name: The data set.
-            epoch: From 0. A fixed data set is the same in all of them.
-            batch_size: Samples per global batch, over all ranks.
-            rank: Whose shard to read. The first ``size % world_size`` ranks get one sample more.
-            world_size: Number of ranks that share each batch.
-            drop_last: Leave out the last batch if it is smaller than the others.
-            dummy: Where the shard is empty, give the batch's first sample as data instead of None;
-                ``local_size`` is 0 all the same.
-            first_step: Batches to skip, for a trial that resumes within an epoch.
-            continues: The next epoch will be read too: its beginning is preprocessed in good time.
-            origin: The sample of the epoch to begin with; the pass goes on into the next epoch
-                until it has had all. None for where `head` is when it begins.
-
-        Raises:
-            FleetConfigError: An argument can't work.
-        """
-        return Batches(
-            self,
-            planned(
-                self._spec,
-                name,
-                epoch=epoch,
-                batch_size=batch_size,
-                rank=rank,
-                world_size=world_size,
-                drop_last=drop_last,
-                dummy=dummy,
-                first_step=first_step,
-                continues=continues,
-                origin=origin,
-            ),
-        )
+    def read(self, name: str, **arguments: Any) -> Batches:
+        """Returns one epoch of a data set in batches; the arguments are those of `ReadPlan`."""
+        return Batches(self, planned(self.spec, name, **arguments))
 
     def rolls(self, name: str) -> bool:
         """Returns whether a pass over a data set begins at its `head`.
@@ -150,7 +89,7 @@ class PipelineClient:
         Raises:
             FleetConfigError: There is no data set of that name.
         """
-        return self._spec.rolls(name)
+        return self.spec.rolls(name)
 
     def head(self, name: str) -> tuple[int, int]:
         """Returns the epoch and the sample in it up to which a data set has been read."""
@@ -165,7 +104,7 @@ class PipelineClient:
 
     def finisher(self, name: str) -> Callable[[Any], Any] | None:
         """Returns what is left to do with each batch where the trial computes; None if nothing."""
-        packed = self._spec.dataset(name).finish
+        packed = self.spec.dataset(name).finish
         return None if packed is None else unpack(packed)
 
     def close(self) -> None:
@@ -180,7 +119,7 @@ class PipelineClient:
     def collate_fn(self, name: str) -> Callable[[list[Any]], Any] | None:
         """Returns the user's ``collate_fn`` for a data set, if there is one."""
         if name not in self._collates:
-            packed = self._spec.dataset(name).collate
+            packed = self.spec.dataset(name).collate
             self._collates[name] = None if packed is None else unpack(packed)
         return self._collates[name]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from optuna_fleet.pipeline.chunks.layout import write_chunk
-from optuna_fleet.pipeline.chunks.view import ChunkView, cut_alike
+from optuna_fleet.pipeline.chunks.view import ChunkView, cut_batch
 from optuna_fleet.pipeline.preprocessor.order import own_randomness
-from optuna_fleet.pipeline.preprocessor.sampling import Sample, SampleError, Samples
+from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.plan import ReadPlan, planned
@@ -24,17 +24,9 @@ class InlineClient:
     waited_s = 0.0
 
     def __init__(self, spec: PipelineSpec, source: Source, collates: Mapping[str, Any]) -> None:
-        self._spec = spec
+        self.spec = spec
         self._collates = collates
         self._samples = Samples(lambda: source, spec)
-
-    def sample_count(self, name: str) -> int:
-        """Returns the length of a data set."""
-        return self._spec.dataset(name).num_samples
-
-    def is_shuffled(self, name: str) -> bool:
-        """Whether each epoch of a data set has an order of its own."""
-        return self._spec.dataset(name).shuffled
 
     def rolls(self, name: str) -> bool:
         """Whether passes begin where others are: here there are no others."""
@@ -44,31 +36,27 @@ class InlineClient:
         """Samples are finished."""
 
     def read(self, name: str, **arguments: Any) -> InlineBatches:
-        """Returns one epoch; the arguments are those of ``PipelineClient.read``."""
-        return InlineBatches(self, planned(self._spec, name, **arguments))
+        """Returns one epoch; the arguments are those of `ReadPlan`."""
+        return InlineBatches(self, planned(self.spec, name, **arguments))
 
     def batch(self, plan: ReadPlan, step: int) -> Batch:
         """Preprocesses the batch of a step."""
         start, stop = plan.positions(step)
         with own_randomness():
-            samples = [self._sample(plan, position) for position in range(start, stop)]
+            made = [self._sample(plan, position) for position in range(start, stop)]
         collate = self._collates.get(plan.name)
-        made, is_finished = self._samples.alike(plan.name, samples)
         # By way of a chunk, so that batches look exactly as they do from processes.
-        view = ChunkView(
-            write_chunk(made, collated_by_user=collate is not None, is_finished=is_finished)
-        )
-        data, _ = cut_alike([(view, 0, len(made))], collate, None)
+        view = ChunkView(write_chunk(made, collated_by_user=collate is not None))
         return Batch(
-            data=data,
+            data=cut_batch([(view, 0, len(made))], collate),
             local_size=plan.local_size(step),
             global_size=plan.size(step),
-            is_finished=is_finished,
+            is_finished=True,
         )
 
-    def _sample(self, plan: ReadPlan, position: int) -> Sample:
+    def _sample(self, plan: ReadPlan, position: int) -> Any:
         try:
-            return self._samples.sample(ChunkKey(plan.name, plan.epoch, 0), position)
+            return self._samples.sample(ChunkKey(plan.name, plan.epoch, 0), position).data
         except SampleError as failure:
             raise failure.__cause__ or failure from None
 

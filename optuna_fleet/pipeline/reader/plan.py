@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from optuna_fleet.arguments import check_number, check_that, is_a
@@ -39,19 +39,35 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
-    """The arguments of ``PipelineClient.read``, and what follows from them."""
+    """How to read one epoch of a data set in batches, or one rank's shard of each of them.
+
+    Attributes:
+        name: The data set.
+        num_samples: Samples of an epoch of it.
+        epoch: From 0. A fixed data set is the same in all of them.
+        batch_size: Samples per global batch, over all ranks.
+        rank: Whose shard to read. The first ``size % world_size`` ranks get one sample more.
+        world_size: Number of ranks that share each batch.
+        drop_last: Leave out the last batch if it is smaller than the others.
+        dummy: Where the shard is empty, give the batch's first sample as data instead of None;
+            ``local_size`` is 0 all the same.
+        first_step: Batches to skip, for a trial that resumes within an epoch.
+        continues: The next epoch will be read too: its beginning is preprocessed in good time.
+        origin: The sample of the epoch to begin with; the pass goes on into the next epoch until
+            it has had all. None for where the `head` of the data set is when it begins.
+    """
 
     name: str
-    epoch: int
     num_samples: int
+    epoch: int
     batch_size: int
-    rank: int
-    world_size: int
-    drop_last: bool
-    dummy: bool
-    continues: bool
-    first_step: int
-    origin: int | None
+    rank: int = 0
+    world_size: int = 1
+    drop_last: bool = False
+    dummy: bool = False
+    first_step: int = 0
+    continues: bool = False
+    origin: int | None = 0
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -97,45 +113,22 @@ class ReadPlan:
         return stop - start
 
 
-def planned(
-    spec: PipelineSpec,
-    name: str,
-    *,
-    epoch: int,
-    batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    drop_last: bool = False,
-    dummy: bool = False,
-    first_step: int = 0,
-    continues: bool = False,
-    origin: int | None = 0,
-) -> ReadPlan:
-    """Returns the checked arguments of ``PipelineClient.read``.
+_LEAST = {"epoch": 0, "batch_size": 1, "rank": 0, "world_size": 1, "first_step": 0}
+
+
+def planned(spec: PipelineSpec, name: str, **arguments: Any) -> ReadPlan:
+    """Returns how to read a data set; the arguments are the attributes of `ReadPlan`.
 
     Raises:
         FleetConfigError: An argument can't work.
     """
     dataset = spec.dataset(name)
-    check_that("drop_last", drop_last, is_a(bool), "be True or False")
-    plan = ReadPlan(
-        name=name,
-        epoch=dataset.canonical_epoch(_at_least(0, epoch=epoch)),
-        num_samples=dataset.num_samples,
-        batch_size=_at_least(1, batch_size=batch_size),
-        rank=_at_least(0, rank=rank),
-        world_size=_at_least(1, world_size=world_size),
-        drop_last=drop_last,
-        dummy=dummy,
-        first_step=_at_least(0, first_step=first_step),
-        continues=continues and dataset.shuffled,
-        origin=origin,
-    )
+    plan = ReadPlan(name=name, num_samples=dataset.num_samples, **arguments)
+    check_that("drop_last", plan.drop_last, is_a(bool), "be True or False")
+    numbers: dict[str, Any] = {each: getattr(plan, each) for each in _LEAST}
+    for each, number in numbers.items():
+        check_number(each, number, least=_LEAST[each], whole=True)
+        numbers[each] = operator.index(number)
+    plan = replace(plan, **numbers, continues=plan.continues and dataset.shuffled)
     plan.check()
-    return plan
-
-
-def _at_least(minimum: int, **argument: Any) -> int:
-    ((name, value),) = argument.items()
-    check_number(name, value, least=minimum, whole=True)
-    return operator.index(value)
+    return replace(plan, epoch=dataset.canonical_epoch(plan.epoch))

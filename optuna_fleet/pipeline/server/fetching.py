@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from optuna_fleet.pipeline.exchange.peers import Peers
+from optuna_fleet.pipeline.exchange.plan import Peer
 from optuna_fleet.pipeline.messages import ProduceChunk
 from optuna_fleet.pipeline.server.instructions import Produce
 from optuna_fleet.pipeline.server.workers import PreprocessorPool
@@ -33,7 +34,7 @@ class Fetching:
         self._peers = peers
         self._pool = pool
         self._most_bytes = FETCHED_SHARE * memory_bytes
-        self._flying: dict[ChunkKey, Produce] = {}
+        self._flying: dict[ChunkKey, tuple[Produce, Peer | None]] = {}
         self.failed: deque[Produce] = deque()
 
     def is_elsewhere(self, key: ChunkKey, nbytes: int) -> bool:
@@ -47,21 +48,37 @@ class Fetching:
         """Returns whether one more could be asked for."""
         if not (self._peers.share() and self._pool.has_room()):
             return False
-        return sum(produce.max_bytes for produce in self._flying.values()) < self._most_bytes
+        flying = sum(produce.max_bytes for produce, _ in self._flying.values())
+        return flying < self._most_bytes
 
     def order(self, produce: Produce, chunk_size: int) -> None:
         """Has a chunk asked for."""
         key, address, max_bytes = produce
-        self._flying[key] = produce
+        source = self._peers.source(key)
+        self._flying[key] = produce, source
         self._pool.give(
             ProduceChunk(
-                key=key, chunk_size=chunk_size, address=address, max_bytes=max_bytes, fetch=True
+                key=key,
+                chunk_size=chunk_size,
+                address=address,
+                max_bytes=max_bytes,
+                source=source,
             )
         )
 
-    def settle(self, key: ChunkKey, *, has_failed: bool) -> bool:
-        """Notes what became of an order; returns whether there was one."""
-        produce = self._flying.pop(key, None)
-        if produce is not None and has_failed:
+    def settle(self, key: ChunkKey, *, has_failed: bool, is_gone: bool = False) -> bool:
+        """Notes what became of an order; returns whether there was one.
+
+        Args:
+            key: The chunk.
+            has_failed: It did not come.
+            is_gone: Since its owner is gone, or slow.
+        """
+        if key not in self._flying:
+            return False
+        produce, source = self._flying.pop(key)
+        if is_gone and source is not None:
+            self._peers.leave_out(source)
+        if has_failed:
             self.failed.append(produce)
-        return produce is not None
+        return True

@@ -13,7 +13,7 @@ from functools import partial
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.chunks.arena import Arena
-from optuna_fleet.pipeline.exchange.peers import Peers
+from optuna_fleet.pipeline.exchange.peers import Asking, Peers
 from optuna_fleet.pipeline.messages import (
     ChunkError,
     ChunkFetched,
@@ -25,6 +25,7 @@ from optuna_fleet.pipeline.messages import (
     ProduceChunk,
     SampleMeasured,
 )
+from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.server.allocator import Space
 from optuna_fleet.pipeline.server.decoded import DecodedStore
 from optuna_fleet.pipeline.server.fetching import NUM_FETCHERS, Fetching
@@ -34,9 +35,8 @@ from optuna_fleet.pipeline.server.sizing import Sizing
 from optuna_fleet.pipeline.server.staffing import Levels, Meter, Staffing
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.server.workers import PreprocessorPool, Spawn
-from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, count_chunks
-from optuna_fleet.pipeline.stats import Counts, PipelineUse
-from optuna_fleet.settings import Settings
+from optuna_fleet.pipeline.spec import ChunkKey, PipelineSetup, count_chunks
+from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 
 _LOOK_S = 0.02
 """The queues are looked at no more often: that costs time for each reader."""
@@ -68,9 +68,8 @@ class Production:
     """Has chunks made by preprocessors, from the decoded store where it helps.
 
     Args:
-        payload: The data sets (``PayloadFile.reference()``).
-        spec: Their description.
-        settings: What the script's process is set to.
+        load: Returns the data sets, in a child.
+        setup: What the user wants, but the data sets.
         budgets: What it may take.
         arena: Where chunks and decoded samples lie.
         space: What is free of it.
@@ -87,14 +86,13 @@ class Production:
     def __init__(
         self,
         *,
-        payload: bytes,
-        spec: PipelineSpec,
-        settings: Settings,
+        load: Callable[[], Source],
+        setup: PipelineSetup,
         budgets: limits.Budgets,
         arena: Arena,
         space: Space,
         store: ChunkStore,
-        counts: Counts,
+        counts: PipelineStats,
         spawn: Spawn,
         selector: selectors.BaseSelector,
         close_in_child: Callable[[], None],
@@ -102,9 +100,11 @@ class Production:
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
     ) -> None:
-        self._payload = payload
-        self._spec = spec
-        self._settings = settings
+        self._load = load
+        self._spec = spec = setup.spec
+        self._settings = setup.settings
+        self._niceness = setup.niceness
+        self._is_adaptive = setup.is_adaptive
         self._budgets = budgets
         self._arena = arena
         self._store = store
@@ -117,7 +117,7 @@ class Production:
         self._decoded = DecodedStore(self._indices, budgets.decoded_bytes, space.decoded)
         self._memory_bytes = space.border
         self._recurring: set[str] = set()
-        self._sizing = Sizing(spec, store, budgets.chunk_bytes, is_final=peers is not None)
+        self._sizing = Sizing(spec, store, budgets.chunk_bytes, peers)
         self._mistrusted: set[str] = set()
         # By data set, epoch and chunk size, which chunks were made: there may be many.
         self._made: dict[tuple[str, int, int], bytearray] = {}
@@ -136,12 +136,12 @@ class Production:
             after=outlets.after,
             clock=clock,
         )
-        self.pool = new_pool(limit=budgets.num_preprocessors)
+        self.pool = new_pool(limit=setup.num_preprocessors)
         self.pools = [self.pool]
         if peers is not None:
             self.pools.append(new_pool(limit=NUM_FETCHERS))
             self._fetching = Fetching(peers, self.pools[1], budgets.memory_bytes)
-        self._staffing = Staffing(budgets.num_preprocessors, is_adaptive=budgets.is_adaptive)
+        self._staffing = Staffing(setup.num_preprocessors, is_adaptive=setup.is_adaptive)
         self._meter = Meter(clock())
         self._looked_s = float("-inf")
         self._ready = (0, 0)
@@ -189,7 +189,7 @@ class Production:
     def resume(self) -> None:
         """Tries again what could not be done; to be called now and then."""
         for pool in self.pools:
-            pool.resume(end_idle=self._budgets.is_adaptive)
+            pool.resume(end_idle=self._is_adaptive)
         self._staffing.ended(self.pool.num_running)
         self.work()
 
@@ -275,20 +275,21 @@ class Production:
 
     def _preprocessor_main(self, sock: socket.socket) -> None:
         self._close_in_child()
-        os.nice(self._budgets.niceness)
+        os.nice(self._niceness)
         # Imported in the child: the agent itself never uses torch.
         from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
         from optuna_fleet.pipeline.preprocessor.main import preprocessor_main
 
+        peers = self._peers
         preprocessor_main(
             sock,
-            payload=self._payload,
+            load=self._load,
             spec=self._spec,
             settings=self._settings,
             budgets=self._budgets,
             arena=self._arena,
             decoded=DecodedSamples(self._arena, self._decoded.table, self._indices),
-            peers=self._peers,
+            asking=Asking(peers.secret, peers.patience_s) if peers is not None else None,
         )
 
     # What preprocessors say
@@ -297,9 +298,9 @@ class Production:
         match message:
             case ChunkFetched():
                 self._fetched(message)
-            case ChunkNotFetched(key=key):
+            case ChunkNotFetched(key=key, is_gone=is_gone):
                 assert self._fetching is not None
-                self._fetching.settle(key, has_failed=True)
+                self._fetching.settle(key, has_failed=True, is_gone=is_gone)
             case SampleMeasured():
                 self._set_size(message)
             case ChunkProduced():

@@ -6,7 +6,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline import limits
@@ -39,7 +39,7 @@ from optuna_fleet.pipeline.server.production import Outlets, Production
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.spec import PipelineSetup
-from optuna_fleet.pipeline.stats import Counts, PipelineStats
+from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import Port
 
 PassId = tuple[Hashable, int]
@@ -84,31 +84,25 @@ class PipelineServer:
         peers: Peers | None = None,
     ) -> None:
         spec = setup.spec
-        budgets = limits.budgets(
-            setup.wanted,
-            num_preprocessors=setup.num_preprocessors,
-            is_adaptive=setup.is_adaptive,
-            niceness=setup.niceness,
-        )
+        budgets = limits.budgets(setup.wanted)
         self._budgets = budgets
         self._selector = selector
         self._notify = notify
         self._on_event = on_event
         self._notices: list[str] = []
-        self._counts = Counts()
+        self._counts = PipelineStats()
         self._arena = Arena(budgets.memory_bytes, budgets.spill_bytes, budgets.spill_dir)
         self._space = Space(self._arena.extents)
         self._store = ChunkStore(
             self._space,
-            window=2 * budgets.num_preprocessors + 2,
+            window=2 * setup.num_preprocessors + 2,
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
             rolling=spec.order == "rolling",
         )
         self._payload = PayloadFile(setup.payload, spec)
         self._production = Production(
-            payload=self._payload.reference(),
-            spec=spec,
-            settings=setup.settings,
+            load=self._payload.load,
+            setup=setup,
             budgets=budgets,
             arena=self._arena,
             space=self._space,
@@ -193,7 +187,8 @@ class PipelineServer:
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
-        return self._counts.snapshot(
+        return replace(
+            self._counts,
             resident_bytes=self._resident_bytes(),
             lent_bytes=self._store.residents.lent_bytes,
             decoded_bytes=self._production.decoded_bytes,

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 from optuna_fleet.pipeline import limits
+from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.messages import ChunkProduced, MeasureSample, SampleMeasured
 from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec, choose_chunk_size
@@ -24,19 +25,19 @@ class Sizing:
         spec: The data sets.
         store: The chunk store.
         chunk_bytes: Size of a chunk to aim at.
-        is_final: Other nodes share the chunks: their size does not change any more.
+        peers: The nodes that share chunks with this one: then their size does not change any more.
 
     Attributes:
         found: By data set, what its first samples told.
     """
 
     def __init__(
-        self, spec: PipelineSpec, store: ChunkStore, chunk_bytes: int, *, is_final: bool
+        self, spec: PipelineSpec, store: ChunkStore, chunk_bytes: int, peers: Peers | None
     ) -> None:
         self._lengths = {dataset.name: dataset.num_samples for dataset in spec.datasets}
         self._store = store
         self._chunk_bytes = chunk_bytes
-        self._is_final = is_final
+        self._peers = peers
         self._wanted: dict[str, ChunkKey] = {}
         self._flying: set[str] = set()
         self._deaths: Counter[str] = Counter()
@@ -61,7 +62,8 @@ class Sizing:
         """Returns the next order."""
         name, key = self._wanted.popitem()
         self._flying.add(name)
-        return MeasureSample(key=key)
+        decider = self._peers.decider() if self._peers is not None else None
+        return MeasureSample(key=key, decider=decider)
 
     def measured(self, message: SampleMeasured) -> None:
         """Samples of a data set tell how to cut it."""
@@ -86,7 +88,7 @@ class Sizing:
 
     def made(self, message: ChunkProduced) -> None:
         """The samples that told how long one takes may have been slow, as a disk was asleep."""
-        if self._is_final or message.num_made < message.num_samples // 2:
+        if self._peers is not None or message.num_made < message.num_samples // 2:
             return
         name, sample_s = message.key.name, message.busy_s / max(1, message.num_made)
         if self.found[name].sample_s > CHANGED * sample_s:

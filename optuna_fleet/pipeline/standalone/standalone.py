@@ -156,7 +156,8 @@ class PipelineReader:
             continues=continues,
             origin=None if rolls else 0,
         )
-        _check_shares(self._client.sample_count(name), batch_size, world_size, drop_last)
+        num_samples = self._client.spec.dataset(name).num_samples
+        _check_shares(num_samples, batch_size, world_size, drop_last)
         return DataBatches(self, batches)
 
     def close(self) -> None:

@@ -157,9 +157,12 @@ class ShardLoader:
         finish = self._pipeline.finisher(one.arguments[0])
         with closing(feed(one.batches, self._device, finish)) as fed:
             for step, (batch, data) in enumerate(fed, one.first):
-                self._session.check()
-                if one.can_leave and self._within.come_to(step, one.number, sys._getframe(2)):
+                self._session.check_unwinding()
+                is_last = step + 1 == one.first + len(one.batches)
+                place = step, one.number, sys._getframe(2)
+                if one.can_leave and self._within.come_to(*place, is_last=is_last):
                     return step
+                self._session.check()  # not before, or who has come here would hold nothing
                 self._session.num_batches += 1
                 trains = self._trains(one.is_shuffled)
                 in_step = trains or self._normalises()
@@ -191,7 +194,7 @@ class ShardLoader:
         can_leave = movable and not rolls and not self.gives_whole_batches
         can_leave = self._within.begin_pass(movable=can_leave)
         self._reach(name, batch_size, movable=can_leave)
-        is_shuffled = self._pipeline.is_shuffled(name)
+        is_shuffled = self._pipeline.spec.dataset(name).shuffled
         self._check_order(name, is_shuffled and not rolls)
         self._num_passes += 1
         first, goes_on = self._within.first_step(movable=can_leave)
@@ -314,7 +317,7 @@ class ShardLoader:
         And in each further loop over `FleetTrial.epochs`, how long that goes on.
         """
         assert self._pipeline is not None
-        trains = self._pipeline.is_shuffled(name)
+        trains = self._pipeline.spec.dataset(name).shuffled
         max_epochs = self._position.num_epochs if self._position.is_inside else None
         is_first = self.reached_after_s is None
         if not is_first and (self._has_reached_training or not trains):
@@ -324,7 +327,7 @@ class ShardLoader:
         if is_first:
             self.reached_after_s = time.perf_counter() - self._session.began
         self._has_reached_training = trains
-        self._samples_per_epoch = samples = self._pipeline.sample_count(name)
+        self._samples_per_epoch = samples = self._pipeline.spec.dataset(name).num_samples
         self._tell_reached(
             FirstBatchRequested(
                 run_id=self._run.run_id,

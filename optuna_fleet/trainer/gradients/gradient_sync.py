@@ -206,6 +206,7 @@ class _Reducer:
     def _begin(self, task: int) -> None:
         for bucket in self._buckets:
             bucket.abandon()
+        self._shares.at_gradients()
         self._shares.begin("the gradients")
         self._share, self._tag = self._shares.settle(), self._shares.step % _TAGS
         params = [ref() for ref in self._params]

@@ -123,6 +123,7 @@ class BatchShares:
         follows: Note which batches modules are called with on one device too.
         is_found: What a module was called with last is of a batch, or several, that are known.
         at_collective: Told what a collective is for that is about to begin.
+        at_gradients: Called before gradients are reduced.
         on_too_wide: Told of what can't be done on so many devices, and on how many it can, before
             it is raised.
     """
@@ -131,6 +132,7 @@ class BatchShares:
         self.follows = False
         self.on_too_wide: Callable[[str, int], None] = lambda text, max_devices: None
         self.at_collective: Callable[[str], None] = lambda purpose: None
+        self.at_gradients: Callable[[], None] = lambda: None
         self._thread = threading.get_ident()
         self._is_threaded = False
         self.begin_run()

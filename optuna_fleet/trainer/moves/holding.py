@@ -1,13 +1,19 @@
-"""What a rank could go on from if other ranks die: the beginning of a step not long ago.
+"""What a rank could go on from if other ranks die: the beginning of the step that it is at.
 
-Every n-th step is held (`pace`). Who has come to such a step, and has heard that all others have,
-holds its beginning, and no longer the one before. Nobody can end the step before that, so what
-survivors hold are two of these at most, one after the other. The later one is where the trial goes
-on, and the batches since are computed again: one at most where every step is held.
+Of what a step changes before its optimizer steps (buffers, generators, ``trial.state``) there is a
+copy. What only the optimizer changes (parameters, momentum) is as it was until then; and after
+that nothing fails in most loops, until the rank has come to the next step. So survivors of a death
+are at two steps at most, one after the other, and the later one is where the trial goes on.
+
+What a rank has added to ``trial.totals`` dies with it, so all tell it to the others, during each
+backward pass. That is in time if nothing is added later. Where a loop does that, or needs other
+ranks after its optimizer has stepped, ranks tell at the beginning of each step; and as often as is
+cheap, they copy parameters too before the optimizer steps. Likewise in the last step of an epoch.
 """
 
 from __future__ import annotations
 
+import enum
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,15 +26,26 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.checkpoints.states import remainder_of, state_of
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import group_size, outlives_peers
+from optuna_fleet.trainer.moves.budget import Budget
 from optuna_fleet.trainer.moves.moving import Moving
-from optuna_fleet.trainer.moves.object_copies import Late, ObjectCopies
-from optuna_fleet.trainer.moves.pace import Pace
+from optuna_fleet.trainer.moves.object_copies import ObjectCopies
 from optuna_fleet.trainer.moves.sums_exchange import SumsExchange, Told
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.wire.messages import Place
+
+_SMALL_SHARE = 0.05  # of the time; far more than most need
+_WHOLE_SHARE = 0.025
+
+
+class Follows(enum.IntEnum):
+    """What happens in a step after its optimizer has stepped that other ranks have to do with."""
+
+    NOTHING = 0
+    UNKNOWN = 1
+    SOMETHING = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,32 +72,37 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Beginning:
-    """Of a step: all that it may change."""
+    """Of a step: all that it may change. `told` is None where nothing was added before it."""
 
     place: Place
-    told: Told
+    told: Told | None
     objects: ObjectCopies
     things: list[Any]
     rng: dict[str, Any]
     state: bytes
     history: dict[int, float]
 
+    def is_good(self) -> bool:
+        """Whether the trial can go on from it."""
+        return (self.told is None or self.told.has_arrived()) and not self.objects.changed()
+
 
 class Holding:
-    """Keeps the beginnings of the last steps that this rank held.
+    """Keeps the beginning of the step that this rank is at, and the last one copied as a whole.
 
     Args:
         session: This rank's calls.
         objects: What was prepared so far; grows while the objective runs.
         state: ``trial.state``.
         steps: Tells when optimizers step, and whether gradients wait.
-        shares: Counts the ranks' collectives.
+        shares: Tells when gradients are about to be reduced, and counts collectives.
         totals: Sums over the epoch.
         moving: Told whether this rank holds anything.
         saver: Writes checkpoints.
 
     Attributes:
-        pace: Says which steps are held.
+        small: For the beginnings of steps.
+        whole: For copies of what optimizers change, where a loop needs these often.
     """
 
     def __init__(
@@ -102,115 +124,177 @@ class Holding:
         self._totals = totals
         self._saver = saver
         self._exchange = SumsExchange()
-        self.pace = Pace()
-        self._last: _Beginning | None = None  # all ranks have come to it
-        self._next: _Beginning | Told | None = None  # this rank has
-        self._spare: Late | None = None
-        self._can_copy = True
-        moving.may_outlive = lambda: self._last is not None
+        self.small, self.whole = Budget(_SMALL_SHARE), Budget(_WHOLE_SHARE)
+        self._kept: _Beginning | None = None  # copied as a whole
+        self._by_hand: set[int] = set()  # parameters that are changed before an optimizer steps
+        self._can_hold = self._can_copy = True
+        self.begin_run()
+        moving.may_outlive = lambda: self._now is not None or self._kept is not None
         steps.at_step = self._before_optimizer
+        shares.at_gradients = self._before_gradients
 
-    def begin_step(self, place: Place) -> None:
-        """This rank has come to a step: if that is due, it keeps its beginning, and says so."""
+    def begin_run(self) -> None:
+        """Another group of ranks goes on here."""
+        self._exchange.begin_run()
+        self._now: _Beginning | None = None
+        self._told: Told | None = None  # on its way
+        self._heard: Told | None = None  # the last, if it has arrived as a whole
+        self._follows = Follows.UNKNOWN  # on this rank
+        self._nothing_follows = False  # on any rank, as all have heard
+        self._tells_in_backward = False  # in this step
+        self._is_last = self._is_in_step = False
+        self._num_added: int | None = None  # to the totals, when gradients were reduced
+        self._num_told = 0  # of these
+        self._counts: tuple[int, int] | None = None  # when an optimizer was to step
+        if group_size() == 1:
+            self._kept = None
+
+    def begin_step(self, place: Place, *, is_last: bool) -> None:
+        """This rank has come to a step: it keeps its beginning.
+
+        Args:
+            place: The step.
+            is_last: Of the epoch, after which other ranks are needed.
+        """
         if not outlives_peers():
             return
         self.settle()
-        if not self.pace.is_due(place):
-            return
-        with self.pace.spending():
-            self._shares.begin("trial.totals")
-            told = self._exchange.tell(self._totals.own, self.pace.wish())
-            self._next = self._beginning(place, told) or told
+        if place[-1] > 0:
+            self._look_back()
+        elif self._is_in_step and not self._is_last:
+            self._follows = Follows.SOMETHING  # it leaves its passes early
+        # Unless what was added in the last step was told in its backward pass.
+        tells_now = not (self._nothing_follows and self._tells_in_backward)
+        self._tells_in_backward = self._nothing_follows
+        if tells_now:
+            self._tell()
+        told = self._told if tells_now else self._heard
+        is_told = told is not None and self._totals.num_added == self._num_told
+        self._is_last, self._is_in_step = is_last, True
+        self._num_added = self._counts = None
+        if place[-1] == 0:
+            self._hold(place, None)
+        elif is_told:
+            self._hold(place, told)
+        else:
+            self._now = None
 
-    def _beginning(self, place: Place, told: Told) -> _Beginning | None:
-        if not self._can_copy:
-            return None
-        try:
-            return _Beginning(
-                place=place,
-                told=told,
-                objects=ObjectCopies.of(self._objects, with_gradients=self._steps.are_pending),
-                things=list(self._objects),
-                rng=rng_state(),
-                state=pickle.dumps(self._state),
-                history=dict(self._session.reports.values),
-            )
-        except Exception:  # of memory, or there is something that can't be kept
-            self._give_up()
-            return None
+    def _look_back(self) -> None:
+        """Whether anything has followed in the last step."""
+        if self._num_added is None:
+            return
+        if self._totals.num_added != self._num_added or self._counts not in (None, self._count()):
+            self._follows = Follows.SOMETHING
+        elif self._follows is Follows.UNKNOWN:
+            self._follows = Follows.NOTHING
+
+    def _count(self) -> tuple[int, int]:
+        return self._session.num_calls, self._shares.collectives[-1][0]
+
+    def _tell(self) -> None:
+        self._shares.begin("trial.totals")
+        self._num_told = self._totals.num_added
+        self._told = self._exchange.tell(self._totals.own, self._follows)
 
     def settle(self) -> None:
-        """Wait until all have come to the step held last: none will go back beyond it.
+        """Wait until all have told what they were to.
 
         Raises:
             RuntimeError: A rank is gone.
         """
-        following, self._next = self._next, None
-        if following is None:
+        told, self._told = self._told, None
+        if told is None:
             return
-        told = following.told if isinstance(following, _Beginning) else following
+        is_whole = self._exchange.hear(told)
+        follows = Follows(told.greatest_note())
+        self._nothing_follows = follows is Follows.NOTHING
+        if follows is Follows.SOMETHING:
+            self._follows = follows
+        self._heard = told if is_whole else None
+        if not is_whole and self._now is not None and self._now.told is told:
+            self._now = None
+
+    def _hold(self, place: Place, told: Told | None) -> None:
+        if not self._can_hold:
+            return
+        if not (self._is_last or self.small.is_enough()):
+            self._follows = Follows.SOMETHING  # the steps that this leaves out
+            return
         try:
-            is_whole = self._exchange.hear(told)
-        except BaseException:
-            self._next = following
-            raise
-        self.pace.agree(told.greatest_wish() if is_whole else 1)
-        if isinstance(following, _Beginning) and is_whole:
-            self._spare = None if self._last is None else self._last.objects.late
-            self._last = following
+            with self.small.spending():
+                self._now = _Beginning(
+                    place=place,
+                    told=told,
+                    objects=ObjectCopies.of(
+                        self._objects,
+                        self._by_hand,
+                        with_gradients=self._steps.are_pending,
+                    ),
+                    things=list(self._objects),
+                    rng=rng_state(),
+                    state=pickle.dumps(self._state),
+                    history=dict(self._session.reports.values),
+                )
+        except Exception:  # of memory, or there is something that can't be kept
+            self._can_hold, self._now, self._kept = False, None, None
+
+    def _before_gradients(self) -> None:
+        """They are about to be reduced."""
+        if not self._is_in_step or self._num_added is not None:
+            return
+        self._num_added = self._totals.num_added
+        if self._tells_in_backward:
+            self.settle()
+            self._tell()
 
     def _before_optimizer(self) -> None:
-        """An optimizer is about to step."""
+        """One is about to step."""
         self.settle()
-        last = self._last
-        if last is None or last.objects.late is not None:
+        if not self._is_in_step or self._counts is not None:
             return
-        if not last.objects.is_as_it_was():  # the objective has changed it before
-            self._last = None
+        self._counts = self._count()
+        if (now := self._now) is None:
             return
+        if changed := now.objects.changed():
+            self._by_hand |= changed
+            self._now = None
+        elif self._is_last or not (self._tells_in_backward or self._is_too_dear()):
+            self._copy(now)
+
+    def _is_too_dear(self) -> bool:
+        return self._follows is Follows.SOMETHING and not self.whole.is_enough()
+
+    def _copy(self, now: _Beginning) -> None:
+        """Copy what the optimizer will change, where the last such copies are."""
+        if not self._can_copy:
+            return
+        spare, self._kept = self._kept, None
         try:
-            with self.pace.spending():
-                last.objects.copy_late(self._spare)
+            with self.whole.spending():
+                now.objects.copy_late(None if spare is None else spare.objects.late)
+            self._kept = now
         except Exception:
-            self._give_up()
-        self._spare = None
-
-    def _give_up(self) -> None:
-        self._can_copy, self._last, self._spare = False, None, None
-
-    def begin_run(self) -> None:
-        """Another group of ranks goes on here."""
-        self._next = None
-        self.pace.begin_run()
-        self._exchange.begin_run()
-        if group_size() == 1:
-            self._forget()
+            self._can_copy = False
 
     def end(self) -> None:
         """Keep nothing: it would keep the trial's memory."""
-        self._forget()
-        self._steps.at_step = lambda: None
-
-    def _forget(self) -> None:
-        self._next = self._last = self._spare = None
+        self._now = self._kept = self._told = self._heard = None
+        self._is_in_step = False
+        self._steps.at_step = self._shares.at_gradients = lambda: None
 
     def held(self) -> Held | None:
         """Others are gone: go back to what this rank holds, if it does."""
-        known = [self._next, self._last]
+        known = self._now, self._kept
         self.end()
-        for one in known:
-            if (
-                isinstance(one, _Beginning)
-                and one.told.has_arrived()
-                and one.objects.is_as_it_was()
-            ):
-                return Held(
-                    run_id=self._session.run.run_id,
-                    place=one.place,
-                    checkpoint=self._checkpoint(one),
-                    saver=self._saver,
-                )
-        return None
+        one = next((one for one in known if one is not None and one.is_good()), None)
+        if one is None:
+            return None
+        return Held(
+            run_id=self._session.run.run_id,
+            place=one.place,
+            checkpoint=self._checkpoint(one),
+            saver=self._saver,
+        )
 
     def _checkpoint(self, one: _Beginning) -> checkpoint.Checkpoint:
         others = one.objects.put_back()
@@ -229,5 +313,5 @@ class Holding:
             remainder=remainder_of(one.things, with_gradients=True),
             parameters=dict(self._session.parameters),
             step=step,
-            totals=one.told.parts(),
+            totals=[] if one.told is None else one.told.parts(),
         )

@@ -1,28 +1,28 @@
 """Copies of what is trained, as it was before a step: to go back to, and no more.
 
-What a step changes before its first ``optimizer.step()`` (buffers, rates, what no optimizer owns)
-is copied when it begins; what only optimizers change (their parameters, momentum) right before
-one does for the first time. Until then it is what it was.
+What a step changes before its first ``optimizer.step()`` (buffers, rates) is copied when it
+begins. Parameters, and what optimizers keep of them, are what they were until that, and are copied
+right before it, if at all.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import Optimizer
 
-_Identity = tuple[int, int]
+_Version = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What optimizers own, and its copies; and what they keep of each parameter."""
+    """Parameters, what optimizers keep of each, and copies."""
 
     live: list[Tensor]
     copies: list[Tensor]
@@ -35,33 +35,41 @@ class ObjectCopies:
 
     Attributes:
         buffers: Of modules, by module and name: an objective may put another tensor there.
-        free: Parameters that no optimizer owns.
+        early: Parameters that an objective changes by itself.
         trained: All parameters, whether they were frozen, and their gradients if these are kept.
         groups: Rates and the like of each optimizer's groups.
         others: States of other objects, by position.
-        versions: Tell whether what optimizers own was changed without them.
-        late: That, once one of them is about to step.
+        versions: Of other parameters: they tell whether one was changed.
+        late: Copies of these, if an optimizer was about to step.
     """
 
     buffers: list[tuple[Module, str, Tensor | None]]
-    free: list[tuple[Parameter, Tensor]]
-    trained: list[tuple[Parameter, bool, Tensor | None]]
+    early: list[tuple[Tensor, Tensor]]
+    trained: list[tuple[Tensor, bool, Tensor | None]]
     groups: list[tuple[Optimizer, list[dict[str, Any]]]]
     others: dict[int, bytes]
-    versions: list[_Identity]
+    versions: list[tuple[Tensor, _Version]]
     late: Late | None = None
 
     @classmethod
-    def of(cls, objects: Sequence[Any], *, with_gradients: bool) -> ObjectCopies:
-        """Copy what a step may change before any optimizer steps."""
+    @torch.no_grad()
+    def of(
+        cls, objects: Sequence[Any], by_hand: Container[int], *, with_gradients: bool
+    ) -> ObjectCopies:
+        """Copy what a step may change before any optimizer steps.
+
+        Args:
+            objects: What was prepared.
+            by_hand: Ids of the parameters that an objective changes by itself.
+            with_gradients: There are some that it will go on with.
+        """
         modules = [thing for thing in objects if isinstance(thing, Module)]
         optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
-        owned = {id(parameter) for parameter in _owned(optimizers)}
-        parameters = [parameter for module in modules for parameter in module.parameters()]
+        parameters = _parameters(modules, optimizers)
         places = [(m, n) for module in modules for m in module.modules() for n in m._buffers]
         return cls(
             buffers=[(module, name, _clone(module._buffers[name])) for module, name in places],
-            free=[(p, p.detach().clone()) for p in parameters if id(p) not in owned],
+            early=[(p, p.detach().clone()) for p in parameters if id(p) in by_hand],
             trained=[
                 (p, p.requires_grad, _clone(p.grad) if with_gradients else None)
                 for p in parameters
@@ -72,28 +80,29 @@ class ObjectCopies:
                 for position, thing in enumerate(objects)
                 if not isinstance(thing, (Module, Optimizer))
             },
-            versions=_versions(optimizers),
+            versions=[(p, _version(p)) for p in parameters if id(p) not in by_hand],
         )
 
-    def is_as_it_was(self) -> bool:
-        """Whether what optimizers own is unchanged, or copied."""
-        optimizers = [one for one, _ in self.groups]
-        return self.late is not None or _versions(optimizers) == self.versions
+    @torch.no_grad()
+    def changed(self) -> set[int]:
+        """Ids of the parameters that are not what they were, and of which there is no copy."""
+        if self.late is not None:
+            return set()
+        return {id(p) for p, version in self.versions if _version(p) != version}
 
     @torch.no_grad()
     def copy_late(self, spare: Late | None) -> None:
-        """Copy what optimizers own, into `spare` copies where these fit.
+        """Copy what optimizers change, into `spare` copies where these fit.
 
         Raises:
             TypeError: An optimizer keeps something else than numbers and tensors.
         """
-        optimizers = [one for one, _ in self.groups]
         states = [
             (one, {p: dict(_checked(state)) for p, state in one.state.items()})
-            for one in optimizers
+            for one, _ in self.groups
         ]
         # The parameters themselves: an objective may give them other memory (`p.data = ...`).
-        live: list[Tensor] = [*_owned(optimizers)]
+        live = [parameter for parameter, _ in self.versions]
         for _, state in states:
             live += [v for kept in state.values() for v in kept.values() if isinstance(v, Tensor)]
         copies = spare.copies if spare is not None and _fit(spare.copies, live) else None
@@ -108,7 +117,7 @@ class ObjectCopies:
         """Make modules and optimizers what they were; return the states of other objects."""
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer
-        for parameter, copy in self.free:
+        for parameter, copy in self.early:
             parameter.copy_(copy)
         if self.late is not None:
             self._put_back_late(self.late)
@@ -129,18 +138,21 @@ class ObjectCopies:
             optimizer.state.update(state)
 
 
-def _owned(optimizers: Sequence[Optimizer]) -> list[Parameter]:
+def _parameters(modules: Sequence[Module], optimizers: Sequence[Optimizer]) -> list[Tensor]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return list({id(p): p for group in groups for p in group["params"]}.values())
+    known = {id(p): p for group in groups for p in group["params"]}
+    known |= {id(p): p for module in modules for p in module.parameters()}
+    return list(known.values())
 
 
 def _rates(group: dict[str, Any]) -> dict[str, Any]:
     return {key: _cloned(value) for key, value in group.items() if key != "params"}
 
 
-def _versions(optimizers: Sequence[Optimizer]) -> list[_Identity]:
-    """Tell whether an objective has changed a parameter by itself."""
-    return [(p.data_ptr(), p._version) for p in _owned(optimizers)]
+def _version(parameter: Tensor) -> _Version:
+    # The number shows changes by way of `parameter.data`, which has no version.
+    first = parameter.as_strided((1,), (1,)).item() if parameter.numel() else 0.0
+    return parameter.data_ptr(), parameter._version, first
 
 
 def _checked(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
 """What each rank has added to ``trial.totals``, told to all of them while they train.
 
-A rank that dies takes its part along. So a step that is held begins with telling it: without
-waiting, by the time that it is looked at it has long arrived.
+A rank that dies takes its part along. So it is told in each step: without waiting, by the time
+that it is looked at it has long arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optuna_fleet.trainer.splitting import tracked
 Sums = dict[str, Any]
 
 _LEAST_BYTES = 1024
-_HEAD_BYTES = 16  # the length of what follows, and a wish
+_HEAD_BYTES = 16  # the length of what follows, and a note
 _KINDS = {str(kind): kind for kind in (torch.float64, torch.int64)}  # of tensors in totals
 
 
@@ -33,16 +33,16 @@ class SumsExchange:
         """All ranks have as much room for what they tell."""
         self._room = _LEAST_BYTES
 
-    def tell(self, own: Sums, wish: int) -> Told:
+    def tell(self, own: Sums, note: int) -> Told:
         """Begin to tell the others, and to hear of them.
 
         Args:
             own: This rank's sums.
-            wish: When it wants to tell the next time, in steps.
+            note: A number besides.
         """
         text = _packed(own)
         row = torch.zeros(_HEAD_BYTES + self._room, dtype=torch.uint8)
-        row[:_HEAD_BYTES].view(torch.int64)[:] = torch.tensor([len(text), wish])
+        row[:_HEAD_BYTES].view(torch.int64)[:] = torch.tensor([len(text), note])
         if len(text) <= self._room:
             row[_HEAD_BYTES : _HEAD_BYTES + len(text)] = torch.frombuffer(
                 bytearray(text), dtype=torch.uint8
@@ -90,9 +90,9 @@ class Told:
         """Bytes that each rank had to tell."""
         return [length for length, _ in self._heads()]
 
-    def greatest_wish(self) -> int:
-        """When any rank wants to tell the next time, at the latest."""
-        return max(wish for _, wish in self._heads())
+    def greatest_note(self) -> int:
+        """The greatest number that any rank has told besides."""
+        return max(note for _, note in self._heads())
 
     def _heads(self) -> list[list[int]]:
         heads: list[list[int]] = self._rows[:, :_HEAD_BYTES].clone().view(torch.int64).tolist()

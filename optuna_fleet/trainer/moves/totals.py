@@ -29,12 +29,14 @@ class Totals:
 
     Attributes:
         own: What this rank has added.
+        num_added: How often it has.
     """
 
     def __init__(
         self, shares: BatchShares, device: torch.device, gather: Callable[[Sums], list[Sums]]
     ) -> None:
         self.own: Sums = {}
+        self.num_added = 0
         self._shares = shares
         self._device = device
         self._gather = gather
@@ -56,6 +58,7 @@ class Totals:
                 "0 when an epoch begins, and takes what is added while batches are read. Keep "
                 "other variables in trial.state."
             )
+        self.num_added += 1
         if self._shares.present.dummy:  # a stand-in sample, which counts for nothing
             self.own.setdefault(name, 0)
         else:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.wire.messages import Place
+
+
+class Hold(Protocol):
+    """Keeps what a step begins with."""
+
+    def __call__(self, place: Place, *, is_last: bool) -> object:
+        """Called before the step."""
 
 
 @dataclass(slots=True)
@@ -77,7 +85,7 @@ class WithinEpoch:
         self._leave = leave
         self._resume = resume
         self.at_step: Callable[[FrameType], object] = lambda frame: None
-        self.hold: Callable[[Place], object] = lambda place: None
+        self.hold: Hold = lambda place, *, is_last: None
         self.is_movable = False
         self.can_be_joined = True
         self._counts = counts
@@ -114,8 +122,14 @@ class WithinEpoch:
         """The step to begin a pass with, and whether that goes on on as many devices."""
         return self._resume() if movable else (0, False)
 
-    def come_to(self, step: int, number: int, frame: FrameType) -> bool:
-        """A step of the pass of that number is about to begin; `frame` has asked for it.
+    def come_to(self, step: int, number: int, frame: FrameType, *, is_last: bool) -> bool:
+        """A step of the pass of that number is about to begin.
+
+        Args:
+            step: The step.
+            number: The pass.
+            frame: Has asked for it.
+            is_last: It is the last one of the pass.
 
         Returns:
             Whether another run goes on here: the step is still to be read.
@@ -126,6 +140,7 @@ class WithinEpoch:
         self._num_gradients = self._steps.num_gradients
         if self._reads_ahead or not self._shares.reads_only(number):
             return False
+        self.hold(self._place(step), is_last=is_last)
         following = self._place(step + 1)
         if self._stop_line().is_reached(self._place(step), following):
             line = self._stop_line()
@@ -134,7 +149,6 @@ class WithinEpoch:
                 self._stop_line().come_to(self._place(step))
                 return True
             line.withdraw(following)
-        self.hold(self._place(step))
         return False
 
     def end_pass(self) -> None:

@@ -11,6 +11,7 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalRedisBackend
 
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.sampler_bridge.retrying_storage import in_words
 
 _SQLITE = "sqlite:///"
 _MAGIC = b"SQLite format 3\0"
@@ -43,13 +44,6 @@ def open_study(name: str | None, url: str) -> optuna.Study:
         wanted = "a study's name is needed" if name is None else f"there is no study {name!r}"
         raise FleetConfigError(f"In {_shown(url)} {wanted}; it has {known}.")
     return optuna.load_study(study_name=name, storage=storage)
-
-
-def in_words(error: BaseException) -> str:
-    """The error's type and first line; of Optuna's own that of its cause, which says more."""
-    error = error.__cause__ or error
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _opened(url: str) -> BaseStorage:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
 import selectors
 import socket
 from collections.abc import Callable
@@ -15,6 +12,7 @@ from optuna_fleet.pipeline import PipelineServer
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.exchange.plan import Peer, Plan
 from optuna_fleet.pipeline.server.workers import Spawn
+from optuna_fleet.pipeline.wire import Port, send
 from optuna_fleet.wire.node_messages import ChunksShared, ShareChunks
 from optuna_fleet.wire.tls import make_certificate
 
@@ -67,7 +65,7 @@ class Sharing:
         self._close_inherited = close_inherited
         self._say = say
         self._backoff = backoff
-        self._news: socket.socket | None = None
+        self._news: Port | None = None
         self.pid: int | None = None
 
     def start(self) -> None:
@@ -93,10 +91,8 @@ class Sharing:
                 self._backoff.failed(GIVER)
                 return
         self._backoff.started(GIVER)
-        ours.setblocking(False)
-        self._news = ours
+        self._news = Port(ours, self._selector, on_message=self._tell, on_close=lambda: None)
         self._server.add_reader(_READER, sock)
-        self._selector.register(ours, selectors.EVENT_READ, lambda mask: self._hear(ours))
 
     def _give(self, sock: socket.socket, news: socket.socket) -> None:
         from optuna_fleet.pipeline.exchange.giver import Giver  # needs torch, as all readers do
@@ -111,35 +107,29 @@ class Sharing:
             port=listener.port,
             fingerprint=certificate.fingerprint if certificate else None,
         )
-        news.send(pickle.dumps(ChunksShared(peer=peer)))
+        send(news, ChunksShared(peer=peer))
         giver.serve()
 
-    def _hear(self, news: socket.socket) -> None:
-        try:
-            said = news.recv(4096)
-        except ConnectionResetError:  # it has ended before it read our last news
-            said = b""
-        if said:
-            self._say(pickle.loads(said))
-        else:
-            self._selector.unregister(news)
-            news.close()
+    def _tell(self, message: object) -> None:
+        assert isinstance(message, ChunksShared)
+        self._say(message)
 
     def act(self, message: ShareChunks | Plan) -> None:
         """Do what the driver says."""
         if isinstance(message, ShareChunks):
             self.start()
             return
-        self._peers.board.publish(message)
+        self._peers.follow(message)
         if self._news is not None:
-            with contextlib.suppress(OSError):  # it has unread news, or has ended
-                self._news.send(b"\0")
+            self._news.send(message)
         self._server.plan_changed()
 
     def exited(self, pid: int) -> bool:
         """Tells that a child was reaped; returns whether it was this process."""
         if pid != self.pid:
             return False
+        if self._news is not None:
+            self._news.close()
         self.pid = self._news = None
         self._server.remove_reader(_READER)
         return True
@@ -147,4 +137,4 @@ class Sharing:
     def close_in_child(self) -> None:
         """Close what a forked child inherited."""
         if self._news is not None:
-            os.close(self._news.fileno())
+            self._news.close_in_child()

@@ -1,17 +1,20 @@
-"""Devices that join at nearly the same time are told of at once: one plan serves all."""
+"""Devices that join, and ranks that end, at nearly the same time: one plan serves all of them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 
-from optuna_fleet.events import DeviceJoined, Event
+from optuna_fleet.events import DeviceJoined, Event, RunLingers
 
 GATHER_S = 0.15
 """For so long others are waited for that may come."""
 
 AWAIT_S = 1.0
 """For so long in all those that are known to come."""
+
+LEAVE_S = 0.5
+"""For so long trials that have left a node that goes wait for the others there."""
 
 
 class Joins:
@@ -59,3 +62,38 @@ class Joins:
     def _all(self) -> list[Event]:
         events, self._held = self._held, []
         return events
+
+
+class Endings:
+    """Tells of runs that take longer to end than others can wait.
+
+    Args:
+        clock: Seconds since any time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: dict[int, float] = {}
+
+    def rank_ended(self, run_id: int, *, is_last: bool) -> None:
+        """A rank has ended; the first begins the wait, the last ends it."""
+        if is_last:
+            self._until.pop(run_id, None)
+        else:
+            self._until.setdefault(run_id, self._clock() + GATHER_S)
+
+    def leaves(self, run_id: int) -> None:
+        """A run is told to leave a node that goes; others may be, too."""
+        self._until.setdefault(run_id, self._clock() + LEAVE_S)
+
+    def due(self) -> list[Event]:
+        """Runs that have been waited for; each is named once."""
+        now = self._clock()
+        late = [run_id for run_id, until in self._until.items() if now >= until]
+        for run_id in late:
+            del self._until[run_id]
+        return [RunLingers(run_id=run_id) for run_id in late]
+
+    def soonest(self) -> list[float]:
+        """When the next is due, if there is any."""
+        return [min(self._until.values())] if self._until else []

@@ -1,0 +1,56 @@
+"""Samples compared to the last bit, and their size; images included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from optuna_fleet.pipeline.chunks.columns import is_picture, leaf_bytes
+from optuna_fleet.pipeline.chunks.structure import flatten
+
+
+def nbytes(sample: Any) -> int:
+    """Returns about how many bytes the sample's leaves take."""
+    leaves: list[Any] = []
+    flatten(sample, leaves)
+    return sum(map(leaf_bytes, leaves))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two samples are of the same structure, types and bits.
+
+    Objects that are no tensors, arrays, images or numbers must be equal by ``==``.
+    """
+    lefts: list[Any] = []
+    rights: list[Any] = []
+    if flatten(left, lefts) != flatten(right, rights):
+        return False
+    return all(map(_same_leaf, lefts, rights))
+
+
+def _same_leaf(left: Any, right: Any) -> bool:
+    if is_picture(left) and is_picture(right):
+        return bool(
+            (left.mode, left.size) == (right.mode, right.size)
+            and left.getpalette() == right.getpalette()
+            and left.tobytes() == right.tobytes()
+        )
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        looks = ("dtype", "shape", "device", "layout", "requires_grad")
+        alike = all(getattr(left, look) == getattr(right, look) for look in looks)
+        # What tv_tensors know beside their values: the format and canvas of boxes.
+        return alike and vars(left) == vars(right) and torch.equal(_bits(left), _bits(right))
+    if isinstance(left, (np.ndarray, np.generic)):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        is_equal = (left == right).all() if left.dtype.hasobject else None
+        return left.tobytes() == right.tobytes() if is_equal is None else bool(is_equal)
+    return bool(left == right or (left != left and right != right))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
