@@ -150,6 +150,33 @@ def test_a_link_is_as_fast_as_messages_there_and_back() -> None:
     assert link_of(short_s=1e-5, long_s=1e-3, usual=usual).latency_s == 1e-4
 
 
+def several(most: int | None, *, is_flushed: bool = False, memory_bytes: float = 1e9) -> Demand:
+    return replace(
+        demand(memory_bytes),
+        is_flushed=is_flushed,
+        most_workers=most,
+        memory=Memory(copies=2, versions=Versions.NONE if is_flushed else Versions.IN_FLIGHT),
+    )
+
+
+def test_unlike_devices_are_dealt_to_virtual_workers() -> None:
+    costs = [[LAYER] * 6, [SLOW] * 6] * 2  # fast and slow in turn
+    placed = several(2).place(costs)
+    assert placed.cuts in [((4,), (4,)), ((2,), (2,))]
+    assert sorted(map(sorted, placed.ranks)) == [[0, 1], [2, 3]]
+    assert 0 in placed.ranks[0]
+
+
+def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:
+    free = several(None).place([[LAYER] * 6] * 4)
+    assert len(free.ranks) == 4  # nothing has to be sent but parameters
+    kept = replace(LAYER, parameter_bytes=1e9)
+    large = several(None, memory_bytes=1e12).place([[kept] * 6] * 4)
+    assert len(large.ranks) == 1  # servers would take longer than the passes
+    tight = several(None, memory_bytes=100).place([[LAYER] * 6] * 4)
+    assert len(tight.ranks) < 4
+
+
 def test_what_layers_cost_is_measured_without_a_trace() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from optuna_fleet.trainer.pipeline_parallel.messages import Tensors
 from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of
 
-_MOMENTUM, _BUFFER = "momentum of ", "buffer "
+BUFFER = "buffer "
+_MOMENTUM = "momentum of "
 
 
 def names_of(part: nn.Module) -> tuple[str, ...]:
     """All that virtual workers add up of some layers."""
     parameters = tuple(parameters_of(part))
     momenta = (_MOMENTUM + name for name in parameters)
-    return (*parameters, *momenta, *(_BUFFER + name for name in _buffers(part)))
+    return (*parameters, *momenta, *(BUFFER + name for name in _buffers(part)))
 
 
 class Agreement:
@@ -51,7 +52,7 @@ class Agreement:
         for name, buffer in _buffers(self._part).items():
             before = self._before[name]
             moved = torch.where(buffer == before, 0.0, buffer - before)  # also of infinite ones
-            found[_BUFFER + name] = self._share * moved
+            found[BUFFER + name] = self._share * moved
         return found
 
     @torch.no_grad()
@@ -64,8 +65,8 @@ class Agreement:
             if _MOMENTUM + name in agreed:
                 state["momentum_buffer"] = agreed[_MOMENTUM + name].clone()
         for name, buffer in _buffers(self._part).items():
-            if _BUFFER + name in agreed:
-                buffer.copy_(self._before[name] + agreed[_BUFFER + name])
+            if BUFFER + name in agreed:
+                buffer.copy_(self._before[name] + agreed[BUFFER + name])
                 self._before[name] = buffer.clone()
 
     def _states(self) -> Mapping[str, dict[str, Tensor]]:

@@ -1,51 +1,77 @@
-"""The same stage of virtual workers that make their steps together: exact, as data parallelism."""
+"""The same layers of virtual workers that step together: exact, as data parallelism is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from optuna_fleet.trainer.pipeline_parallel.directory import Directory
+
 _FOREVER = timedelta(days=365)  # who is lost closes its connections; who hangs is seen by others
 
 
-class Column:
-    """Adds up over it. By gloo, as everything between stages.
+class Columns:
+    """Adds up over the ranks that have a piece of the model, piece by piece.
 
-    Every rank of the trial must make one, at the same time.
+    By gloo, as everything between stages. Every rank of the trial must make one, at the same time.
 
     Args:
-        columns: Ranks of the same stage of each virtual worker, stage by stage.
-        stage: Of this rank.
+        directory: Who has which pieces.
+        names: Of the parameters and buffers of each piece of this rank.
+        rank: Of this process.
     """
 
-    def __init__(self, columns: Sequence[Sequence[int]], stage: int) -> None:
-        groups = [dist.new_group(list(c), timeout=_FOREVER, backend="gloo") for c in columns]
-        group = groups[stage]
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
+    def __init__(
+        self, directory: Directory, names: Mapping[int, Sequence[str]], rank: int
+    ) -> None:
+        self._names = names
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        for piece in range(len(directory.pieces)):
+            ranks = directory.ranks_with(piece)
+            group = dist.new_group(ranks, timeout=_FOREVER, backend="gloo")
+            if rank in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                self._groups[piece] = group
 
     @torch.no_grad()
-    def add(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Their sums over the column; each must have as many of the same shapes and types."""
-        found: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            flat = torch.cat([tensors[i].detach().cpu().reshape(-1) for i in alike])
-            dist.all_reduce(flat, group=self._group)
-            parts = torch.split(flat, [tensors[i].numel() for i in alike])
-            for i, part in zip(alike, parts, strict=True):
-                found[i] = part.view(tensors[i].shape).to(tensors[i].device)
-        return [found[i] for i in range(len(tensors))]
+    def add(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Their sums; all that have a piece must give the same of it."""
+        found: dict[str, Tensor] = {}
+        for piece, group in self._groups.items():
+            own = {name: tensors[name] for name in self._names[piece] if name in tensors}
+            for dtype in dict.fromkeys(tensor.dtype for tensor in own.values()):
+                alike = {name: tensor for name, tensor in own.items() if tensor.dtype == dtype}
+                found |= _sums(alike, group)
+        return found
 
-    def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Each virtual worker has those of its part of the batch."""
-        trained = list(parameters)
-        given = torch.tensor([float(p.grad is not None) for p in trained])
-        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        (given, *sums) = self.add([given, *own])
-        for parameter, total, number in zip(trained, sums, given.tolist(), strict=True):
-            parameter.grad = total if number else None
+    @torch.no_grad()
+    def add_loss(self, loss: Tensor) -> Tensor:
+        """Each virtual worker has its share; all ranks must call it."""
+        sums = [_sums({"": loss}, group)[""] for group in self._groups.values()]
+        return sums[0]
+
+    def add_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Each virtual worker has those of its parts of the batch."""
+        own = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+        given = {n: torch.tensor(float(p.grad is not None)) for n, p in parameters.items()}
+        sums, numbers = self.add(own), self.add(given)
+        for name, parameter in parameters.items():
+            parameter.grad = sums[name] if numbers[name] else None
+
+    def close(self) -> None:
+        """End the connections with the group: others may wait for this rank, who has failed."""
+        self._groups.clear()
+
+
+def _sums(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    flat = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors.values()])
+    dist.all_reduce(flat, group=group)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+    return {
+        name: part.view(tensor.shape).to(tensor.device)
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }

@@ -137,11 +137,9 @@ class Construction:
     def _before_step(self, parameters: Mapping[str, nn.Parameter]) -> None:
         placed = self.placed
         placed.ties.add_up()
-        if placed.column is not None:
-            placed.column.add_gradients(parameters.values())
-            left = self.statistics.left()
-            sums = placed.column.add([*left.values()])
-            self.statistics.take(dict(zip(left, sums, strict=True)))
+        if placed.columns is not None:
+            placed.columns.add_gradients(parameters)
+            self.statistics.take(placed.columns.add(self.statistics.left()))
         placed.ties.clear()
         if (most := self._options.max_grad_norm) is not None:
             is_copy = placed.address.worker > 0

@@ -15,14 +15,14 @@ class Directory:
 
     Attributes:
         stages: Rank of each stage.
-        pieces: Of the model, one for each parameter server; none where nobody shares weights.
-        hosts: Rank of each server.
+        pieces: Of the model, in which virtual workers share weights.
+        hosts: Rank of each piece's parameter server, where there are any.
         users: Pieces of each stage, by their place.
     """
 
     stages: Mapping[StageAddress, int]
-    pieces: tuple[Piece, ...] = ()
-    hosts: tuple[int, ...] = ()
+    pieces: tuple[Piece, ...]
+    hosts: tuple[int, ...]
     users: Mapping[StageAddress, tuple[int, ...]]
 
     @classmethod
@@ -52,7 +52,7 @@ class Directory:
             for worker, own in enumerate(ranks)
             for stage, rank in enumerate(own)
         }
-        pieces = pieces_of(cuts, len(layer_bytes)) if has_servers else ()
+        pieces = pieces_of(cuts, len(layer_bytes))
         users: dict[StageAddress, tuple[int, ...]] = {}
         for worker, stage in stages:
             bounds = (0, *cuts[worker], len(layer_bytes))
@@ -60,7 +60,7 @@ class Directory:
             users[StageAddress(worker, stage)] = tuple(map(pieces.index, within))
         load = dict.fromkeys(stages.values(), 0.0)
         hosts: list[int] = []
-        for place, piece in enumerate(pieces):
+        for place, piece in enumerate(pieces if has_servers else ()):
             near = [stages[address] for address, used in users.items() if place in used]
             on = [nodes[rank] for rank in near]
             host = min(near, key=lambda rank: (-on.count(nodes[rank]), load[rank]))
@@ -78,13 +78,17 @@ class Directory:
         beside = (StageAddress(worker, stage - 1), StageAddress(worker, stage + 1))
         return [self.stages[address] for address in beside if address in self.stages]
 
+    def ranks_with(self, piece: int) -> list[int]:
+        """Of the stages that have a piece, of each virtual worker one."""
+        return [rank for address, rank in self.stages.items() if piece in self.users[address]]
+
     def hosted(self, rank: int) -> list[int]:
         """Pieces whose servers are on a rank."""
         return [piece for piece, host in enumerate(self.hosts) if host == rank]
 
     def servers_of(self, rank: int) -> list[int]:
         """Other ranks that have servers of its stage."""
-        used = self.users[self.address_of(rank)]
+        used = self.users[self.address_of(rank)] if self.hosts else ()
         return sorted({self.hosts[piece] for piece in used} - {rank})
 
     def clients_of(self, rank: int) -> list[int]:

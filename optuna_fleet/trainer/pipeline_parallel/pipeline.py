@@ -150,10 +150,8 @@ class Pipeline:
             return []
         placed = own.placed
         with placed.naming_errors(), torch.no_grad():
-            if placed.column is not None:
-                rest = own.agreement.rest()
-                sums = placed.column.add([*rest.values()])
-                own.agreement.take(dict(zip(rest, sums, strict=True)))
+            if placed.columns is not None:
+                own.agreement.take(placed.columns.add(own.agreement.rest()))
             if own.rule is None:
                 return []
             self._run(own, lambda stage: stage.completed >= self._num_begun)
@@ -177,7 +175,7 @@ class Pipeline:
         self._losses.clear()
 
     def _step_and_flush(self, own: Construction, inputs: Any, targets: Any) -> Tensor:
-        if own.placed.column is not None:
+        if own.placed.columns is not None:
             own.statistics.begin()
         parts = list(microbatches(inputs, targets, self._options.in_flight))
         for part in parts[own.parts.start : own.parts.stop]:
@@ -186,8 +184,8 @@ class Pipeline:
         torch.clear_autocast_cache()  # of casts of weights that are old now
         loss = functools.reduce(torch.add, self._losses)
         self._losses.clear()
-        if own.placed.column is not None:
-            (loss,) = own.placed.column.add([loss])
+        if own.placed.columns is not None:
+            loss = own.placed.columns.add_loss(loss)
         return loss.to(self._around.device)
 
     def _give(self, own: Construction, part: Microbatch, weight: float) -> None:
@@ -308,10 +306,7 @@ class Pipeline:
     def close(self, *, alone: bool) -> None:
         """The trial has ended here; `alone` if the other ranks may not have."""
         if self._own is not None:
-            self._own.placed.noise.close()
-            self._own.placed.ties.close()
-            if self._own.placed.edges is not None:
-                self._own.placed.edges.close(alone=alone)
+            self._own.placed.close(alone=alone)
 
 
 class _Progress:

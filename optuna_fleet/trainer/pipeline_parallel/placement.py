@@ -32,7 +32,6 @@ from optuna_fleet.alloc.partition import (
     Versions,
     best_partition,
 )
-from optuna_fleet.alloc.partition.problem import partition_of
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost
 
 WIRE = Link(bytes_per_s=1e9, latency_s=2e-4)  # gloo on one machine, measured, with Python's part
@@ -82,7 +81,7 @@ class Demand:
         in_flight: Minibatches in a pipeline; with flushes, those of all pipelines together.
         memory: Copies of the weights.
         memory_bytes: Of each device; infinite if that does not matter.
-        is_flushed: Virtual workers make their steps together, so they are cut alike.
+        is_flushed: Virtual workers share the parts of each batch, and step together.
         most_workers: Virtual workers at most: as many as there is memory for. None for as many as
             are fastest.
         clock_distance: Between these, without flushes.
@@ -230,10 +229,7 @@ class Demand:
         if self.most_workers is None:
             speeds = {kind: 1 / sum(seconds) for kind, seconds in layers.backward_s.items()}
             ways += [node_partition(devices), hybrid_distribution(devices, speeds)]
-        for workers in ways:
-            sizes = set(map(len, workers))
-            if max(sizes) <= len(layers) and not (self.is_flushed and len(sizes) > 1):
-                yield workers
+        yield from (workers for workers in ways if max(map(len, workers)) <= len(layers))
 
     def _placed(self, layers: Layers, workers: Workers) -> _Candidate:
         in_flight = self.in_flight
@@ -258,14 +254,13 @@ class Demand:
         if memory.versions is Versions.IN_FLIGHT:  # as many as are in flight, however few are held
             waves = self.clock_distance + 3 if len(workers) > 1 else 0
             memory = replace(memory, copies=memory.copies + in_flight - held + waves)
-        problems = [
+        problems = (
             PartitionProblem(
                 layers=layers, devices=devices, in_flight=held, links=self.links, memory=memory
             )
             for devices in workers
-        ]
-        partitions = tuple(map(best_partition, problems))
-        return _cut_alike(problems, partitions) if self.is_flushed else partitions
+        )
+        return tuple(map(best_partition, problems))
 
     def _rate(self, layers: Layers, partitions: Sequence[Partition]) -> float:
         """Batches per second; each virtual worker has its share of every batch."""
@@ -281,26 +276,6 @@ class _Candidate(NamedTuple):
     partitions: tuple[Partition, ...]
     held: int
     batches_per_s: float
-
-
-def _cut_alike(
-    problems: Sequence[PartitionProblem], partitions: Sequence[Partition]
-) -> tuple[Partition, ...]:
-    """All as the slowest one; the same stages of all of them make their steps together.
-
-    Raises:
-        DoesNotFit: Not all of them have the memory for that.
-    """
-    slowest = max(range(len(partitions)), key=lambda place: partitions[place].slowest_s)
-    stages = partitions[slowest].stages
-    order = [problems[slowest].devices.index(stage.device) for stage in stages]
-    alike = tuple(
-        partition_of(on, tuple(on.devices[i] for i in order), partitions[slowest].cuts)
-        for on in problems
-    )
-    if not all(partition.fits for partition in alike):
-        raise DoesNotFit("Virtual workers that make their steps together must be cut alike.")
-    return alike
 
 
 def _share_of(layers: Layers, number: int) -> Layers:

@@ -17,7 +17,8 @@ from optuna_fleet.alloc.partition import DoesNotFit
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import group_size
-from optuna_fleet.trainer.pipeline_parallel.columns import Column
+from optuna_fleet.trainer.pipeline_parallel.agreement import names_of
+from optuna_fleet.trainer.pipeline_parallel.columns import Columns
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
@@ -68,8 +69,7 @@ class Placed:
         address: Of this rank's stage.
         part: Its layers, on its device.
         edges: To other processes; None if there are none.
-        column: The same stages of virtual workers that make their steps together; None if there
-            are no others.
+        columns: The same layers of virtual workers that step together; None if there are none.
         ties: What its layers share with each other and those of other stages.
         noise: Of its layers.
         rank: Of this process.
@@ -80,7 +80,7 @@ class Placed:
     address: StageAddress
     part: nn.Sequential
     edges: Edges | None
-    column: Column | None
+    columns: Columns | None
     ties: Ties
     noise: Noise
     rank: int
@@ -108,6 +108,15 @@ class Placed:
     def next_stage(self) -> StageAddress:
         """Which gets what it computes."""
         return self.address._replace(stage=self.address.stage + 1)
+
+    def close(self, *, alone: bool) -> None:
+        """The trial has ended here; `alone` if the other ranks may not have."""
+        self.noise.close()
+        self.ties.close()
+        if self.columns is not None:
+            self.columns.close()
+        if self.edges is not None:
+            self.edges.close(alone=alone)
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -155,17 +164,21 @@ def place(
     bounds = (0, *placement.cuts[address.worker], len(model))
     first, end = bounds[address.stage], bounds[address.stage + 1]
     part = part_of(model, first, end)
-    edges = column = None
+    edges = columns = None
     if group_size() > 1:
         edges = Edges(directory, around.rank, around.device, room=2 * demand.in_flight + 2)
         holding.keep(part, edges.gather, is_copy=address.worker > 0)
-        if is_shared and demand.is_flushed:
-            column = Column(list(zip(*placement.ranks, strict=True)), address.stage)
     part.to(around.device)
     optimizer = holding.optimizer
     optimizer.load_state_dict(optimizer.state_dict())  # to where the parameters are
     pipelines = list(zip(placement.cuts, placement.ranks, strict=True))
     ties = Ties(model, shared, pipelines, around.rank)
+    if is_shared and demand.is_flushed:
+        names = {
+            place: names_of(part_of(model, *directory.pieces[place]))
+            for place in directory.users[address]
+        }
+        columns = Columns(directory, names, around.rank)
     layers = dict(enumerate(part, first))
     # Virtual workers that do not wait for each other have the same numbers of minibatches.
     draws_apart = address.worker > 0 and not demand.is_flushed
@@ -176,7 +189,7 @@ def place(
         address=address,
         part=part,
         edges=edges,
-        column=column,
+        columns=columns,
         ties=ties,
         noise=Noise(layers, around.device, seed),
         rank=around.rank,

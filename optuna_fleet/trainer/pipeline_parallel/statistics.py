@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from optuna_fleet.trainer.pipeline_parallel.agreement import BUFFER
+
 
 def can_add_up(module: nn.Module) -> bool:
     """Whether it is a BatchNorm of that kind."""
@@ -57,13 +59,13 @@ class Statistics:
 
     @torch.no_grad()
     def left(self) -> dict[str, Tensor]:
-        """What is left of them here at the batch's end, by the buffer's name."""
+        """What is left of them here at the batch's end, by names as `Agreement` has them."""
         found: dict[str, Tensor] = {}
         for name, module in self._modules():
             assert module.momentum is not None
             later = self._calls_of_a_part(name, module) * (self._num_parts - self._parts.stop)
             for of, tensor in _of(module).items():
-                found[f"{name}.{of}"] = (1 - module.momentum) ** later * tensor
+                found[f"{BUFFER}{name}.{of}"] = (1 - module.momentum) ** later * tensor
         return found
 
     @torch.no_grad()
@@ -72,7 +74,7 @@ class Statistics:
         for name, module in self._modules():
             calls = self._calls_of_a_part(name, module)
             for of, tensor in _of(module).items():
-                tensor.copy_(sums[f"{name}.{of}"])
+                tensor.copy_(sums[f"{BUFFER}{name}.{of}"])
             assert module.num_batches_tracked is not None
             module.num_batches_tracked.fill_(self._began[name] + calls * self._num_parts)
 
