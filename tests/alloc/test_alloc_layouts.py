@@ -235,6 +235,21 @@ def test_some_are_pipelines_even_if_they_fit(more):
     assert best_flushed_layout(flushed("VV", **more)).partition is not None
 
 
+def test_where_memory_is_short_it_is_weighed_how_many_parts_a_stage_holds():
+    def held_and_cuts(memory):
+        found = best_flushed_layout(
+            flushed("VV", num_layers=6, kept=10.0, parameters=1.0, memory=memory)
+        )
+        return found.held, found.partition.cuts
+
+    assert held_and_cuts(100.0) == (4, (3,))
+    assert held_and_cuts(80.0) == (2, (3,))  # fewer parts, but stages that take as long
+    assert held_and_cuts(65.0) == (4, (2,))  # unlike stages, which is better than waiting
+    assert held_and_cuts(45.0) == (1, (3,))
+    with pytest.raises(DoesNotFit):
+        held_and_cuts(35.0)
+
+
 def test_what_can_not_be_cut_so_often_is_on_each_device():
     assert best_flushed_layout(flushed("VVV", num_layers=2, parameters=1e4)).shares == (2, 1, 1)
     with pytest.raises(DoesNotFit, match="3 devices are more than the 2 stages"):

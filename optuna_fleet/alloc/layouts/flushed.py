@@ -7,7 +7,9 @@ is expected to be faster is taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from optuna_fleet.alloc.layouts.prediction import all_reduce_s, fits_on_each
 from optuna_fleet.alloc.partition import (
@@ -120,36 +122,48 @@ def shares_of(part_s: Sequence[float], num_parts: int) -> tuple[int, ...]:
 
 
 def pipelined(problem: FlushedProblem) -> FlushedLayout:
-    """A stage on each device; where memory is short, stages hold fewer parts at a time.
+    """A stage on each device; where memory is short, stages may hold fewer parts at a time.
 
     Raises:
         DoesNotFit: The devices have too little memory, or are more than the layers.
     """
-    if len(problem.devices) > len(problem.layers):
+    num = len(problem.devices)
+    if num > len(problem.layers):
         raise DoesNotFit(
-            f"{len(problem.devices)} devices are more than the {len(problem.layers)} stages that "
-            "the model can be cut into."
+            f"{num} devices are more than the {len(problem.layers)} stages that the model can be "
+            "cut into."
         )
-    for held in range(problem.num_parts, 0, -1):
-        try:
-            partition = best_partition(
-                PartitionProblem(
-                    layers=problem.layers,
-                    devices=problem.devices,
-                    in_flight=held,
-                    links=problem.links,
-                    memory=problem.memory,
-                )
-            )
-        except DoesNotFit:
-            if held == 1:
-                raise
-        else:
-            break
+    freest = _pipeline(problem, held=1)
+    found = [freest]
+    # More than 2 k - 1 keep it no fuller.
+    for held in (problem.num_parts, *range(min(problem.num_parts, 2 * num - 1) - 1, 1, -1)):
+        with suppress(DoesNotFit):
+            found.append(_pipeline(problem, held))
+            if found[-1].partition.slowest_s <= freest.partition.slowest_s:
+                break
+    best = min(found, key=lambda one: one.batch_s)
+    return FlushedLayout(partition=best.partition, held=best.held, batch_s=best.batch_s)
+
+
+class _Pipeline(NamedTuple):
+    partition: Partition
+    held: int
+    batch_s: float
+
+
+def _pipeline(problem: FlushedProblem, held: int) -> _Pipeline:
+    partition = best_partition(
+        PartitionProblem(
+            layers=problem.layers,
+            devices=problem.devices,
+            in_flight=held,
+            links=problem.links,
+            memory=problem.memory,
+        )
+    )
     stage_s = [stage.seconds for stage in partition.stages]
     exchange_s = all_reduce_s(problem.exchanged_bytes, problem.devices, problem.links)
-    batch_s = flushed_s(stage_s, problem.num_parts, held) + exchange_s
-    return FlushedLayout(partition=partition, held=held, batch_s=batch_s)
+    return _Pipeline(partition, held, flushed_s(stage_s, problem.num_parts, held) + exchange_s)
 
 
 def flushed_s(stage_s: Sequence[float], num_parts: int, held: int) -> float:
