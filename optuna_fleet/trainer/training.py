@@ -57,7 +57,7 @@ class Training:
         held: What this process has in memory of the run that this one inherits from.
 
     Attributes:
-        in_stages: The pipeline, if that is how the trial trains.
+        in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
     """
 
@@ -158,8 +158,7 @@ class Training:
         """On one device, unless the trial will never have more."""
         if self._run.world_size > 1 or self._run.num_devices == 1:
             return None
-        session = self._session
-        return SplitCheck(partial(stay_alone, session), session.remark, self._shares)
+        return SplitCheck(partial(stay_alone, self._session), self._session.remark, self._shares)
 
     def go_on_with_fewer(self, why: str, max_devices: int) -> None:
         """See `narrowing.go_on_with_fewer`."""

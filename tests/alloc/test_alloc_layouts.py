@@ -238,7 +238,14 @@ def test_some_are_pipelines_even_if_they_fit(more):
 def test_where_memory_is_short_it_is_weighed_how_many_parts_a_stage_holds():
     def held_and_cuts(memory):
         found = best_flushed_layout(
-            flushed("VV", num_layers=6, kept=10.0, parameters=1.0, memory=memory)
+            flushed(
+                "VV",
+                num_layers=6,
+                kept=10.0,
+                parameters=1.0,
+                memory=memory,
+                may_replicate=False,
+            )
         )
         return found.held, found.partition.cuts
 
