@@ -297,8 +297,7 @@ class FleetTrial(optuna.Trial):
             optimizer: Of the model's parameters; it must treat them one by one.
             loss: From the model's output and the targets to the mean over the samples.
             in_flight: Parts of a batch (BatchNorm sees parts); without flushes, batches in flight.
-            flush: Step when all parts of a batch are through. Without, no device waits, but the
-                last ``in_flight - 1`` updates are not in a batch's weights; SGD only.
+            flush: Without, no device waits, but batches lack ``in_flight - 1`` updates; SGD only.
             clock_distance: Waves that several pipelines may be apart; implies no flushes.
             virtual_workers: How many share each batch; default: 1, else those that are fastest.
             max_grad_norm: To clip the norm of all gradients.
