@@ -297,7 +297,7 @@ class FleetTrial(optuna.Trial):
             optimizer: Of the model's parameters; it must treat them one by one.
             loss: From the model's output and the targets to the mean over the samples.
             in_flight: Parts of a batch (BatchNorm sees parts); without flushes, batches in flight.
-            flush: Step when a batch is through; else weights lack ``in_flight - 1`` updates (SGD).
+            flush: Without, no device waits, but batches lack ``in_flight - 1`` updates; SGD only.
             clock_distance: Waves that several pipelines may be apart; implies no flushes.
             virtual_workers: How many share each batch at most; default: those that are fastest.
             max_grad_norm: To clip the norm of all gradients.

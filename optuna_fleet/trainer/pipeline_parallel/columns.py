@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from optuna_fleet.trainer.groups import gloo_group
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
-
-_FOREVER = timedelta(days=365)  # who is lost closes its connections; who hangs is seen by others
 
 
 class Columns:
@@ -32,9 +30,8 @@ class Columns:
         self._groups: dict[int, dist.ProcessGroup] = {}
         for piece in range(len(directory.pieces)):
             ranks = directory.ranks_with(piece)
-            group = dist.new_group(ranks, timeout=_FOREVER, backend="gloo")
+            group = gloo_group(ranks)
             if rank in ranks:
-                assert isinstance(group, dist.ProcessGroup)
                 self._groups[piece] = group
 
     @torch.no_grad()

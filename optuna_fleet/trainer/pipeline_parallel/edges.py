@@ -13,7 +13,6 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,27 +33,23 @@ from optuna_fleet.trainer.pipeline_parallel.messages import (
 )
 from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer
 
-_FOREVER = timedelta(days=365)  # who is lost closes its connections; who hangs is seen by others
-
 
 class Edges:
     """The ways of one process to others of the trial, and what has come by them.
 
-    Every rank of the trial must make one, at the same time.
-
     Args:
+        group: All ranks of the trial, for nothing else.
         directory: Who is on which rank.
-        rank: Of this process.
-        device: Where its stage computes.
+        device: Where the stage computes.
         room: Most messages of a neighbour that are kept here; more stay where they are.
     """
 
-    def __init__(self, directory: Directory, rank: int, device: torch.device, room: int) -> None:
-        group = dist.new_group(backend="gloo", timeout=_FOREVER)
-        assert isinstance(group, dist.ProcessGroup)
+    def __init__(
+        self, group: dist.ProcessGroup, directory: Directory, device: torch.device, room: int
+    ) -> None:
         self._group = group
         self._directory = directory
-        self._rank = rank
+        self._rank = rank = group.rank()
         self._device = device
         self._inbox: queue.SimpleQueue[tuple[int, Message | Exception]] = queue.SimpleQueue()
         self._for_servers: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
@@ -140,7 +135,7 @@ class Edges:
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """What each rank gives, on rank 0, and nothing on the others, who all must call it."""
-        if self._group.rank() > 0:
+        if self._rank > 0:
             Outbound(self._group, 0, Lane.VALUES).send_values(own)
             return []
         others = range(1, self._group.size())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch.distributed as dist
 
 from optuna_fleet.alloc.partition import Link, Links
 from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.groups import gloo_group
 
 _NUM_BYTES = 2**20
 _REPEATS = 3
-_FOREVER = timedelta(days=365)  # who is lost closes its connections; who hangs is seen by others
 
 
 def measured_links(nodes: Sequence[int], rank: int, usual: Link) -> Links:
@@ -29,7 +28,7 @@ def measured_links(nodes: Sequence[int], rank: int, usual: Link) -> Links:
     """
     group: Any = dist.group.WORLD  # by gloo, as everything between stages
     if dist.get_backend() != "gloo":
-        group = dist.new_group(timeout=_FOREVER, backend="gloo")
+        group = gloo_group()
     found: list[Link] = []
     for is_within in (True, False):
         firsts = [at for at, (a, b) in enumerate(pairwise(nodes)) if (a == b) is is_within]

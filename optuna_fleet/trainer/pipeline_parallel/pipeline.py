@@ -117,8 +117,8 @@ class Pipeline:
 
         Returns:
             The batch's loss, on every rank. Without flushes that of the batch which is `in_flight`
-            steps back, and None while there is none. None with several virtual workers that do not
-            wait for each other: `flush` returns them.
+            steps back, and None while there is none. None with a clock distance, as no rank knows
+            all virtual workers' part: `flush` returns them.
 
         Raises:
             FleetConfigError: The devices have too little memory.
@@ -134,14 +134,14 @@ class Pipeline:
             part = next(islice(microbatches(inputs, targets, number), worker, None))
             self._give(own, part, part.weight * number)
             self._run(own, lambda stage: stage.started >= self._num_begun)
-            if number > 1 or self._num_begun <= self._options.in_flight:
-                return None
-            return self._losses.popleft()
+            is_alone = self._options.clock_distance is None
+            is_known = is_alone and self._num_begun > self._options.in_flight
+            return self._losses.popleft() if is_known else None
 
     def flush(self) -> list[Tensor]:
         """Train to their end the batches that are in flight, and return their losses.
 
-        With several virtual workers those of all batches since the last time. There are none with
+        With a clock distance those of all batches since the last time. There are none with
         flushes. Evaluation, and an epoch's end, do so too: losses that nobody has asked for are
         forgotten then.
         """

@@ -16,7 +16,7 @@ from torch import nn
 from optuna_fleet.alloc.partition import DoesNotFit
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.trainer.groups import gloo_group, group_size
 from optuna_fleet.trainer.pipeline_parallel.agreement import names_of
 from optuna_fleet.trainer.pipeline_parallel.columns import Columns
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
@@ -166,7 +166,8 @@ def place(
     part = part_of(model, first, end)
     edges = columns = None
     if group_size() > 1:
-        edges = Edges(directory, around.rank, around.device, room=2 * demand.in_flight + 2)
+        room = 2 * demand.in_flight + 2
+        edges = Edges(gloo_group(), directory, around.device, room)
         holding.keep(part, edges.gather, is_copy=address.worker > 0)
     part.to(around.device)
     optimizer = holding.optimizer

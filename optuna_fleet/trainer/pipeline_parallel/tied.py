@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_FOREVER = timedelta(days=365)  # who is lost closes its connections; who hangs is seen by others
+from optuna_fleet.trainer.groups import gloo_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,8 @@ class Ties:
         for cuts, ranks in pipelines:
             for one in shared:
                 at = [ranks[stage] for stage in _stages(one, cuts)]
-                group = _group(sorted(set(at)))
+                holders = sorted(set(at))
+                group = gloo_group(holders) if len(holders) > 1 else None
                 if rank in at:
                     self._ties.append(_Tie(one.parameter, self._uses(model, one, at), group))
 
@@ -132,14 +132,6 @@ class Ties:
         if not sent[-1]:
             return None
         return sent[:-1].view(parameter.shape).to(parameter.device)
-
-
-def _group(ranks: list[int]) -> dist.ProcessGroup | None:
-    """Of those that have a parameter; None if this rank has not, or no other has."""
-    if len(ranks) == 1:
-        return None
-    group = dist.new_group(ranks, timeout=_FOREVER, backend="gloo")
-    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _own(layer: nn.Module, shared: nn.Parameter) -> nn.Parameter:
