@@ -223,7 +223,7 @@ def gloo_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
     chosen = None if ranks is None else list(ranks)
     group = dist.new_group(chosen, timeout=timedelta(days=365), backend="gloo")
     assert isinstance(group, dist.ProcessGroup) or chosen is not None
-    return group  # what is no group is that of ranks which are not in it
+    return group  # type: ignore[return-value]  # no group where this rank is not in it
 
 
 def outlives_peers() -> bool:
