@@ -348,7 +348,14 @@ def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
 
 
 def _explained(raised: BaseException, training: Training | None) -> BaseException:
-    """The exception; a model too large, or what is left of a ``torchrun`` script, says more."""
+    """The exception, whose traceback begins in the objective where it comes from there.
+
+    A model too large for a device, or what is left of a script for ``torchrun``, says what to do.
+    """
+    trace = raised.__traceback__
+    while trace and trace.tb_next and trace.tb_frame.f_globals is globals():
+        trace = trace.tb_next
+    raised.with_traceback(trace)
     is_whole = training is None or training.in_stages is None
     if is_whole and isinstance(raised, RuntimeError) and is_out_of_memory(raised):
         raised.args = (f"{raised} {_TOO_LARGE}",)
