@@ -299,7 +299,7 @@ class FleetTrial(optuna.Trial):
             in_flight: Parts of a batch (BatchNorm sees parts); without flushes, batches in flight.
             flush: Without, no device waits, but batches lack ``in_flight - 1`` updates; SGD only.
             clock_distance: Waves that several pipelines may be apart; implies no flushes.
-            virtual_workers: How many share each batch; default: 1, else those that are fastest.
+            virtual_workers: Pipelines at most, one by default; with a clock distance the fastest.
             max_grad_norm: To clip the norm of all gradients.
             memory_bytes: Of a device; default: what is free on a GPU, no limit on a CPU.
             min_devices: As in `prepare`.

@@ -154,14 +154,16 @@ def place(
     edges = columns = None
     if group_size() > 1:
         room = 2 * demand.in_flight + 2
-        edges = Edges(gloo_group(), directory, around.device, room)
+        group = gloo_group()
+        assert group is not None
+        edges = Edges(group, directory, around.device, room)
         holding.keep(part, edges.gather, is_copy=address.worker > 0)
         if is_shared and demand.is_flushed:
             names = {
                 place: names_of(part_of(holding.model, *directory.pieces[place]))
                 for place in directory.users[address]
             }
-            columns = Columns(directory, names, around.rank)
+            columns = Columns(directory, names)
     part.to(around.device)
     optimizer = holding.optimizer
     optimizer.load_state_dict(optimizer.state_dict())  # to where the parameters are
