@@ -11,7 +11,8 @@ from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, names_of
 from optuna_fleet.trainer.pipeline_parallel.blueprint import Blueprint
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.in_process import InProcess, Workers
-from optuna_fleet.trainer.pipeline_parallel.messages import StageAddress
+from optuna_fleet.trainer.pipeline_parallel.messages import Inputs, StageAddress, Targets
+from optuna_fleet.trainer.pipeline_parallel.stage import PipelineStage
 from optuna_fleet.trainer.pipeline_parallel.updates import added
 from optuna_fleet.wsp.schedules import WaveSynchronous
 from optuna_fleet.wsp.turns import Pass
@@ -54,6 +55,37 @@ def test_all_settle_on_the_same_weights_also_in_the_midst_of_a_wave(
     for update in oracle._updates.values():
         weights = added(weights, update)
     assert furthest(found, weights) <= 1e-14
+
+
+def test_who_is_done_waits_with_the_rest_as_with_a_whole_wave() -> None:
+    schedule = WaveSynchronous(4, 1)
+    plan = Blueprint(
+        model=mlp(),
+        cuts=((), ()),
+        schedule=schedule,
+        loss=nn.functional.mse_loss,
+        optimizer=sgd,
+    )
+    transport = InProcess()
+    workers = Workers.of(plan, transport)
+    fast, slow = workers.stages.values()
+
+    def train(stage: PipelineStage) -> None:
+        for number in range(1, 9):
+            inputs, targets = batch(stage.address.worker, number)
+            stage.receive(Inputs(number=number, values=inputs))
+            stage.receive(Targets(number=number, values=targets))
+        transport.run()
+
+    train(fast)
+    least = schedule.least_clock(12)
+    assert fast.completed == 8
+    assert not fast.weights.settle(least, {})  # servers would refuse what is so far ahead
+    train(slow)
+    for _ in range(2):
+        ended = [stage.weights.settle(least, {}) for stage in (fast, slow)]
+        transport.run()
+    assert ended == [True, True]
 
 
 def norms() -> nn.Sequential:

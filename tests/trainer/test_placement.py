@@ -167,6 +167,14 @@ def test_unlike_devices_are_dealt_to_virtual_workers() -> None:
     assert 0 in placed.ranks[0]
 
 
+def test_nodes_are_dealt_to_all_virtual_workers() -> None:
+    """ED: each has a device of either node, so the servers of a stage can be on its node."""
+    placed = several(2).place([[LAYER] * 6] * 4, nodes=[0, 0, 1, 1])
+    assert sorted(map(sorted, placed.ranks)) == [[0, 2], [1, 3]]
+    free = several(None).place([[LAYER] * 6, [SLOW] * 6] * 2, nodes=[0, 0, 1, 1])
+    assert sorted(rank for ranks in free.ranks for rank in ranks) == [0, 1, 2, 3]
+
+
 def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:
     free = several(None).place([[LAYER] * 6] * 4)
     assert len(free.ranks) == 4  # nothing has to be sent but parameters

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +36,7 @@ class Agreement:
         self, part: nn.Module, optimizer: torch.optim.Optimizer | None, share: float
     ) -> None:
         self._part = part
+        self._trained = parameters_of(part)
         self._optimizer = optimizer
         self._share = share
         self._before = {name: buffer.clone() for name, buffer in _buffers(part).items()}
@@ -46,7 +45,8 @@ class Agreement:
     def rest(self) -> dict[str, Tensor]:
         """To be summed up over the virtual workers."""
         found: dict[str, Tensor] = {}
-        for name, state in self._states().items():
+        for name, parameter in self._trained.items():
+            state = self._state.get(parameter, {})
             if (momentum := state.get("momentum_buffer")) is not None:
                 found[_MOMENTUM + name] = self._share * momentum
         for name, buffer in _buffers(self._part).items():
@@ -58,23 +58,19 @@ class Agreement:
     @torch.no_grad()
     def take(self, agreed: Tensors) -> None:
         """Weights, and sums of `rest`."""
-        for name, parameter in parameters_of(self._part).items():
+        for name, parameter in self._trained.items():
             if name in agreed:
                 parameter.copy_(agreed[name])
-        for name, state in self._states().items():
             if _MOMENTUM + name in agreed:
-                state["momentum_buffer"] = agreed[_MOMENTUM + name].clone()
+                self._state[parameter]["momentum_buffer"] = agreed[_MOMENTUM + name].clone()
         for name, buffer in _buffers(self._part).items():
             if BUFFER + name in agreed:
                 buffer.copy_(self._before[name] + agreed[BUFFER + name])
                 self._before[name] = buffer.clone()
 
-    def _states(self) -> Mapping[str, dict[str, Tensor]]:
-        if self._optimizer is None:
-            return {}
-        own = parameters_of(self._part)
-        trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        return {name: self._optimizer.state[p] for name, p in own.items() if id(p) in trained}
+    @property
+    def _state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        return {} if self._optimizer is None else self._optimizer.state
 
 
 def _buffers(part: nn.Module) -> dict[str, Tensor]:

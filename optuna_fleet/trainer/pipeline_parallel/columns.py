@@ -20,18 +20,13 @@ class Columns:
     Args:
         directory: Who has which pieces.
         names: Of the parameters and buffers of each piece of this rank.
-        rank: Of this process.
     """
 
-    def __init__(
-        self, directory: Directory, names: Mapping[int, Sequence[str]], rank: int
-    ) -> None:
+    def __init__(self, directory: Directory, names: Mapping[int, Sequence[str]]) -> None:
         self._names = names
         self._groups: dict[int, dist.ProcessGroup] = {}
         for piece in range(len(directory.pieces)):
-            ranks = directory.ranks_with(piece)
-            group = gloo_group(ranks)
-            if rank in ranks:
+            if (group := gloo_group(directory.ranks_with(piece))) is not None:
                 self._groups[piece] = group
 
     @torch.no_grad()

@@ -63,6 +63,6 @@ class PipelineOptions:
     @property
     def most_workers(self) -> int | None:
         """Virtual workers at most; None for as many as are fastest."""
-        return (
-            1 if self.clock_distance is None and not self.virtual_workers else self.virtual_workers
-        )
+        if self.clock_distance is None:
+            return self.virtual_workers or 1
+        return self.virtual_workers

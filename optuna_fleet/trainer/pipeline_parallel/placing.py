@@ -167,7 +167,9 @@ def place(
     edges = columns = None
     if group_size() > 1:
         room = 2 * demand.in_flight + 2
-        edges = Edges(gloo_group(), directory, around.device, room)
+        group = gloo_group()
+        assert group is not None
+        edges = Edges(group, directory, around.device, room)
         holding.keep(part, edges.gather, is_copy=address.worker > 0)
     part.to(around.device)
     optimizer = holding.optimizer
@@ -179,7 +181,7 @@ def place(
             place: names_of(part_of(model, *directory.pieces[place]))
             for place in directory.users[address]
         }
-        columns = Columns(directory, names, around.rank)
+        columns = Columns(directory, names)
     layers = dict(enumerate(part, first))
     # Virtual workers that do not wait for each other have the same numbers of minibatches.
     draws_apart = address.worker > 0 and not demand.is_flushed
