@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -69,7 +71,7 @@ class Agreement:
                 self._before[name] = buffer.clone()
 
     @property
-    def _state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+    def _state(self) -> Mapping[Any, Any]:
         return {} if self._optimizer is None else self._optimizer.state
 
 
