@@ -169,9 +169,10 @@ def test_unlike_devices_are_dealt_to_virtual_workers() -> None:
 
 def test_nodes_are_dealt_to_all_virtual_workers() -> None:
     """ED: each has a device of either node, so the servers of a stage can be on its node."""
-    placed = several(2).place([[LAYER] * 6] * 4, nodes=[0, 0, 1, 1])
+    on = Ranks(nodes=(0, 0, 1, 1), memory_bytes=(1e9,) * 4)
+    placed = several(2).place([[LAYER] * 6] * 4, on)
     assert sorted(map(sorted, placed.ranks)) == [[0, 2], [1, 3]]
-    free = several(None).place([[LAYER] * 6, [SLOW] * 6] * 2, nodes=[0, 0, 1, 1])
+    free = several(None).place([[LAYER] * 6, [SLOW] * 6] * 2, on)
     assert sorted(rank for ranks in free.ranks for rank in ranks) == [0, 1, 2, 3]
 
 
