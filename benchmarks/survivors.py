@@ -304,6 +304,7 @@ def main() -> None:
             if given.only in (None, what):
                 answer = strikes(fleet, given.number or number, share, given.seed, **more)
                 print(json.dumps({what: answer, "load": os.getloadavg()[0]}), flush=True)
+                assert given.late or answer["most after one event"] <= 1
         if given.only in (None, "cost"):
             for kind in ("SGD", "AdamW"):
                 answer = cost(fleet, 2, kind=kind, epochs=given.epochs, **more)

@@ -24,9 +24,9 @@ class Checkpoints:
     """Where and when trials are checkpointed, and what they leave behind.
 
     Args:
-        folder: Made if need be. With it, the same call made again goes on where a killed one
-            stopped, and the best trials leave their weights for `load_best_model`. None for a
-            private folder that goes with the executor.
+        folder: Made if need be. With it, the same call made again goes on where a killed or
+            interrupted one stopped, and the best trials leave their weights for `load_best_model`.
+            None for a private folder that goes with the executor.
         interval_s: Seconds after which a trial is checkpointed at the end of its epoch, or when it
             moves within one; and always when it moves and none of its processes stays. What a
             killed process may cost it.

@@ -203,7 +203,7 @@ def flip_at(direction: int, place: int, bits: int) -> Change:
     return change
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_handshake_that_is_cut_off_ends_on_both_sides(data: st.DataObject) -> None:
     direction = data.draw(st.sampled_from([TO_SERVER, TO_CLIENT]))
@@ -230,7 +230,7 @@ def heard_through(welcomed: Welcomed, change: Change) -> list[Any]:
     return heard
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(place=st.integers(0, 1000), bits=st.integers(1, 255))
 def test_what_is_altered_is_never_heard(place: int, bits: int) -> None:
     """Neither in the handshake nor after it; what came before it is."""

@@ -110,17 +110,7 @@ def assemble(
     solve_time_s: float = 0.0,
     placement: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Plan:
-    """Places the trials and says why.
-
-    Args:
-        problem: The problem the widths belong to.
-        groups: Trial number -> devices it gets, one mapping per flotilla.
-        allocator: Name of the allocator.
-        status: See :class:`Plan`.
-        gap: See :class:`Plan`.
-        solve_time_s: See :class:`Plan`.
-        placement: Trial number -> devices; None to have them placed by :func:`place`.
-    """
+    """Places the trials, unless `placement` has their devices, and says why."""
     groups = [dict(sorted(group.items())) for group in groups]
     by_number = problem.by_number
     widths = {number: m for group in groups for number, m in group.items()}

@@ -30,10 +30,6 @@ def solve_by_mip(problem: CountProblem, time_limit_s: float) -> Counts:
     CBC has been seen to abort the process on valid models of other shapes, see
     :mod:`optuna_fleet.alloc.isolation`.
 
-    Args:
-        problem: What is to be shared out.
-        time_limit_s: Seconds the solver may take, without building the model.
-
     Returns:
         The optimum, or what was found within the time, with its gap.
 

@@ -33,11 +33,6 @@ def count_problem(
 ) -> tuple[list[Candidate], CountProblem]:
     """The count problem of an allocation problem, as if every candidate could move.
 
-    Args:
-        problem: The problem.
-        objective: One of ``OBJECTIVES``, or the outcome per second.
-        forward_looking_s: T_fwd, seconds for which the decision is expected to last.
-
     Returns:
         The candidates, in the order of their numbers, and their count problem.
     """

@@ -32,8 +32,7 @@ class SingleDeviceAllocator:
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
-        groups = _alone(problem, _one_device_each(problem, self.seed, _alone))
-        return assemble(problem, groups, allocator=self.name, status="heuristic")
+        return _planned(self, problem, _alone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +43,6 @@ class HomogeneousAllocator:
     that can't fly on one device gets as few as it can. Use it with rounds that end when all of
     their trials have ended, and with ``rate_spread=math.inf``: it knows no bound on rates. With a
     bound, or phases, it takes as many streams as those need.
-
-    Attributes:
-        seed: Draws the order of the trials. Each one's place in it depends on the seed and its
-            number only.
     """
 
     seed: int = 0
@@ -55,21 +50,25 @@ class HomogeneousAllocator:
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
-        groups = group_widths(problem, _one_device_each(problem, self.seed, group_widths))
-        return assemble(problem, groups, allocator=self.name, status="heuristic")
+        return _planned(self, problem, group_widths)
 
 
-def _one_device_each(problem: AllocationProblem, seed: int, grouping: Grouping) -> Widths:
+def _planned(
+    allocator: SingleDeviceAllocator | HomogeneousAllocator,
+    problem: AllocationProblem,
+    grouping: Grouping,
+) -> Plan:
     widths = staying(problem, grouping=grouping)
     is_served = serves(problem, grouping=grouping)
     free = problem.num_devices - sum(widths.values())
     waiting = [c for t, c in problem.by_number.items() if t not in widths]
-    for candidate in sorted(waiting, key=lambda c: _place_in_order(seed, c.number)):
+    for candidate in sorted(waiting, key=lambda c: _place_in_order(allocator.seed, c.number)):
         m = candidate.min_devices
         if m <= free and is_served({**widths, candidate.number: m}):
             widths[candidate.number] = m
             free -= m
-    return widths
+    groups = grouping(problem, widths)
+    return assemble(problem, groups, allocator=allocator.name, status="heuristic")
 
 
 def _alone(problem: AllocationProblem, widths: Mapping[int, int]) -> list[Widths]:

@@ -108,12 +108,7 @@ def stream_limit(problem: AllocationProblem) -> float:
 def serves(
     problem: AllocationProblem, *, grouping: Grouping = group_widths
 ) -> Callable[[Mapping[int, int]], bool]:
-    """Says of widths whether the preprocessors can serve the flotillas they form.
-
-    Args:
-        problem: The problem the widths belong to.
-        grouping: How they form flotillas.
-    """
+    """Says of widths whether the preprocessors can serve the flotillas they form."""
     limit = stream_limit(problem)
     if math.isinf(limit):
         return lambda widths: True

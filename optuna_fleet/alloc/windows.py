@@ -49,12 +49,7 @@ class Window:
 
 
 def windows(problem: AllocationProblem, rates: Mapping[Option, float]) -> list[Window]:
-    """The windows to try; see :func:`reference_rates` for problems with many rates.
-
-    Args:
-        problem: The problem the options belong to.
-        rates: Each option's rate in samples/s.
-    """
+    """The windows to try; see :func:`reference_rates` for problems with many rates."""
     limited = problem.preprocess_samples_per_s is not None
     pinned = problem.pinned.items()
     phases = phases_of(problem)
@@ -114,11 +109,6 @@ def by_window(
     """Options of one trial by the indices of the windows that admit them.
 
     One row of the model serves all options of equal windows.
-
-    Args:
-        rates: The options' rates in samples/s.
-        tried: Windows of the trial's phase, by index.
-        rate_spread: See :class:`AllocationProblem`.
     """
     found: dict[tuple[int, ...], list[Option]] = defaultdict(list)
     for option, rate in rates.items():

@@ -60,12 +60,6 @@ class Header:
 def write(file: IO[bytes], dump: Callable[[IO[bytes]], None], *, owner: Owner, epoch: int) -> None:
     """Write a checkpoint into an empty file.
 
-    Args:
-        file: The file.
-        dump: Writes the payload into it.
-        owner: Whose it is.
-        epoch: For the header.
-
     Raises:
         OSError: It can't be written.
     """
@@ -165,11 +159,6 @@ def verified(path: str | os.PathLike[str], data: bytes | bytearray, owner: Owner
 
 def inspect(path: str | os.PathLike[str], owner: Owner | None, *, verify: bool) -> Header:
     """Read a checkpoint's header; with `verify`, the payload too, block by block.
-
-    Args:
-        path: The file.
-        owner: Whose it should be, if that is known.
-        verify: Whether to compare its checksum.
 
     Raises:
         CheckpointError: What is wrong with it.

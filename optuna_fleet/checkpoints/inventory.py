@@ -21,15 +21,8 @@ _KINDS = {"": "unfinished", "best": "unfinished, at its best", "final": "unfinis
 class Entry:
     """A checkpoint in a folder.
 
-    Attributes:
-        path: The file.
-        study: Name of its study.
-        trial: Number of its trial.
-        kind: "final", or "unfinished": by itself, or the trial "at its best" or "at its end".
-        epoch: Epochs that its trial had done, in its last loop; None if that can't be read.
-        num_bytes: Size of the file.
-        age_s: Seconds since it was written.
-        problem: What is wrong with it, or None.
+    `epoch` counts those that its trial had done, in its last loop; it is None where that can't be
+    read. `problem` says what is wrong with it.
     """
 
     path: Path

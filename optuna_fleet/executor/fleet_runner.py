@@ -36,13 +36,7 @@ _LEFT_WHOLE = (
 
 
 class FleetRunner:
-    """A `Runner` whose agents and trainers stay up between calls.
-
-    Args:
-        options: What the executor was given.
-        engine: Places the agents.
-        network: How they reach the driver.
-    """
+    """A `Runner` whose agents and trainers stay up between calls."""
 
     makes_checkpoints = True
 

@@ -110,18 +110,14 @@ def by_name(
     Raises:
         FleetConfigError: One is not callable, or is for a data set that there is not.
     """
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        given = dict.fromkeys(default, given)
-    _check_names(argument, given, names)
-    for name, function in given.items():
+    found = _named(argument, given, names, default)
+    for name, function in found.items():
         if not callable(function):
             raise FleetConfigError(
                 f"The {argument} of data set {name!r} is {function!r}, but must be callable: "
                 f"{_PURPOSES[argument]}."
             )
-    return dict(given)
+    return found
 
 
 _PURPOSES = {
@@ -140,17 +136,22 @@ def sampler_by_name(
     Raises:
         FleetConfigError: There is no such data set, or more than one that it could be for.
     """
+    if given is not None and not isinstance(given, Mapping) and len(shuffled) != 1:
+        raise FleetConfigError(
+            f"For which data set is `{argument}`? {len(shuffled)} of them are shuffled. Say "
+            f"it by name: {argument}={{{sorted(shuffled or names)[0]!r}: ...}}."
+        )
+    return _named(argument, given, names, shuffled)
+
+
+def _named(
+    argument: str, given: Any, names: Collection[str], default: Collection[str]
+) -> dict[str, Any]:
     if given is None:
         return {}
-    if not isinstance(given, Mapping):
-        if len(shuffled) != 1:
-            raise FleetConfigError(
-                f"For which data set is `{argument}`? {len(shuffled)} of them are shuffled. Say "
-                f"it by name: {argument}={{{sorted(shuffled or names)[0]!r}: ...}}."
-            )
-        given = dict.fromkeys(shuffled, given)
-    _check_names(argument, given, names)
-    return dict(given)
+    found = dict(given) if isinstance(given, Mapping) else dict.fromkeys(default, given)
+    _check_names(argument, found, names)
+    return found
 
 
 def weights_of(name: str, given: Any, length: int) -> Weights:

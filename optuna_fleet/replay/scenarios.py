@@ -117,7 +117,6 @@ class TraceScenario:
     Attributes:
         trace: The nodes.
         trials: In order of submission.
-        policy: "elastic" or "equal-split".
         max_trials: P_jmax, trials at once, first come first served.
         forward_looking_s: T_fwd.
         objective: What "elastic" maximises over that time.
@@ -128,7 +127,7 @@ class TraceScenario:
 
     trace: NodeTrace
     trials: Sequence[SimulatedTrial]
-    policy: str = "elastic"
+    policy: Literal["elastic", "equal-split"] = "elastic"
     max_trials: int = 10
     forward_looking_s: float = 120.0
     objective: Literal["throughput", "scaling-efficiency"] = "throughput"
@@ -171,16 +170,9 @@ class TraceScenario:
             )
 
     def _allocator(self) -> Allocator:
-        match self.policy:
-            case "elastic":
-                return ElasticAllocator(
-                    objective=self.objective, forward_looking_s=self.forward_looking_s
-                )
-            case "equal-split":
-                return EqualSplitAllocator(published=self.published_heuristic)
-        raise FleetConfigError(
-            f"`policy` is {self.policy!r}, but must be 'elastic' or 'equal-split'."
-        )
+        if self.policy == "equal-split":
+            return EqualSplitAllocator(published=self.published_heuristic)
+        return ElasticAllocator(objective=self.objective, forward_looking_s=self.forward_looking_s)
 
 
 def trace_report(run: TraceScenario, outcome: Outcome) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 
@@ -81,21 +82,10 @@ class Rules:
     """
 
     coupled: bool = False
-    cost: str = "stall"
-    seen_at: str = "completions"
+    cost: Literal["stall", "old rate"] = "stall"
+    seen_at: Literal["completions", "nodes-only"] = "completions"
     profile_samples: float = PROFILE_BATCHES * _BATCH_SIZE
     decision_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("cost", ("stall", "old rate")),
-            ("seen_at", ("completions", "nodes-only")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"The value of `{name}` is {getattr(self, name)!r}, but must be one of "
-                    f"{allowed}."
-                )
 
 
 def believed_profiles(

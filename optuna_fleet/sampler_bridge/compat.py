@@ -243,7 +243,9 @@ def log_completed(study: optuna.Study, trial: optuna.Trial, values: list[float])
 def log_failed(
     trial: optuna.Trial, message: str, value: Any, error: BaseException | None = None
 ) -> None:
-    """Optuna's two lines on a failed trial."""
+    """Optuna's two lines on a failed trial, with the traceback of where it was raised."""
+    if error is not None and error.__traceback__ is None:  # elsewhere, as its cause tells
+        error = error.__cause__ or error
     exc_info = None if error is None else (type(error), error, error.__traceback__)
     _log_failed_trial(trial.number, trial.params, message, exc_info, value)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _SHARED_AT_WILL = (tuple, frozenset, types.CodeType)  # by the compiler, if they are equal
-_MOST_ITEMS = 1000
+_MOST_ITEMS = 100  # of one container: it may be a data set
 _SIMPLE: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (functools.partial, lambda p: (p.func, p.args, p.keywords)),
     (types.MethodType, lambda m: (m.__func__, m.__self__)),

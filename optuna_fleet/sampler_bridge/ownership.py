@@ -24,14 +24,6 @@ CLAIM_PREFIX = "optuna_fleet:claim:"
 class TrialOwnership:
     """The trials of one call, which may have begun in a process that is dead.
 
-    Args:
-        study: The user's study.
-        folder: The study's part of a checkpoint folder.
-        n_trials: As given to the call.
-        timeout: As given to the call.
-        lock: This process' lock on the folder.
-        code: Digest of the objective's code.
-
     Attributes:
         interrupted_trials: Trials that a dead driver left RUNNING and that this call goes on with.
         checkpoints: Where those of them are that have one, by the trial's number.

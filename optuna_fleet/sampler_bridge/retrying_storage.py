@@ -70,9 +70,6 @@ class RetryingStorage:
     parameter or value again changes nothing; for what would happen twice, the storage is asked
     first whether it has happened.
 
-    Attributes:
-        itself: The study's storage.
-
     Args:
         storage: The study's storage.
         patience_s: Seconds to wait for it; then, and from then on, every call fails.

@@ -343,7 +343,14 @@ def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
 
 
 def _explained(raised: BaseException) -> BaseException:
-    """The exception; what is left over from a script for ``torchrun`` says what to do."""
+    """The exception, whose traceback begins in the objective where it comes from there.
+
+    What is left over from a script for ``torchrun`` says what to do.
+    """
+    trace = raised.__traceback__
+    while trace and trace.tb_next and trace.tb_frame.f_globals is globals():
+        trace = trace.tb_next
+    raised.with_traceback(trace)
     if isinstance(raised, ValueError) and str(raised).endswith(_SECOND_GROUP):
         raised.args = (
             f"{raised} Inside an objective the default group is the trial's own: leave out "

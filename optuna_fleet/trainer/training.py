@@ -203,8 +203,7 @@ class Training:
         if self._split_check is not None:
             self._split_check.close()
         self._saver.finish()  # or the file would appear when nobody expects it any more
-        # Its peers may be in a collective, for which a group's end may wait. They end when the
-        # driver has heard of this failure. The process' own end waits for nobody.
+        # Its peers end when the driver has heard of this. A process' end waits for nobody.
         self.is_stuck = alone and not is_needed and not can_leave_alone(self._kind)
         if not self.is_stuck:
             leave_group()
@@ -249,7 +248,8 @@ class Training:
         if self._in_stages is not None:
             self._in_stages.check_beside(objects)
         if min_devices is not None or max_devices is not None:
-            self._loader.bounds = Bounds.checked(min_devices, max_devices, self._run.num_devices)
+            most = 1 if self._position.reads_unprepared else max_devices
+            self._loader.bounds = Bounds.checked(min_devices, most, self._run.num_devices)
         self._prepared.add(
             objects,
             self._resuming,

@@ -369,7 +369,8 @@ class FleetTrial(optuna.Trial):
         `batch_size` is that of the whole trial: the batch is cut into one shard per rank, so
         results do not depend on the number of devices. By default it is the one that the objective
         gave last. `len()` of the result is the number of steps. With a pipeline of
-        `order="rolling"` all ranks must begin to read the same batches in the same order.
+        `order="rolling"` all ranks must begin to read the same batches in the same order. Without
+        `prepare` the trial stays on one device.
 
         `movable=True` says that the loop keeps nothing of its own from batch to batch, but in what
         was prepared, `state` and `totals`. Then the trial may move to other devices between two
@@ -379,7 +380,6 @@ class FleetTrial(optuna.Trial):
 
         Raises:
             FleetConfigError: No such data set, or a bad batch size, or none so far.
-            TrialError: `prepare` was not called.
             PreprocessingError: A sample could not be preprocessed.
         """
         return self._training.batches(name, batch_size, drop_last=drop_last, movable=movable)
@@ -393,7 +393,7 @@ class FleetTrial(optuna.Trial):
         return self._training.sum(value)
 
     def mean(self, value: Any, weight: float | None = None) -> Any:
-        """Return the mean of `value` over the trial's ranks, weighted by `weight` if given.
+        """Return the mean of `value` over the trial's ranks, weighted by `weight` >= 0 if given.
 
         A new value without gradients, as of `sum`.
         """

@@ -29,22 +29,9 @@ class Mark(Enum):
 class Bar:
     """One device during one flight of a trial.
 
-    Attributes:
-        number: The trial's number.
-        state: The trial's state now.
-        values: The trial's objective values; empty if it has none.
-        params: Names and values of the trial's parameters.
-        device: The device of this bar.
-        node: Name of its node; "" where there is only one.
-        devices: All devices of the flight.
-        start_s: Start, in seconds since the first flight of the study.
-        end_s: End, in the same.
-        round: The round that the flight started in.
-        flight: Which of the trial's flights this is, from 1.
-        num_flights: How many flights of the trial are recorded.
-        ending: How the flight ended: "returned", "raised", "yielded", "lost" or "aborted".
-        probing_s: Seconds before the first request for data, summed over the flight's devices.
-        data_wait_s: Seconds waited for data, summed over them too.
+    Times are in seconds since the first flight of the study. `devices` are all of the flight;
+    `probing_s` and `data_wait_s` are summed over them. `node` is "" where there is only one, and
+    `flight` counts those of the trial from 1.
     """
 
     number: int
@@ -87,7 +74,10 @@ def bars_of(study: optuna.Study) -> list[Bar]:
         for bar in _bars_of_trial(trial, flights.get(trial.number, ()), zero, nodes)
     ]
     if not bars:
-        fleet_logger.warning("Your study does not have any flights: no trial ran on a fleet.")
+        fleet_logger.warning(
+            "Your study does not have any flights: no trial ran on a fleet, or only with "
+            'cluster="inline".'
+        )
     return sorted(bars, key=lambda b: (b.start_s, b.number, b.device))
 
 

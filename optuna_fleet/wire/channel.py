@@ -81,12 +81,7 @@ class Channel:
             self.flush()
 
     def post(self, message: Any) -> None:
-        """Send one message without waiting: `flush` sends what the peer does not take now.
-
-        Raises:
-            ProtocolError: It is too large.
-            OSError: The peer is gone.
-        """
+        """As `send`, without waiting: `flush` sends what the peer does not take now."""
         data = pickle.dumps(message)
         if len(data) > _MAX_BYTES:
             raise ProtocolError(
@@ -97,11 +92,7 @@ class Channel:
         self.post_bytes(data)
 
     def post_bytes(self, data: bytes | memoryview) -> None:
-        """Send bytes without waiting; what is large must not change until it is sent.
-
-        Raises:
-            OSError: The peer is gone.
-        """
+        """As `post`, for bytes; what is large must not change until it is sent."""
         with self._sending:
             self._unsent += map(memoryview, self._frame(data))
         self.flush()
@@ -112,11 +103,7 @@ class Channel:
         return (head + data,) if len(data) <= _JOINED_BYTES else (head, data)
 
     def flush(self) -> None:
-        """Send of what was posted as much as the peer takes now.
-
-        Raises:
-            OSError: The peer is gone.
-        """
+        """Send of what was posted as much as the peer takes now; it raises as `send` does."""
         with self._sending:
             try:
                 while self._unsent:

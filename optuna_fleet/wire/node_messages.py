@@ -78,11 +78,6 @@ class KeepObjective:
     """Keep what the trainers of this node are to run, in the place of what was kept before.
 
     Answered with `ObjectiveKept`.
-
-    Attributes:
-        objective_id: Which one it is.
-        objective: cloudpickle of it.
-        settings: What the script's process is set to.
     """
 
     objective_id: int
@@ -171,12 +166,7 @@ class ConnectionEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLeaving:
-    """A node will be gone soon, as its engine says: nobody sends it.
-
-    Attributes:
-        text: What the user should know of it.
-        devices: The node's devices.
-    """
+    """A node will be gone soon, as its engine says: nobody sends it."""
 
     text: str
     devices: tuple[int, ...]
@@ -232,6 +222,12 @@ class PipelineNotice:
     text: str
 
 
+_COUNTED = (
+    *("preprocessed", "consumed", "repeated", "num_skipped", "num_lost", "busy_s"),
+    *("num_received", "received_bytes"),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineReport:
     """What the node's shared pipeline has done since its start.
@@ -274,32 +270,11 @@ class PipelineReport:
 
     def since(self, last: PipelineReport) -> PipelineReport:
         """What came after `last`."""
-        return replace(
-            self,
-            preprocessed=self.preprocessed - last.preprocessed,
-            consumed=self.consumed - last.consumed,
-            repeated=self.repeated - last.repeated,
-            num_skipped=self.num_skipped - last.num_skipped,
-            num_lost=self.num_lost - last.num_lost,
-            use=self.use.since(last.use),
-            busy_s=self.busy_s - last.busy_s,
-            num_received=self.num_received - last.num_received,
-            received_bytes=self.received_bytes - last.received_bytes,
-        )
+        counted = {name: getattr(self, name) - getattr(last, name) for name in _COUNTED}
+        return replace(self, use=self.use.since(last.use), **counted)
 
     def plus(self, other: PipelineReport) -> PipelineReport:
         """Both together: the pipelines of two nodes."""
-        return replace(
-            self,
-            preprocessed=self.preprocessed + other.preprocessed,
-            consumed=self.consumed + other.consumed,
-            resident_bytes=self.resident_bytes + other.resident_bytes,
-            repeated=self.repeated + other.repeated,
-            num_skipped=self.num_skipped + other.num_skipped,
-            num_lost=self.num_lost + other.num_lost,
-            use=self.use.plus(other.use),
-            busy_s=self.busy_s + other.busy_s,
-            num_most=self.num_most + other.num_most,
-            num_received=self.num_received + other.num_received,
-            received_bytes=self.received_bytes + other.received_bytes,
-        )
+        names = (*_COUNTED, "resident_bytes", "num_most")
+        added = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return replace(self, use=self.use.plus(other.use), **added)

@@ -30,10 +30,6 @@ class TlsSocket(socket.socket):
 
     One record at a time is taken from the network, and what is sent by two calls never shares one:
     when the last byte of a message was read, what follows is in the socket, which stays readable.
-
-    Args:
-        sock: It is taken over.
-        context: That of a server or of a client.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:

@@ -74,7 +74,7 @@ def test_one_that_goes_on_beyond_its_bound_ends_soon(done):
     assert survival_curve([5], [done], [7] * 3).remaining_epochs(done, 7) == 1.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     ended=epochs, under_way=epochs, bounded=epochs, done=st.integers(0, 3000), max_epochs=bounds
 )

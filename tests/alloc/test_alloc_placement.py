@@ -130,7 +130,7 @@ def least_loss(widths, nodes):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_few_trials_are_on_as_few_even_nodes_as_can_be(data):
     """On uneven ones too, but for the published rule that whole nodes are filled first."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import os
 import re
 import signal
 import sqlite3
@@ -36,18 +35,6 @@ PLAIN = (  # beside pytorch_checkpoint, which has a test of its own
     "transformers_simple",
 )
 FLEET = ("pytorch_simple_fleet", "pytorch_lightning_fleet", "transformers_fleet")
-
-
-def run(folder: Path, *arguments: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(PORTS)},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
 
 
 def printed_in(ended: subprocess.CompletedProcess[str]) -> str:
@@ -118,26 +105,6 @@ def test_optuna_alone_gets_the_same_values_from_the_same_objectives(
     (tmp_path / "again.py").write_text(AGAIN)
     printed = printed_in(nursery.run(tmp_path / "again.py", *storages))
     assert re.findall(r"^(\w+) is equal$", printed, re.M) == list(PLAIN)
-
-
-TORN_DOWN = "terminate called without an active exception"
-"""What torch may say at the end of a process whose models were in DDP over gloo.
-
-They keep the process group beyond `destroy_process_group`, so a thread of it can still be letting
-go of the tensors of the last collective when the interpreter ends, and takes the process with it.
-"""
-
-
-def test_the_plain_distributed_port_runs_under_torchrun(tmp_path: Path) -> None:
-    script = PORTS / "pytorch_distributed_simple.py"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    for attempt in range(5):
-        storage = f"sqlite:///{tmp_path}/study{attempt}.db"
-        ended = run(tmp_path, *torchrun, script, "--trials", 1, "--storage", storage)
-        if TORN_DOWN not in ended.stderr:
-            break
-    assert ended.returncode == 0, ended.stderr
-    assert [trial.state for trial in trials_of(storage)] == [TrialState.COMPLETE]
 
 
 def test_collectives_of_the_objectives_own_are_those_of_its_trial() -> None:

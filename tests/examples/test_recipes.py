@@ -11,6 +11,7 @@ from typing import Any
 
 import optuna
 import pytest
+import sklearn.linear_model
 import torch
 import torch.nn.functional as F
 
@@ -121,3 +122,12 @@ def test_what_a_writer_shows_after_a_move(tmp_path: Path) -> None:
                 assert at not in shown  # by one process only
                 shown[at] = value
     assert list(shown.values()) == reported
+
+
+def test_a_model_of_another_library() -> None:
+    objective = recipe("A model of another library", sklearn=sklearn)["objective"]
+    study = optuna.create_study(direction="maximize")
+    with fleet_of(devices=2) as fleet:
+        study.optimize(objective, n_trials=2, executor=fleet)
+    assert all(len(trial.intermediate_values) == 4 for trial in study.trials)
+    assert study.best_value > 0

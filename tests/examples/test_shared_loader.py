@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+from tests.nursery import Nursery
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def test_models_trained_at_once_share_each_sample(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "shared_loader.py")]
-    command += ["--learning-rates", "0.05", "0.02", "--epochs", "2"]
-    done = subprocess.run(
-        command, check=True, timeout=240, cwd=tmp_path, capture_output=True, text=True
-    )
+def test_models_trained_at_once_share_each_sample(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    options = ["--learning-rates", "0.05", "0.02", "--epochs", "2"]
+    done = nursery.run(EXAMPLES / "shared_loader.py", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     correct = [int(number) for number in re.findall(r": (\d+) of 360", done.stdout)]
     assert len(correct) == 2
     assert min(correct) > 200

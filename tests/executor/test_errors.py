@@ -122,6 +122,16 @@ def raise_own(trial: Any) -> None:
     raise OwnError("lr is too brave")
 
 
+def test_the_log_says_once_why_a_trial_failed_and_where(fleet: Any, log: io.StringIO) -> None:
+    """As with plain Optuna: a line, and the traceback, which begins in the objective."""
+    optuna.create_study().optimize(raise_own, n_trials=1, catch=OwnError, executor=fleet)
+    told = log.getvalue()
+    assert told.count("because of the following error: OwnError('lr is too brave').") == 1
+    assert told.count("OwnError: lr is too brave") == 1
+    (frame,) = [line for line in told.splitlines() if line.startswith("  File")]
+    assert frame.endswith("in raise_own")
+
+
 def test_an_exception_fails_its_trial_and_shows_where_it_was_raised(fleet: Any) -> None:
     text = fails(fleet, raise_own, OwnError)
     assert "lr is too brave" in text
@@ -349,9 +359,9 @@ def test_an_objective_that_cannot_be_imported_there_says_so_in_every_trial(
 # -- training ------------------------------------------------------------------------------------
 
 
-def forget_prepare(trial: Any) -> None:
+def too_late(trial: Any) -> None:
     for _ in trial.batches("train", batch_size=4):
-        pass
+        trial.prepare(small_model(), min_devices=2)
 
 
 def unknown_name(trial: Any) -> None:
@@ -373,13 +383,13 @@ def prepare_a_string(trial: Any) -> None:
 @pytest.mark.parametrize(
     ("fail", "kind", "words"),
     [
-        (forget_prepare, TrialError, ["Trial 0", "trial.prepare"]),
+        (too_late, FleetConfigError, ["`min_devices` is 2", "`max_devices` is 1"]),
         (unknown_name, FleetConfigError, ["'trian'", "'train'", "'val'"]),
         (functools.partial(bad_batch_size, size=0), FleetConfigError, ["batch_size", ">= 1"]),
         (functools.partial(bad_batch_size, size="8"), FleetConfigError, ["batch_size", "'8'"]),
         (prepare_a_string, FleetConfigError, ["`str`", "state_dict"]),
     ],
-    ids=["no prepare", "unknown data", "batch size 0", "batch size '8'", "prepare"],
+    ids=["too late", "unknown data", "batch size 0", "batch size '8'", "prepare"],
 )
 def test_misuse_is_explained(
     fleet: Any, fail: Callable[[Any], Any], kind: type[Exception], words: list[str]

@@ -468,7 +468,7 @@ def play_out(world: World) -> None:
     "allocator", [None, GreedyAllocator(), MipAllocator(), ElasticAllocator()], ids=repr
 )
 @pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     devices=st.integers(1, 6),
@@ -499,7 +499,7 @@ def test_no_device_is_idle_while_a_trial_waits_and_none_waits_for_ever(
 
 @pytest.mark.parametrize("allocator", [GreedyAllocator(), ElasticAllocator()], ids=repr)
 @pytest.mark.parametrize("paradigm", ["global", "local", "elastic"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     devices=st.integers(1, 6),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet import FleetExecutor
+from optuna_fleet import Checkpoints, FleetExecutor
 from optuna_fleet.alloc.assembly import assemble
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
 from optuna_fleet.policies import POLICIES, Own
@@ -88,3 +91,32 @@ def test_nobody_waits_for_a_trial_that_can_not_be_moved(
         study.optimize(objective, n_trials=2, executor=fleet)
     assert len(flights_of(study)[0]) == 1
     assert log.getvalue().count("can't change its devices") == 1
+
+
+def counts_samples(trial: Any, *, flag: Path) -> float:
+    """Has what it learns in a variable of its own; its process is killed once."""
+    seen = 0
+    for epoch in trial.epochs(6):
+        for _, labels in trial.batches("train", batch_size=10):
+            seen += len(labels)
+        if epoch == 3 and trial.number == 0 and not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    return float(seen)
+
+
+def test_what_is_trained_without_prepare_is_never_moved(tmp_path: Path, log: io.StringIO) -> None:
+    study = optuna.create_study()
+    own = Own(allocator=Restless(), paradigm=POLICIES["elastic"]().paradigm)
+    with FleetExecutor(
+        small_pipeline(),
+        devices=3,
+        device_type="cpu",
+        policy=own,
+        checkpoints=Checkpoints(tmp_path / "checkpoints", interval_s=0),
+    ) as fleet:
+        objective = functools.partial(counts_samples, flag=tmp_path / "killed")
+        study.optimize(objective, n_trials=2, executor=fleet)
+    assert [trial.value for trial in study.trials] == [246.0, 246.0]
+    assert [len(flights_of(study)[number]) for number in (0, 1)] == [2, 1]
+    assert log.getvalue().count("without trial.prepare(model, optimizer) it stays") == 1

@@ -67,6 +67,7 @@ from optuna_fleet.wire.node_messages import (
     ConnectionEnded,
     KillTrainer,
     LeaveOut,
+    NodeLeaving,
     NodeLost,
     ObjectiveKept,
     OpenStore,
@@ -837,6 +838,24 @@ def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> N
     evaluator: Any = None
     assert Receiver(parts, evaluator).take(died(0, out_of_memory=True)) == []
     assert before.remaining() == [1]
+
+
+def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
+    sent: list[tuple[int, Any]] = []
+    run = run_on(0, 1)
+
+    def no_order(*_: Any) -> None:
+        raise AssertionError
+
+    handovers = Handovers(lambda *order: sent.append(order), no_order, no_order, no_order)
+    fields = {"run_id": 1, "time_s": 0.0, "ending": Ending.YIELDED, "waits": True}
+    for rank in (0, 1):
+        handovers.rank_ended(run, Ended(rank=rank, device=rank, **fields))
+    runtime = SimpleNamespace(exclusion=None, may_grow=False)
+    parts: Any = SimpleNamespace(runtime=runtime, handovers=handovers, runs={1: run})
+    evaluator: Any = None
+    Receiver(parts, evaluator).take(NodeLeaving(text="", devices=(0, 1)))
+    assert [(device, order.saves) for device, order in sent] == [(0, True), (1, False)]
 
 
 # -- runs that wait for a store ------------------------------------------------------------------

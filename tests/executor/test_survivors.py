@@ -171,6 +171,7 @@ def check_equal(study: optuna.Study, alone: Any) -> None:
         ({5: ("backward", (1,))}, [(0, 2)]),
         ({0: ("end", (0,))}, [(3, 2, 1)]),
         ({12: ("after", (2,))}, [(0, 1, 3)]),
+        ({12: ("after", (2,)), 13: ("backward", (1,))}, [(0, 1, 3), (0, 3)]),
         ({STEPS - 1: ("end", (0,))}, [(1,)]),
         ({2 * STEPS: ("evaluated", (0,))}, [(2, 1)]),
         ({7: ("backward", (0, 1))}, [(0, 2)]),

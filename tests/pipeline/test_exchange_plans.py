@@ -1,6 +1,7 @@
 """Who owns which chunk, and which scheme is the cheapest: pure functions."""
 
 import math
+import os
 from collections import Counter
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from optuna_fleet.pipeline.exchange.cost import Measured, choose, peak
 from optuna_fleet.pipeline.exchange.plan import Peer, Plan
 from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.pipeline.stats import PipelineUse
+from optuna_fleet.pipeline.wire import encode
 from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
 
 
@@ -173,6 +175,14 @@ def test_all_nodes_know_of_each_other_while_they_are_there():
     moved = Peer(agent="a0", host="10.0.0.1", port=77)  # its process was started again
     sharing.ready(moved)
     assert agents["a2"][-1] == Plan(scheme="all-shared", peers=(moved, peers(3)[2]))
+
+
+def test_a_plan_of_many_nodes_fits_into_a_packet():
+    sharing, _ = joined("all-shared", 1)
+    for number in range(600):
+        name = f"{number:064}"  # host names may be that long
+        sharing.ready(Peer(agent=name, host=2 * name, port=65535, fingerprint=os.urandom(32)))
+    assert encode(sharing.plan)
 
 
 def test_a_broadcast_that_is_wanted_is_that_of_half_of_the_nodes():

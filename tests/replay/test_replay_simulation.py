@@ -200,13 +200,6 @@ def test_what_is_believed_is_wrong_by_the_noise_and_alike_for_alike_trials():
     assert believed_profiles(trials, ("v",), noise=0.3, seed=2) != noisy
 
 
-@pytest.mark.parametrize("broken", [{"cost": "none"}, {"seen_at": "never"}])
-def test_unknown_rules_are_refused(broken):
-    ((name, value),) = broken.items()
-    with pytest.raises(ValueError, match=f"`{name}` is '{value}', but must be one of"):
-        Rules(**broken)
-
-
 def test_without_lookahead_trials_are_proposed_as_in_a_real_sweep():
     trials = [trial(f"t{k}", epochs=2) for k in range(3)]
     outcome = simulate(trials, [all_join(2)], ElasticAllocator(), num_devices=2, lookahead=0)

@@ -297,6 +297,12 @@ def test_alone_nothing_is_touched() -> None:
     groups.leave_group()
 
 
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "3", [1.0, 2.0]])
+def test_a_weight_that_makes_no_sense_is_refused(weight: Any) -> None:
+    with pytest.raises(FleetConfigError, match="`weight` is"):
+        collectives.mean(1.0, weight)
+
+
 def test_group_of_one_has_no_network() -> None:
     spec = GroupSpec(
         rank=0, world_size=1, prefix="x", store_host="nowhere.invalid", store_port=None

@@ -290,11 +290,54 @@ def test_it_is_copied_again_once_something_follows(what: str) -> None:
     assert held.checkpoint.totals == [{"n": 30 + (what == "sum")}]
 
 
-def test_another_epoch_and_another_run_begin_with_what_was_added_there() -> None:
+class Unheard:
+    """What ranks are told, if one dies before it tells."""
+
+    def has_arrived(self) -> bool:
+        return False
+
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("what", ["run", "epoch"])
+def test_the_first_step_needs_no_news(what: str) -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.step(number, is_last=number == 3)
+    exchange: Any = loop.rank.holding._exchange
+    exchange.tell = lambda own, note: Unheard()
+    if what == "run":
+        loop.rank.holding.begin_run()
+        loop.rank.totals.begin([{"n": 7}])
+    elif what == "epoch":
+        loop.rank.totals.begin()
+    place = (1, 1, 0) if what == "epoch" else (1, 0, 4)
+    loop.rank.begin(place[-1], place[1])
+    held = loop.rank.held()
+    assert held.place == place
+    assert [part for part in held.checkpoint.totals if part] == [{"n": 7}] * (what == "run")
+
+
+def test_nobody_goes_on_with_sums_that_were_not_told() -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.step(number)
+    loop.rank.totals["n"] += 1
+    loop.rank.begin(4)
+    assert loop.rank.held().place < (1, 0, 4)
+
+
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_another_epoch_and_another_run_begin_with_what_was_added_there(is_at_once: bool) -> None:
     loop = Loop()
     for number in range(4):
         loop.step(number, is_last=number == 3)
     loop.rank.totals.begin()
+    if is_at_once:
+        loop.rank.begin(0, epoch=1)
+        held = loop.rank.held()
+        assert (held.place, held.checkpoint.totals) == ((1, 1, 0), [{}, {}])
+        return
     for number in range(2):
         loop.step(number, epoch=1)
     loop.rank.begin(2, epoch=1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.executor.call import stop_lines
+from optuna_fleet.executor.call import runs
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.wire.calls import Reply
@@ -70,7 +70,7 @@ def test_all_ranks_stop_at_the_same_step(
     num_ranks: int, odd: set[Place], turns: list[tuple[int, bool]], asked_at: int
 ) -> None:
     ranks = [Rank(odd) for _ in range(num_ranks)]
-    found = stop_lines.StopLine()
+    found = runs.StopLine()
     lines: list[Place | None] = []
     rest = [(n, hears) for _ in range(40) for n in range(num_ranks) for hears in (True, False)]
     for turn, (n, hears) in enumerate([*turns, *rest]):
@@ -93,7 +93,7 @@ def test_all_ranks_stop_at_the_same_step(
 
 
 def test_who_leaves_is_not_waited_for() -> None:
-    line = stop_lines.StopLine()
+    line = runs.StopLine()
     assert line.take(0) is None  # nobody is asked
     line.ask(range(3))
     assert line.take(0, (1, 0, 5)) is None

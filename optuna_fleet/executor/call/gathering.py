@@ -18,12 +18,7 @@ LEAVE_S = 0.5
 
 
 class Joins:
-    """Holds back devices that join, until no more of them are waited for.
-
-    Args:
-        are_starting: Whether trainers are started, and not yet ready.
-        clock: Seconds since any time.
-    """
+    """Holds back devices that join, until no more of them are waited for."""
 
     def __init__(
         self, are_starting: Callable[[], bool], clock: Callable[[], float] = time.monotonic
@@ -65,11 +60,7 @@ class Joins:
 
 
 class Endings:
-    """Tells of runs that take longer to end than others can wait.
-
-    Args:
-        clock: Seconds since any time.
-    """
+    """Tells of runs that take longer to end than others can wait."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

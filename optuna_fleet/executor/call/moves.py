@@ -13,9 +13,6 @@ class Moves:
     first batch there is done: checkpoint, set-up, compilation. How long it had to wait for its new
     devices is no cost of the move.
 
-    Args:
-        clock: Seconds since any time.
-
     Attributes:
         seconds: What each has cost.
     """

@@ -101,6 +101,8 @@ class Outcomes:
         except BaseException as raised:
             if raised is not error and not isinstance(raised, Exception):
                 raise  # Ctrl-C, and not the objective's own
+            if raised is error:
+                raised.with_traceback(None)  # where it was told says nothing
             self._tally.trials["fail"] += 1
             self.fail(raised)
         self._retention.settled(number)

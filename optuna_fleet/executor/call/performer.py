@@ -30,11 +30,7 @@ _ABORT_GRACE_S = 10.0
 
 
 class Performer:
-    """Carries out instructions, in order; returns what is news to the controller.
-
-    Args:
-        parts: Of the call.
-    """
+    """Carries out instructions, in order; returns what is news to the controller."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

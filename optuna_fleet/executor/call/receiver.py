@@ -58,12 +58,7 @@ _FOLLOW_S = 3.0
 
 
 class Receiver:
-    """Takes messages, in order, notes what they say and answers calls; returns what is news.
-
-    Args:
-        parts: Of the call.
-        evaluator: Knows what the end of an epoch means.
-    """
+    """Takes messages, in order, notes what they say and answers calls; returns what is news."""
 
     def __init__(self, parts: Parts, evaluator: EpochEvaluator) -> None:
         self._parts = parts

@@ -35,6 +35,8 @@ class Job:
 class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an exception
     """The traceback of an exception in the process where it was raised."""
 
+    __module__ = "optuna_fleet"  # as it is shown
+
 
 class StopLine:
     """The step at which all ranks of a run can leave their devices within an epoch.
@@ -143,12 +145,7 @@ class RunRecord:
             self.causes.append(f"device {ended.device} was aborted: {ended.error.description}")
 
     def lose_rank(self, message: TrainerExited, *, is_killed: bool) -> BaseException | None:
-        """A trainer died before its rank had ended; return what its trial fails with, if it does.
-
-        Args:
-            message: The news.
-            is_killed: We have killed it.
-        """
+        """A trainer died before its rank had ended; return what its trial fails with, if so."""
         self.lost.add(message.device)
         self.has_died |= not is_killed
         text = f"the trainer of device {message.device} died: {message.cause}"
@@ -202,7 +199,7 @@ class RunRecord:
         assert ended.error is not None
         place = f"in trial {self.launch.number}, rank {ended.rank}, on device {ended.device}"
         error = unpack_error(ended.error)
-        error.__cause__ = RemoteTraceback(f"\n{place}:\n{ended.error.traceback}")
+        error.__cause__ = RemoteTraceback(f"\n{place}:\n{ended.error.traceback.rstrip()}")
         return error
 
 

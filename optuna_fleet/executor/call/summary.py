@@ -95,12 +95,12 @@ class FleetSummary:
     def _in_words(self) -> Iterator[str]:
         ended = ", ".join(f"{number} {how}" for how, number in sorted(self.trials.items()))
         idle = [there_s - self.busy_s.get(d, 0.0) for d, there_s in self.there_s.items()]
-        devices = f"{self.num_devices} devices"
+        devices = _counted(self.num_devices, "device")
         if self.num_nodes > 1:
             devices += f" of {self.num_nodes} nodes ({self.mean_devices:.1f} there on average)"
         yield (
-            f"Sweep of {sum(self.trials.values())} trials ({ended}) took {self.duration_s:.1f} s "
-            f"on {devices} in {len(self.decisions)} rounds"
+            f"Sweep of {_counted(sum(self.trials.values()), 'trial')} ({ended}) took "
+            f"{self.duration_s:.1f} s on {devices} in {_counted(len(self.decisions), 'round')}"
         )
         yield (
             f"a device was idle for {_mean(idle):.1f} s and waited for data for "
@@ -192,6 +192,10 @@ def _trouble(report: PipelineReport) -> str:
         "samples preprocessed again": report.repeated,
     }
     return ", ".join(f"{what}: {number}" for what, number in counted.items() if number)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _mean(values: list[float]) -> float:

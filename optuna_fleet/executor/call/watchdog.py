@@ -24,14 +24,7 @@ _CLOCK_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hung:
-    """A run that hangs.
-
-    Attributes:
-        run_id: Which.
-        after_s: For how long.
-        where: Of each rank, where it stands.
-        is_rendezvous: None of its ranks came further than to look for the others.
-    """
+    """A run that hangs: `is_rendezvous` if its ranks have only looked for each other."""
 
     run_id: int
     after_s: float

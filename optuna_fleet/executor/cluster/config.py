@@ -101,17 +101,7 @@ def node_setup(
     stuck_s: float | None,
     silence_s: float | None,
 ) -> NodeSetup:
-    """What a node is told that joins.
-
-    Args:
-        node: As it has said.
-        devices: Its devices, under their numbers in the fleet.
-        pipeline: The data.
-        preload: Import torch once, for all trainers.
-        private_folder: What the last agent removes, where it is on the driver's machine.
-        stuck_s: See `NodeSetup`.
-        silence_s: See `NodeSetup`.
-    """
+    """What a node is told that joins."""
     is_here = node.machine == machine()
     cores_left = node.cores - cores_set_aside(pipeline, devices, node.cores)
     return NodeSetup(

@@ -56,7 +56,8 @@ class Departure:
 class Engine(Protocol):
     """Places agents on nodes. An agent joins by itself, and ends when its channel closes.
 
-    Nothing here blocks for longer than it takes to start or signal a process.
+    Unless it says otherwise, an engine starts no agents that it knows of. Nothing here blocks for
+    longer than it takes to start or signal a process.
     """
 
     def open(self, invitation: Invitation) -> None:
@@ -69,11 +70,11 @@ class Engine(Protocol):
 
     def want(self, nodes: int | None) -> None:
         """So many nodes would be used now; None: as many as there are. May be called often."""
-        ...
+        return
 
     def expected(self) -> Iterable[str]:
         """Names of the nodes whose agents were started, and have joined or should soon."""
-        ...
+        return ()
 
     def gone(self) -> Sequence[Departure]:
         """What is known of nodes that have left or will, each told once.
@@ -81,11 +82,11 @@ class Engine(Protocol):
         Raises:
             LaunchError: No agent can be placed, now or later.
         """
-        ...
+        return ()
 
     def readables(self) -> Iterable[Readable]:
         """What becomes readable when `gone` has news."""
-        ...
+        return ()
 
     def end(self, node: str, *, for_good: bool = False) -> None:
         """End the agent of a node that was lost, if it is in reach; `gone` tells when it has.

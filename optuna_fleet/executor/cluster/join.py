@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from optuna_fleet.arguments import check_number, path
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
+from optuna_fleet.executor.cluster.engine import Engine, Network
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.fleet_runner import FleetRunner
 from optuna_fleet.sampler_bridge.compat import fleet_logger
@@ -50,12 +49,8 @@ class JoinCluster:
         return FleetRunner(options, JoinEngine(Path(self.file)), network)
 
 
-class JoinEngine:
-    """Places nothing: it only writes down how to join.
-
-    Args:
-        file: Where.
-    """
+class JoinEngine(Engine):
+    """Places nothing: it only writes down how to join."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -66,21 +61,6 @@ class JoinEngine:
         fleet_logger.info(
             f"Nodes may join now: run `optuna-fleet agent --join {self._file.absolute()}` on each."
         )
-
-    def want(self, nodes: int | None) -> None:
-        """See `Engine`: that is not ours to say."""
-
-    def expected(self) -> Iterable[str]:
-        """See `Engine`."""
-        return ()
-
-    def gone(self) -> Sequence[Departure]:
-        """See `Engine`: their connections tell."""
-        return ()
-
-    def readables(self) -> Iterable[Readable]:
-        """See `Engine`."""
-        return ()
 
     def end(self, node: str, *, for_good: bool = False) -> None:
         """See `Engine`: it ends by itself, as it hears nothing more."""

@@ -14,7 +14,7 @@ from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.cores import cores_set_aside
 from optuna_fleet.executor.cluster.devices import find_fleet
-from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
+from optuna_fleet.executor.cluster.engine import Departure, Engine, Network, Readable
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.fleet_runner import FleetRunner
 from optuna_fleet.processes import ModuleProcess, cause_of_death
@@ -66,15 +66,8 @@ class LocalCluster:
         return FleetRunner(options, engine, Network(has_leases=self.nodes > 1))
 
 
-class LocalEngine:
-    """Starts the agents of a `LocalCluster`, and another one where one has ended.
-
-    Args:
-        cluster: How many, and with what.
-        options: Of the executor.
-        cores: That each agent may use.
-        threads: That each trainer may compute with.
-    """
+class LocalEngine(Engine):
+    """Starts the agents of a `LocalCluster`, and another one where one has ended."""
 
     def __init__(self, cluster: LocalCluster, options: Options, cores: int, threads: int) -> None:
         self._cluster = cluster
@@ -105,9 +98,6 @@ class LocalEngine:
             cores=self._cores,
         )
         self.agents[node] = AgentProcess(given, self._threads)
-
-    def want(self, nodes: int | None) -> None:
-        """See `Engine`: there are as many as there are."""
 
     def expected(self) -> Iterable[str]:
         """See `Engine`."""

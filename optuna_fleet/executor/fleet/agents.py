@@ -84,7 +84,7 @@ class Agents:
         self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
         self._why_ended: dict[str, str] = {}
         self._notices: dict[str, Departure] = {}
-        self._leaving: set[str] = set()  # of whose nodes that was told
+        self._leaving: set[str] = set()  # of whose nodes that was told; no two are alike
         self._wanted: int | None = None
         engine.open(connections.invitation)
         self._stop_signs = giving_signs(connections.agents) if network.has_leases else None
@@ -313,7 +313,6 @@ class Agents:
         self._connections.give_up(node.agent)
         self.nodes.leave(node)
         self.startup.forget_trainers(node.agent)
-        self._leaving.discard(node.agent)
 
     def end(self, name: str, why: str = "") -> None:
         """End the agent of a node; `lost` tells when it has, be it out of the engine's reach."""

@@ -18,11 +18,7 @@ _SILENCE_S = 60.0
 
 
 class CheckpointServer:
-    """Serves each connection on a thread of its own; the driver's own thread never waits.
-
-    Args:
-        root: The folder of checkpoints.
-    """
+    """Serves each connection on a thread of its own; the driver's own thread never waits."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -10,13 +10,7 @@ from optuna_fleet.wire.node_messages import LeaveOut
 
 
 class Exclusion:
-    """That of one executor, for as long as its fleet runs.
-
-    Args:
-        faults: Says what is left out.
-        agents: Are told so, and kill the trainers there.
-        trainers: None of those joins any more.
-    """
+    """That of one executor, for as long as its fleet runs."""
 
     def __init__(self, faults: DeviceFaults, agents: Agents, trainers: Trainers) -> None:
         self._faults = faults

@@ -50,11 +50,7 @@ class NodeFaults:
                 row.cleared.add(trial)
 
     def take_bad(self, there: Collection[str]) -> list[tuple[str, str]]:
-        """Return each node that is to be left out, and why; it is named once.
-
-        Args:
-            there: The nodes that get trials.
-        """
+        """Return each node that is to be left out, and why; it is named once."""
         bad = [
             (node, _why(row))
             for node, row in self._rows.items()

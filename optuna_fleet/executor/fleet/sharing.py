@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from optuna_fleet.pipeline.exchange.cost import Measured, choose
-from optuna_fleet.pipeline.exchange.plan import Peer, Plan, Scheme
+from optuna_fleet.pipeline.exchange.plan import MOST_PEERS, Peer, Plan, Scheme
 from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
 
 
@@ -80,7 +80,7 @@ class ChunkSharing:
     def _publish(self) -> None:
         if self._scheme == "multi-broadcast" and not self._is_auto:
             self._makers = frozenset(list(self._peers)[: math.ceil(len(self._peers) / 2)])
-        peers = tuple(self._peers.values())
+        peers = tuple(self._peers.values())[:MOST_PEERS]
         self.plan = Plan(scheme=self._scheme, peers=peers, makers=self._makers)
         self.reason = self.reason if len(self._peers) < 2 else self.reason or self._scheme
         for agent in self._peers:

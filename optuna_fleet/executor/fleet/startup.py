@@ -10,12 +10,7 @@ from optuna_fleet.wire.node_messages import ProcessId
 
 
 class Startup:
-    """Watches processes from their start until they are ready: trainers, and agents by node.
-
-    Args:
-        limit_s: Seconds that this may take; None for no limit.
-        clock: Seconds since any time.
-    """
+    """Watches processes from their start until they are ready: trainers, and agents by node."""
 
     def __init__(self, limit_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_s = limit_s

@@ -61,10 +61,6 @@ class _Trainer:
 class Trainers:
     """Those of all devices. Each device has at most one that has joined.
 
-    Args:
-        devices: Those they are on, by number.
-        clock: Seconds since any time.
-
     Attributes:
         have_served: Devices on which one has joined.
     """

@@ -89,7 +89,8 @@ class Giver:
             return
         key = question.key
         number, size = self._open(key)
-        if (size, self._peers.finishes(key.name)) != (question.chunk_size, question.is_finished):
+        is_finished = self._peers.spec.dataset(key.name).finish is None
+        if (size, is_finished) != (question.chunk_size, question.is_finished):
             self._close(number)
             channel.post(Answer())
             return

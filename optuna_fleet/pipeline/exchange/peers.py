@@ -73,10 +73,6 @@ class Peers:
         owner = self._owner(key)
         return owner is not None and owner.agent == self.agent
 
-    def finishes(self, name: str) -> bool:
-        """Returns whether preprocessors finish the samples of a data set on this node."""
-        return self.spec.dataset(name).finish is None
-
     def source(self, key: ChunkKey) -> Peer | None:
         """Returns whom to ask for a chunk; None if it is to be made here."""
         return self._other(self._owner(key))

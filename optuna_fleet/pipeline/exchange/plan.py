@@ -21,6 +21,9 @@ from optuna_fleet.pipeline.spec import ChunkKey
 Scheme = Literal["local", "all-shared", "single-broadcast", "multi-broadcast"]
 SCHEMES: tuple[Scheme, ...] = ("local", "all-shared", "single-broadcast", "multi-broadcast")
 
+MOST_PEERS = 500
+"""Of a plan, which has to fit into one packet: nodes that join later only ask the others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:

@@ -22,11 +22,6 @@ def feed(
     """Yields each batch and its data on the device.
 
     Close it before the batches: the next one may be on its way.
-
-    Args:
-        batches: What the pipeline gives.
-        device: Where the trial computes.
-        finish: What preprocessors left to do.
     """
     if device.type != "cpu":
         yield from ahead(batches, Stage(CudaCopies(device), _thread(device)), finish)
@@ -85,10 +80,6 @@ class Stage:
     """Starts to bring data to a device, without keeping up whoever trains.
 
     It knows nothing of a trial: several that train on one device can share what one has staged.
-
-    Args:
-        copies: Called in the thread, but for `Copies.take`.
-        thread: Does one thing after the other.
     """
 
     def __init__(self, copies: Copies, thread: Executor) -> None:
@@ -121,9 +112,6 @@ class CudaCopies:
     """By way of pinned memory, on a stream of its own.
 
     PyTorch's caching allocator keeps the pinned memory until the transfer is done.
-
-    Args:
-        device: Where to.
     """
 
     def __init__(self, device: torch.device) -> None:

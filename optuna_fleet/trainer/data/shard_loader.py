@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -16,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.events import RateMeasured
-from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.bounds import Bounds
@@ -32,6 +31,9 @@ from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.wire.messages import FirstBatchRequested, RunTrial, Trained
 
 _LONG_S = 120.0
+_UNPREPARED = (
+    "without trial.prepare(model, optimizer) it stays on one device; it never moves nor resumes."
+)
 _MOVABLE = (
     "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
     'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
@@ -55,15 +57,6 @@ class _Pass:
 
 class ShardLoader:
     """What `FleetTrial.batches` does.
-
-    Args:
-        session: This rank's calls.
-        pipeline: Where samples come from.
-        device: Where the trial computes.
-        modules: What was prepared so far; grows while the objective runs.
-        within: Where the objective is in its epochs, and leaves them.
-        shares: Told which part of each batch this rank holds.
-        split_check: Told of training batches, if it is given.
 
     Attributes:
         reached_after_s: When the objective first asked for data; None before.
@@ -159,8 +152,7 @@ class ShardLoader:
             for step, (batch, data) in enumerate(fed, one.first):
                 self._session.check_unwinding()
                 is_last = step + 1 == one.first + len(one.batches)
-                place = step, one.number, sys._getframe(2)
-                if one.can_leave and self._within.come_to(*place, is_last=is_last):
+                if one.can_leave and self._within.come_to(step, one.number, is_last=is_last):
                     return step
                 self._session.check()  # not before, or who has come here would hold nothing
                 self._session.num_batches += 1
@@ -184,12 +176,9 @@ class ShardLoader:
 
     def _open(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> _Pass:
         assert self._pipeline is not None
-        if not self._modules:
-            raise TrialError(
-                f"Trial {self._run.number} asked for batches before a model was given to "
-                "trial.prepare(model, optimizer): do that first, or the model would not be "
-                "trained on the trial's devices nor checkpointed."
-            )
+        if not self._modules and not self._position.reads_unprepared:
+            self._position.reads_unprepared, self.bounds = True, Bounds(max_devices=1)
+            self._session.remark(["unprepared"], _UNPREPARED)
         rolls = self._pipeline.rolls(name)
         can_leave = movable and not rolls and not self.gives_whole_batches
         can_leave = self._within.begin_pass(movable=can_leave)

@@ -63,10 +63,6 @@ class Stopwatch:
     To wait for a GPU after each batch would cost what it gains by working behind the host, and
     what the host waits for need not keep the GPU waiting. So only marks are left in its stream; at
     most once, at the end, it is waited for.
-
-    Args:
-        active: Whether there is a rate to find.
-        device: Which one trains.
     """
 
     def __init__(self, active: bool, device: torch.device) -> None:

@@ -31,10 +31,6 @@ def convert_batchnorm(module: torch.nn.Module, shares: BatchShares) -> None:
     they are, also in subclasses of BatchNorm whose own ``forward`` calls ``F.batch_norm``. A
     converted layer in eval mode does not communicate, and under ``no_grad`` only while
     ``shares.lockstep``. ``SyncBatchNorm`` is left alone. Pickling gives the original class.
-
-    Args:
-        module: The model, or a layer itself.
-        shares: What part of each batch this rank holds.
     """
     for layer in module.modules():
         if isinstance(layer, _BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm):

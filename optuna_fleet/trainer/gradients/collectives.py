@@ -7,6 +7,7 @@ one device works on several. So their results never carry gradients, not even th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,8 +61,16 @@ def mean(values: Any, weight: float | None = None, *, alone: bool = False) -> An
     Returns:
         Floats in the structure of `values`, NaN where no rank has any weight. Tensors are new
         ones, which carry no gradients.
+
+    Raises:
+        FleetConfigError: A value is no number, or `weight` is no finite one, or negative.
     """
-    own = 1.0 if weight is None else float(weight)
+    own = 1.0 if weight is None else one_number(weight, "weight").item()
+    if not 0 <= own < math.inf:  # neither is NaN
+        raise FleetConfigError(
+            f"`weight` is {weight!r}, but must be a finite number >= 0: the number of samples or "
+            "tokens that the value is a mean of, as trial.shard_size or mask.sum()."
+        )
     leaves = [leaf.double() for *_, leaf in _leaves(values, "value")]
     if alone or group_size() == 1:
         scaled, weights = leaves, 1.0 if own else 0.0  # exact, unlike a product and its quotient

@@ -41,11 +41,6 @@ def make_data_parallel(
     already. Only ``backward`` communicates, and BatchNorm in training mode. Parameters may be
     frozen and unfrozen at any time, but parameters added later are not reduced.
 
-    Args:
-        module: The user's model; it is moved to `device`.
-        shares: What is known of the batches that the objective gets.
-        device: This rank's device.
-
     Returns:
         `module` itself; untouched if the group has one rank.
 

@@ -15,12 +15,7 @@ _TOLERANCE = 1e-9  # unlike devices add up in an order of their own
 
 
 class Replicas:
-    """What was prepared, on each rank of a trial.
-
-    Args:
-        objects: This rank's.
-        warn: Tells the user.
-    """
+    """What was prepared, on each rank of a trial."""
 
     def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
         self._objects = objects

@@ -30,7 +30,7 @@ from optuna_fleet.trainer.moves.budget import Budget
 from optuna_fleet.trainer.moves.moving import Moving
 from optuna_fleet.trainer.moves.object_copies import ObjectCopies
 from optuna_fleet.trainer.moves.sums_exchange import SumsExchange, Told
-from optuna_fleet.trainer.moves.totals import Totals
+from optuna_fleet.trainer.moves.totals import Sums, Totals
 from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.unsaved.steps import Steps
@@ -72,10 +72,14 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Beginning:
-    """Of a step: all that it may change. `told` is None where nothing was added before it."""
+    """Of a step: all that it may change. If `told` is None, ranks have added what they began with.
+
+    That is so in the first step of a run, or of an epoch.
+    """
 
     place: Place
     told: Told | None
+    begun: list[Sums]
     objects: ObjectCopies
     things: list[Any]
     rng: dict[str, Any]
@@ -163,6 +167,7 @@ class Holding:
             self._look_back()
         elif self._is_in_step and not self._is_last:
             self._follows = Follows.SOMETHING  # it leaves its passes early
+        is_first = place[-1] == 0 or not self._is_in_step
         # Unless what was added in the last step was told in its backward pass.
         tells_now = not (self._nothing_follows and self._tells_in_backward)
         self._tells_in_backward = self._nothing_follows
@@ -172,7 +177,7 @@ class Holding:
         is_told = told is not None and self._totals.num_added == self._num_told
         self._is_last, self._is_in_step = is_last, True
         self._num_added = self._counts = None
-        if place[-1] == 0:
+        if is_first:
             self._hold(place, None)
         elif is_told:
             self._hold(place, told)
@@ -225,6 +230,7 @@ class Holding:
                 self._now = _Beginning(
                     place=place,
                     told=told,
+                    begun=self._totals.begun,
                     objects=ObjectCopies.of(
                         self._objects,
                         self._by_hand,
@@ -313,5 +319,5 @@ class Holding:
             remainder=remainder_of(one.things, with_gradients=True),
             parameters=dict(self._session.parameters),
             step=step,
-            totals=[] if one.told is None else one.told.parts(),
+            totals=one.begun if one.told is None else one.told.parts(),
         )

@@ -75,7 +75,9 @@ class Moving:
         self._num_fit = 0  # objects of which a checkpoint was made
 
     def save(self, next_epoch: int, step: int | None = None) -> None:
-        """Begin to write a checkpoint; called on all ranks."""
+        """Begin to write a checkpoint, if it has what is trained; called on all ranks."""
+        if self._is_empty():
+            return
         rng = checkpoint.gather_rng()
         totals = [] if step is None else checkpoint.gather(self._totals.own)
         with gathered(self._objects):
@@ -89,7 +91,7 @@ class Moving:
         """
         self._saver.finish()
         self.save(self._position.epoch + (step is None), step)
-        return self._agree(is_fit=self._saver.finish())
+        return self._agree(is_fit=self._saver.finish() and not self._is_empty())
 
     def stop(self, step: int, *, leader_stays: bool) -> Stop | None:
         """Stop within the epoch, without a checkpoint; called on all ranks.
@@ -125,11 +127,16 @@ class Moving:
 
     def _is_fit(self) -> bool:
         """Whether a checkpoint could be made; objects are copied once for that, not each time."""
+        if self._is_empty():
+            return False
         objects = self._objects if len(self._objects) > self._num_fit else ()
         is_fit = self._saver.can_copy(lambda: self._checkpoint_of(objects, self._position.epoch))
         if is_fit:
             self._num_fit = len(self._objects)
         return is_fit
+
+    def _is_empty(self) -> bool:
+        return self._position.reads_unprepared and not self._objects
 
     def _agree(self, *, is_fit: bool) -> bool:
         has_failed = bool(collectives.all_reduce_sum(int(not is_fit)))

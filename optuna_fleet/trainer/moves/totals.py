@@ -29,6 +29,7 @@ class Totals:
 
     Attributes:
         own: What this rank has added.
+        begun: What each rank had added when this run, or the epoch, began.
         num_added: How often it has.
     """
 
@@ -36,6 +37,7 @@ class Totals:
         self, shares: BatchShares, device: torch.device, gather: Callable[[Sums], list[Sums]]
     ) -> None:
         self.own: Sums = {}
+        self.begun: list[Sums] = []
         self.num_added = 0
         self._shares = shares
         self._device = device
@@ -74,6 +76,7 @@ class Totals:
         self._sums = None
         if len(parts) != world_size:  # or as before, with the same rounding
             parts = [_added(parts), *[{}] * world_size]
+        self.begun = list(parts)
         own = {name: tracked.plain(value) for name, value in parts[rank].items()}
         self.own = {name: self._summand(value, name) for name, value in own.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -30,12 +31,14 @@ class EpochPosition:
         epoch: The one under way, from 0.
         num_epochs: How many there will be.
         is_inside: Whether it is in a loop over `FleetTrial.epochs`.
+        reads_unprepared: Whether it has read batches before it had prepared a model.
     """
 
     loop: int = 0
     epoch: int = 0
     num_epochs: int = 1
     is_inside: bool = False
+    reads_unprepared: bool = False
 
 
 class WithinEpoch:
@@ -122,19 +125,18 @@ class WithinEpoch:
         """The step to begin a pass with, and whether that goes on on as many devices."""
         return self._resume() if movable else (0, False)
 
-    def come_to(self, step: int, number: int, frame: FrameType, *, is_last: bool) -> bool:
-        """A step of the pass of that number is about to begin.
+    def come_to(self, step: int, number: int, *, is_last: bool) -> bool:
+        """A step is about to begin, which the caller's caller's caller has asked for.
 
         Args:
             step: The step.
-            number: The pass.
-            frame: Has asked for it.
+            number: Of the pass.
             is_last: It is the last one of the pass.
 
         Returns:
             Whether another run goes on here: the step is still to be read.
         """
-        self.at_step(frame)
+        self.at_step(sys._getframe(3))  # not kept, with all that it refers to
         # A batch that was not trained on when the next one was asked for may be so later.
         self._reads_ahead |= self._num_gradients == self._steps.num_gradients
         self._num_gradients = self._steps.num_gradients

@@ -92,13 +92,7 @@ class SplitCheck:
         self._is_done = False
 
     def hand_out(self, data: Any, size: int, last_size: int) -> None:
-        """The objective is about to get a training batch.
-
-        Args:
-            data: The batch.
-            size: Its samples.
-            last_size: Those of the last batch of its pass.
-        """
+        """The objective is about to get a training batch."""
         self._num_batches += 1
         self._last_size = last_size
         self.end_step()

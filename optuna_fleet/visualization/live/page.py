@@ -61,13 +61,7 @@ setInterval(tell, 1000);
 
 
 def page(view: View, written: float, refresh_s: float) -> str:
-    """The page's text.
-
-    Args:
-        view: What it shows.
-        written: Now, seconds since the epoch.
-        refresh_s: It is written again, and loads itself anew, after so many seconds.
-    """
+    """The page's text."""
     return _PAGE.format(
         refresh_s=refresh_s,
         title=html.escape(view.title),

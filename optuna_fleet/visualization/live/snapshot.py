@@ -26,7 +26,7 @@ class Condition(Enum):
     """How the sweep is; the value is for people."""
 
     EMPTY = "no trials yet"
-    NOT_A_FLEETS = "no trial ran on a fleet"
+    NOT_A_FLEETS = 'no trial ran on a fleet, or only with cluster="inline"'
     RUNNING = "running"
     SILENT = "no sign of life"
     DONE = "done"
@@ -45,19 +45,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A trial on its devices.
-
-    Attributes:
-        number: The trial's number.
-        devices: Where it is.
-        for_s: For how long it has been there.
-        epochs_done: Epochs that it has done.
-        max_epochs: Of how many; None if that is not known.
-        epoch_s: What an epoch takes; None if that is not known.
-        samples_per_s: How fast it trains; None if that is not known.
-        value: What it reported last; None without a report.
-        params: Its parameters.
-    """
+    """A trial on its devices; None is what is not known, `value` what it reported last."""
 
     number: int
     devices: tuple[Device, ...]
@@ -79,16 +67,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A trial that has ended.
-
-    Attributes:
-        number: Its number.
-        state: How it ended.
-        values: Its objective values; empty if it has none.
-        widths: On how many devices it was, one after the other.
-        took_s: From its start to its end; None if that is not known.
-        params: Its parameters.
-    """
+    """A trial that has ended; `widths` says on how many devices it was, one after the other."""
 
     number: int
     state: TrialState
@@ -143,12 +122,7 @@ class Snapshot:
 
 
 def snapshot_of(study: optuna.Study, now: float) -> Snapshot:
-    """The study as it is now; nothing is written.
-
-    Args:
-        study: Any study; one that no fleet has seen has no devices.
-        now: Seconds since the epoch.
-    """
+    """The study as it is now; nothing is written."""
     trials = {trial.number: trial for trial in study.get_trials(deepcopy=False)}
     flights = flights_of(study)
     calls = _current(calls_of(study), now)

@@ -31,16 +31,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What is shown, from the top.
-
-    Attributes:
-        title: The study.
-        condition: How the sweep is.
-        is_alarming: That is a reason to look after it.
-        facts: Names, and what there is to say.
-        tables: Those that have rows.
-        time: When it was so, as a clock says it.
-    """
+    """What is shown, from the top."""
 
     title: str
     condition: str
