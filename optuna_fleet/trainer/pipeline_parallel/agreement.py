@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -68,7 +71,7 @@ class Agreement:
                 self._before[name] = buffer.clone()
 
     @property
-    def _state(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+    def _state(self) -> Mapping[Any, dict[str, Tensor]]:
         return {} if self._optimizer is None else self._optimizer.state
 
 
