@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def running() -> Iterator[SharedPipeline]:
 
 def held() -> tuple[int, set[str], set[str]]:
     """Descriptors, children and shared memory of this process."""
+    resource_tracker.ensure_running()  # Python's own process, which stays
     gc.collect()  # tracebacks keep batches
     threads = Path("/proc/self/task").glob("*/children")
     children = " ".join(thread.read_text() for thread in threads)

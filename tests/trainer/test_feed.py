@@ -9,8 +9,8 @@ from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.reader.batches import Batch
-from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.data.feed import Stage, Staged, ahead, feed
+from tests.pipeline.pipeline_harness import serving
 
 
 def batch(number):
@@ -163,22 +163,15 @@ def halve(sample):
 @pytest.mark.parametrize("finish", [None, halve])
 def test_batches_finished_by_the_trainer_are_those_finished_by_preprocessors(finish):
     pipeline = SharedPipeline(train=Images(), split=True, finish=finish)
-    deferring = pipeline.setup(1, finish_on_device=True).spec
-    assert deferring.dataset("train").finish is not None
-    client = InlineClient(deferring, pipeline._source(), {})
     wanted = pipeline.inline().read("train", epoch=1, batch_size=4)
-    ours = list(client.read("train", epoch=1, batch_size=4))
-    assert all(batch.data[0].dtype == torch.uint8 for batch in ours)
-    end = pipeline_end(deferring)
-    for (_, data), other in zip(feed(ours, torch.device("cpu"), end), wanted, strict=True):
-        assert torch.equal(data[0], other.data[0])
-        assert torch.equal(data[1], other.data[1])
-
-
-def pipeline_end(spec):
-    import cloudpickle
-
-    return cloudpickle.loads(spec.dataset("train").finish)
+    with serving(pipeline, finish_on_device=True) as agent:
+        client = agent.client()
+        ours = client.read("train", epoch=1, batch_size=4)
+        fed = feed(ours, torch.device("cpu"), client.finisher("train"))
+        for (batch, data), other in zip(fed, wanted, strict=True):
+            assert batch.data[0].dtype == torch.uint8
+            assert torch.equal(data[0], other.data[0])
+            assert torch.equal(data[1], other.data[1])
 
 
 def test_user_collate_gets_finished_samples():

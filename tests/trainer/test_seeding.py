@@ -48,7 +48,13 @@ def loader_of(
         measure=False, world_size=world_size, rank=rank, seed=1, number=2, run_id=3
     )
     session: Any = SimpleNamespace(
-        run=run, send=lambda _: None, num_batches=0, began=0.0, check=lambda: None, joins=False
+        run=run,
+        send=lambda _: None,
+        num_batches=0,
+        began=0.0,
+        check=lambda: None,
+        check_unwinding=lambda: None,
+        joins=False,
     )
     position = EpochPosition(loop=1, is_inside=True)
     modules: list[torch.nn.Module] = [torch.nn.Identity()]

@@ -72,7 +72,7 @@ class Agreement:
                 self._before[name] = buffer.clone()
 
     @property
-    def _state(self) -> Mapping[Any, Any]:
+    def _state(self) -> Mapping[Any, dict[str, Tensor]]:
         return {} if self._optimizer is None else self._optimizer.state
 
 
