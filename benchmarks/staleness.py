@@ -1,24 +1,30 @@
 """What stale weights do to accuracy: digits on two virtual workers, by the engine in one process.
 
 python benchmarks/staleness.py --seeds 0 1 2 3 4
+python benchmarks/staleness.py --processes --seeds 0 1 2
 
 Two virtual workers of two stages, the second half as fast (by the engine's own clock), 4
 minibatches of 16 in flight, 2,500 minibatches each; D = 0 and D = 4 beside synchronous SGD, which
 takes the sum of both virtual workers' gradients at each step. All have the same minibatches and
-learning rate.
+learning rate. With --processes the same by `trial.pipeline` on 4 devices, 57 epochs of batches of
+32, as fast as this machine is; beside it the exact pipelines that step together.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
+from typing import Any
 
+import optuna
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.trainer.pipeline_parallel.blueprint import Blueprint
 from optuna_fleet.trainer.pipeline_parallel.in_process import InProcess, Workers
 from optuna_fleet.trainer.pipeline_parallel.messages import StageAddress
@@ -80,15 +86,56 @@ def digits(seed: int) -> tuple[Tensor, Tensor]:
     return images[order], torch.from_numpy(bunch.target)[order]
 
 
+def objective(trial: Any, seed: int, distance: int | None) -> float:
+    """Accuracy of two virtual workers in processes; batches and rate as of both together."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=2 * LR)
+    options = {"virtual_workers": 2, "clock_distance": distance, "in_flight": IN_FLIGHT}
+    pipeline = trial.pipeline(net, optimizer, functional.cross_entropy, min_devices=4, **options)
+    for _ in trial.epochs(57):
+        for x, y in trial.batches("train", batch_size=2 * BATCH_SIZE, drop_last=True):
+            pipeline.step(x, y)
+    assert (pipeline.num_virtual_workers, pipeline.num_stages) == (2, 2)
+    found: float = pipeline.evaluate(trial.batches("test", batch_size=100), share_right)
+    return found
+
+
+def share_right(output: Tensor, labels: Tensor) -> Tensor:
+    return (output.argmax(1) == labels).float().mean()
+
+
+def accuracy_in_processes(distance: int | None, seed: int) -> float:
+    images, labels = digits(seed)
+    parts = [
+        torch.utils.data.TensorDataset(x, y)
+        for x, y in zip(images.split([1400, 397]), labels.split([1400, 397]), strict=True)
+    ]
+    study = optuna.create_study(direction="maximize")
+    with FleetExecutor(SharedPipeline(train=parts[0], test=parts[1]), devices=4) as fleet:
+        study.optimize(
+            partial(objective, seed=seed, distance=distance), n_trials=1, executor=fleet
+        )
+    return study.best_value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
-    seeds = parser.parse_args().seeds
+    parser.add_argument("--processes", action="store_true", help="by trial.pipeline")
+    arguments = parser.parse_args()
+    seeds = arguments.seeds
     torch.set_num_threads(1)
+    ways = {name: partial(accuracy, schedule) for name, schedule in SCHEDULES.items()}
+    if arguments.processes:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        distances = {"with flushes": None, "D = 0": 0, "D = 4": 4}
+        ways = {name: partial(accuracy_in_processes, d) for name, d in distances.items()}
     print("| test accuracy | mean | " + " | ".join(f"seed {seed}" for seed in seeds) + " |")
     print("|-|-|" + "-|" * len(seeds))
-    for name, schedule in SCHEDULES.items():
-        found = [accuracy(schedule, seed) for seed in seeds]
+    for name, way in ways.items():
+        found = [way(seed) for seed in seeds]
         cells = (f"{100 * share:.1f} %" for share in (statistics.mean(found), *found))
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 

@@ -215,6 +215,19 @@ def group_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def gloo_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
+    """Another group of some ranks, by default all, without a time limit; all must call it.
+
+    Who is lost closes its connections; who hangs is seen by others.
+
+    Returns:
+        None on ranks that are not in it.
+    """
+    chosen = None if ranks is None else list(ranks)
+    group = dist.new_group(chosen, timeout=timedelta(days=365), backend="gloo")
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
 def outlives_peers() -> bool:
     """Whether a rank of the default group notices that others have died; NCCL's wait for ever."""
     return group_size() > 1 and dist.get_backend() == "gloo"

@@ -59,6 +59,10 @@ if TYPE_CHECKING:
 
 
 _SECOND_GROUP = "initialize the default process group twice!"
+_TOO_LARGE = (
+    "If the model is too large for a device, trial.pipeline() trains it in stages on several; if "
+    "its batches are, trial.prepare(..., min_devices=2) gives each device a part of them."
+)
 
 
 class Trainer:
@@ -154,7 +158,8 @@ class Trainer:
         except RetryableError as trouble:
             ending, error, alone = Ending.ABORTED, pack_error(trouble), True
         except BaseException as raised:
-            ending, error = _ending_of(raised, session.run), pack_error(_explained(raised))
+            ending = _ending_of(raised, session.run)
+            error = pack_error(_explained(raised, training))
             alone = not isinstance(raised, TrialPruned)
             has_device_failed = is_of_device(raised)
             self._is_spent = has_device_failed or is_out_of_memory(raised)
@@ -342,15 +347,18 @@ def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
     return Ending.RAISED
 
 
-def _explained(raised: BaseException) -> BaseException:
+def _explained(raised: BaseException, training: Training | None) -> BaseException:
     """The exception, whose traceback begins in the objective where it comes from there.
 
-    What is left over from a script for ``torchrun`` says what to do.
+    A model too large for a device, or what is left of a script for ``torchrun``, says what to do.
     """
     trace = raised.__traceback__
     while trace and trace.tb_next and trace.tb_frame.f_globals is globals():
         trace = trace.tb_next
     raised.with_traceback(trace)
+    is_whole = training is None or training.in_stages is None
+    if is_whole and isinstance(raised, RuntimeError) and is_out_of_memory(raised):
+        raised.args = (f"{raised} {_TOO_LARGE}",)
     if isinstance(raised, ValueError) and str(raised).endswith(_SECOND_GROUP):
         raised.args = (
             f"{raised} Inside an objective the default group is the trial's own: leave out "

@@ -35,7 +35,7 @@ from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.moves.within_epoch import EpochPosition, WithinEpoch
 from optuna_fleet.trainer.narrowing import go_on_with_fewer, stay_alone
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
-from optuna_fleet.trainer.pipeline_parallel.staging import PipelineOptions, make_pipeline
+from optuna_fleet.trainer.pipeline_parallel.staging import make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
 from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
@@ -57,6 +57,7 @@ class Training:
         held: What this process has in memory of the run that this one inherits from.
 
     Attributes:
+        in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
     """
 
@@ -79,7 +80,7 @@ class Training:
         self._objects: list[Any] = []
         self._steps = Steps(self._objects, session.warn)
         self._prepared = Prepared(self._objects, self._steps, self._shares, self.device)
-        self._in_stages: Pipeline | None = None
+        self.in_stages: Pipeline | None = None
         self.totals = Totals(self._shares, self.device, self._gather)
         self._within = WithinEpoch(
             self._position,
@@ -157,8 +158,7 @@ class Training:
         """On one device, unless the trial will never have more."""
         if self._run.world_size > 1 or self._run.num_devices == 1:
             return None
-        session = self._session
-        return SplitCheck(partial(stay_alone, session), session.remark, self._shares)
+        return SplitCheck(partial(stay_alone, self._session), self._session.remark, self._shares)
 
     def go_on_with_fewer(self, why: str, max_devices: int) -> None:
         """See `narrowing.go_on_with_fewer`."""
@@ -197,8 +197,8 @@ class Training:
         """
         self._moving.end()
         self._holding.end()
-        if self._in_stages is not None:
-            self._in_stages.close(alone=alone)
+        if self.in_stages is not None:
+            self.in_stages.close(alone=alone)
         self._steps.close()
         if self._split_check is not None:
             self._split_check.close()
@@ -245,8 +245,8 @@ class Training:
         self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
     ) -> Any:
         """See `FleetTrial.prepare`."""
-        if self._in_stages is not None:
-            self._in_stages.check_beside(objects)
+        if self.in_stages is not None:
+            self.in_stages.check_beside(objects)
         if min_devices is not None or max_devices is not None:
             most = 1 if self._position.reads_unprepared else max_devices
             self._loader.bounds = Bounds.checked(min_devices, most, self._run.num_devices)
@@ -267,10 +267,10 @@ class Training:
             )
         self._check_no_split()
         pipeline = make_pipeline(
-            *(model, optimizer, loss, PipelineOptions(**options)),
+            *(model, optimizer, loss, options),
             *(self._session, self._loader, self.device),
         )
-        self._in_stages = pipeline
+        self.in_stages = pipeline
         self._prepared.modules.append(model)
         for position, thing in enumerate(pipeline.objects):
             self._objects.append(thing)
@@ -298,8 +298,8 @@ class Training:
             self._within.begin_epoch()
             self._left_behind.begin_epoch(sys._getframe(1))
             yield epoch
-            if self._in_stages is not None:
-                self._in_stages.flush()
+            if self.in_stages is not None:
+                self.in_stages.flush()
             self._loader.end_epoch()
             if epoch + 1 == num_epochs:
                 break
@@ -388,13 +388,13 @@ class Training:
         """See `FleetTrial.sum`."""
         self._shares.check_step("trial.sum")
         self._shares.begin("trial.sum")
-        return collectives.all_reduce_sum(value, alone=self._in_stages is not None)
+        return collectives.all_reduce_sum(value, alone=self.in_stages is not None)
 
     def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        return [own] if self._in_stages is not None else checkpoint.gather(own)
+        return [own] if self.in_stages is not None else checkpoint.gather(own)
 
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
         self._shares.check_step("trial.mean")
         self._shares.begin("trial.mean")
-        return collectives.mean(value, weight, alone=self._in_stages is not None)
+        return collectives.mean(value, weight, alone=self.in_stages is not None)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
     from optuna_fleet.trainer.training import Shards, Training
 
-
 _SET_BY_OPTUNA = {
     "relative_search_space",
     "_relative_params",
@@ -39,9 +38,8 @@ class FleetTrial(optuna.Trial):
     """An `optuna.Trial` whose every method is carried out on the real study, in the driver.
 
     On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`,
-    `epochs`, `batches`, `totals`, `sum`, `mean`, `state`, `best_value` and `should_stop`; and
-    `pipeline`. One that uses none of them is a plain Optuna objective and runs unchanged, on one
-    device.
+    `epochs`, `batches`, `totals`, `sum`, `mean`, `state`, `best_value`, `should_stop`; `pipeline`.
+    One that uses none of them is a plain Optuna objective and runs unchanged, on one device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
@@ -282,6 +280,8 @@ class FleetTrial(optuna.Trial):
         *,
         in_flight: int = 4,
         flush: bool = True,
+        clock_distance: int | None = None,
+        virtual_workers: int | None = None,
         max_grad_norm: float | None = None,
         memory_bytes: float | None = None,
         min_devices: int | None = None,
@@ -289,23 +289,21 @@ class FleetTrial(optuna.Trial):
     ) -> Pipeline:
         """Train a model in stages, one on each of the trial's devices, instead of `prepare`.
 
-        For a model that does not fit on one. Results are the same on any number of them. Each rank
-        gets whole batches; `sum`, `mean` and `totals` add up nothing over ranks. Don't call the
-        model: each rank keeps some of its layers only.
+        Results are the same on any number of them. Ranks get whole batches; `sum`, `mean` and
+        `totals` add up nothing. Don't call the model: each rank keeps some of its layers only.
 
         Args:
             model: Its layers in their order; what one returns is what the next one gets.
             optimizer: Of the model's parameters; it must treat them one by one.
             loss: From the model's output and the targets to the mean over the samples.
-            in_flight: With flushes the parts that each batch is cut into (BatchNorm sees parts);
-                without, the batches that are in the pipeline at a time.
-            flush: Step when all parts of a batch are through. Without, no device waits for that,
-                but batches train at weights without the last ``in_flight - 1`` updates; SGD only.
+            in_flight: Parts of a batch (BatchNorm sees parts); without flushes, batches in flight.
+            flush: Without, no device waits, but batches lack ``in_flight - 1`` updates; SGD only.
+            clock_distance: Waves that several pipelines may be apart; implies no flushes.
+            virtual_workers: How many share each batch at most; default: those that are fastest.
             max_grad_norm: To clip the norm of all gradients.
-            memory_bytes: Of a device, for the model, which gets as many as it needs; by default
-                all that is free on a GPU, and no limit on a CPU.
+            memory_bytes: Of a device; default: what is free on a GPU, no limit on a CPU.
             min_devices: As in `prepare`.
-            max_devices: None for as many as there are layers.
+            max_devices: None for as many as pipelines can use.
 
         Raises:
             FleetConfigError: The model can't be cut, or this optimizer can't train it so.
@@ -314,6 +312,8 @@ class FleetTrial(optuna.Trial):
             *(model, optimizer, loss),
             in_flight=in_flight,
             flush=flush,
+            clock_distance=clock_distance,
+            virtual_workers=virtual_workers,
             max_grad_norm=max_grad_norm,
             memory_bytes=memory_bytes,
             min_devices=min_devices,

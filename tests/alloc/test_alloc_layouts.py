@@ -14,6 +14,12 @@ from optuna_fleet.alloc.layouts.distribution import (
     hybrid_distribution,
     node_partition,
 )
+from optuna_fleet.alloc.layouts.flushed import (
+    FlushedProblem,
+    best_flushed_layout,
+    flushed_s,
+    shares_of,
+)
 from optuna_fleet.alloc.layouts.prediction import flushed_rate, pipeline_rate
 from optuna_fleet.alloc.layouts.servers import Servers, sync_seconds
 from optuna_fleet.alloc.partition import (
@@ -28,7 +34,7 @@ from optuna_fleet.alloc.partition import (
     best_partition,
 )
 from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers
-from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
+from optuna_fleet.wsp.schedules import Alone, Flush, WaveSynchronous
 
 SPEEDS = {"V": 112, "R": 123, "G": 48, "Q": 40}
 WEIGHTLESS = Memory(copies=0, versions=Versions.NONE)
@@ -177,3 +183,127 @@ def test_more_devices_than_layers_train_in_smaller_pipelines():
 def test_what_fits_nowhere_says_so():
     with pytest.raises(DoesNotFit, match="More devices"):
         best_layout(LayoutProblem(layers=layers_of(8, kept=1e3), devices=nodes("VR")))
+
+
+# -- batches in parts -----------------------------------------------------------------------------
+
+WIRES = Links(within=Link(bytes_per_s=100.0), between=Link(bytes_per_s=10.0))
+
+
+def flushed(kinds, *, num_parts=4, num_layers=8, **more):
+    options = {key: more.pop(key) for key in ("may_replicate", "exchanged_bytes") if key in more}
+    devices = tuple(
+        StageDevice(index=i, node=0, kind=kind, memory_bytes=more.get("memory", 1e9))
+        for i, kind in enumerate(kinds)
+    )
+    more.pop("memory", None)
+    return FlushedProblem(
+        layers=layers_of(num_layers, **more),
+        devices=devices,
+        num_parts=num_parts,
+        links=WIRES,
+        memory=Memory(copies=2, versions=Versions.NONE),
+        **options,
+    )
+
+
+def test_a_model_that_fits_is_on_each_device_unless_its_gradients_take_too_long():
+    light = best_flushed_layout(flushed("VV", parameters=1.0))
+    assert light.shares == (2, 2)
+    # 2 of 4 parts, each 8 layers of 3 x 100 / 112 s; then 8 bytes, all-reduced.
+    assert light.batch_s == pytest.approx(2 * 8 * 300 / 112 + 2 * 4 / 100)
+    heavy = best_flushed_layout(flushed("VV", parameters=1000.0))
+    assert heavy.partition is not None
+    assert "2 x 1 is expected to take" in heavy.reason
+
+
+def test_what_does_not_fit_on_each_device_is_a_pipeline():
+    found = best_flushed_layout(flushed("VV", parameters=10.0, memory=100.0))
+    assert (found.partition.cuts, found.reason) == (
+        (4,),
+        "1 x 2, as the model does not fit on each device.",
+    )
+    assert best_flushed_layout(flushed("VV", parameters=10.0, memory=160.0)).shares == (2, 2)
+    with pytest.raises(DoesNotFit):
+        best_flushed_layout(flushed("VV", parameters=10.0, memory=70.0))
+
+
+@pytest.mark.parametrize(
+    "more", [{"may_replicate": False}, {"num_parts": 1}], ids=["not wanted", "fewer parts"]
+)
+def test_some_are_pipelines_even_if_they_fit(more):
+    assert best_flushed_layout(flushed("VV", **more)).partition is not None
+
+
+def test_where_memory_is_short_it_is_weighed_how_many_parts_a_stage_holds():
+    def held_and_cuts(memory):
+        found = best_flushed_layout(
+            flushed(
+                "VV",
+                num_layers=6,
+                kept=10.0,
+                parameters=1.0,
+                memory=memory,
+                may_replicate=False,
+            )
+        )
+        return found.held, found.partition.cuts
+
+    assert held_and_cuts(100.0) == (4, (3,))
+    assert held_and_cuts(80.0) == (2, (3,))  # fewer parts, but stages that take as long
+    assert held_and_cuts(65.0) == (4, (2,))  # unlike stages, which is better than waiting
+    assert held_and_cuts(45.0) == (1, (3,))
+    with pytest.raises(DoesNotFit):
+        held_and_cuts(35.0)
+
+
+def test_what_can_not_be_cut_so_often_is_on_each_device():
+    assert best_flushed_layout(flushed("VVV", num_layers=2, parameters=1e4)).shares == (2, 1, 1)
+    with pytest.raises(DoesNotFit, match="3 devices are more than the 2 stages"):
+        best_flushed_layout(flushed("VVV", num_layers=2, may_replicate=False))
+
+
+def test_what_a_pipeline_sends_at_a_flush_speaks_against_it():
+    kept, sent = (
+        best_flushed_layout(flushed("VV", parameters=400.0, exchanged_bytes=number))
+        for number in (0.0, 1e5)
+    )
+    assert kept.partition is not None
+    assert sent.shares == (2, 2)
+
+
+def test_slow_devices_get_fewer_parts():
+    assert best_flushed_layout(flushed("VQ", num_parts=8)).shares == (6, 2)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=4), st.integers(0, 6))
+def test_no_shares_end_earlier(part_s, more):
+    num_parts = len(part_s) + more
+
+    def all_shares(places, left):
+        if places == 1:
+            yield (left,)
+            return
+        for own in range(1, left - places + 2):
+            for rest in all_shares(places - 1, left - own):
+                yield (own, *rest)
+
+    def end_s(shares):
+        return max(number * one_s for number, one_s in zip(shares, part_s, strict=True))
+
+    shares = shares_of(part_s, num_parts)
+    assert sum(shares) == num_parts
+    assert min(shares) >= 1
+    best = min(map(end_s, all_shares(len(part_s), num_parts)))
+    assert end_s(shares) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("held", [1, 2, 4, 8])
+@pytest.mark.parametrize("pace", [(1.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (2.0, 1.0, 3.0, 1.0)])
+def test_a_flush_takes_about_as_long_as_the_simulator_says(pace, held):
+    times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in pace]
+    simulated = VirtualWorkers([times], Alone(Flush(8)))
+    for stage in simulated._workers[0].stages:
+        stage.turns.credit = min(stage.turns.credit, held)
+    batch_s = 8 / simulated.run(8).minibatches_per_s
+    assert flushed_s(pace, 8, held) == pytest.approx(batch_s, rel=0.15)

@@ -437,6 +437,9 @@ def test_a_process_that_ran_out_of_memory_is_not_used_again() -> None:
     assert len(set(pids)) == 3
     assert pids[2] == pids[3]
     assert reason(study.trials[0]) == "MemoryError: no room"
+    told = reason(study.trials[1])
+    assert told.startswith("OutOfMemoryError: CUDA out of memory. If the model is too large for a")
+    assert "trial.pipeline() trains it in stages on several" in told
 
 
 def test_a_memory_kill_explains_deaths_of_that_moment_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,18 +24,28 @@ SIZE, BATCH = 41, 10
 
 
 def layers() -> nn.Sequential:
-    """With BatchNorm, dropout, and work in place behind cuts."""
+    """With BatchNorm, a dropout that is two of the layers, and work in place behind cuts."""
+    dropout = nn.Dropout(0.3)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3),
         nn.BatchNorm2d(4),
         nn.ReLU(inplace=True),
-        nn.Dropout(0.3),
+        dropout,
         nn.Flatten(),
         nn.Linear(64, 8),
         nn.Tanh(),
-        nn.Dropout(0.3),
+        dropout,
         nn.Linear(8, 3),
     ).double()
+
+
+def tied_layers() -> nn.Sequential:
+    """Three layers with one weight: no cut can keep these together."""
+    tied = [nn.Linear(36, 36) for _ in range(3)]
+    for layer in tied[1:]:
+        layer.weight = tied[0].weight
+    first, last = nn.Sequential(nn.Flatten(), tied[0]), nn.Sequential(tied[2], nn.Linear(36, 3))
+    return nn.Sequential(first, nn.Tanh(), tied[1], nn.Tanh(), last).double()
 
 
 def momentum(parameters: Any, lr: float) -> torch.optim.SGD:
@@ -52,9 +63,10 @@ def trains(
     epochs: int = 3,
     make: Any = momentum,
     at_epoch: Callable[[int], None] = lambda epoch: None,
+    build: Callable[[], nn.Sequential] = layers,
 ) -> float:
     """Train in stages; the losses of all steps go into a user attribute."""
-    model = layers()
+    model = build()
     optimizer = make(model.parameters(), lr=0.05)
     pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **options)
     scheduler = trial.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
@@ -76,6 +88,7 @@ def trains(
     trial.set_user_attr("losses", losses)
     trial.set_user_attr("found", found)
     trial.set_user_attr("cuts", pipeline.cuts)
+    trial.set_user_attr("layout", [pipeline.num_virtual_workers, pipeline.num_stages])
     trial.set_user_attr("noise", torch.rand(3).tolist())
     return losses[-1]
 
@@ -98,25 +111,61 @@ def result(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
     return {key: trial.user_attrs[key] for key in ("losses", "found", "noise")}
 
 
-FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1}
+FLUSHED = {"in_flight": 4, "max_grad_norm": 0.1, "virtual_workers": 1}
 DELAYED = {"in_flight": 3, "flush": False}
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "num_losses"),
-    [(torch.optim.AdamW, FLUSHED, 15), (momentum, FLUSHED, 15), (momentum, DELAYED, 15)],
+    ("make", "options", "build"),
+    [
+        (torch.optim.AdamW, FLUSHED, layers),
+        (momentum, FLUSHED, layers),
+        (momentum, DELAYED, layers),
+        (torch.optim.AdamW, FLUSHED, tied_layers),
+    ],
 )
 def test_results_do_not_depend_on_the_number_of_stages(
-    fleet: Any, make: Any, options: dict[str, Any], num_losses: int
+    fleet: Any, make: Any, options: dict[str, Any], build: Callable[[], nn.Sequential]
 ) -> None:
-    objective = functools.partial(trains, options=options, make=make)
+    objective = functools.partial(trains, options=options, make=make, build=build)
     alone, in_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
     legs = Leg((0,), until_epoch=1), Leg((1, 2, 0), until_epoch=2), Leg((2, 1))
     moved = run(fleet, objective, *legs)
     assert result(in_three) == result(alone)
     assert result(moved) == result(alone)
-    assert len(result(alone)["losses"]) == num_losses
+    assert len(result(alone)["losses"]) == 15
     assert [len(trial.user_attrs["cuts"]) for trial in (alone, in_three, moved)] == [0, 2, 1]
+
+
+class Slow(nn.Module):
+    """Takes longer than all else, so stages would wait for it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        return x
+
+
+@pytest.mark.parametrize("build", [layers, tied_layers])
+def test_a_model_that_fits_on_each_device_is_on_each_where_that_is_faster(
+    fleet: Any, build: Callable[[], nn.Sequential]
+) -> None:
+    objective = functools.partial(
+        trains,
+        options={"in_flight": 4, "max_grad_norm": 0.1},
+        make=torch.optim.AdamW,
+        build=lambda: build().append(Slow()),
+        epochs=2,
+    )
+    alone, on_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
+    moved = run(fleet, objective, Leg((1, 2, 0), until_epoch=1), Leg((0, 1)))
+    layouts = [trial.user_attrs["layout"] for trial in (alone, on_three, moved)]
+    assert layouts == [[1, 1], [3, 1], [2, 1]]
+    expected = result(alone)
+    for trial in (on_three, moved):
+        found = result(trial)
+        assert found["noise"] == expected["noise"]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+        assert found["found"] == pytest.approx(expected["found"], rel=1e-12)
 
 
 def ends_with_batches_in_flight(trial: Any) -> float:
@@ -140,6 +189,22 @@ def test_what_is_in_flight_at_the_end_is_trained_on(tmp_path: Path) -> None:
         found.append(load_best_model(study, layers()).state_dict())
     alone, in_three = found
     assert all(torch.equal(alone[name], in_three[name]) for name in alone)
+
+
+def test_what_stages_share_is_in_a_checkpoint_once(tmp_path: Path) -> None:
+    due = Checkpoints(tmp_path)
+    with fleet_of(devices=3, checkpoints=due) as fleet:
+        fleet.script = {0: [Leg((0, 1, 2))]}
+        study = optuna.create_study()
+        objective = functools.partial(trains, options=FLUSHED, epochs=1, build=tied_layers)
+        study.optimize(objective, n_trials=1, executor=fleet)
+    state = load_best_model(study)[0]
+    shared = [tensor for tensor in state.values() if tensor.shape == (36, 36)]
+    assert len(shared) == 3
+    assert len({tensor.data_ptr() for tensor in shared}) == 1
+    loaded = load_best_model(study, tied_layers())
+    assert torch.equal(loaded[2].weight, shared[0])
+    assert loaded[2].weight is loaded[0][1].weight
 
 
 def is_pruned(trial: Any) -> float:
@@ -194,6 +259,14 @@ def steps_on_nothing(trial: Any) -> Any:
         (lambda trial: mse(trial, layers(), in_flight=0), "`in_flight` is 0"),
         (lambda trial: mse(trial, layers(), flush=False, max_grad_norm=1.0), "leave one of them"),
         (lambda trial: mse(trial, layers(), min_devices=9), "has 1: it must not be more"),
+        (lambda trial: mse(trial, layers(), clock_distance=-1), "`clock_distance` is -1"),
+        (lambda trial: mse(trial, layers(), virtual_workers=0), "`virtual_workers` is 0"),
+        (lambda trial: mse(trial, layers(), virtual_workers=5), "`in_flight` is 4"),
+        (lambda trial: mse(trial, layers(), flush=False, virtual_workers=2), "`clock_distance`"),
+        (
+            lambda trial: mse(trial, layers(), clock_distance=0, max_grad_norm=1.0),
+            "given with `clock_distance`",
+        ),
         (adam_without_flushes, "optimizer is Adam"),
         (twice, "only once"),
         (prepares_its_model, "after trial.pipeline"),
@@ -213,7 +286,7 @@ class OwnError(Exception):
 def fails_in_a_layer(trial: Any) -> float:
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), Late(), nn.Linear(8, 3)).double()
     optimizer = momentum(model.parameters(), lr=0.05)
-    pipeline = trial.pipeline(model, optimizer, F.cross_entropy)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, virtual_workers=1)
     for _ in trial.epochs(1):
         for images, labels in trial.batches("train", batch_size=BATCH):
             pipeline.step(images, labels)

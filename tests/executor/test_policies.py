@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import optuna
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from optuna_fleet import FleetExecutor, policies
 from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, Plan
@@ -14,6 +18,7 @@ from optuna_fleet.executor.call import receiver
 from optuna_fleet.executor.call.runs import model_of
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.trainer.checkpoints.checkpoint import gather
 from tests.fleets import small_model, small_pipeline, train
 
 
@@ -21,32 +26,67 @@ def short(trial: Any) -> float:
     return train(trial, epochs=2 + trial.number % 2)
 
 
-def losses_of(policy: Any, **options: Any) -> list[Any]:
+class Slow(nn.Linear):
+    """A layer that takes longer on one of the devices."""
+
+    pace = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.004 * self.pace)
+        return super().forward(x)
+
+
+def in_stages(trial: Any) -> float:
+    """Of layers that do not all fit on one device; the second device is slow."""
+    Slow.pace = 3 if trial._session.device == 1 else 1
+    middle = [nn.Sequential(Slow(36, 36), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(nn.Flatten(), *middle, nn.Linear(36, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, memory_bytes=80_000)
+    losses = trial.state.setdefault("losses", [])
+    for _ in trial.epochs(2):
+        for images, labels in trial.batches("train", batch_size=10):
+            losses.append(pipeline.step(images, labels).item())
+    own = {"pace": Slow.pace, "layers": len(pipeline._own.placed.part)}
+    told = sorted(gather(own), key=lambda rank: rank["pace"])
+    trial.set_user_attr("layers", [rank["layers"] for rank in told])
+    trial.set_user_attr("losses", losses)
+    return losses[-1]
+
+
+def short_or_in_stages(trial: Any) -> float:
+    return in_stages(trial) if trial.number == 1 else short(trial)
+
+
+def losses_of(policy: Any, objective: Any = short, **options: Any) -> list[Any]:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
     pipeline = small_pipeline()
     with FleetExecutor(pipeline, devices=2, device_type="cpu", policy=policy, **options) as fleet:
-        study.optimize(short, n_trials=3, executor=fleet)
+        study.optimize(objective, n_trials=3, executor=fleet)
+    if objective is short_or_in_stages:
+        fast, slow = study.trials[1].user_attrs["layers"]
+        assert fast > slow
     return [trial.user_attrs["losses"] for trial in study.trials]
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[Any]:
-    return losses_of("baseline")
+    return losses_of("baseline", short_or_in_stages)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "baseline"])
 def test_a_policy_changes_who_flies_where_and_nothing_else(
     policy: str, expected: list[Any]
 ) -> None:
-    for losses, alike in zip(losses_of(policy), expected, strict=True):
+    """Nor does a trial beside the others whose stages are on unlike devices."""
+    for losses, alike in zip(losses_of(policy, short_or_in_stages), expected, strict=True):
         assert losses == pytest.approx(alike, rel=1e-10)
 
 
 def test_elastic_takes_an_objective_of_the_users(expected: list[Any]) -> None:
     allocator = ElasticAllocator(objective=lambda candidate, m: m**0.5, forward_looking_s=60)
-    for losses, alike in zip(
-        losses_of(policies.Own(allocator=allocator, paradigm="elastic")), expected, strict=True
-    ):
+    policy = policies.Own(allocator=allocator, paradigm="elastic")
+    for losses, alike in zip(losses_of(policy, short_or_in_stages), expected, strict=True):
         assert losses == pytest.approx(alike, rel=1e-10)
 
 

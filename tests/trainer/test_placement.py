@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from optuna_fleet.alloc.partition import DoesNotFit, Memory, Versions
+from optuna_fleet.alloc.partition import DoesNotFit, Link, Memory, Versions
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
+from optuna_fleet.trainer.pipeline_parallel.link_speed import link_of
 from optuna_fleet.trainer.pipeline_parallel.microbatches import microbatches
-from optuna_fleet.trainer.pipeline_parallel.placement import Demand, blocks_of
+from optuna_fleet.trainer.pipeline_parallel.parts import part_of
+from optuna_fleet.trainer.pipeline_parallel.placement import Demand, Ranks, blocks_of
+from optuna_fleet.trainer.pipeline_parallel.statistics import Statistics
 
 LAYER = LayerCost(
     forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0
@@ -26,15 +32,25 @@ def demand(memory_bytes: float, blocks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)) ->
 
 def test_slow_devices_get_fewer_layers() -> None:
     placed = demand(1e3).place([[LAYER] * 6, [SLOW] * 6])
-    assert (placed.cuts, placed.ranks) in [((4,), (0, 1)), ((2,), (1, 0))]
+    assert (placed.cuts, placed.ranks) in [(((4,),), ((0, 1),)), (((2,),), ((1, 0),))]
 
 
 def test_layers_stay_together_that_share_parameters() -> None:
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(5)])
-    assert blocks_of(model) == (1, 2, 3, 4, 5)
+    assert blocks_of(model, may_part_ties=False) == (1, 2, 3, 4, 5)
     model[3].weight = model[1].weight
-    assert blocks_of(model) == (1, 4, 5)
-    assert demand(1e3, blocks=(1, 4, 5)).place([[LAYER] * 5] * 2).cuts in [(1,), (4,)]
+    assert blocks_of(model, may_part_ties=False) == (1, 4, 5)
+    assert blocks_of(model, may_part_ties=True) == (1, 2, 3, 4, 5)
+    model[4] = nn.Sequential(model[2])  # a module, of which there can't be a copy
+    assert blocks_of(model, may_part_ties=True) == (1, 2, 5)
+    assert demand(1e3, blocks=(1, 4, 5)).place([[LAYER] * 5] * 2).cuts in [((1,),), ((4,),)]
+
+
+def test_a_module_may_be_several_layers() -> None:
+    activation = nn.ReLU()
+    model = nn.Sequential(nn.Linear(2, 2), activation, nn.Linear(2, 2), activation)
+    assert list(part_of(model, 2, 4)) == list(model)[2:]
+    assert list(part_of(model, 0, 4).state_dict()) == list(model.state_dict())
 
 
 def test_where_memory_is_short_stages_hold_fewer_parts() -> None:
@@ -46,10 +62,128 @@ def test_where_memory_is_short_stages_hold_fewer_parts() -> None:
         most_held(30.0)
 
 
+def test_the_whole_model_is_on_each_rank_that_has_the_memory_if_that_is_faster() -> None:
+    light = replace(LAYER, parameter_bytes=8.0)
+    may = replace(demand(1e3), may_replicate=True)
+    placed = may.place([[light] * 6, [replace(light, forward_s=2.0, backward_s=4.0)] * 6])
+    assert (placed.ranks, placed.cuts, placed.shares) == (((0,), (1,)), ((), ()), (3, 1))
+    assert "2 x 1 is expected to take" in placed.reason
+    unlike = Ranks(nodes=(0, 0), memory_bytes=(1e3, 100.0))
+    assert may.place([[light] * 6] * 2, unlike).shares == ()
+    heavy = replace(LAYER, parameter_bytes=1e10)
+    assert replace(may, memory_bytes=1e12).place([[heavy] * 6] * 2).shares == ()
+
+
+def test_a_stage_is_no_larger_than_the_memory_of_its_own_rank() -> None:
+    unlike = Ranks(nodes=(0, 0), memory_bytes=(1e3, 24.0))
+    placed = demand(1e3).place([[LAYER] * 6] * 2, unlike)
+    stages = dict(zip(placed.ranks[0], (placed.cuts[0][0], 6 - placed.cuts[0][0]), strict=True))
+    assert stages == {0: 4, 1: 2}
+
+
+def test_layers_that_share_a_lot_are_in_one_stage_if_they_can_be() -> None:
+    tied = replace(demand(1e3), untied=(1, 4, 5, 6), tied_bytes=1e10)
+    assert tied.place([[LAYER] * 6] * 2).cuts == ((4,),)
+    assert replace(tied, tied_bytes=0.0).place([[LAYER] * 6] * 2).cuts == ((3,),)
+
+
 def test_no_more_devices_are_asked_for_than_hold_the_model() -> None:
     costs = [LAYER] * 6
     assert [demand(m).fewest_stages(costs, 6) for m in (72.0, 71.0, 24.0)] == [1, 2, 3]
     assert demand(24.0).fewest_stages(costs, 2) is None
+
+
+class Counter(nn.Module):
+    """Leaves something behind that is no BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+def test_layers_that_keep_what_they_have_seen_are_told_apart() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=None), Counter())
+    costs = layer_costs(
+        list(model),
+        nn.functional.mse_loss,
+        torch.ones(3, 2),
+        torch.ones(3, 2),
+        torch.device("cpu"),
+    )
+    assert [cost.leaves_something for cost in costs] == [False, True, True]
+
+
+@pytest.mark.parametrize("shares", [(4,), (2, 2), (1, 1, 2), (3, 1)])
+def test_statistics_are_those_of_one_device(shares: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=0.3)).double()
+    ranks = [copy.deepcopy(alone) for _ in shares]
+    for _ in range(3):
+        parts = torch.randn(4, 5, 2, dtype=torch.float64).unbind()
+        for part in parts:
+            alone(part)
+        kept = []
+        for rank, model in enumerate(ranks):
+            first = sum(shares[:rank])
+            kept.append(Statistics(model, range(first, first + shares[rank]), 4))
+            kept[-1].begin()
+            for part in parts[first : first + shares[rank]]:
+                model(part)
+        left = [statistics.left() for statistics in kept]
+        sums = {name: torch.stack([own[name] for own in left]).sum(0) for name in left[0]}
+        for statistics in kept:
+            statistics.take(sums)
+    for model in ranks:
+        for name, expected in alone.state_dict().items():
+            assert torch.allclose(model.state_dict()[name], expected, rtol=1e-14, atol=0), name
+
+
+def test_a_link_is_as_fast_as_messages_there_and_back() -> None:
+    usual = Link(bytes_per_s=1e9, latency_s=1e-4)
+    link = link_of(short_s=4e-4, long_s=4e-4 + 2 * 2**20 / 5e8, usual=usual)
+    assert link.bytes_per_s == pytest.approx(5e8)
+    assert link.latency_s == 2e-4
+    assert link_of(short_s=1e-5, long_s=1e-3, usual=usual).latency_s == 1e-4
+
+
+def several(most: int | None, *, is_flushed: bool = False, memory_bytes: float = 1e9) -> Demand:
+    return replace(
+        demand(memory_bytes),
+        is_flushed=is_flushed,
+        most_workers=most,
+        memory=Memory(copies=2, versions=Versions.NONE if is_flushed else Versions.IN_FLIGHT),
+    )
+
+
+def test_unlike_devices_are_dealt_to_virtual_workers() -> None:
+    costs = [[LAYER] * 6, [SLOW] * 6] * 2  # fast and slow in turn
+    placed = several(2).place(costs)
+    assert placed.cuts in [((4,), (4,)), ((2,), (2,))]
+    assert sorted(map(sorted, placed.ranks)) == [[0, 1], [2, 3]]
+    assert 0 in placed.ranks[0]
+
+
+def test_nodes_are_dealt_to_all_virtual_workers() -> None:
+    """ED: each has a device of either node, so the servers of a stage can be on its node."""
+    on = Ranks(nodes=(0, 0, 1, 1), memory_bytes=(1e9,) * 4)
+    placed = several(2).place([[LAYER] * 6] * 4, on)
+    assert sorted(map(sorted, placed.ranks)) == [[0, 2], [1, 3]]
+    free = several(None).place([[LAYER] * 6, [SLOW] * 6] * 2, on)
+    assert sorted(rank for ranks in free.ranks for rank in ranks) == [0, 1, 2, 3]
+
+
+def test_as_many_virtual_workers_as_are_fastest_and_have_the_memory() -> None:
+    free = several(None).place([[LAYER] * 6] * 4)
+    assert len(free.ranks) == 4  # nothing has to be sent but parameters
+    kept = replace(LAYER, parameter_bytes=1e9)
+    large = several(None, memory_bytes=1e12).place([[kept] * 6] * 4)
+    assert len(large.ranks) == 1  # servers would take longer than the passes
+    tight = several(None, memory_bytes=60.0).place([[LAYER] * 6] * 4)
+    assert len(tight.ranks) == 2
 
 
 def test_what_layers_cost_is_measured_without_a_trace() -> None:

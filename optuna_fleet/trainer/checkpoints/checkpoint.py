@@ -9,6 +9,7 @@ import os
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import IO, Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def snapshot(checkpoint: Checkpoint) -> Snapshot:
             safely; names the key.
     """
     content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
-    content["objects"] = _portable(checkpoint.objects, "objects", own=False)
+    content["objects"] = _portable(checkpoint.objects, "objects", own=False, copies={})
     content["remainder"] = _portable(checkpoint.remainder, "remainder", own=False)
     content["state"] = _portable(checkpoint.state, "trial.state", own=True)
     content["totals"] = _portable(checkpoint.totals, "trial.totals", own=False)
@@ -222,7 +223,9 @@ def restore_rng(states: list[dict[str, Any]]) -> None:
     set_rng_state(states[rank])
 
 
-def _portable(value: Any, where: str, *, own: bool) -> Any:
+def _portable(
+    value: Any, where: str, *, own: bool, copies: dict[Any, torch.Tensor] | None = None
+) -> Any:
     """Copy of `value` that ``torch.load(weights_only=True)`` accepts, with compact CPU tensors.
 
     Args:
@@ -230,9 +233,14 @@ def _portable(value: Any, where: str, *, own: bool) -> Any:
         where: Its name in errors.
         own: Whether it is the user's own (``trial.state``), who can convert NumPy values; those in
             other objects (a learning rate, say) become Python numbers here.
+        copies: Those made so far, where what is the same there (tied weights) stays so.
     """
     if isinstance(value, torch.Tensor):
-        return _copy(value)
+        key = None if copies is None else _memory_of(value)
+        if copies is None or key is None:
+            return _copy(value)
+        return copies[key] if key in copies else copies.setdefault(key, _copy(value))
+    again = partial(_portable, own=own, copies=copies)
     value = tracked.plain(value)
     if type(value) in _PLAIN_TYPES:
         return bytearray(value) if isinstance(value, bytearray) else value
@@ -240,16 +248,18 @@ def _portable(value: Any, where: str, *, own: bool) -> Any:
         return value.item()
     if type(value) in (list, tuple, set):
         items = enumerate(value)
-        return type(value)(_portable(item, f"{where}[{key}]", own=own) for key, item in items)
+        return type(value)(again(item, f"{where}[{key}]") for key, item in items)
     # A default's factory can't be loaded safely: in the user's own state it would be missed.
     if type(value) in (dict, OrderedDict, Counter) or (type(value) is defaultdict and not own):
-        return _portable_dict(value, where, own=own)
+        return _portable_dict(value, where, again)
     raise FleetConfigError(_refusal(value, where))
 
 
-def _portable_dict(value: dict[Any, Any], where: str, *, own: bool) -> dict[Any, Any]:
+def _portable_dict(
+    value: dict[Any, Any], where: str, again: Callable[[Any, str], Any]
+) -> dict[Any, Any]:
     items = {
-        _portable(key, f"a key of {where}", own=own): _portable(item, f"{where}[{key!r}]", own=own)
+        again(key, f"a key of {where}"): again(item, f"{where}[{key!r}]")
         for key, item in value.items()
     }
     if isinstance(value, Counter):  # the milestones of torch's MultiStepLR
@@ -271,6 +281,14 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     # Training goes on changing it while it is written. And torch saves whole storages: a view of
     # a large tensor would take all of it along.
     return tensor.clone()
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """What only tensors have in common that are the same one; None where that can't be told."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    if not plain or not tensor.numel() or not tensor.data_ptr():
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _is_part(tensor: torch.Tensor) -> bool:

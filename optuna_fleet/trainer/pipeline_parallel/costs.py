@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from optuna_fleet.trainer.nested import map_tensors, to_device
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
+from optuna_fleet.trainer.pipeline_parallel.statistics import leaves_something
 
 _REPEATS = 3
 
@@ -28,6 +29,7 @@ class LayerCost:
         output_bytes: What it gives to the next layer.
         parameter_bytes: Size of its parameters.
         kept_bytes: What it keeps between the two passes.
+        leaves_something: Whether passes change its buffers, but for BatchNorm's statistics.
     """
 
     forward_s: float
@@ -35,6 +37,7 @@ class LayerCost:
     output_bytes: float
     parameter_bytes: float
     kept_bytes: float
+    leaves_something: bool = False
 
 
 def layer_costs(
@@ -57,7 +60,7 @@ def layer_costs(
             own = copy.deepcopy(layer).to(device)
             is_last = place == len(layers) - 1
             cost, values = _measure(own, loss if is_last else None, values, targets, device)
-            costs.append(cost)
+            costs.append(replace(cost, leaves_something=leaves_something(own, layer)))
     return costs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -27,9 +28,12 @@ class Noise:
         self._device = device
         self._seed = seed
         self._minibatch: int | None = None
+        places: dict[nn.Module, deque[int]] = {}
+        for place, layer in layers.items():  # a module may be several of the layers
+            places.setdefault(layer, deque()).append(place)
         self._handles = [
-            layer.register_forward_pre_hook(lambda *_, place=place: self._begin(place))
-            for place, layer in layers.items()
+            layer.register_forward_pre_hook(lambda *_, own=own: self._begin(own))
+            for layer, own in places.items()
         ]
 
     def close(self) -> None:
@@ -48,10 +52,11 @@ class Noise:
             finally:
                 self._minibatch = None
 
-    def _begin(self, place: int) -> None:
+    def _begin(self, places: deque[int]) -> None:
         if self._minibatch is None:
             return
-        sequence = np.random.SeedSequence(self._seed, spawn_key=(self._minibatch, place))
+        sequence = np.random.SeedSequence(self._seed, spawn_key=(self._minibatch, places[0]))
+        places.rotate(-1)
         seed = int(sequence.generate_state(1, np.uint64)[0])
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":

@@ -13,8 +13,8 @@ from optuna_fleet.exceptions import FleetConfigError
 
 def part_of(model: nn.Sequential, first: int, end: int) -> nn.Sequential:
     """Layers `first` up to, without, `end`, as they are in `model`."""
-    layers = list(model.named_children())[first:end]
-    return nn.Sequential(OrderedDict(layers))
+    layers = list(model._modules.items())[first:end]  # `named_children` gives repeated ones once
+    return nn.Sequential(OrderedDict((name, layer) for name, layer in layers if layer is not None))
 
 
 def check_parts(model: nn.Sequential, cuts: Sequence[int]) -> None:

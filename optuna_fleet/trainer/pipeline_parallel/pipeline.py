@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,17 +15,13 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
-from optuna_fleet.trainer.pipeline_parallel.clipping import clip_gradients
-from optuna_fleet.trainer.pipeline_parallel.flushed import FlushedWeights
-from optuna_fleet.trainer.pipeline_parallel.messages import (
-    Activations,
-    Inputs,
-    StageAddress,
-    Targets,
-)
-from optuna_fleet.trainer.pipeline_parallel.microbatches import microbatches, num_samples
+from optuna_fleet.trainer.pipeline_parallel.construction import Construction
+from optuna_fleet.trainer.pipeline_parallel.evaluation import Evaluation, Metric
+from optuna_fleet.trainer.pipeline_parallel.messages import Inputs, Targets
+from optuna_fleet.trainer.pipeline_parallel.microbatches import Microbatch, microbatches
+from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of
-from optuna_fleet.trainer.pipeline_parallel.passes import Loss, StageModule
+from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placement import Demand, blocks_of, memory_of
 from optuna_fleet.trainer.pipeline_parallel.placing import (
     Placed,
@@ -34,17 +30,15 @@ from optuna_fleet.trainer.pipeline_parallel.placing import (
     place,
 )
 from optuna_fleet.trainer.pipeline_parallel.stage import PassDone, PipelineStage
+from optuna_fleet.trainer.pipeline_parallel.tied import shared_bytes
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
 from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
 from optuna_fleet.trainer.pipeline_parallel.whole import Holding, WholeModel, WholeOptimizer
-from optuna_fleet.wsp.schedules import Alone, Flush, Tag, WaveSynchronous
 from optuna_fleet.wsp.turns import Pass, Turn
-
-Metric = Callable[[Any, Any], Any]
 
 
 class Pipeline:
-    """A model in as many stages as the trial has devices; `FleetTrial.pipeline` makes one.
+    """A model in stages, one on each of the trial's devices; `FleetTrial.pipeline` makes one.
 
     All ranks call its methods alike. The first batch decides which layers are where: their times
     and memory are measured with it.
@@ -55,42 +49,47 @@ class Pipeline:
         model: nn.Sequential,
         optimizer: torch.optim.Optimizer,
         loss: Loss,
-        *,
-        in_flight: int,
-        flush: bool,
-        max_grad_norm: float | None,
-        memory_bytes: float | None,
+        options: PipelineOptions,
         surroundings: Surroundings,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
-        self._in_flight = in_flight
-        self._is_flushed = flush
-        self._max_grad_norm = max_grad_norm
-        self._memory_bytes = memory_bytes
+        self._options = options
         self._around = surroundings
-        self._names = list(parameters_of(model))
+        self._names = tuple(parameters_of(model))
         self._holding = Holding(model, optimizer)
         self._holding.settle = self.flush
-        self._rule = self._rule_of(model)
-        self._placed: Placed | None = None
+        if not options.is_flushed:
+            SgdRule(optimizer, ())  # refuses others
+        self._own: Construction | None = None
         self._stage: PipelineStage | None = None
-        self._num_before = 0  # minibatches, before this stage was made
-        self._num_begun = 0  # since then
+        self._num_before = 0  # batches, before this stage was made
+        self._num_begun = 0  # of this virtual worker's minibatches, since then
         self._losses: deque[Tensor] = deque()
         self._progress = _Progress(self)
         self.objects = (WholeModel(self._holding), WholeOptimizer(self._holding), self._progress)
 
     @property
     def num_stages(self) -> int:
-        """Stages, which is the number of devices that the trial has at present."""
-        return group_size()
+        """Stages of each virtual worker; of the first, where these differ.
+
+        Before the first batch the number of devices that the trial has.
+        """
+        return group_size() if self._own is None else len(self._own.placed.placement.ranks[0])
+
+    @property
+    def num_virtual_workers(self) -> int:
+        """Pipelines that share each batch; 1 before the first."""
+        return 1 if self._own is None else self._own.placed.num_workers
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Layers that stages begin with, but for the first; empty before the first batch."""
-        return () if self._placed is None else self._placed.placement.cuts
+        """Layers that the first virtual worker's stages begin with, but for its first stage.
+
+        Empty before the first batch.
+        """
+        return () if self._own is None else self._own.placed.placement.cuts[0]
 
     def check_beside(self, objects: Iterable[Any]) -> None:
         """Refuse what can't be prepared beside it.
@@ -118,96 +117,139 @@ class Pipeline:
 
         Returns:
             The batch's loss, on every rank. Without flushes that of the batch which is `in_flight`
-            steps back, and None while there is none.
+            steps back, and None while there is none. None with a clock distance, as no rank knows
+            all virtual workers' part: `flush` returns them.
 
         Raises:
             FleetConfigError: The devices have too little memory.
         """
         self._around.check()
-        placed = self._place(inputs, targets)
-        with placed.naming_errors():
-            if self._is_flushed:
-                return self._step_and_flush(placed, inputs, targets)
-            assert self._rule is not None
-            self._rule.foresee()
+        own = self._place(inputs, targets)
+        with own.placed.naming_errors():
+            if own.rule is None:
+                return self._step_and_flush(own, inputs, targets)
+            own.rule.foresee()
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers
-            self._give(placed, inputs, targets)
-            self._run(placed, lambda stage: stage.started >= self._num_begun)
-            return self._losses.popleft() if self._num_begun > self._in_flight else None
+            number, worker = own.placed.num_workers, own.placed.address.worker
+            part = next(islice(microbatches(inputs, targets, number), worker, None))
+            self._give(own, part, part.weight * number)
+            self._run(own, lambda stage: stage.started >= self._num_begun)
+            is_alone = self._options.clock_distance is None
+            is_known = is_alone and self._num_begun > self._options.in_flight
+            return self._losses.popleft() if is_known else None
 
     def flush(self) -> list[Tensor]:
         """Train to their end the batches that are in flight, and return their losses.
 
-        There are none unless ``flush=False``. Evaluation, and an epoch's end, do so too: losses
-        that nobody has asked for are forgotten then.
+        With a clock distance those of all batches since the last time. There are none with
+        flushes. Evaluation, and an epoch's end, do so too: losses that nobody has asked for are
+        forgotten then.
         """
-        placed, stage = self._placed, self._stage
-        if self._is_flushed or placed is None or stage is None:
+        own, stage = self._own, self._stage
+        if own is None or stage is None:
             return []
+        placed = own.placed
         with placed.naming_errors(), torch.no_grad():
-            self._run(placed, lambda stage: stage.completed >= self._num_begun)
-            own = parameters_of(placed.part)
-            for name, weight in stage.weights.latest().items():
-                own[name].copy_(weight)
-        losses = list(self._losses)
-        self.begin_anew(self.num_minibatches)  # as a trial does that goes on elsewhere
+            if placed.columns is not None:
+                own.agreement.take(placed.columns.add(own.agreement.rest()))
+            if own.rule is None:
+                return []
+            self._run(own, lambda stage: stage.completed >= self._num_begun)
+            if placed.num_workers > 1:
+                self._settle(own, stage.weights)
+            own.agreement.take(stage.weights.latest())
+            losses = self._of_all_workers(placed)
+            self.begin_anew(self.num_batches)  # as a trial does that goes on elsewhere
+            self._host(own)
         return losses
 
     @property
-    def num_minibatches(self) -> int:
+    def num_batches(self) -> int:
         """How many have been trained on."""
-        return self._num_before + self._num_begun
+        return self._num_before + self._num_begun // (len(self._own.parts) if self._own else 1)
 
-    def begin_anew(self, num_minibatches: int) -> None:
-        """The weights are those after so many minibatches, and none is in flight."""
+    def begin_anew(self, num_batches: int) -> None:
+        """The weights are those after so many batches, and none is in flight."""
         self._stage = None
-        self._num_before, self._num_begun = num_minibatches, 0
+        self._num_before, self._num_begun = num_batches, 0
         self._losses.clear()
 
-    def _step_and_flush(self, placed: Placed, inputs: Any, targets: Any) -> Tensor:
-        for part in microbatches(inputs, targets, self._in_flight):
-            self._give(placed, part.inputs, part.targets, part.weight)
-        self._run(placed, lambda stage: stage.completed >= self._num_begun)
+    def _step_and_flush(self, own: Construction, inputs: Any, targets: Any) -> Tensor:
+        if own.placed.columns is not None:
+            own.statistics.begin()
+        parts = list(microbatches(inputs, targets, self._options.in_flight))
+        for part in parts[own.parts.start : own.parts.stop]:
+            self._give(own, part, part.weight)
+        self._run(own, lambda stage: stage.completed >= self._num_begun)
         torch.clear_autocast_cache()  # of casts of weights that are old now
         loss = functools.reduce(torch.add, self._losses)
         self._losses.clear()
+        if own.placed.columns is not None:
+            loss = own.placed.columns.add_loss(loss)
         return loss.to(self._around.device)
 
-    def _give(self, placed: Placed, inputs: Any, targets: Any, weight: float = 1.0) -> None:
+    def _give(self, own: Construction, part: Microbatch, weight: float) -> None:
         if self._stage is None:
-            self._stage = self._new_stage(placed)
+            self._stage = own.stage(self._note)
         self._num_begun += 1
         number, device = self._num_begun, self._around.device
-        if placed.is_first:
-            self._stage.receive(Inputs(number=number, values=to_device(inputs, device)))
-        if placed.is_last:
-            values = to_device(targets, device)
+        if own.placed.is_first:
+            self._stage.receive(Inputs(number=number, values=to_device(part.inputs, device)))
+        if own.placed.is_last:
+            values = to_device(part.targets, device)
             self._stage.receive(Targets(number=number, values=values, weight=weight))
 
-    def _run(self, placed: Placed, is_done: Callable[[PipelineStage], bool]) -> None:
-        """Do passes as they can be done, until enough are."""
-        stage, edges = self._stage, placed.edges
+    def _run(self, own: Construction, is_done: Callable[[PipelineStage], bool]) -> None:
+        """Take messages and do passes as they can be done, until enough are."""
+        stage, edges = self._stage, own.placed.edges
         assert stage is not None
         with torch.enable_grad():
             while not is_done(stage):
-                while edges is not None and (message := edges.poll()) is not None:
+                if edges is not None and (message := edges.poll()) is not None:
                     stage.receive(message)
-                if (turn := stage.next_turn()) is not None:
-                    self._do(placed, stage, turn)
+                elif (turn := stage.next_turn()) is not None:
+                    self._do(own, stage, turn)
                 else:
                     assert edges is not None
                     stage.receive(edges.receive())
 
-    def _do(self, placed: Placed, stage: PipelineStage, turn: Turn) -> None:
+    def _do(self, own: Construction, stage: PipelineStage, turn: Turn) -> None:
         if turn.what is Pass.BACKWARD:
             stage.run(turn)
             return
-        with placed.noise.of(self._num_before + turn.number):
+        batch, place = divmod(turn.number - 1, len(own.parts))
+        num_parts = self._options.in_flight if self._options.is_flushed else 1
+        with own.placed.noise.of((self._num_before + batch) * num_parts + own.parts[place] + 1):
             stage.run(turn)
 
     def _note(self, done: PassDone) -> None:
         if done.loss is not None:
             self._losses.append(done.loss)
+
+    # -- several virtual workers ------------------------------------------------------------------
+
+    def _settle(self, own: Construction, weights: Weights) -> None:
+        """Come to the weights that all virtual workers have come to."""
+        assert isinstance(weights, VersionedWeights)
+        wave_size, rest = self._options.in_flight, own.agreement.rest()
+        least = own.schedule.least_clock((self._num_begun // wave_size + 1) * wave_size)
+        self._run(own, lambda _: weights.settle(least, rest))
+
+    def _of_all_workers(self, placed: Placed) -> list[Tensor]:
+        """Losses of whole batches. Nobody goes on before all have settled, as all must tell."""
+        losses = list(self._losses)
+        if placed.num_workers == 1:
+            return losses
+        told = checkpoint.gather({"losses": losses})
+        firsts = [ranks[0] for ranks in placed.placement.ranks]
+        of_workers = zip(*(told[rank]["losses"] for rank in firsts), strict=True)
+        return [torch.stack([*of]).mean().to(self._around.device) for of in of_workers]
+
+    def _host(self, own: Construction) -> None:
+        """Have parameter servers begin with the weights of now; all must call it."""
+        if own.placed.edges is not None and own.placed.directory.hosts:
+            own.placed.edges.host(own.servers())
+            checkpoint.gather({})  # nobody pushes before all servers are there
 
     # -- evaluation -------------------------------------------------------------------------------
 
@@ -223,109 +265,48 @@ class Pipeline:
         self.flush()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
-        sums: dict[str, float] = {}
+        evaluation = Evaluation(metric or self._loss, self._around.device)
         try:
             with torch.no_grad():
                 for inputs, targets in batches:
                     self._around.check()
-                    self._evaluate(inputs, targets, metric or self._loss, sums)
+                    evaluation.add(self._place(inputs, targets).placed, inputs, targets)
         finally:
             for module, mode in modes:
                 module.training = mode
-        return _mean_of(self._of_last_stage(sums))
-
-    def _evaluate(self, inputs: Any, targets: Any, metric: Metric, sums: dict[str, float]) -> None:
-        placed, device = self._place(inputs, targets), self._around.device
-        with placed.naming_errors():
-            if placed.is_first:
-                values = to_device(inputs, device)
-            else:
-                assert placed.edges is not None
-                received = placed.edges.receive()
-                assert isinstance(received, Activations)
-                values = received.values
-            output = placed.part(values)
-            if not placed.is_last:
-                assert placed.edges is not None
-                sent = Activations(number=0, tag=Tag(0, 0), values=output)
-                own, to = placed.stage, placed.stage + 1
-                placed.edges.send(StageAddress(0, own), StageAddress(0, to), sent)
-                return
-            size = num_samples(inputs)
-            found = metric(output, to_device(targets, device))
-            named = found if isinstance(found, dict) else {"": found}
-            for name, value in {**named, _SAMPLES: 1.0}.items():
-                sums[name] = sums.get(name, 0.0) + float(value) * size
-
-    def _of_last_stage(self, sums: dict[str, float]) -> dict[str, float]:
-        if self._placed is None:
-            return sums
-        return checkpoint.gather(sums)[self._placed.placement.ranks[-1]]
+        return evaluation.means()
 
     # -- what it is made of -----------------------------------------------------------------------
 
-    def _place(self, inputs: Any, targets: Any) -> Placed:
-        if self._placed is None:
-            batch = inputs, targets
-            if self._is_flushed:
-                first = next(microbatches(inputs, targets, self._in_flight))
+    def _place(self, inputs: Any, targets: Any) -> Construction:
+        if self._own is None:
+            options, batch = self._options, (inputs, targets)
+            if options.is_flushed:
+                first = next(microbatches(inputs, targets, options.in_flight))
                 batch = first.inputs, first.targets
-            limit = self._memory_bytes
+            limit = options.memory_bytes
             demand = Demand(
-                blocks=blocks_of(self._model),
-                in_flight=self._in_flight,
-                memory=memory_of(self._optimizer, is_flushed=self._is_flushed),
+                blocks=blocks_of(self._model, may_part_ties=options.is_flushed),
+                in_flight=options.in_flight,
+                memory=memory_of(self._optimizer, is_flushed=options.is_flushed),
                 memory_bytes=memory_of_device(self._around.device) if limit is None else limit,
+                is_flushed=options.is_flushed,
+                most_workers=options.most_workers,
+                clock_distance=options.clock_distance or 0,
+                may_replicate=options.may_replicate,
+                untied=blocks_of(self._model, may_part_ties=False),
+                tied_bytes=shared_bytes(self._model),
             )
-            self._placed = place(self._holding, self._loss, batch, demand, self._around)
-            self._rule = self._rule_of(self._placed.part)
-        return self._placed
-
-    def _rule_of(self, part: nn.Module) -> SgdRule | None:
-        return None if self._is_flushed else SgdRule(self._optimizer, parameters_of(part).items())
-
-    def _new_stage(self, placed: Placed) -> PipelineStage:
-        schedule = (Flush if self._is_flushed else WaveSynchronous)(self._in_flight)
-        return PipelineStage(
-            address=StageAddress(0, placed.stage),
-            num_stages=len(placed.placement.ranks),
-            module=StageModule(
-                placed.part,
-                is_first=placed.is_first,
-                loss=self._loss if placed.is_last else None,
-            ),
-            weights=self._weights(placed),
-            schedule=Alone(schedule),
-            transport=placed.edges or _NoTransport(),
-            observer=self._note,
-            most_held=placed.placement.held,
-        )
-
-    def _weights(self, placed: Placed) -> Weights:
-        parameters = dict(parameters_of(placed.part))
-        if self._rule is not None:
-            return VersionedWeights(parameters, self._rule, self._in_flight, client=None)
-        return FlushedWeights(parameters, self._optimizer, self._in_flight, self._clip)
-
-    def _clip(self, parameters: Any) -> None:
-        if self._max_grad_norm is not None:
-            clip_gradients(parameters, self._names, self._max_grad_norm)
+            placed = place(self._holding, self._loss, batch, demand, self._around)
+            given = self._model, self._optimizer, self._loss, self._names, options
+            self._own = Construction(*given, placed)
+            self._host(self._own)
+        return self._own
 
     def close(self, *, alone: bool) -> None:
         """The trial has ended here; `alone` if the other ranks may not have."""
-        if self._placed is not None:
-            self._placed.noise.close()
-            if self._placed.edges is not None:
-                self._placed.edges.close(alone=alone)
-
-
-_SAMPLES = "number of samples"
-
-
-def _mean_of(sums: dict[str, float]) -> Any:
-    size = sums.pop(_SAMPLES, 0.0)
-    means = {name: total / size for name, total in sums.items()}
-    return means.get("", math.nan) if means.keys() <= {""} else means
+        if self._own is not None:
+            self._own.placed.close(alone=alone)
 
 
 class _Progress:
@@ -335,14 +316,7 @@ class _Progress:
         self._pipeline = pipeline
 
     def state_dict(self) -> dict[str, Any]:
-        return {"minibatches": self._pipeline.num_minibatches}
+        return {"batches": self._pipeline.num_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pipeline.begin_anew(state["minibatches"])
-
-
-class _NoTransport:
-    """Of a stage that is alone."""
-
-    def send(self, *_: Any) -> None:
-        raise AssertionError("a stage that is alone has nobody to send to")
+        self._pipeline.begin_anew(state["batches"])

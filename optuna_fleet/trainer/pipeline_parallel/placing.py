@@ -1,26 +1,37 @@
-"""Puts the layers where they are to be: one stage on each rank of the trial."""
+"""Puts layers where they are to be: a stage of a virtual worker on each rank of the trial."""
 
 from __future__ import annotations
 
+import logging
 import math
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.alloc.partition import DoesNotFit
+from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.trainer.groups import gloo_group, group_size
+from optuna_fleet.trainer.pipeline_parallel.agreement import names_of
+from optuna_fleet.trainer.pipeline_parallel.columns import Columns
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
+from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
+from optuna_fleet.trainer.pipeline_parallel.link_speed import measured_links
+from optuna_fleet.trainer.pipeline_parallel.messages import StageAddress
 from optuna_fleet.trainer.pipeline_parallel.noise import Noise
 from optuna_fleet.trainer.pipeline_parallel.parts import part_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
-from optuna_fleet.trainer.pipeline_parallel.placement import Demand, Placement
+from optuna_fleet.trainer.pipeline_parallel.placement import WIRE, Demand, Placement, Ranks
+from optuna_fleet.trainer.pipeline_parallel.tied import Ties, shared_parameters
 from optuna_fleet.trainer.pipeline_parallel.whole import Holding
+
+_logger = logging.getLogger(__name__)
 
 _OF_GPU = 0.9  # the rest is for what is not counted: fragments, libraries, messages
 
@@ -36,6 +47,7 @@ class Surroundings:
         seed: Of the trial's random numbers.
         check: Raises what unwinds the objective, if anything does.
         need: Says how many devices the trial needs, and leaves the objective.
+        go_on_with_fewer: Says why the trial can't use all of its devices, and how many it can.
     """
 
     device: torch.device
@@ -43,7 +55,8 @@ class Surroundings:
     most_devices: int
     seed: tuple[int, ...]
     check: Callable[[], None]
-    need: Callable[[int], None]
+    need: Callable[[int], NoReturn]
+    go_on_with_fewer: Callable[[str, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,29 +65,58 @@ class Placed:
 
     Attributes:
         placement: Of all stages.
-        stage: This rank's, from 0.
+        directory: Who is on which rank.
+        address: Of this rank's stage.
         part: Its layers, on its device.
-        edges: To the other stages; None if there are none.
+        edges: To other processes; None if there are none.
+        columns: The same layers of virtual workers that step together; None if there are none.
+        ties: What its layers share with each other and those of other stages.
         noise: Of its layers.
         rank: Of this process.
     """
 
     placement: Placement
-    stage: int
+    directory: Directory
+    address: StageAddress
     part: nn.Sequential
     edges: Edges | None
+    columns: Columns | None
+    ties: Ties
     noise: Noise
     rank: int
 
     @property
+    def num_workers(self) -> int:
+        """Virtual workers."""
+        return len(self.placement.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Of this virtual worker."""
+        return len(self.placement.ranks[self.address.worker])
+
+    @property
     def is_first(self) -> bool:
         """Whether it gets the inputs."""
-        return self.stage == 0
+        return self.address.stage == 0
 
     @property
     def is_last(self) -> bool:
         """Whether it computes the loss."""
-        return self.stage == len(self.placement.ranks) - 1
+        return self.address.stage == self.num_stages - 1
+
+    def next_stage(self) -> StageAddress:
+        """Which gets what it computes."""
+        return self.address._replace(stage=self.address.stage + 1)
+
+    def close(self, *, alone: bool) -> None:
+        """The trial has ended here; `alone` if the other ranks may not have."""
+        self.noise.close()
+        self.ties.close()
+        if self.columns is not None:
+            self.columns.close()
+        if self.edges is not None:
+            self.edges.close(alone=alone)
 
     @contextmanager
     def naming_errors(self) -> Iterator[None]:
@@ -84,8 +126,10 @@ class Placed:
         except Exception as error:
             if self.edges is not None and error.args and isinstance(error.args[0], str):
                 names = list(dict(self.part.named_children()))
-                of = f"stage {self.stage} of {len(self.placement.ranks)}, rank {self.rank}"
-                where = f" (in {of}: layers {names[0]} to {names[-1]})"
+                of = f"stage {self.address.stage} of {self.num_stages}"
+                if self.num_workers > 1:
+                    of += f" of virtual worker {self.address.worker}"
+                where = f" (in {of}, rank {self.rank}: layers {names[0]} to {names[-1]})"
                 error.args = (error.args[0] + where, *error.args[1:])
             raise
 
@@ -105,22 +149,53 @@ def place(
     Raises:
         FleetConfigError: The devices have too little memory.
     """
-    placement = _placement(holding.model, loss, batch, demand, around)
-    stage = placement.ranks.index(around.rank)
-    bounds = (0, *placement.cuts, len(holding.model))
-    first, end = bounds[stage], bounds[stage + 1]
-    part = part_of(holding.model, first, end)
-    edges = None
-    if len(placement.ranks) > 1:
-        edges = Edges(placement.ranks, stage, around.device, room=2 * demand.in_flight + 2)
-        holding.keep(part, edges.gather)
+    model = holding.model
+    shared = shared_parameters(model) if demand.is_flushed else []  # as long as all are here
+    placement, costs, nodes = _placement(model, loss, batch, demand, around)
+    is_shared = len(placement.ranks) > 1
+    directory = Directory.of(
+        placement.ranks,
+        placement.cuts,
+        [cost.parameter_bytes for cost in costs] or [0.0] * len(model),
+        nodes,
+        has_servers=is_shared and not demand.is_flushed,
+    )
+    address = directory.address_of(around.rank)
+    bounds = (0, *placement.cuts[address.worker], len(model))
+    first, end = bounds[address.stage], bounds[address.stage + 1]
+    part = part_of(model, first, end)
+    edges = columns = None
+    if group_size() > 1:
+        room = 2 * demand.in_flight + 2
+        group = gloo_group()
+        assert group is not None
+        edges = Edges(group, directory, around.device, room)
+        holding.keep(part, edges.gather, is_copy=address.worker > 0)
     part.to(around.device)
     optimizer = holding.optimizer
     optimizer.load_state_dict(optimizer.state_dict())  # to where the parameters are
+    pipelines = list(zip(placement.cuts, placement.ranks, strict=True))
+    ties = Ties(model, shared, pipelines, around.rank)
+    if is_shared and demand.is_flushed:
+        names = {
+            place: names_of(part_of(model, *directory.pieces[place]))
+            for place in directory.users[address]
+        }
+        columns = Columns(directory, names)
     layers = dict(enumerate(part, first))
-    noise = Noise(layers, around.device, around.seed)
+    # Virtual workers that do not wait for each other have the same numbers of minibatches.
+    draws_apart = address.worker > 0 and not demand.is_flushed
+    seed = (*around.seed, address.worker) if draws_apart else around.seed
     return Placed(
-        placement=placement, stage=stage, part=part, edges=edges, noise=noise, rank=around.rank
+        placement=placement,
+        directory=directory,
+        address=address,
+        part=part,
+        edges=edges,
+        columns=columns,
+        ties=ties,
+        noise=Noise(layers, around.device, seed),
+        rank=around.rank,
     )
 
 
@@ -138,19 +213,66 @@ def _placement(
     batch: tuple[Any, Any],
     demand: Demand,
     around: Surroundings,
-) -> Placement:
-    number = group_size()
-    if number == 1 and math.isinf(demand.memory_bytes):
-        return Placement(cuts=(), ranks=(0,), held=1)
-    own = layer_costs(list(model), loss, *batch, around.device)
-    told = checkpoint.gather({"costs": [asdict(cost) for cost in own]})
-    costs = [[LayerCost(**cost) for cost in rank["costs"]] for rank in told]
+) -> tuple[Placement, list[LayerCost], list[int]]:
+    """Also what layers cost, and nodes of ranks, as far as these matter."""
+    if group_size() == 1 and math.isinf(demand.memory_bytes):
+        return Placement(cuts=((),), ranks=((0,),), held=1), [], [0]
+    costs, on = _measured(model, loss, batch, demand, around)
+    demand = replace(demand, memory_bytes=on.memory_bytes[0])
+    if any(cost.leaves_something for own in costs for cost in own):
+        demand = replace(demand, may_replicate=False)
+    if group_size() > 1:
+        demand = replace(demand, links=measured_links(on.nodes, around.rank, WIRE))
     fewest = demand.fewest_stages(costs[0], around.most_devices)
     if fewest is None:
         raise FleetConfigError(_too_large(costs[0], demand, around.most_devices))
-    if fewest > number:
+    if fewest > group_size():
         around.need(fewest)
-    return demand.place(costs)
+    try:
+        placement = demand.place(costs, on)
+    except DoesNotFit as error:
+        _use_others(error, costs[0], demand, around)
+    if placement.reason:
+        _logger.debug("Trial %d: %s", around.seed[-1], placement.reason)
+    return placement, costs[0], list(on.nodes)
+
+
+def _measured(
+    model: nn.Sequential,
+    loss: Loss,
+    batch: tuple[Any, Any],
+    demand: Demand,
+    around: Surroundings,
+) -> tuple[list[list[LayerCost]], Ranks]:
+    """What each rank knows of the layers and of its device, on all of them."""
+    costs = layer_costs(list(model), loss, *batch, around.device)
+    told = checkpoint.gather(
+        {
+            "costs": [asdict(cost) for cost in costs],
+            "node": platform.node(),
+            "memory_bytes": demand.memory_bytes,  # devices may be unlike, or shared
+        }
+    )
+    names = [rank["node"] for rank in told]
+    on = Ranks(
+        nodes=tuple(map(names.index, names)),
+        memory_bytes=tuple(rank["memory_bytes"] for rank in told),
+    )
+    return [[LayerCost(**cost) for cost in rank["costs"]] for rank in told], on
+
+
+def _use_others(
+    refusal: DoesNotFit, costs: list[LayerCost], demand: Demand, around: Surroundings
+) -> NoReturn:
+    """The devices of now won't do, though as many like the first one would."""
+    number, num_blocks = group_size(), len(demand.blocks)
+    if number > num_blocks and demand.most_workers == 1:
+        why = f"On {number} devices: {refusal}"
+        around.go_on_with_fewer(why, num_blocks)
+        raise TrialError(why)
+    if number == around.most_devices:
+        raise FleetConfigError(_too_large(costs, demand, number))
+    around.need(number + 1)
 
 
 def _too_large(costs: list[LayerCost], demand: Demand, most: int) -> str:

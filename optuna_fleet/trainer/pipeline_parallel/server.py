@@ -19,6 +19,7 @@ from optuna_fleet.trainer.pipeline_parallel.messages import (
     Tensors,
     Transport,
 )
+from optuna_fleet.trainer.pipeline_parallel.updates import added
 from optuna_fleet.wsp.schedules import check_clocks
 
 
@@ -48,7 +49,9 @@ class ParameterServer:
         self._address = address
         self._transport = transport
         self._clock_distance = clock_distance
-        self._snapshots = {0: {name: w.detach().clone() for name, w in weights.items()}}
+        self._snapshots: dict[int, Tensors] = {
+            0: {name: w.detach().clone() for name, w in weights.items()}
+        }
         self._pushed = [0] * num_workers
         self._waves: dict[int, dict[int, Tensors]] = {}
         self._parked: list[Pull] = []
@@ -98,10 +101,9 @@ class ParameterServer:
             self._parked = [pull for pull in self._parked if not self._answer(pull)]
 
     def _advance(self, wave: int) -> None:
-        weights = dict(self._snapshots[wave])
+        weights = self._snapshots[wave]
         for _, updates in sorted(self._waves.pop(wave).items()):
-            for name, update in updates.items():
-                weights[name] = weights[name] + update
+            weights = added(weights, updates)
         self._snapshots[wave + 1] = weights
         self._forget()
 

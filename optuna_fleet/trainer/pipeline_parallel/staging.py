@@ -2,79 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
+from optuna_fleet.trainer.narrowing import go_on_with_fewer
+from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.pipeline_parallel.placement import blocks_of
 from optuna_fleet.trainer.pipeline_parallel.placing import Surroundings
 from optuna_fleet.trainer.session import Session, Yielded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
-    """What `FleetTrial.pipeline` is given beside the model; see there."""
-
-    in_flight: int
-    flush: bool
-    max_grad_norm: float | None
-    memory_bytes: float | None
-    min_devices: int | None
-    max_devices: int | None
-
-    def __post_init__(self) -> None:
-        check_number("in_flight", self.in_flight, least=1, whole=True)
-        check_that("flush", self.flush, is_a(bool), "be True or False")
-        check_number("max_grad_norm", self.max_grad_norm, above=0, optional=True)
-        check_number("memory_bytes", self.memory_bytes, above=0, optional=True)
-        if self.max_grad_norm is not None and not self.flush:
-            raise FleetConfigError(
-                "`max_grad_norm` is given with flush=False, but the norm of all gradients is only "
-                "known when the pipeline is flushed: leave one of them out."
-            )
-
-
 def make_pipeline(
     model: Any,
     optimizer: Any,
     loss: Callable[[Any, Any], Any],
-    options: PipelineOptions,
+    given: Mapping[str, Any],
     session: Session,
     loader: ShardLoader,
     device: torch.device,
 ) -> Pipeline:
-    """Make it, and have `loader` tell how many devices the trial can use.
+    """Make it, as the options `given` say; `loader` tells how many devices the trial can use.
 
     Raises:
         FleetConfigError: The model can't be cut, or the optimizer can't train it so.
     """
     _check(model, optimizer)
-    run, num_blocks = session.run, len(blocks_of(model))
+    options = PipelineOptions(**given)
+    run = session.run
+    num_blocks = len(blocks_of(model, may_part_ties=options.is_flushed))
     bounds = Bounds.checked(options.min_devices, options.max_devices, run.num_devices)
-    most = min(bounds.max_devices or num_blocks, num_blocks)
+    workers = options.most_workers
+    usable = run.num_devices if workers is None else workers * num_blocks
+    if options.may_replicate:
+        usable = max(usable, options.in_flight)
+    most = min(bounds.max_devices or usable, usable)
     if bounds.min_devices > most:
         raise FleetConfigError(
             f"`min_devices` is {bounds.min_devices}, but the model can be cut into {num_blocks} "
-            "stages at most: it must not be more."
+            "stages at most: it must not be more, for each virtual worker."
         )
-    if num_blocks == 1 < run.num_devices:
+    if num_blocks == usable == 1 < run.num_devices:
         session.remark(
             ["pipeline of one stage"],
             "The model of trial.pipeline() can't be cut, so it trains on one device: it has one "
-            "layer, or its first and its last one share a parameter.",
+            "layer, or its first and its last one share a module, or without flushes a parameter.",
         )
     loader.bounds = Bounds(bounds.min_devices, most)
     loader.gives_whole_batches = True
 
-    def need(num_devices: int) -> None:
+    def need(num_devices: int) -> NoReturn:
         if loader.tell_least(num_devices):
             session.unwind(Yielded)
         raise FleetConfigError(
@@ -86,10 +69,7 @@ def make_pipeline(
         model,
         optimizer,
         loss,
-        in_flight=options.in_flight,
-        flush=options.flush,
-        max_grad_norm=options.max_grad_norm,
-        memory_bytes=options.memory_bytes,
+        options=options,
         surroundings=Surroundings(
             device=device,
             rank=run.rank,
@@ -97,6 +77,9 @@ def make_pipeline(
             seed=(run.seed, run.number),
             check=session.check,
             need=need,
+            go_on_with_fewer=lambda why, max_devices: go_on_with_fewer(
+                session, why, min_devices=bounds.min_devices, max_devices=max_devices
+            ),
         ),
     )
 

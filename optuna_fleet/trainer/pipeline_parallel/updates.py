@@ -32,13 +32,17 @@ class SgdRule:
     Args:
         optimizer: Never steps; its state has the momenta.
         parameters: Of which names are known; those that the optimizer does not have stay.
+        share: Of this virtual worker in what they all add up to.
 
     Raises:
         FleetConfigError: The optimizer is another one.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        share: float = 1.0,
     ) -> None:
         if type(optimizer) is not torch.optim.SGD:
             raise FleetConfigError(
@@ -53,6 +57,7 @@ class SgdRule:
             for p in group["params"]
         }
         self._optimizer = optimizer
+        self._share = share
         self._parameters = {name: p for name, p in parameters if id(p) in group_of}
         self._groups = {name: group_of[id(p)] for name, p in self._parameters.items()}
         self._foreseen: deque[list[dict[str, Any]]] = deque()
@@ -83,5 +88,11 @@ class SgdRule:
             kept = step if before is None else momentum * before + (1 - group["dampening"]) * step
             state["momentum_buffer"] = kept
             step = step + momentum * kept if group["nesterov"] else kept
-        moved: Tensor = -group["lr"] * step
+        moved: Tensor = -self._share * group["lr"] * step
         return moved
+
+
+def added(some: Tensors, others: Tensors) -> dict[str, Tensor]:
+    """By name, out of place; what is in one of them only is taken as it is."""
+    sums = {n: some[n] + other if n in some else other for n, other in others.items()}
+    return {**some, **sums}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optuna_fleet.trainer.pipeline_parallel.messages import Snapshot, Tensors
 from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
-from optuna_fleet.trainer.pipeline_parallel.updates import UpdateRule
+from optuna_fleet.trainer.pipeline_parallel.updates import UpdateRule, added
 from optuna_fleet.wsp.schedules import Tag
 
 
@@ -40,7 +40,7 @@ class Weights(Protocol):
         """The backward pass of a minibatch is done, at these weights; in order."""
 
     def latest(self) -> Tensors:
-        """With all own updates: what a virtual worker that is alone has come to."""
+        """What training has come to, as far as it is known here."""
 
 
 class VersionedWeights:
@@ -66,6 +66,7 @@ class VersionedWeights:
         self._tag = Tag(0, 0)
         self._newest = {name: w.detach().clone() for name, w in initial.items()}
         self._done = 0
+        self._has_settled = False
         self._updates: dict[int, Tensors] = {}
         self._begun: dict[str, Tensor] = {}
         self._waves: dict[int, dict[str, Tensor]] = {}
@@ -118,29 +119,52 @@ class VersionedWeights:
         if self._client is None:
             return
         wave = (number - 1) // self._wave_size
-        self._waves[wave] = _sum(self._waves.get(wave, {}), update)
+        self._waves[wave] = added(self._waves.get(wave, {}), update)
         if number % self._wave_size == 0:
             self._client.push(wave, self._waves[wave])
 
+    def settle(self, least_clock: int, rest: Tensors) -> bool:
+        """Have all virtual workers agree on weights with all updates, also of a wave's beginning.
+
+        All minibatches are done, of each virtual worker as many, and no more will come. To be
+        called until it is true: `latest` has the weights then.
+
+        Args:
+            least_clock: That the last minibatch of a whole wave would wait for.
+            rest: What else the virtual workers add up, by names that the servers' pieces have.
+        """
+        assert self._client is not None
+        last = self._done // self._wave_size
+        if not self._has_settled:
+            self.want(least_clock, exactly=False)
+            if self.clock < least_clock:
+                return False
+            self._client.push(last, {**self._waves.get(last, {}), **rest})
+            self.want(last + 1, exactly=True)
+            self._has_settled = True
+        return self.clock > last
+
     def latest(self) -> Tensors:
-        """With all own updates: what a virtual worker that is alone has come to."""
+        """What a virtual worker that is alone has come to, or all have that have settled."""
+        if self._has_settled:
+            return self._snapshots[self.clock]
         return self.at(Tag(self._done, self._tag.clock))
 
     def _add(self, number: int) -> None:
         update = self._updates[number]
-        self._newest = _sum(self._newest, update)
+        self._newest = added(self._newest, update)
         if self._client is not None:
             is_first = number % self._wave_size == 1 or self._wave_size == 1
-            self._begun = _sum({} if is_first else self._begun, update)
+            self._begun = added({} if is_first else self._begun, update)
 
     def _rebase(self, tag: Tag) -> None:
         """Own updates that the snapshot lacks are added to it; it never overwrites them."""
         newest = dict(self._snapshots[tag.clock])
         local = max(self._tag.local, tag.clock * self._wave_size)
         for wave in range(tag.clock, local // self._wave_size):
-            newest = _sum(newest, self._waves[wave])
+            newest = added(newest, self._waves[wave])
         if local % self._wave_size:
-            newest = _sum(newest, self._begun)
+            newest = added(newest, self._begun)
         self._newest = newest
         self._tag = Tag(local, tag.clock)
 
@@ -149,9 +173,3 @@ class VersionedWeights:
         self._updates = {n: u for n, u in self._updates.items() if n > local}
         self._waves = {c: sums for c, sums in self._waves.items() if c >= clock}
         self._snapshots = {c: w for c, w in self._snapshots.items() if c > clock}
-
-
-def _sum(some: Tensors, others: Tensors) -> dict[str, Tensor]:
-    """By name, out of place; what is in one of them only is taken as it is."""
-    added = {n: some[n] + other if n in some else other for n, other in others.items()}
-    return {**some, **added}

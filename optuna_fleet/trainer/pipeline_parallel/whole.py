@@ -31,15 +31,23 @@ class Holding:
         self.model = model
         self.optimizer = optimizer
         self._part: nn.Module | None = None
+        self._is_copy = False
         self._names = list(model.state_dict())
+        self._first = _first_names(model)
         self._groups: list[list[int]] = []  # of numbers of parameters
         self._numbers: dict[int, int] = {}
         self._gather: Gather = lambda own: [own]
         self._others: list[dict[str, Any]] = []
         self.settle: Callable[[], object] = lambda: None
 
-    def keep(self, part: nn.Module, gather: Gather) -> None:
-        """Keep this part only; the rest of the model has no memory from now on."""
+    def keep(self, part: nn.Module, gather: Gather, *, is_copy: bool) -> None:
+        """Keep this part only; the rest of the model has no memory from now on.
+
+        Args:
+            part: Some of the layers.
+            gather: What ranks give, on rank 0.
+            is_copy: Another rank, that of the first virtual worker, gives it as well.
+        """
         self._number()
         own = {id(parameter) for parameter in part.parameters()}
         for group in self.optimizer.param_groups:
@@ -52,7 +60,7 @@ class Holding:
             if id(layer) not in kept:
                 layer.to("meta")
         self._numbers = {key: number for key, number in self._numbers.items() if key in own}
-        self._part, self._gather = part, gather
+        self._part, self._gather, self._is_copy = part, gather, is_copy
 
     def _number(self) -> None:
         for group in self.optimizer.param_groups:
@@ -64,7 +72,7 @@ class Holding:
         """Have on rank 0 what the others hold; all must call it."""
         self.settle()
         if self._part is not None:
-            self._others = self._gather(self._own())[1:]
+            self._others = self._gather({} if self._is_copy else self._own())[1:]
 
     def release(self) -> None:
         """Forget what the others hold."""
@@ -73,15 +81,17 @@ class Holding:
     def _own(self) -> dict[str, Any]:
         assert self._part is not None
         state = {self._numbers[id(p)]: s for p, s in self.optimizer.state.items()}
-        return {"model": dict(self._part.state_dict()), "optimizer": state}
+        own = self._part.state_dict().items()
+        once = {name: tensor for name, tensor in own if self._first.get(name, name) == name}
+        return {"model": once, "optimizer": state}
 
     def model_state(self) -> dict[str, Any]:
         """The whole model's."""
         if self._part is None:
             return self.model.state_dict()
-        parts = [own["model"] for own in (self._own(), *self._others)]
+        parts = [own["model"] for own in (self._own(), *self._others) if own]
         found = {name: tensor for part in parts for name, tensor in part.items()}
-        return OrderedDict((name, found[name]) for name in self._names)
+        return OrderedDict((n, found[self._first.get(n, n)]) for n in self._names)
 
     def load_model(self, state: dict[str, Any]) -> None:
         """Take of the whole model's what is held."""
@@ -95,7 +105,7 @@ class Holding:
         """The whole optimizer's, as one of the whole model would have it."""
         if self._part is None:
             return self.optimizer.state_dict()
-        parts = [own["optimizer"] for own in (self._own(), *self._others)]
+        parts = [own["optimizer"] for own in (self._own(), *self._others) if own]
         groups = self.optimizer.state_dict()["param_groups"]
         return {
             "state": {number: state for part in parts for number, state in sorted(part.items())},
@@ -121,6 +131,13 @@ class Holding:
                 ],
             }
         )
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Of parameters that have several names, the first one by each."""
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: firsts[id(p)] for name, p in names if firsts[id(p)] != name}
 
 
 class WholeModel:

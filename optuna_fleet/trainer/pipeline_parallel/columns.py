@@ -1,0 +1,69 @@
+"""The same layers of virtual workers that step together: exact, as data parallelism is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from optuna_fleet.trainer.groups import gloo_group
+from optuna_fleet.trainer.pipeline_parallel.directory import Directory
+
+
+class Columns:
+    """Adds up over the ranks that have a piece of the model, piece by piece.
+
+    By gloo, as everything between stages. Every rank of the trial must make one, at the same time.
+
+    Args:
+        directory: Who has which pieces.
+        names: Of the parameters and buffers of each piece of this rank.
+    """
+
+    def __init__(self, directory: Directory, names: Mapping[int, Sequence[str]]) -> None:
+        self._names = names
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        for piece in range(len(directory.pieces)):
+            if (group := gloo_group(directory.ranks_with(piece))) is not None:
+                self._groups[piece] = group
+
+    @torch.no_grad()
+    def add(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Their sums; all that have a piece must give the same of it."""
+        found: dict[str, Tensor] = {}
+        for piece, group in self._groups.items():
+            own = {name: tensors[name] for name in self._names[piece] if name in tensors}
+            for dtype in dict.fromkeys(tensor.dtype for tensor in own.values()):
+                alike = {name: tensor for name, tensor in own.items() if tensor.dtype == dtype}
+                found |= _sums(alike, group)
+        return found
+
+    @torch.no_grad()
+    def add_loss(self, loss: Tensor) -> Tensor:
+        """Each virtual worker has its share; all ranks must call it."""
+        sums = [_sums({"": loss}, group)[""] for group in self._groups.values()]
+        return sums[0]
+
+    def add_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Each virtual worker has those of its parts of the batch."""
+        own = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+        given = {n: torch.tensor(float(p.grad is not None)) for n, p in parameters.items()}
+        sums, numbers = self.add(own), self.add(given)
+        for name, parameter in parameters.items():
+            parameter.grad = sums[name] if numbers[name] else None
+
+    def close(self) -> None:
+        """End the connections with the group: others may wait for this rank, who has failed."""
+        self._groups.clear()
+
+
+def _sums(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
+    flat = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors.values()])
+    dist.all_reduce(flat, group=group)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
+    return {
+        name: part.view(tensor.shape).to(tensor.device)
+        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+    }

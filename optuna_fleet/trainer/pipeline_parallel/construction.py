@@ -1,0 +1,153 @@
+"""What this rank of a trial has of its virtual workers: a stage, and perhaps servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, names_of
+from optuna_fleet.trainer.pipeline_parallel.clipping import clip_gradients
+from optuna_fleet.trainer.pipeline_parallel.flushed import FlushedWeights
+from optuna_fleet.trainer.pipeline_parallel.messages import ServerAddress
+from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
+from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of, part_of
+from optuna_fleet.trainer.pipeline_parallel.passes import Loss, StageModule
+from optuna_fleet.trainer.pipeline_parallel.placing import Placed
+from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer
+from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
+from optuna_fleet.trainer.pipeline_parallel.stage import Observer, PipelineStage
+from optuna_fleet.trainer.pipeline_parallel.statistics import Statistics
+from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
+from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
+from optuna_fleet.wsp.schedules import Alone, Flush, Schedule, WaveSynchronous
+
+
+class Construction:
+    """Makes them anew, whenever training begins from weights that all agree on.
+
+    Args:
+        model: The whole one; layers of other stages have no memory.
+        optimizer: Of this stage's parameters.
+        loss: Of a batch.
+        names: Of all parameters that are trained.
+        options: What the user gave.
+        placed: Which stage this is.
+
+    Attributes:
+        rule: From gradients to updates; None where the optimizer steps.
+        agreement: With the same layers of other virtual workers.
+        statistics: Of BatchNorm, with flushes and several virtual workers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss,
+        names: Sequence[str],
+        options: PipelineOptions,
+        placed: Placed,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._loss = loss
+        self._names = names
+        self._options = options
+        self.placed = placed
+        share = 1 / placed.num_workers
+        self.rule: SgdRule | None = None
+        if not options.is_flushed:
+            self.rule = SgdRule(optimizer, parameters_of(placed.part).items(), share)
+        differing = None if options.is_flushed else optimizer
+        self.agreement = Agreement(placed.part, differing, share)
+        self.statistics = Statistics(placed.part, self.parts, options.in_flight)
+
+    @property
+    def parts(self) -> range:
+        """Which parts of a batch go through this virtual worker, as a minibatch each."""
+        if not self._options.is_flushed:
+            return range(1)
+        worker, number = self.placed.address.worker, self.placed.num_workers
+        in_flight, shares = self._options.in_flight, self.placed.placement.shares
+        if shares:
+            return range(sum(shares[:worker]), sum(shares[: worker + 1]))
+        return range(worker * in_flight // number, (worker + 1) * in_flight // number)
+
+    @property
+    def schedule(self) -> Schedule:
+        """When a minibatch may start."""
+        if self._options.is_flushed:
+            return Alone(Flush(len(self.parts)))
+        waves = WaveSynchronous(self._options.in_flight, self._options.clock_distance or 0)
+        return waves if self.placed.num_workers > 1 else Alone(waves)
+
+    def stage(self, observer: Observer) -> PipelineStage:
+        """Begins with the module's weights, and minibatch 1."""
+        placed = self.placed
+        return PipelineStage(
+            address=placed.address,
+            num_stages=placed.num_stages,
+            module=StageModule(
+                placed.part,
+                is_first=placed.is_first,
+                loss=self._loss if placed.is_last else None,
+            ),
+            weights=self._weights(),
+            schedule=self.schedule,
+            transport=placed.edges or _NoTransport(),
+            observer=observer,
+            most_held=placed.placement.held,
+        )
+
+    def servers(self) -> dict[int, ParameterServer]:
+        """Those of this rank, by their pieces; they begin with the module's weights, too."""
+        placed = self.placed
+        if placed.edges is None:
+            return {}
+        return {
+            place: ParameterServer(
+                address=ServerAddress(place),
+                weights={
+                    n: p.detach().cpu() for n, p in parameters_of(self._piece(place)).items()
+                },
+                num_workers=placed.num_workers,
+                clock_distance=self._options.clock_distance or 0,
+                transport=placed.edges,
+            )
+            for place in placed.directory.hosted(placed.rank)
+        }
+
+    def _weights(self) -> Weights:
+        placed, parameters = self.placed, dict(parameters_of(self.placed.part))
+        if self.rule is None:
+            return FlushedWeights(parameters, self._optimizer, len(self.parts), self._before_step)
+        client = None
+        if placed.edges is not None and placed.num_workers > 1:
+            used = placed.directory.users[placed.address]
+            names = {place: names_of(self._piece(place)) for place in used}
+            client = ServerClient(placed.address, names, placed.edges)
+        return VersionedWeights(parameters, self.rule, self._options.in_flight, client)
+
+    def _piece(self, place: int) -> nn.Sequential:
+        return part_of(self._model, *self.placed.directory.pieces[place])
+
+    def _before_step(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        placed = self.placed
+        placed.ties.add_up()
+        if placed.columns is not None:
+            placed.columns.add_gradients(parameters)
+            self.statistics.take(placed.columns.add(self.statistics.left()))
+        placed.ties.clear()
+        if (most := self._options.max_grad_norm) is not None:
+            is_copy = placed.address.worker > 0
+            clip_gradients(parameters, self._names, most, is_copy=is_copy)
+
+
+class _NoTransport:
+    """Of a stage that is alone."""
+
+    def send(self, *_: Any) -> None:
+        raise AssertionError("a stage that is alone has nobody to send to")

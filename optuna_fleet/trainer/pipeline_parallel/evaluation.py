@@ -1,0 +1,66 @@
+"""Batches that are not trained on: they follow each other through a pipeline without a wait."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.nested import to_device
+from optuna_fleet.trainer.pipeline_parallel.messages import Activations
+from optuna_fleet.trainer.pipeline_parallel.microbatches import num_samples
+from optuna_fleet.trainer.pipeline_parallel.placing import Placed
+from optuna_fleet.wsp.schedules import Tag
+
+Metric = Callable[[Any, Any], Any]
+_SAMPLES = "number of samples"
+
+
+class Evaluation:
+    """Sums over samples; virtual workers take batches in turn."""
+
+    def __init__(self, metric: Metric, device: torch.device) -> None:
+        self._metric = metric
+        self._device = device
+        self._sums: dict[str, float] = {}
+        self._num_batches = 0
+
+    def add(self, placed: Placed, inputs: Any, targets: Any) -> None:
+        """This stage's part in a batch."""
+        number, self._num_batches = self._num_batches, self._num_batches + 1
+        if number % placed.num_workers != placed.address.worker:
+            return
+        with placed.naming_errors():
+            if placed.is_first:
+                values = to_device(inputs, self._device)
+            else:
+                assert placed.edges is not None
+                received = placed.edges.receive()
+                assert isinstance(received, Activations)
+                values = received.values
+            output = placed.part(values)
+            if placed.is_last:
+                self._measure(output, targets, num_samples(inputs))
+            else:
+                assert placed.edges is not None
+                sent = Activations(number=0, tag=Tag(0, 0), values=output)
+                placed.edges.send(placed.address, placed.next_stage(), sent)
+
+    def _measure(self, output: Any, targets: Any, size: int) -> None:
+        found = self._metric(output, to_device(targets, self._device))
+        named = found if isinstance(found, dict) else {"": found}
+        for name, value in {**named, _SAMPLES: 1.0}.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value) * size
+
+    def means(self) -> Any:
+        """Of all batches, on every rank; all must call it."""
+        sums: dict[str, float] = {}
+        for own in checkpoint.gather(self._sums):
+            for name, total in own.items():
+                sums[name] = sums.get(name, 0.0) + total
+        size = sums.pop(_SAMPLES, 0.0)
+        means = {name: total / size for name, total in sums.items()}
+        return means.get("", math.nan) if means.keys() <= {""} else means

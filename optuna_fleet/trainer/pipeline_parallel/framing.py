@@ -1,0 +1,205 @@
+"""Messages on their way from process to process: a header, a description, tensors.
+
+By gloo, through the memory of the host, wherever stages compute.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from contextlib import suppress
+from enum import IntEnum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.nested import map_tensors
+from optuna_fleet.trainer.pipeline_parallel.messages import (
+    Activations,
+    Address,
+    Gradients,
+    Message,
+    Pull,
+    Push,
+    ServerAddress,
+    Snapshot,
+    StageAddress,
+)
+from optuna_fleet.wsp.schedules import Tag
+
+
+class Lane(IntEnum):
+    """Ways between two processes that do not wait for each other; gloo's tags."""
+
+    STAGES = 0
+    VALUES = 1
+    TO_SERVERS = 2
+    FROM_SERVERS = 3
+
+
+class _What(IntEnum):
+    LEAVING = auto()
+    VALUES = auto()
+    ACTIVATIONS = auto()
+    GRADIENTS = auto()
+    PUSH = auto()
+    PULL = auto()
+    SNAPSHOT = auto()
+
+
+_NUMBERS = 4  # of a message, beside what it is and of which piece
+
+
+class Outbound:
+    """A lane to another process, which one thread uses."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, lane: Lane) -> None:
+        self._group = group
+        self._rank = rank
+        self._lane = lane
+        self._described: dict[tuple[int, int], Any] = {}
+        self._works: list[tuple[Any, Tensor]] = []  # a buffer must stay what it is
+        self._lock = threading.Lock()  # for who leaves
+
+    def send(self, to: Address, message: Message) -> None:
+        """Return when the message before has arrived; this one is on its way then."""
+        what, numbers, values = _taken_apart(message)
+        piece = to.piece if isinstance(to, ServerAddress) else getattr(message, "piece", 0)
+        with self._lock:
+            self._send(what, piece, numbers, values)
+
+    def send_values(self, values: Any) -> None:
+        """Return when they have arrived."""
+        self._send(_What.VALUES, 0, (), values)
+        self._wait()
+
+    def leave(self, *, alone: bool) -> None:
+        """There will be no more messages; nothing is said where another thread is amidst one."""
+        if self._lock.acquire(blocking=not alone):
+            with suppress(RuntimeError):  # it is gone
+                self._start(_header(_What.LEAVING, 0, (), 0))
+            self._lock.release()
+
+    def _send(self, what: _What, piece: int, numbers: tuple[int, ...], values: Any) -> None:
+        tensors: list[Tensor] = []
+
+        def taken(tensor: Tensor) -> Any:
+            tensors.append(tensor.detach().cpu().contiguous())
+            return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+        described, key = map_tensors(values, taken, _refused), (what, piece)
+        description = torch.empty(0, dtype=torch.uint8)
+        if described != self._described.get(key):
+            self._described[key] = described
+            buffer = io.BytesIO()
+            torch.save(map_tensors(values, _form_of), buffer)
+            description = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        self._wait()
+        self._start(_header(what, piece, numbers, len(description)))
+        for tensor in (description, *tensors):
+            if tensor.numel():
+                self._start(tensor)
+
+    def _start(self, tensor: Tensor) -> None:
+        self._works.append((self._group.send([tensor], self._rank, self._lane), tensor))
+
+    def _wait(self) -> None:
+        for work, _ in self._works:
+            work.wait()
+        self._works.clear()
+
+
+class Inbound:
+    """A lane from another process."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, lane: Lane) -> None:
+        self._group = group
+        self._rank = rank
+        self._lane = lane
+        self._forms: dict[tuple[int, int], Any] = {}
+
+    def receive(self) -> tuple[int, Message] | None:
+        """The next message, and of which piece it is; None if there will be no more."""
+        what, piece, numbers, values = self._next()
+        if what is _What.LEAVING:
+            return None
+        return piece, _put_together(what, piece, numbers, values)
+
+    def values(self) -> Any:
+        """What `Outbound.send_values` sends."""
+        return self._next()[-1]
+
+    def _next(self) -> tuple[_What, int, list[int], Any]:
+        header = self._received(torch.empty(_NUMBERS + 3, dtype=torch.int64))
+        code, piece, *numbers, size = header.tolist()
+        what = _What(code)
+        if size:
+            data = self._received(torch.empty(size, dtype=torch.uint8))
+            buffer = io.BytesIO(data.numpy().tobytes())
+            form = torch.load(buffer, weights_only=True)  # its sender has proved nothing
+            self._forms[what, piece] = form
+        values = None
+        if what is not _What.LEAVING:
+            values = map_tensors(self._forms[what, piece], self._like)
+        return what, piece, numbers, values
+
+    def _like(self, form: Tensor) -> Tensor:
+        empty = torch.empty(form.shape, dtype=form.dtype)
+        return self._received(empty) if empty.numel() else empty
+
+    def _received(self, tensor: Tensor) -> Tensor:
+        self._group.recv([tensor], self._rank, self._lane).wait()
+        return tensor
+
+
+def _taken_apart(message: Message) -> tuple[_What, tuple[int, ...], Any]:
+    match message:
+        case Activations(number=number, tag=tag, values=values):
+            return _What.ACTIVATIONS, (number, *tag), values
+        case Gradients(number=number, values=gradients, loss=loss):
+            return _What.GRADIENTS, (number,), (loss, *gradients)
+        case Push(worker=worker, wave=wave, updates=updates):
+            return _What.PUSH, (worker, wave), dict(updates)
+        case Pull(asker=asker, clock=clock, exactly=exactly):
+            return _What.PULL, (*asker, clock, exactly), ()
+        case Snapshot(clock=clock, weights=weights):
+            return _What.SNAPSHOT, (clock,), dict(weights)
+        case _:
+            raise AssertionError(f"{type(message).__name__} does not travel")
+
+
+def _put_together(what: _What, piece: int, numbers: list[int], values: Any) -> Message:
+    first, second, third, last = numbers
+    match what:
+        case _What.ACTIVATIONS:
+            return Activations(number=first, tag=Tag(second, third), values=values)
+        case _What.GRADIENTS:
+            loss, *gradients = values
+            return Gradients(number=first, values=tuple(gradients), loss=loss)
+        case _What.PUSH:
+            return Push(worker=first, wave=second, updates=values)
+        case _What.PULL:
+            return Pull(asker=StageAddress(first, second), clock=third, exactly=bool(last))
+        case _What.SNAPSHOT:
+            return Snapshot(piece=piece, clock=first, weights=values)
+        case _:
+            raise AssertionError(f"{what.name} is no message")
+
+
+def _header(what: _What, piece: int, numbers: tuple[int, ...], size: int) -> Tensor:
+    padding = [0] * (_NUMBERS - len(numbers))
+    return torch.tensor([what, piece, *numbers, *padding, size])
+
+
+def _form_of(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _refused(data: Any) -> Any:
+    raise FleetConfigError(
+        f"A `{type(data).__name__}` goes from layer to layer, but only tensors, in dicts, lists "
+        "and tuples, can go from stage to stage: have the layers pass these on."
+    )

@@ -1,0 +1,99 @@
+"""BatchNorm's statistics, where ranks have some parts of each batch: as if one had them all.
+
+They are running means: each part moves them a share of the way to its own. Whatever they are
+before, parts in a row leave behind (1 - momentum) ** n of that and add something. So the ranks
+with later parts begin with zero, and in the end all that is left of each is added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from optuna_fleet.trainer.pipeline_parallel.agreement import BUFFER
+
+
+def can_add_up(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm of that kind."""
+    if not isinstance(module, _BatchNorm) or module.momentum is None:
+        return False
+    return module.running_mean is not None and module.num_batches_tracked is not None
+
+
+def leaves_something(layer: nn.Module, before: nn.Module) -> bool:
+    """Whether passes have changed buffers of a copy otherwise."""
+    return any(
+        not torch.equal(buffer.cpu(), kept.cpu())
+        for now, was in zip(layer.modules(), before.modules(), strict=True)
+        if not can_add_up(now)
+        for buffer, kept in zip(now.buffers(False), was.buffers(False), strict=True)
+    )
+
+
+class Statistics:
+    """Those of this rank's layers.
+
+    Args:
+        part: The layers.
+        parts: Which of a batch's parts go through them here.
+        num_parts: Of a batch.
+    """
+
+    def __init__(self, part: nn.Module, parts: range, num_parts: int) -> None:
+        self._part = part
+        self._parts = parts
+        self._num_parts = num_parts
+        self._began: dict[str, int] = {}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A batch begins."""
+        self._began = {name: _calls(module) for name, module in self._modules()}
+        if self._parts.start:
+            for _, module in self._modules():
+                for tensor in _of(module).values():
+                    tensor.zero_()
+
+    @torch.no_grad()
+    def left(self) -> dict[str, Tensor]:
+        """What is left of them here at the batch's end, by names as `Agreement` has them."""
+        found: dict[str, Tensor] = {}
+        for name, module in self._modules():
+            assert module.momentum is not None
+            later = self._calls_of_a_part(name, module) * (self._num_parts - self._parts.stop)
+            for of, tensor in _of(module).items():
+                found[f"{BUFFER}{name}.{of}"] = (1 - module.momentum) ** later * tensor
+        return found
+
+    @torch.no_grad()
+    def take(self, sums: Mapping[str, Tensor]) -> None:
+        """The sums over the ranks of what is left."""
+        for name, module in self._modules():
+            calls = self._calls_of_a_part(name, module)
+            for of, tensor in _of(module).items():
+                tensor.copy_(sums[f"{BUFFER}{name}.{of}"])
+            assert module.num_batches_tracked is not None
+            module.num_batches_tracked.fill_(self._began[name] + calls * self._num_parts)
+
+    def _modules(self) -> Iterator[tuple[str, _BatchNorm]]:
+        for name, module in self._part.named_modules():
+            if isinstance(module, _BatchNorm) and can_add_up(module) and module.training:
+                yield name, module
+
+    def _calls_of_a_part(self, name: str, module: _BatchNorm) -> int:
+        """How often each part goes through a module."""
+        return (_calls(module) - self._began[name]) // len(self._parts)
+
+
+def _of(module: _BatchNorm) -> dict[str, Tensor]:
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    return {"running_mean": module.running_mean, "running_var": module.running_var}
+
+
+def _calls(module: _BatchNorm) -> int:
+    assert module.num_batches_tracked is not None
+    return int(module.num_batches_tracked)

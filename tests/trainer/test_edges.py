@@ -1,0 +1,145 @@
+"""Messages between processes, here with both ends in one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optuna_fleet.trainer.pipeline_parallel.directory import Directory
+from optuna_fleet.trainer.pipeline_parallel.edges import Edges
+from optuna_fleet.trainer.pipeline_parallel.messages import (
+    Activations,
+    Gradients,
+    Pull,
+    Push,
+    ServerAddress,
+    Snapshot,
+    StageAddress,
+)
+from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer
+from optuna_fleet.wsp.schedules import Tag
+
+
+def connected(directory: Directory, room: int = 10) -> list[Edges]:
+    """Of each rank."""
+    store = dist.HashStore()
+    size = len(directory.stages)
+
+    def meet(rank: int) -> Edges:
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+        return Edges(group, directory, torch.device("cpu"), room)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(meet, range(size)))
+
+
+@pytest.fixture
+def two_stages() -> Iterator[list[Edges]]:
+    on = Directory.of(((0, 1),), ((1,),), [1.0] * 2, [0, 0], has_servers=False)
+    edges = connected(on)
+    yield edges
+    close(edges)
+
+
+def close(edges: list[Edges]) -> None:
+    threads = [threading.Thread(target=one.close, kwargs={"alone": False}) for one in edges]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+FIRST, SECOND = StageAddress(0, 0), StageAddress(0, 1)
+
+
+def activations(number: int, size: int = 3) -> Activations:
+    values = {"x": torch.full((size,), float(number)), "mask": [torch.tensor([True])]}
+    return Activations(number=number, tag=Tag(number, 7), values=values)
+
+
+def test_what_stages_say_arrives_as_it_was_said(two_stages: list[Edges]) -> None:
+    first, second = two_stages
+    for number, size in ((1, 3), (2, 3), (3, 5)):  # the third is described anew
+        first.send(FIRST, SECOND, activations(number, size))
+    for number, size in ((1, 3), (2, 3), (3, 5)):
+        found = second.receive()
+        assert isinstance(found, Activations)
+        assert (found.number, found.tag) == (number, Tag(number, 7))
+        assert torch.equal(found.values["x"], torch.full((size,), float(number)))
+        assert found.values["mask"][0].dtype == torch.bool
+    second.send(
+        SECOND, FIRST, Gradients(number=1, values=(torch.ones(2), None), loss=torch.tensor(0.5))
+    )
+    back = first.receive()
+    assert isinstance(back, Gradients)
+    assert back.loss == 0.5
+    assert back.values[1] is None
+
+
+def test_who_leaves_may_have_said_all_there_is_to_say(two_stages: list[Edges]) -> None:
+    """A stage that has ended its last pass goes while its neighbour still reads."""
+    first, second = two_stages
+    for number in (1, 2):
+        first.send(FIRST, SECOND, activations(number))
+    ends = threading.Thread(target=first.close, kwargs={"alone": True})
+    ends.start()
+    ends.join()
+    for thread in [t for threads in second._threads.values() for t in threads]:
+        thread.join()  # now its farewell is there
+    assert [second.receive().number for _ in range(2)] == [1, 2]  # type: ignore[union-attr]
+    assert second.poll() is None
+    told = "stage 0 has left the pipeline, while stage 1 waited for it"
+    with pytest.raises(RuntimeError, match=told):
+        second.receive()
+
+
+def test_servers_answer_while_the_stage_beside_them_does_something_else() -> None:
+    on = Directory.of(((0,), (1,)), ((), ()), [1.0] * 2, [0, 0], has_servers=True)
+    assert on.hosts == (0,)
+    edges = connected(on)
+    server = ParameterServer(
+        address=ServerAddress(0),
+        weights={"w": torch.tensor(1.0)},
+        num_workers=2,
+        clock_distance=0,
+        transport=edges[0],
+    )
+    edges[0].host({0: server})
+    for worker, update in ((0, 10.0), (1, 100.0)):
+        stage = StageAddress(worker, 0)
+        push = Push(worker=worker, wave=0, updates={"w": torch.tensor(update)})
+        edges[worker].send(stage, ServerAddress(0), push)
+        pull = Pull(asker=stage, clock=1, exactly=True)
+        edges[worker].send(stage, ServerAddress(0), pull)
+    for one in edges[1], edges[0]:  # nobody has looked at what rank 0 got
+        found = one.receive()
+        assert isinstance(found, Snapshot)
+        assert (found.clock, found.weights["w"].item()) == (1, 111.0)
+    close(edges)
+
+
+def test_a_servers_error_is_told_by_the_stage_beside_it() -> None:
+    on = Directory.of(((0,), (1,)), ((), ()), [1.0] * 2, [0, 0], has_servers=True)
+    edges = connected(on)
+    edges[0].host(
+        {
+            0: ParameterServer(
+                address=ServerAddress(0),
+                weights={},
+                num_workers=2,
+                clock_distance=0,
+                transport=edges[0],
+            )
+        }
+    )
+    for wave in (0, 0):
+        edges[1].send(StageAddress(1, 0), ServerAddress(0), Push(worker=1, wave=wave, updates={}))
+    with pytest.raises(AssertionError, match="pushed wave 0, but 1 is next"):
+        edges[0].receive()
+    close(edges)
