@@ -124,6 +124,19 @@ def test_servers_answer_while_the_stage_beside_them_does_something_else() -> Non
     close(edges)
 
 
+def test_who_is_done_early_leaves_others_to_what_servers_say() -> None:
+    on = Directory.of(((0,), (1,)), ((), ()), [1.0] * 2, [0, 0], has_servers=True)
+    edges = connected(on)
+    ends = threading.Thread(target=edges[1].close, kwargs={"alone": False})
+    ends.start()
+    for thread in [t for threads in edges[0]._threads.values() for t in threads]:
+        thread.join()  # its farewell is there
+    assert edges[0].poll() is None
+    assert not edges[0]._gone
+    edges[0].close(alone=False)
+    ends.join()
+
+
 def test_a_servers_error_is_told_by_the_stage_beside_it() -> None:
     on = Directory.of(((0,), (1,)), ((), ()), [1.0] * 2, [0, 0], has_servers=True)
     edges = connected(on)

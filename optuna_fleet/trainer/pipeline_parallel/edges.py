@@ -189,6 +189,8 @@ class Edges:
         except Exception as error:
             self._inbox.put((rank, error))
             return
+        if self._directory.hosts and not inbound.was_left_alone:
+            return  # servers go on until all have left: they may still have something to say
         names = self._directory.name_of
         gone = dist.DistNetworkError(  # as when a peer's connection breaks
             f"{names(rank)} has left the pipeline, while {names(self._rank)} waited for it"

@@ -80,7 +80,7 @@ class Outbound:
         """There will be no more messages; nothing is said where another thread is amidst one."""
         if self._lock.acquire(blocking=not alone):
             with suppress(RuntimeError):  # it is gone
-                self._start(_header(_What.LEAVING, 0, (), 0))
+                self._start(_header(_What.LEAVING, 0, (alone,), 0))
             self._lock.release()
 
     def _send(self, what: _What, piece: int, numbers: tuple[int, ...], values: Any) -> None:
@@ -113,18 +113,24 @@ class Outbound:
 
 
 class Inbound:
-    """A lane from another process."""
+    """A lane from another process.
+
+    Attributes:
+        was_left_alone: Who left it has failed, or may have.
+    """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, lane: Lane) -> None:
         self._group = group
         self._rank = rank
         self._lane = lane
         self._forms: dict[tuple[int, int], Any] = {}
+        self.was_left_alone = False
 
     def receive(self) -> tuple[int, Message] | None:
         """The next message, and of which piece it is; None if there will be no more."""
         what, piece, numbers, values = self._next()
         if what is _What.LEAVING:
+            self.was_left_alone = bool(numbers[0])
             return None
         return piece, _put_together(what, piece, numbers, values)
 
