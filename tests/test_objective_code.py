@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 from types import FunctionType
 from typing import Any
 
 import pytest
 
-from optuna_fleet.sampler_bridge.objective_code import code_digest
+from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest, digest_of
 
 SCRIPT = """
 import functools, json
@@ -34,29 +37,46 @@ def objective(trial, epochs=10):
 """
 
 
-def digest_of(script: str) -> str:
+def digest_in(script: str) -> ObjectiveDigest:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(script, "script.py", "exec"), names)
-    found = code_digest(names["objective"])
-    assert found
+    found = digest_of(names["objective"])
+    assert found.code
+    assert found.whole
     return found
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("RATE = 0.5", "RATE = 0.25"),
         ("return 3", "return 4"),
-        ("epochs=10", "epochs=20"),
         ("Model(RATE)", "Model(-RATE)"),
         ('{"p", "q"}', '{"p", "r"}'),
         ("return function(trial)", "return 2 * function(trial)"),
         ("json.dumps", "json.loads"),
     ],
 )
-def test_it_has_changed(old: str, new: str) -> None:
+def test_its_code_has_changed(old: str, new: str) -> None:
     assert old in SCRIPT
-    assert digest_of(SCRIPT.replace(old, new)) != digest_of(SCRIPT)
+    changed, before = digest_in(SCRIPT.replace(old, new)), digest_in(SCRIPT)
+    assert changed.code != before.code
+    assert changed.whole != before.whole
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("RATE = 0.5", "RATE = 0.25"),
+        ("RATE = 0.5", "RATE = __import__('time').time()"),
+        ("epochs=10", "epochs=20"),
+        ('"b", "a"', '"b", "c"'),
+    ],
+)
+def test_only_a_value_has_changed(old: str, new: str) -> None:
+    assert old in SCRIPT
+    changed, before = digest_in(SCRIPT.replace(old, new)), digest_in(SCRIPT)
+    assert changed.code == before.code
+    assert changed.whole != before.whole
 
 
 @pytest.mark.parametrize(
@@ -66,11 +86,12 @@ def test_it_has_changed(old: str, new: str) -> None:
         ('{"b", "a"}', '{"a", "b"}'),
         ('{"p", "q"}', '{"q", "p"}'),
         ("RATE = 0.5", "RATE, OTHER = 0.5, 1"),
+        ("RATE = 0.5", "RATE, depth = 0.5, __import__('time').time()"),  # names no global
     ],
 )
 def test_it_has_not_changed(old: str, new: str) -> None:
     assert old in SCRIPT
-    assert digest_of(SCRIPT.replace(old, new)) == digest_of(SCRIPT)
+    assert digest_in(SCRIPT.replace(old, new)) == digest_in(SCRIPT)
 
 
 def scaled(trial: Any, factor: float) -> float:
@@ -89,7 +110,7 @@ class Objective:
     "make", [lambda factor: functools.partial(scaled, factor=factor), Objective]
 )
 def test_what_it_is_bound_to_counts(make: Any) -> None:
-    assert code_digest(make(1.0)) == code_digest(make(1.0)) != code_digest(make(2.0))
+    assert digest_of(make(1.0)) == digest_of(make(1.0)) != digest_of(make(2.0))
 
 
 def test_an_objective_that_can_not_be_looked_at_has_none() -> None:
@@ -101,7 +122,7 @@ def test_an_objective_that_can_not_be_looked_at_has_none() -> None:
         def __call__(self, trial: Any) -> float:
             return 0.0
 
-    assert code_digest(Evil()) == ""
+    assert digest_of(Evil()) == ObjectiveDigest("", "")
 
 
 def test_a_function_that_calls_itself() -> None:
@@ -109,4 +130,49 @@ def test_a_function_that_calls_itself() -> None:
         return objective(trial)
 
     assert isinstance(objective, FunctionType)
-    assert code_digest(objective)
+    assert digest_of(objective).code
+
+
+UNSTABLE = """
+import dataclasses, enum, functools, os, random, tempfile, time, uuid
+from pathlib import Path
+
+class Kind(enum.Enum):
+    A = "a"
+    B = "b"
+
+@dataclasses.dataclass
+class Config:
+    kinds: set = dataclasses.field(default_factory=lambda: {Kind.A, Kind.B})
+    started: float = dataclasses.field(default_factory=time.time)
+
+@functools.lru_cache
+def cached(x): return x
+
+FOLDER, RUN, STARTED = tempfile.gettempdir() + str(os.getpid()), uuid.uuid4(), time.time()
+PATH, CONFIG, NAMES = Path(FOLDER), Config(), list({"x", "y", "z", "u", "v", "w"})
+STEPS = {name: lambda: 1 for name in NAMES} | {"longer": lambda x: 2}
+ORDERED = list({f for f in (lambda: 3, lambda: 4, lambda: 5, lambda: 6)})
+
+def objective(trial):
+    if Kind(trial) in {Kind.A, Kind.B} or trial in {"p", "q", "r", 1, None, (1, "s")}:
+        return cached(FOLDER), RUN, STARTED, PATH, CONFIG, NAMES, STEPS, ORDERED, os.environ
+
+from optuna_fleet.sampler_bridge.objective_code import digest_of
+print(digest_of(objective).code)
+"""
+
+
+def test_the_code_is_the_same_in_each_process() -> None:
+    """Whatever order its sets have, whenever it runs and wherever objects lie."""
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", UNSTABLE],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("0", "1", "2", "random")
+    ]
+    (digest,) = {run.communicate()[0].strip() for run in runs}
+    assert digest

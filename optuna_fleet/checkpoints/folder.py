@@ -182,6 +182,7 @@ class CallRecord:
         has_ended: Whether the call came to its end, well or not; false where its driver died.
         was_interrupted: Whether a Ctrl-C, or the script's own end, cut it short.
         code: Digest of the objective's code; "" if that is not known.
+        whole: Likewise, of the values that it uses too.
     """
 
     study: str
@@ -191,6 +192,7 @@ class CallRecord:
     has_ended: bool = False
     was_interrupted: bool = False
     code: str = ""
+    whole: str = ""
 
 
 def _read_call(path: Path) -> CallRecord | None:

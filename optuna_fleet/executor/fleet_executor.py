@@ -29,7 +29,7 @@ from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.sampler_bridge.loop import Loop
-from optuna_fleet.sampler_bridge.objective_code import code_digest
+from optuna_fleet.sampler_bridge.objective_code import digest_of
 
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
 
@@ -172,7 +172,7 @@ class FleetExecutor:
             storage_patience_s=self._options.limits.storage_patience_s,
             folder=None if root is None else StudyFolder(root, study.study_name),
             lock=lock,
-            code="" if root is None else code_digest(func),
+            digest=None if root is None else digest_of(func),
         )
         self._busy, self._runner.summary = True, None
         try:

@@ -11,6 +11,7 @@ from optuna.study import StudyDirection
 from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import Callback, Ledger
+from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
 from optuna_fleet.sampler_bridge.ownership import TrialOwnership
 from optuna_fleet.sampler_bridge.privacy import keep_to_ourselves
 from optuna_fleet.sampler_bridge.proposals import Proposals
@@ -31,7 +32,7 @@ class Loop:
     storage_patience_s: float = 300.0
     folder: StudyFolder | None = None
     lock: FolderLock | None = None
-    code: str = ""
+    digest: ObjectiveDigest | None = None
 
     @property
     def maximize(self) -> bool | None:
@@ -49,7 +50,7 @@ class Loop:
             self._ownership = None
             if self.folder is not None:
                 self._ownership = TrialOwnership(
-                    self.study, self.folder, *budget, self.lock, self.code
+                    self.study, self.folder, *budget, self.lock, self.digest
                 )
             self.proposals = Proposals(self.study, *budget, self._ownership)
             self.ledger = Ledger(

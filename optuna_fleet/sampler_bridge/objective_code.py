@@ -1,43 +1,55 @@
-"""A digest of an objective's code, by which another process knows whether it has changed."""
+"""Digests of an objective, by which another process knows whether it has changed.
+
+What its code says is told apart from the values that it uses: these may be others in each process
+(the time, a temporary folder, a list made of a set), and nobody has changed anything.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import types
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _SHARED_AT_WILL = (tuple, frozenset, types.CodeType)  # by the compiler, if they are equal
 _MOST_ITEMS = 100  # of one container: it may be a data set
+_MOST_CHARACTERS = 10_000  # of one text, likewise
 _SIMPLE: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (functools.partial, lambda p: (p.func, p.args, p.keywords)),
     (types.MethodType, lambda m: (m.__func__, m.__self__)),
     ((staticmethod, classmethod), lambda m: (m.__func__,)),
     (property, lambda p: (p.fget, p.fset)),
-    (
-        types.CodeType,
-        lambda c: (c.co_code, c.co_names, c.co_varnames, c.co_freevars, c.co_consts),
-    ),
     ((tuple, list), lambda items: items[:_MOST_ITEMS]),
     ((set, frozenset), lambda items: sorted(repr(i) for i in items if isinstance(i, _PLAIN))),
     (dict, lambda d: list(d.items())[:_MOST_ITEMS]),
 )
 
 
-def code_digest(objective: Any) -> str:
-    """Return what is the same for the same code, in any process of the same Python; "" if unknown.
+@dataclass(frozen=True, slots=True)
+class ObjectiveDigest:
+    """What is the same for the same objective in any process of the same Python; "" if unknown.
 
-    It follows functions and classes of the objective's module, the numbers and strings that they
-    name, and what it was bound to. Comments and places in the file do not count, nor does what is
-    imported.
+    Attributes:
+        code: Of its code, and of that of functions and classes of its module. Comments and places
+            in the file do not count, nor does what is imported.
+        whole: Of the numbers and strings too that these name, and of what it was bound to.
     """
+
+    code: str = ""
+    whole: str = ""
+
+
+def digest_of(objective: Any) -> ObjectiveDigest:
+    """Look at an objective, and at what it uses."""
     walk = _Walk()
     try:
         walk.add(objective)
     except Exception:  # whatever the user's objects do when they are looked at
-        return ""
+        return ObjectiveDigest()
     return walk.digest()
 
 
@@ -46,16 +58,23 @@ class _Walk:
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
+        self._codes: set[str] = set()  # values may change the order
         self._met: dict[int, Any] = {}  # kept, or another object could get its id
         self._module: str | None = None
 
-    def digest(self) -> str:
-        return self._hash.hexdigest()
+    def digest(self) -> ObjectiveDigest:
+        codes = hashlib.sha256("\0".join(sorted(self._codes)).encode(errors="replace"))
+        return ObjectiveDigest(codes.hexdigest(), self._hash.hexdigest())
 
     def add(self, value: Any) -> None:
         self._note(type(value).__qualname__)
         if isinstance(value, _PLAIN):
-            self._note(repr(value))
+            short = value[:_MOST_CHARACTERS] if isinstance(value, (str, bytes)) else value
+            self._note(repr(short))
+            return
+        if isinstance(value, types.CodeType):
+            self._codes.add(text := _text_of(value))
+            self._note(text)
             return
         if not isinstance(value, _SHARED_AT_WILL):
             if id(value) in self._met:
@@ -100,9 +119,21 @@ def _inside(value: Any) -> Iterator[Any]:
     yield from (value.__globals__.get(name) for name in _names(value.__code__))
 
 
+def _text_of(code: types.CodeType) -> str:
+    consts = [
+        _text_of(value)
+        if isinstance(value, types.CodeType)
+        else repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
+        for value in code.co_consts
+    ]
+    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts))
+
+
 def _names(code: types.CodeType) -> Iterator[str]:
-    """What it may name of its module; functions within it have the same globals."""
-    yield from code.co_names
+    """What it names of its module; functions within it have the same globals."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _names(inner)

@@ -7,7 +7,7 @@ call made again on the same checkpoint folder goes on with the marked trials, an
 from __future__ import annotations
 
 import uuid
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import optuna
@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
 from optuna_fleet.sampler_bridge.repeatable import reseed
 
 CLAIM_PREFIX = "optuna_fleet:claim:"
@@ -40,7 +41,7 @@ class TrialOwnership:
         n_trials: int | None,
         timeout: float | None,
         lock: FolderLock | None = None,
-        code: str = "",
+        digest: ObjectiveDigest | None = None,
     ) -> None:
         self._study = study
         self._lock = lock
@@ -50,7 +51,7 @@ class TrialOwnership:
             id=uuid.uuid4().hex,
             n_trials=n_trials,
             timeout=timeout,
-            code=code,
+            **asdict(digest or ObjectiveDigest()),
         )
         self.interrupted_trials: list[optuna.Trial] = []
         self.checkpoints: dict[int, str] = {}
@@ -75,8 +76,7 @@ class TrialOwnership:
         """Go on for a driver that died: with its whole call, or only with its trials."""
         trials = [t for t in compat.trials_of(self._study) if _is_claimed(t, dead.id)]
         running = [t for t in trials if t.state is TrialState.RUNNING]
-        has_changed = bool(dead.code) and dead.code != self._call.code
-        if has_changed and dead.was_interrupted:
+        if dead.was_interrupted and _differ(dead.code, self._call.code):
             self._drop(running)
             return
         if (dead.n_trials, dead.timeout) == (self._call.n_trials, self._call.timeout):
@@ -99,10 +99,10 @@ class TrialOwnership:
                 f"are done, {len(running)} go on, {len(self.checkpoints)} of them from a "
                 "checkpoint."
             )
-        if has_changed and running:
+        if running and _differ(dead.whole, self._call.whole):
             compat.fleet_logger.warning(
-                f"The objective is another one than when trials {_numbers(running)} began, which "
-                "go on with it."
+                "The objective, or a number or string that it uses, is another one than when "
+                f"trials {_numbers(running)} began, which go on with it."
             )
 
     def _drop(self, running: list[FrozenTrial]) -> None:
@@ -111,9 +111,9 @@ class TrialOwnership:
             self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
         if running:
             compat.fleet_logger.warning(
-                "The objective, or a number or string that it uses, was changed after an "
-                f"interrupt: trials {_numbers(running)}, which were under way, are failed, and "
-                "this is a call of its own."
+                "The objective's code was changed after an interrupt: trials "
+                f"{_numbers(running)}, which were under way, are failed, and this is a call of "
+                "its own."
             )
 
     @property
@@ -162,6 +162,11 @@ class TrialOwnership:
         if not any(_is_claimed(trial, self._call.id) for trial in trials):
             self._folder.record_call(replace(self._call, has_ended=True))
             self._folder.drop_all_but(unfinished=set(), finals=self._folder.finals())
+
+
+def _differ(old: str, new: str) -> bool:
+    """Whether two digests are known to differ."""
+    return bool(old and new) and old != new
 
 
 def _numbers(trials: list[FrozenTrial]) -> str:

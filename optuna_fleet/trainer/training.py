@@ -105,8 +105,7 @@ class Training:
         module_hooks.listen(self._split_check or self._shares)
         self._state: dict[str, Any] = {}
         self._resuming: Resuming | None = None
-        self._files = RunFiles(session.run, session.dial)
-        self._saver = Saver(session, self._files)
+        self._saver = Saver(session, RunFiles(session.run, session.dial))
         self._moving = Moving(
             session,
             self._saver,
@@ -169,7 +168,7 @@ class Training:
         """Read the newest good checkpoint; return how many were passed over."""
         run = self._run
         saved, problems = checkpoint.load_newest(
-            run.checkpoints, owner_of(run), run.parameters, self._files.read
+            run.checkpoints, owner_of(run), run.parameters, self._saver.files.read
         )
         for problem in problems:
             self._session.warn(problem)
@@ -296,6 +295,7 @@ class Training:
         for epoch in range(first, num_epochs):
             self._position.epoch = self._session.epoch = epoch
             self._within.begin_epoch()
+            self._holding.begin_epoch()
             self._left_behind.begin_epoch(sys._getframe(1))
             yield epoch
             if self.in_stages is not None:

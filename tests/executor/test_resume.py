@@ -24,6 +24,7 @@ from optuna.trial import TrialState
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError
 from optuna_fleet.checkpoints.folder import CallRecord, FolderLock, StudyFolder
 from optuna_fleet.executor.fleet.runtime import Runtime
+from optuna_fleet.sampler_bridge.objective_code import ObjectiveDigest
 from optuna_fleet.sampler_bridge.ownership import CLAIM_PREFIX, TrialOwnership
 from tests.executor.mortal_sweep import NUM_TRIALS
 from tests.nursery import Nursery
@@ -405,6 +406,15 @@ def test_the_same_call_goes_on_after_an_interrupt(fleet: Any, interrupted: Any) 
     assert states(study) == [COMPLETE] * 6
 
 
+def test_a_value_that_is_another_one_in_each_process_loses_nothing(
+    fleet: Any, interrupted: Any, log: io.StringIO
+) -> None:
+    study, presses = interrupted
+    study.optimize(functools.partial(presses, driver=-1), 3, executor=fleet)
+    assert states(study) == [COMPLETE] * 3
+    assert "is another one than when trials 1 began" in log.getvalue()
+
+
 def test_an_objective_changed_after_an_interrupt_gets_trials_of_its_own(
     fleet: Any, interrupted: Any
 ) -> None:
@@ -434,7 +444,8 @@ def test_a_changed_objective_goes_on_with_a_dead_drivers_trials_and_says_so(
     fleet: Any, root: Path, log: io.StringIO
 ) -> None:
     study = optuna.create_study()
-    TrialOwnership(study, StudyFolder(root, study.study_name), 1, None, code="another's").ask()
+    another = ObjectiveDigest(code="another's", whole="another's")
+    TrialOwnership(study, StudyFolder(root, study.study_name), 1, None, digest=another).ask()
     study.optimize(objective, 1, executor=fleet)
     assert states(study) == [COMPLETE]
-    assert "another one than when trials 0 began" in log.getvalue()
+    assert "is another one than when trials 0 began" in log.getvalue()

@@ -292,6 +292,33 @@ def test_it_is_copied_again_once_something_follows(what: str) -> None:
     assert held.checkpoint.totals == [{"n": 30 + (what == "sum")}]
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_sums_of_a_step_without_a_backward_pass_are_told(adds: bool) -> None:
+    loop = Loop()
+    for number in range(4):
+        loop.step(number, is_last=number == 3)
+    loop.rank.totals.begin()
+    loop.rank.begin(0, epoch=1)
+    if adds:
+        loop.rank.totals["n"] += 1
+    loop.rank.begin(1, epoch=1)
+    held = loop.rank.held()
+    assert held.place == (1, 1, 1)
+    assert held.checkpoint.totals == [{"n": 1} if adds else {}]
+
+
+def test_what_an_epoch_has_left_is_not_gone_back_to_from_a_later_one() -> None:
+    """Whose batches are not movable: it ends with a checkpoint, perhaps."""
+    loop = Loop()
+    for epoch in range(4):
+        loop.rank.holding.begin_epoch()
+        if epoch == 1:
+            for number in range(4):
+                loop.step(number, epoch=epoch, is_last=number == 3)
+        assert (loop.rank.holding._kept is not None) is (epoch in (1, 2))
+    assert loop.rank.holding.held() is None
+
+
 class Unheard:
     """What ranks are told, if one dies before it tells."""
 
@@ -440,7 +467,13 @@ def test_what_can_not_be_copied_is_not_held(why: str) -> None:
 
 
 def test_what_one_rank_adds_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {"n": 3, "loss": 0.1, "by label": torch.tensor([2, 1]), "x": torch.tensor(0.1).double()}
+    own = {
+        "n": 3,
+        "loss": 0.1,
+        "by label": torch.tensor([[2, 1, 3], [4, 5, 6]]).T,
+        "x": torch.tensor(0.1).double(),
+        "none": torch.zeros(0, dtype=torch.float64),
+    }
     exchange = SumsExchange()
     told = exchange.tell(own, 5)
     assert exchange.hear(told)
@@ -456,6 +489,16 @@ def test_there_is_room_for_more_next_time() -> None:
     told = exchange.tell(own, 1)
     assert exchange.hear(told)
     same(told.parts()[0], own)
+
+
+def test_a_large_matrix_is_not_told_in_each_step() -> None:
+    exchange, own = SumsExchange(), {"confusion": torch.zeros(1000, 1000).double()}
+    for _ in range(10):
+        told = exchange.tell(own, 5)
+        assert told._rows.size(1) <= 2**15
+        assert not exchange.hear(told)
+        assert told.greatest_note() == 5
+        assert not told.has_arrived()
 
 
 def test_copies_are_made_where_the_last_ones_were() -> None:

@@ -108,6 +108,15 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
         ranks.totals[0]["x"] = value
 
 
+@pytest.mark.parametrize("name", [3, ("correct", 3)])
+def test_names_are_strings(name: Any) -> None:
+    """Others would come back as something else, or could not be told to other ranks."""
+    ranks = Ranks(1)
+    ranks.read((1,))
+    with pytest.raises(FleetConfigError, match="names are strings"):
+        ranks.totals[0][name] += 1
+
+
 def test_outside_of_a_pass_nothing_is_added() -> None:
     with pytest.raises(FleetConfigError, match="0 when an epoch begins"):
         Ranks(1).totals[0]["loss"] = 0.0

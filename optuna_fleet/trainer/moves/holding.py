@@ -132,6 +132,7 @@ class Holding:
         self._kept: _Beginning | None = None  # copied as a whole
         self._by_hand: set[int] = set()  # parameters that are changed before an optimizer steps
         self._can_hold = self._can_copy = True
+        self._has_held = False  # in this epoch
         self.begin_run()
         moving.may_outlive = lambda: self._now is not None or self._kept is not None
         steps.at_step = self._before_optimizer
@@ -153,6 +154,12 @@ class Holding:
         if group_size() == 1:
             self._kept = None
 
+    def begin_epoch(self) -> None:
+        """Forget what an epoch before the last has left: a checkpoint may be further."""
+        if not self._has_held:
+            self._now = self._kept = None
+        self._has_held = False
+
     def begin_step(self, place: Place, *, is_last: bool) -> None:
         """This rank has come to a step: it keeps its beginning.
 
@@ -168,14 +175,15 @@ class Holding:
         elif self._is_in_step and not self._is_last:
             self._follows = Follows.SOMETHING  # it leaves its passes early
         is_first = place[-1] == 0 or not self._is_in_step
-        # Unless what was added in the last step was told in its backward pass.
-        tells_now = not (self._nothing_follows and self._tells_in_backward)
+        # Unless what was added in the last step was told in its backward pass, if it had one.
+        has_told = self._tells_in_backward and self._num_added is not None
+        tells_now = not (self._nothing_follows and has_told)
         self._tells_in_backward = self._nothing_follows
         if tells_now:
             self._tell()
         told = self._told if tells_now else self._heard
         is_told = told is not None and self._totals.num_added == self._num_told
-        self._is_last, self._is_in_step = is_last, True
+        self._is_last, self._is_in_step, self._has_held = is_last, True, True
         self._num_added = self._counts = None
         if is_first:
             self._hold(place, None)

@@ -10,6 +10,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,8 +20,9 @@ from optuna_fleet.trainer.splitting import tracked
 Sums = dict[str, Any]
 
 _LEAST_BYTES = 256
+_MOST_BYTES = 2**14  # a matrix of more would take more time than it is worth
 _HEAD_BYTES = 16  # the length of what follows, and a note
-_KINDS = {str(kind): kind for kind in (torch.float64, torch.int64)}  # of tensors in totals
+_KINDS = {"torch.float64": np.float64, "torch.int64": np.int64}  # of tensors in totals
 
 
 class SumsExchange:
@@ -58,19 +60,21 @@ class SumsExchange:
         return Told(None, rows.view(group_size(), -1))
 
     def _row(self, own: Sums, note: int) -> torch.Tensor:
-        text = _packed(own)
+        tensors = [value for value in own.values() if isinstance(value, torch.Tensor)]
+        least = 2 * sum(value.nbytes for value in tensors)  # what they take as text
+        text = _packed(own) if least <= _MOST_BYTES else b""
         row = torch.zeros(_HEAD_BYTES + self._room, dtype=torch.uint8)
-        row[:_HEAD_BYTES].view(torch.int64)[:] = torch.tensor([len(text), note])
-        if len(text) <= self._room:
+        row[:_HEAD_BYTES].view(torch.int64)[:] = torch.tensor([len(text) or least, note])
+        if text and len(text) <= self._room:
             row[_HEAD_BYTES : _HEAD_BYTES + len(text)] = torch.frombuffer(
                 bytearray(text), dtype=torch.uint8
             )
         return row
 
     def hear(self, told: Told) -> bool:
-        """Wait for it; return whether there was room for all. If not, there is next time."""
+        """Wait for it; return whether there was room for all. If not, there may be next time."""
         told.wait()
-        most = max(told.lengths())
+        most = min(max(told.lengths()), _MOST_BYTES)
         while self._room < most:
             self._room *= 2
         return told.is_whole()
@@ -126,16 +130,22 @@ class Told:
 
 def _packed(own: Sums) -> bytes:
     """As text, which says numbers exactly and which is safe to read."""
-    plain = {name: tracked.plain(value) for name, value in own.items()}
-    kinds = {
-        name: [str(value.dtype), value.tolist()] if isinstance(value, torch.Tensor) else value
-        for name, value in plain.items()
-    }
-    return json.dumps(kinds).encode()
+    return json.dumps({name: _plain(value) for name, value in own.items()}).encode()
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return tracked.plain(value)
+    return [str(value.dtype), value.shape, value.numpy().tobytes().hex()]
 
 
 def _unpacked(text: bytes) -> Sums:
     return {
-        name: torch.tensor(value[1], dtype=_KINDS[value[0]]) if isinstance(value, list) else value
+        name: _tensor(*value) if isinstance(value, list) else value
         for name, value in json.loads(text).items()
     }
+
+
+def _tensor(kind: str, shape: list[int], numbers: str) -> torch.Tensor:
+    flat = np.frombuffer(bytes.fromhex(numbers), dtype=_KINDS[kind])
+    return torch.tensor(flat.reshape(shape))

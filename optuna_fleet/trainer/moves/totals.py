@@ -60,6 +60,11 @@ class Totals:
                 "0 when an epoch begins, and takes what is added while batches are read. Keep "
                 "other variables in trial.state."
             )
+        if not isinstance(name, str):
+            raise FleetConfigError(
+                f"trial.totals[{name!r}] was set, but names are strings: take "
+                f"trial.totals[{str(name)!r}]."
+            )
         self.num_added += 1
         if self._shares.present.dummy:  # a stand-in sample, which counts for nothing
             self.own.setdefault(name, 0)
