@@ -20,7 +20,6 @@ from optuna_fleet.trainer.pipeline_parallel.evaluation import Evaluation, Metric
 from optuna_fleet.trainer.pipeline_parallel.messages import Inputs, Targets
 from optuna_fleet.trainer.pipeline_parallel.microbatches import Microbatch, microbatches
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
-from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placement import Demand, blocks_of, memory_of
 from optuna_fleet.trainer.pipeline_parallel.placing import (
@@ -57,7 +56,7 @@ class Pipeline:
         self._loss = loss
         self._options = options
         self._around = surroundings
-        self._names = tuple(parameters_of(model))
+        self._names = tuple(name for name, _ in model.named_parameters())
         self._holding = Holding(model, optimizer)
         self._holding.settle = self.flush
         if not options.is_flushed:
