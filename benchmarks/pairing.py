@@ -61,7 +61,7 @@ class Row:
         )
 
     def to_markdown(self) -> str:
-        """The row as a line of the README's table."""
+        """The row as a line of the table in docs/numbers.md."""
         reach = "" if self.reach is None else f"<= {self.reach:g} {self.unit}"
         extremes = f"{min(self.runs):.3g} .. {max(self.runs):.3g}"
         return f"| {self.what} | {self.value:.3g} {self.unit} | {extremes} | {reach} |"

@@ -120,11 +120,15 @@ def join_group(spec: GroupSpec, backend: str, timeout_s: float) -> None:
             world_size=spec.world_size,
             timeout=timeout,
         )
-        if backend == "nccl" and spec.world_size > 1:
-            dist.all_reduce(torch.zeros(1, device=wire_device()))  # NCCL meets nobody before
-            torch.cuda.synchronize()
+        if spec.world_size > 1:
+            # A rank that is in and soon done must not leave others behind that still connect. And
+            # NCCL has met nobody before.
+            dist.all_reduce(torch.zeros(1, device=wire_device()))
+            if backend == "nccl":
+                torch.cuda.synchronize()
     except RuntimeError as error:  # torch's DistError and its kin
         leave_group()
+        _forget_group()  # one half made counts too, and ranks that count unlike never meet again
         raise TrainerLostError(
             f"Rank {spec.rank} of {spec.world_size} could not join the group {spec.prefix!r} "
             f"(tried for {time.monotonic() - began:.3g} s): {error}"

@@ -598,7 +598,7 @@ def test_stored_samples_come_back_as_they_were():
         "others": [image, None, b"x", float("nan"), frozenset({1}), np.datetime64("2020-01-01")],
     }
     for copy in (False, True):
-        again = unpack(memoryview(b"".join(pack(sample))), copy=copy)
+        again = unpack(memoryview(bytearray().join(pack(sample))), copy=copy)
         assert same(again, sample)
         assert again["others"][0].info == {"note": "kept"}
 

@@ -7,8 +7,9 @@ import io
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.trainer import groups
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.gradients import collectives, gradient_sync
@@ -36,7 +38,6 @@ ODD_TYPES = (
 def group(spec: GroupSpec, timeout_s: float = 30.0) -> Iterator[None]:
     groups.join_group(spec, "gloo", timeout_s)
     try:
-        groups.of_first_rank([0])  # nobody leaves while another still connects
         yield
     finally:
         groups.leave_group()
@@ -373,6 +374,29 @@ def part_ways(spec: GroupSpec) -> tuple[list[float], bool]:
                 continue
             sums.append(collectives.all_reduce_sum(1.0))
     return sums, any(thread.is_alive() for thread in groups._leaving)
+
+
+def join_in_vain(spec: GroupSpec) -> None:
+    with suppress(TrainerLostError), group(spec, 0.1):
+        raise AssertionError("there is nobody else")
+
+
+def join_late(spec: GroupSpec, folder: str) -> bool:
+    """Whether rank 1, which is the last to join, has done so when the group is there."""
+    mark, begin = Path(folder, "joined"), dist.init_process_group
+
+    def begin_slowly(*args: Any, **options: Any) -> None:
+        begin(*args, **options)
+        time.sleep(0.2)
+        mark.touch()
+
+    if spec.rank == 1:
+        dist.init_process_group = begin_slowly
+    try:
+        with group(spec):
+            return mark.exists()
+    finally:
+        dist.init_process_group = begin
 
 
 def reduce_forever(spec: GroupSpec, folder: str) -> None:

@@ -285,6 +285,16 @@ def test_peer_that_does_not_arrive(fleet: Fleet) -> None:
     assert groups.group_size() == 1
 
 
+def test_a_rank_that_has_joined_in_vain_finds_others_later(fleet: Fleet) -> None:
+    fleet.pool.run({0: ("join_in_vain", fleet.spec(0, 2, "vain"))})
+    assert fleet.run(2, "ranks_sum") == [(2, 3.0)] * 2
+
+
+def test_nobody_is_done_joining_before_all_have_joined(fleet: Fleet, tmp_path: Path) -> None:
+    """Or a rank that leaves at once would leave others behind that still connect."""
+    assert fleet.run(2, "join_late", str(tmp_path)) == [True, True]
+
+
 def test_alone_nothing_is_touched() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     assert (
