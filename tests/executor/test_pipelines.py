@@ -62,7 +62,7 @@ def trains(
     options: dict[str, Any],
     epochs: int = 3,
     make: Any = momentum,
-    at_epoch: Callable[[int], None] = lambda epoch: None,
+    at_epoch: Callable[[int], object] = lambda epoch: None,
     build: Callable[[], nn.Sequential] = layers,
 ) -> float:
     """Train in stages; the losses of all steps go into a user attribute."""
@@ -166,6 +166,39 @@ def test_a_model_that_fits_on_each_device_is_on_each_where_that_is_faster(
         assert found["noise"] == expected["noise"]
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
         assert found["found"] == pytest.approx(expected["found"], rel=1e-12)
+
+
+def thaws(trial: Any, *, options: dict[str, Any], when: int = 1) -> float:
+    """The first layers are frozen until an epoch."""
+    model = layers()
+    model[:2].requires_grad_(False)
+    return trains(
+        trial,
+        options=options,
+        epochs=2,
+        at_epoch=lambda epoch: model[:2].requires_grad_(epoch >= when),
+        build=lambda: model,
+    )
+
+
+def test_frozen_layers_may_be_thawed(fleet: Any) -> None:
+    objective = functools.partial(thaws, options=FLUSHED)
+    alone, in_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
+    never = run(fleet, functools.partial(objective, when=9), Leg((0,)))
+    assert result(in_three) == result(alone)
+    assert result(never)["losses"][:6] == result(alone)["losses"][:6]
+    assert result(never)["losses"][7] != result(alone)["losses"][7]
+
+
+def test_without_flushes_nothing_is_thawed() -> None:
+    study = optuna.create_study()
+    objective = functools.partial(thaws, options=DELAYED)
+    told = "`requires_grad` of '0.bias' has changed"
+    with (
+        FleetExecutor(small_pipeline(), cluster="inline") as fleet,
+        pytest.raises(FleetConfigError, match=told),
+    ):
+        study.optimize(objective, n_trials=1, executor=fleet)
 
 
 def ends_with_batches_in_flight(trial: Any) -> float:

@@ -32,7 +32,7 @@ def connected(directory: Directory, room: int = 10) -> list[Edges]:
     size = len(directory.stages)
 
     def meet(rank: int) -> Edges:
-        group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+        group = dist.ProcessGroupGloo(store, rank, size, timedelta(days=1))
         return Edges(group, directory, torch.device("cpu"), room)
 
     with ThreadPoolExecutor(size) as pool:
@@ -97,6 +97,23 @@ def test_who_leaves_may_have_said_all_there_is_to_say(two_stages: list[Edges]) -
     told = "stage 0 has left the pipeline, while stage 1 waited for it"
     with pytest.raises(RuntimeError, match=told):
         second.receive()
+
+
+def test_complex_numbers_arrive_as_they_are(two_stages: list[Edges]) -> None:
+    first, second = two_stages
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    first.send(FIRST, SECOND, Activations(number=1, tag=Tag(1, 0), values=[values, values.conj()]))
+    found = second.receive()
+    assert isinstance(found, Activations)
+    assert torch.equal(found.values[0], values)
+    assert torch.equal(found.values[1], values.conj())
+
+
+def test_who_fails_at_the_very_end_does_not_keep_those_who_wait_for_all() -> None:
+    on = Directory.of(((0, 1, 2),), ((1, 2),), [1.0] * 3, [0, 0, 0], has_servers=False)
+    edges = connected(on)
+    edges[2].close(alone=True)
+    close(edges[:2])  # the second has heard of it, the first has not
 
 
 def test_servers_answer_while_the_stage_beside_them_does_something_else() -> None:

@@ -164,6 +164,26 @@ def test_skip_connections_masks_and_token_inputs_cross_cuts():
     assert furthest(run.workers.weights(), Oracle(plan, tokens).weights(run.starts)) <= 1e-14
 
 
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x).conj()  # a view, whose memory is not conjugated
+
+
+class Power(nn.Module):
+    def forward(self, x):
+        return torch.view_as_real(x * x).sum(-1)
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 2, 3)])
+def test_gradients_of_complex_numbers_cross_cuts(cuts):
+    def trained(cuts):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), Spectrum(), Power(), nn.Linear(6, 6)).double()
+        return train(blueprint(WaveSynchronous(3), cuts, model=model), 4).workers.weights()
+
+    assert furthest(trained(cuts), trained(())) == 0
+
+
 def test_frozen_parameters_stay_and_unused_ones_have_no_update():
     class Half(nn.Module):
         def __init__(self):

@@ -17,7 +17,7 @@ _MOMENTUM = "momentum of "
 
 def names_of(part: nn.Module) -> tuple[str, ...]:
     """All that virtual workers add up of some layers."""
-    parameters = tuple(parameters_of(part))
+    parameters = tuple(name for name, _ in part.named_parameters())
     momenta = (_MOMENTUM + name for name in parameters)
     return (*parameters, *momenta, *(BUFFER + name for name in _buffers(part)))
 

@@ -48,10 +48,11 @@ class Columns:
 
     def add_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Each virtual worker has those of its parts of the batch."""
-        own = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
-        given = {n: torch.tensor(float(p.grad is not None)) for n, p in parameters.items()}
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        own = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+        given = {n: torch.tensor(float(p.grad is not None)) for n, p in trained.items()}
         sums, numbers = self.add(own), self.add(given)
-        for name, parameter in parameters.items():
+        for name, parameter in trained.items():
             parameter.grad = sums[name] if numbers[name] else None
 
     def close(self) -> None:

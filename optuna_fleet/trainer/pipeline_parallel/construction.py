@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, names_of
 from optuna_fleet.trainer.pipeline_parallel.clipping import clip_gradients
 from optuna_fleet.trainer.pipeline_parallel.flushed import FlushedWeights
@@ -61,6 +62,7 @@ class Construction:
         self.rule: SgdRule | None = None
         if not options.is_flushed:
             self.rule = SgdRule(optimizer, parameters_of(placed.part).items(), share)
+        self._trained = set(parameters_of(placed.part))
         differing = None if options.is_flushed else optimizer
         self.agreement = Agreement(placed.part, differing, share)
         self.statistics = Statistics(placed.part, self.parts, options.in_flight)
@@ -121,9 +123,17 @@ class Construction:
         }
 
     def _weights(self) -> Weights:
-        placed, parameters = self.placed, dict(parameters_of(self.placed.part))
+        placed = self.placed
         if self.rule is None:
+            parameters = dict(placed.part.named_parameters())  # also those to be trained later
             return FlushedWeights(parameters, self._optimizer, len(self.parts), self._before_step)
+        parameters = dict(parameters_of(placed.part))
+        if changed := self._trained ^ parameters.keys():
+            raise FleetConfigError(
+                f"`requires_grad` of {min(changed)!r} has changed since the first batch, but only "
+                "pipelines with flushes can begin or cease to train a parameter: leave out "
+                "`clock_distance` and flush=False, or give it a learning rate of 0 meanwhile."
+            )
         client = None
         if placed.edges is not None and placed.num_workers > 1:
             used = placed.directory.users[placed.address]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from optuna_fleet.trainer.nested import map_tensors, to_device
-from optuna_fleet.trainer.pipeline_parallel.passes import Loss
+from optuna_fleet.trainer.pipeline_parallel.passes import Loss, leaf_of
 from optuna_fleet.trainer.pipeline_parallel.statistics import leaves_something
 
 _REPEATS = 3
@@ -69,7 +69,7 @@ def _measure(
 ) -> tuple[LayerCost, Any]:
     timed: list[tuple[float, float]] = []
     for _ in range(_REPEATS):
-        leaves = map_tensors(values, _leaf)
+        leaves = map_tensors(values, leaf_of)
         given = map_tensors(leaves, torch.clone)  # layers may work in place
         began = _now(device)
         with _counting_kept(layer) as kept:
@@ -108,11 +108,6 @@ def _counting_kept(layer: nn.Module) -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         yield kept
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    leaf = tensor.detach()
-    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,7 @@ class Edges:
     def __init__(
         self, group: dist.ProcessGroup, directory: Directory, device: torch.device, room: int
     ) -> None:
-        self._group = group
+        self._group: dist.ProcessGroup | None = group  # until it is closed
         self._directory = directory
         self._rank = rank = group.rank()
         self._device = device
@@ -64,7 +64,10 @@ class Edges:
         }
         self._room = {place: threading.Semaphore(room) for place in near}
         self._threads = {
-            lane: [self._thread(f"{lane.name} {of}", self._listen, lane, of) for of in ranks]
+            lane: [
+                self._thread(f"{lane.name} {of}", self._listen, lane, of, Inbound(group, of, lane))
+                for of in ranks
+            ]
             for lane, ranks in inbound
         }
         self._serving = self._thread("servers", self._serve)
@@ -135,11 +138,12 @@ class Edges:
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """What each rank gives, on rank 0, and nothing on the others, who all must call it."""
+        assert self._group is not None
         if self._rank > 0:
             Outbound(self._group, 0, Lane.VALUES).send_values(own)
             return []
-        others = range(1, self._group.size())
-        return [own, *(Inbound(self._group, rank, Lane.VALUES).values() for rank in others)]
+        group, others = self._group, range(1, self._group.size())
+        return [own, *(Inbound(group, rank, Lane.VALUES).values() for rank in others)]
 
     def close(self, *, alone: bool) -> None:
         """Say so to the others, and wait until they have done so too.
@@ -147,6 +151,8 @@ class Edges:
         Args:
             alone: They may never do so: don't wait.
         """
+        if self._group is None:
+            return
         for place in self._room:
             self._room[place].release(1000)  # for what is not read any more
         self._leave(Lane.STAGES, alone=alone)
@@ -158,12 +164,17 @@ class Edges:
             self._serving.join()
         self._leave(Lane.FROM_SERVERS, alone=alone)
         if alone:
-            return
-        self._join(Lane.STAGES)
-        self._join(Lane.FROM_SERVERS)
-        with suppress(RuntimeError):  # some are gone
-            # Who closes its connections ends what others receive, from whomever.
-            self._group.barrier().wait()
+            self._thread("farewells", _finish, [*self._outbound.values()])
+        else:
+            self._join(Lane.STAGES)
+            self._join(Lane.FROM_SERVERS)
+            with suppress(RuntimeError):  # some are gone
+                # Who closes its connections ends what others receive, from whomever.
+                self._group.barrier().wait()
+        # Connections end with the last reference. Others may be at the barrier, for ever if not.
+        self._outbound.clear()
+        self._gone.clear()
+        self._group = None
 
     def _leave(self, lane: Lane, *, alone: bool) -> None:
         for (its, _), out in self._outbound.items():
@@ -174,8 +185,7 @@ class Edges:
         for thread in self._threads[lane]:
             thread.join()
 
-    def _listen(self, lane: Lane, rank: int) -> None:
-        inbound = Inbound(self._group, rank, lane)
+    def _listen(self, lane: Lane, rank: int, inbound: Inbound) -> None:
         try:
             while True:
                 if lane is Lane.STAGES:
@@ -187,7 +197,7 @@ class Edges:
                 else:
                     self._inbox.put((rank, received[1]))
         except Exception as error:
-            self._inbox.put((rank, error))
+            self._inbox.put((rank, error.with_traceback(None)))  # which would keep the group
             return
         if self._directory.hosts and not inbound.was_left_alone:
             return  # servers go on until all have left: they may still have something to say
@@ -205,3 +215,8 @@ class Edges:
             except Exception as error:  # the stage beside tells of it
                 self._inbox.put((self._rank, error))
                 return
+
+
+def _finish(outbound: Sequence[Outbound]) -> None:
+    for lane in outbound:
+        lane.finish()

@@ -83,11 +83,16 @@ class Outbound:
                 self._start(_header(_What.LEAVING, 0, (alone,), 0))
             self._lock.release()
 
+    def finish(self) -> None:
+        """Return when all has arrived, or whoever it was for is gone."""
+        with self._lock, suppress(RuntimeError):
+            self._wait()
+
     def _send(self, what: _What, piece: int, numbers: tuple[int, ...], values: Any) -> None:
         tensors: list[Tensor] = []
 
         def taken(tensor: Tensor) -> Any:
-            tensors.append(tensor.detach().cpu().contiguous())
+            tensors.append(tensor.detach().cpu().contiguous().resolve_conj().resolve_neg())
             return f"{tensor.dtype} {tuple(tensor.shape)}"
 
         described, key = map_tensors(values, taken, _refused), (what, piece)

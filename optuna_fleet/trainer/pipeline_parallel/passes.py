@@ -59,7 +59,7 @@ class StageModule:
             values: Tensors, also nested in dicts, lists and tuples.
             targets: Of the last stage; else None.
         """
-        leaves = values if self._is_first else map_tensors(values, _leaf)
+        leaves = values if self._is_first else map_tensors(values, leaf_of)
         # A copy, as the module may change it in place: neither a leaf nor what the stage before
         # keeps may change.
         given = leaves if self._is_first else map_tensors(leaves, torch.clone)
@@ -98,17 +98,22 @@ class StageModule:
         return by_name, found[len(trained) :]
 
 
-def _leaf(tensor: Tensor) -> Tensor:
+def leaf_of(tensor: Tensor) -> Tensor:
+    """The same, as the beginning of a graph if it can have a gradient."""
     leaf = tensor.detach()
-    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
+    return leaf.requires_grad_() if _can_have_gradient(leaf) else leaf
+
+
+def _can_have_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _floating(values: Any) -> list[Tensor]:
-    """Floating-point tensors in a fixed order."""
+    """Floating-point tensors, also complex ones, in a fixed order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
+        if _can_have_gradient(tensor):
             found.append(tensor)
         return tensor
 

@@ -20,7 +20,6 @@ from optuna_fleet.trainer.pipeline_parallel.evaluation import Evaluation, Metric
 from optuna_fleet.trainer.pipeline_parallel.messages import Inputs, Targets
 from optuna_fleet.trainer.pipeline_parallel.microbatches import Microbatch, microbatches
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
-from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placement import Demand, blocks_of, memory_of
 from optuna_fleet.trainer.pipeline_parallel.placing import (
@@ -57,7 +56,7 @@ class Pipeline:
         self._loss = loss
         self._options = options
         self._around = surroundings
-        self._names = tuple(parameters_of(model))
+        self._names = tuple(name for name, _ in model.named_parameters())
         self._holding = Holding(model, optimizer)
         self._holding.settle = self.flush
         if not options.is_flushed:
@@ -181,12 +180,11 @@ class Pipeline:
         for part in parts[own.parts.start : own.parts.stop]:
             self._give(own, part, part.weight)
         self._run(own, lambda stage: stage.completed >= self._num_begun)
-        torch.clear_autocast_cache()  # of casts of weights that are old now
         loss = functools.reduce(torch.add, self._losses)
         self._losses.clear()
         if own.placed.columns is not None:
             loss = own.placed.columns.add_loss(loss)
-        return loss.to(self._around.device)
+        return loss
 
     def _give(self, own: Construction, part: Microbatch, weight: float) -> None:
         if self._stage is None:
@@ -212,6 +210,7 @@ class Pipeline:
                 else:
                     assert edges is not None
                     stage.receive(edges.receive())
+        torch.clear_autocast_cache()  # of casts of weights that are old now
 
     def _do(self, own: Construction, stage: PipelineStage, turn: Turn) -> None:
         if turn.what is Pass.BACKWARD:
@@ -224,7 +223,7 @@ class Pipeline:
 
     def _note(self, done: PassDone) -> None:
         if done.loss is not None:
-            self._losses.append(done.loss)
+            self._losses.append(done.loss.to(self._around.device))
 
     # -- several virtual workers ------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from optuna_fleet.trainer.groups import gloo_group
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A trained parameter, and the places of the layers that have it: more than one, in order."""
+    """A parameter, and the places of the layers that have it: more than one, in order."""
 
     parameter: nn.Parameter
     layers: tuple[int, ...]
@@ -33,7 +33,7 @@ def shared_parameters(model: nn.Sequential) -> list[Shared]:
         for parameter in layer.parameters():
             known = found.setdefault(id(parameter), Shared(parameter, ()))
             found[id(parameter)] = Shared(parameter, (*known.layers, place))
-    return [one for one in found.values() if len(one.layers) > 1 and one.parameter.requires_grad]
+    return [one for one in found.values() if len(one.layers) > 1]
 
 
 def shared_bytes(model: nn.Sequential) -> int:
@@ -136,7 +136,7 @@ class Ties:
 
 def _own(layer: nn.Module, shared: nn.Parameter) -> nn.Parameter:
     """Give the layer a parameter of its own, in the memory of the shared one."""
-    own = nn.Parameter(shared.detach())
+    own = nn.Parameter(shared.detach(), requires_grad=shared.requires_grad)
     for module in layer.modules():
         for name, parameter in module._parameters.items():
             if parameter is shared:
