@@ -31,6 +31,7 @@ from optuna_fleet.cli import main
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.call_records import CallState, RunState, calls_of, record_call
 from optuna_fleet.sampler_bridge.ledger import DEVICES_KEY, FLIGHTS_KEY
+from optuna_fleet.visualization.live.command import _until_interrupt
 from optuna_fleet.visualization.live.forecast import UnderWay, expected_end
 from optuna_fleet.visualization.live.page import page
 from optuna_fleet.visualization.live.snapshot import Condition, snapshot_of
@@ -450,6 +451,16 @@ def test_it_is_shown_anew_in_a_terminal_until_an_interrupt(tmp_path: Path) -> No
         threading.Thread(target=drain, args=(ours,), daemon=True).start()
         _, errors = process.communicate()
     assert (process.returncode, errors) == (0, b"")
+
+
+def test_an_interrupt_ends_it_wherever_it_comes() -> None:
+    """Exceptions are lost in callbacks of weak references, as SQLAlchemy has them."""
+    with _until_interrupt(3600.0) as goes_on:
+        signal.raise_signal(signal.SIGINT)
+        assert not goes_on()
+        with pytest.raises(KeyboardInterrupt):  # the storage does not answer
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def drain(terminal: int) -> None:

@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import math
 import os
+import select
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -52,19 +54,43 @@ def add_top(commands: Any) -> None:
 
 def _top(options: argparse.Namespace) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    views = _views(open_study(options.study, options.storage), options.interval, options.once)
+    study = open_study(options.study, options.storage)
     show = _in_terminal if options.html is None else _as_page(options.html, options.interval)
-    with contextlib.suppress(KeyboardInterrupt):
-        show(views)
+    with contextlib.suppress(KeyboardInterrupt), _until_interrupt(options.interval) as goes_on:
+        show(_views(study, (lambda: False) if options.once else goes_on))
     return 0
 
 
-def _views(study: optuna.Study, interval_s: float, once: bool) -> Iterator[View]:
-    """One every so many seconds; the last one again, with a note, while the storage is gone."""
+@contextlib.contextmanager
+def _until_interrupt(interval_s: float) -> Iterator[Callable[[], bool]]:
+    """Gives what waits for so long, and says whether there was no Ctrl-C.
+
+    The first Ctrl-C raises nothing, as it could come within a callback of SQLAlchemy's, where
+    exceptions are lost. A second one does, should the storage not answer.
+    """
+    pressed: list[bool] = []
+    told, tell = os.pipe()
+
+    def press(*_: object) -> None:
+        os.write(tell, b"!")
+        pressed.append(True)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: not select.select([told], [], [], interval_s)[0]
+    finally:
+        signal.signal(signal.SIGINT, before)
+        os.close(told)
+        os.close(tell)
+
+
+def _views(study: optuna.Study, goes_on: Callable[[], bool]) -> Iterator[View]:
+    """One after each wait; the last one again, with a note, while the storage is gone."""
     view = view_of(snapshot_of(study, time.time()))
     yield view
-    while not once:
-        time.sleep(interval_s)
+    while goes_on():
         try:
             view = view_of(snapshot_of(study, time.time()))
         except Exception as error:
