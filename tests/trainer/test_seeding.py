@@ -54,6 +54,7 @@ def loader_of(
         began=0.0,
         check=lambda: None,
         check_unwinding=lambda: None,
+        remark=lambda *_: None,
         joins=False,
     )
     position = EpochPosition(loop=1, is_inside=True)
@@ -99,3 +100,12 @@ def test_one_device_and_cpus_go_on_with_the_trials_own_generator(
     epochs(client, device, world_size, 0, 0, 1)
     assert drawn == []
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_reads_before_anything_was_prepared_stays_on_one_device(
+    client: Any, drawn: list[int]
+) -> None:
+    loader, _ = loader_of(client, torch.device("cpu"), 1, 0)
+    loader._modules.clear()
+    list(loader.batches("train", 2, drop_last=False))
+    assert loader.bounds.max_devices == 1
