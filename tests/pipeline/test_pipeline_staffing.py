@@ -128,7 +128,7 @@ def test_preprocessors_grow_in_number_while_readers_wait():
         use = here.server.stats().use
     # Not quite always: of four preprocessors a later chunk's may be done first.
     assert use.busy_share > 0.7
-    assert use.stalled_share > 0.7
+    assert use.stalled_share > 0.9
     assert use.queue_share < 0.5
     assert 1.0 < use.num_preprocessors < 4.0
 

@@ -87,7 +87,9 @@ class Yard:
                 break
 
     def _delivered(self, message: object) -> None:
-        self.now_s += self._chunk_s(len(self.server.preprocessor_pids))
+        # A chunk that was heard together with one that a reader waited for takes no time itself.
+        if self.server.num_stalled():
+            self.now_s += self._chunk_s(len(self.server.preprocessor_pids))
         self._deliver(message)
 
     @property
