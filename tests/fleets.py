@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import optuna
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,6 +64,14 @@ def small_pipeline(**more: Any) -> SharedPipeline:
 
 def fleet_of(*, devices: int, pipeline: SharedPipeline | None = None, **options: Any) -> Any:
     return ScriptableFleet(pipeline or small_pipeline(), devices=devices, **options)
+
+
+def run(fleet: Any, objective: Any, *legs: Leg) -> optuna.trial.FrozenTrial:
+    """The only trial of a study, which flies by a script."""
+    fleet.script = {0: legs}
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=1, executor=fleet)
+    return study.trials[0]
 
 
 def small_model() -> nn.Module:

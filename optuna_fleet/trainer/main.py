@@ -141,6 +141,7 @@ class Trainer:
         value, error = b"", None
         has_device_failed = False
         alone = False  # at its end, while the other ranks go on
+        way_out = ""
         try:
             # First, because importing what it refers to may run code that draws or seeds.
             objective = self._objective(run)
@@ -148,7 +149,8 @@ class Trainer:
             seed_run(run.seed, run.number)
             _join_group(run, self._device, open_training)
             returned = _called(objective, FleetTrial(session, open_training), session)
-            session.leave()
+            way_out = "returned"
+            session.leave(way_out)
             value = _finished(returned, training)
             ending = Ending.RETURNED
         except Yielded:
@@ -156,15 +158,16 @@ class Trainer:
         except DriverGoneError:
             raise
         except RetryableError as trouble:
-            ending, error, alone = Ending.ABORTED, pack_error(trouble), True
+            ending, error, alone, way_out = Ending.ABORTED, pack_error(trouble), True, ""
         except BaseException as raised:
             ending = _ending_of(raised, session.run)
             error = pack_error(_explained(raised, training))
             alone = not isinstance(raised, TrialPruned)
+            way_out = "" if alone else "was pruned"
             has_device_failed = is_of_device(raised)
             self._is_spent = has_device_failed or is_out_of_memory(raised)
             self._hold(training, ending)
-        session.leave()
+        session.leave(way_out)
         ended_s = time.monotonic()  # not of this process only, and nobody can set it
         usage = Usage()
         if training is not None:

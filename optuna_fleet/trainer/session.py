@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from optuna_fleet.exceptions import PeersLostError, TrainerLostError
@@ -167,9 +168,13 @@ class Session:
             self.unwind(Yielded)
         raise TrainerLostError(f"a rank that was to join it can't: {why}")
 
-    def leave(self) -> None:
-        """The objective has ended; what is still called is no progress of it."""
-        self._left_at = self.progress
+    def leave(self, way_out: str = "") -> None:
+        """The objective has ended; what is still called is no progress of it.
+
+        Args:
+            way_out: See `Progress`.
+        """
+        self._left_at = replace(self.progress, way_out=way_out)
 
     def unwind(self, why: type[Yielded | DriverGoneError]) -> NoReturn:
         """Raise `why`, and again at all that the objective asks for if it catches that."""
@@ -213,8 +218,12 @@ class Session:
             self.call(target, name, *args, **kwargs)
         else:
             self.check()  # as rank 0 does, or the ranks would part here
-            with self._lock:
-                self._index += 1
+            self.count()
+
+    def count(self) -> None:
+        """A call that nobody has to carry out: all ranks come by here, none without the others."""
+        with self._lock:
+            self._index += 1
 
     def report(self, value: float, step: int) -> None:
         """Report a value, and wait for the answer now and then only."""

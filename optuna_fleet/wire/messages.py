@@ -224,6 +224,8 @@ class Progress:
         epoch: The epoch that it is in.
         is_ordered: Its calls come from the thread that trains, so that their order among the
             collectives is the same on all ranks.
+        way_out: In words, how it has left the objective for good, where it may still wait for
+            others; empty while it has not, or if it failed.
     """
 
     num_batches: int = 0
@@ -231,6 +233,7 @@ class Progress:
     collectives: tuple[tuple[int, str], ...] = ()
     epoch: int = 0
     is_ordered: bool = True
+    way_out: str = ""
 
     @property
     def num_collectives(self) -> int:

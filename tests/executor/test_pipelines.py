@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, load_best_model
-from tests.fleets import Leg, fleet_of, small_pipeline
+from tests.fleets import Leg, fleet_of, run, small_pipeline
 
 SIZE, BATCH = 41, 10
 
@@ -91,19 +88,6 @@ def trains(
     trial.set_user_attr("layout", [pipeline.num_virtual_workers, pipeline.num_stages])
     trial.set_user_attr("noise", torch.rand(3).tolist())
     return losses[-1]
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Any]:
-    with fleet_of(devices=3) as fleet:
-        yield fleet
-
-
-def run(fleet: Any, objective: Any, *legs: Leg) -> optuna.trial.FrozenTrial:
-    fleet.script = {0: legs}
-    study = optuna.create_study()
-    study.optimize(objective, n_trials=1, executor=fleet)
-    return study.trials[0]
 
 
 def result(trial: optuna.trial.FrozenTrial) -> dict[str, Any]:
@@ -240,17 +224,6 @@ def test_what_stages_share_is_in_a_checkpoint_once(tmp_path: Path) -> None:
     assert loaded[2].weight is loaded[0][1].weight
 
 
-def is_pruned(trial: Any) -> float:
-    trains(trial, options=FLUSHED, epochs=1)
-    raise optuna.TrialPruned
-
-
-def test_all_stages_of_a_pruned_trial_end(fleet: Any) -> None:
-    assert run(fleet, is_pruned, Leg((0, 1, 2))).state is optuna.trial.TrialState.PRUNED
-    trial = run(fleet, functools.partial(trains, options=FLUSHED, epochs=1), Leg((2, 0, 1)))
-    assert trial.state is optuna.trial.TrialState.COMPLETE
-
-
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
@@ -310,68 +283,6 @@ def test_nonsense_is_refused_with_what_to_do(objective: Any, told: str) -> None:
     study = optuna.create_study()
     with FleetExecutor(cluster="inline") as fleet, pytest.raises(FleetConfigError, match=told):
         study.optimize(objective, n_trials=1, executor=fleet)
-
-
-class OwnError(Exception):
-    pass
-
-
-def fails_in_a_layer(trial: Any) -> float:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), Late(), nn.Linear(8, 3)).double()
-    optimizer = momentum(model.parameters(), lr=0.05)
-    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, virtual_workers=1)
-    for _ in trial.epochs(1):
-        for images, labels in trial.batches("train", batch_size=BATCH):
-            pipeline.step(images, labels)
-    return 0.0
-
-
-class Late(nn.Module):
-    """Fails in its second batch, when it has been put in its place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 6:
-            raise OwnError("too late")
-        return x
-
-
-def test_an_error_says_in_which_stage_it_came_about(fleet: Any) -> None:
-    fleet.script = {0: [Leg((0, 1))]}
-    with pytest.raises(OwnError, match=r"too late \(in stage \d of 2, rank \d: layers ") as caught:
-        optuna.create_study().optimize(fails_in_a_layer, n_trials=1, executor=fleet)
-    assert "on device" in "".join(traceback.format_exception(caught.value))
-
-
-def loses_a_stage(trial: Any, *, folder: Path) -> float:
-    """The last of its ranks is killed in its third epoch, once."""
-
-    def lose(epoch: int) -> None:
-        was_killed = folder / "was killed"
-        if epoch == 2 and trial.rank == trial.world_size - 1 and not was_killed.exists():
-            was_killed.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return trains(trial, options={**FLUSHED, "min_devices": 2}, epochs=4, at_epoch=lose)
-
-
-def test_a_trial_that_loses_a_stage_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    results = []
-    for name in ("disturbed", "undisturbed"):
-        study = optuna.create_study()
-        due = Checkpoints(tmp_path / name, interval_s=0)
-        with FleetExecutor(small_pipeline(), devices=2, checkpoints=due) as fleet:
-            objective = functools.partial(loses_a_stage, folder=tmp_path)
-            study.optimize(objective, n_trials=1, executor=fleet)
-        results.append(result(study.trials[0]))
-        assert (tmp_path / "was killed").exists()
-        best = load_best_model(study, layers())
-        assert not torch.equal(best[0].weight, layers()[0].weight)
-    assert results[0] == results[1]
 
 
 def test_what_does_not_fit_on_a_device_gets_as_many_as_it_needs() -> None:

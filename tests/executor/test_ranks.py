@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -164,10 +165,13 @@ def at(calls: int, number: int, purpose: str = "gradients", **more: Any) -> Prog
 def test_ranks_are_at_places_of_one_sequence(
     progress: list[Progress], left: dict[int, str], apart: bool
 ) -> None:
-    assert (out_of_step(dict(enumerate(progress)), left) is not None) is apart
+    ways = {r: replace(p, way_out=left.get(r, "")) for r, p in enumerate(progress)}
+    assert (out_of_step(ways) is not None) is apart
 
 
 def ended(rank: int, value: Any = None, error: BaseException | None = None) -> Ended:
+    ways = {type(None): "returned", optuna.TrialPruned: "was pruned"}
+    way_out = ways.get(type(error), "")
     return Ended(
         run_id=0,
         rank=rank,
@@ -176,6 +180,7 @@ def ended(rank: int, value: Any = None, error: BaseException | None = None) -> E
         ending=Ending.RETURNED if error is None else Ending.RAISED,
         value=pack(value) if error is None else b"",
         error=None if error is None else pack_error(error),
+        progress=Progress(way_out=way_out),
     )
 
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import os
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from optuna_fleet import Checkpoints, FleetExecutor
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.wsp.turns import Pass
-from tests.fleets import Leg, fleet_of, small_pipeline
+from tests.fleets import Leg, run
 
 LR, BATCH = 0.05, 10
 
@@ -43,21 +38,6 @@ class Slow(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(self.seconds)
         return x
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Any]:
-    with fleet_of(devices=4) as fleet:
-        yield fleet
-
-
-def run(fleet: Any, objective: Any, *legs: Leg) -> optuna.trial.FrozenTrial:
-    fleet.script = {0: legs}
-    study = optuna.create_study()
-    study.optimize(objective, n_trials=1, executor=fleet)
-    trial = study.trials[0]
-    assert trial.state is optuna.trial.TrialState.COMPLETE
-    return trial
 
 
 def records(trial: Any, *, folder: Path, distance: int, slow_s: float) -> float:
@@ -190,14 +170,12 @@ def trains(
     options: dict[str, Any],
     make: Any = momentum,
     build: Any = with_noise_and_statistics,
-    at_epoch: Any = lambda epoch: None,
 ) -> float:
     model = build()
     pipeline = trial.pipeline(model, make(model.parameters()), F.cross_entropy, **options)
     losses = trial.state.setdefault("losses", [])
     found = 0.0
     for epoch in trial.epochs(4):
-        at_epoch(epoch)
         for images, labels in trial.batches("train", batch_size=BATCH):
             if (loss := pipeline.step(images, labels)) is not None:
                 losses.append(loss.item())
@@ -211,6 +189,7 @@ def trains(
 
 
 def result(trial: optuna.trial.FrozenTrial) -> tuple[list[float], float]:
+    assert trial.state is optuna.trial.TrialState.COMPLETE
     assert len(trial.user_attrs["losses"]) == 20
     return trial.user_attrs["losses"], trial.user_attrs["found"]
 
@@ -266,86 +245,6 @@ def test_one_minibatch_at_a_time_is_sgd_on_whole_batches_whatever_the_layout(fle
     assert result(several)[0] == pytest.approx(result(expected)[0], rel=1e-10)
     assert result(moved)[0] == pytest.approx(result(expected)[0], rel=1e-10)
     assert moved.user_attrs["found"] == pytest.approx(expected.user_attrs["found"], rel=1e-10)
-
-
-# -- what goes wrong ------------------------------------------------------------------------------
-
-
-def loses_a_stage(trial: Any, *, folder: Path) -> float:
-    """A stage of the second virtual worker is killed in its third epoch, once."""
-
-    def lose(epoch: int) -> None:
-        was_killed = folder / "was killed"
-        if epoch == 2 and trial.rank == trial.world_size - 1 and not was_killed.exists():
-            was_killed.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return trains(trial, options={**WAVES, "min_devices": 4}, at_epoch=lose)
-
-
-def test_a_trial_that_loses_a_stage_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    results = []
-    for name in ("disturbed", "undisturbed"):
-        study = optuna.create_study()
-        due = Checkpoints(tmp_path / name, interval_s=0)
-        with FleetExecutor(small_pipeline(), devices=4, checkpoints=due) as fleet:
-            objective = functools.partial(loses_a_stage, folder=tmp_path)
-            study.optimize(objective, n_trials=1, executor=fleet)
-        results.append(result(study.trials[0]))
-        assert (tmp_path / "was killed").exists()
-    assert results[0] == results[1]
-
-
-class OwnError(Exception):
-    pass
-
-
-class Fails(nn.Module):
-    """In the fifth call of one virtual worker."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls_left = 5
-        self.is_there = lambda: False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls_left -= bool(self.is_there())
-        if self.calls_left == 0:
-            raise OwnError("too late")
-        return x
-
-
-@pytest.mark.parametrize("options", [WAVES, {"in_flight": 4, "virtual_workers": 2}])
-def test_an_error_says_where_it_came_about(fleet: Any, options: dict[str, Any]) -> None:
-    def fails(trial: Any) -> float:
-        model = nn.Sequential(*layers(), last := Fails())
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **options)
-        last.is_there = lambda: pipeline._own and pipeline._own.placed.address.worker == 1
-        for _ in trial.epochs(4):
-            for images, labels in trial.batches("train", batch_size=BATCH):
-                pipeline.step(images, labels)
-        return 0.0
-
-    fleet.script = {0: [Leg((0, 1, 2, 3))]}
-    told = r"too late \(in stage 1 of 2 of virtual worker 1, rank \d: layers \d to 6\)"
-    with pytest.raises(OwnError, match=told):
-        optuna.create_study().optimize(fails, n_trials=1, executor=fleet)
-
-
-def test_a_trial_that_is_pruned_in_the_midst_of_a_wave_ends(fleet: Any) -> None:
-    def is_pruned(trial: Any) -> float:
-        model = layers()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **WAVES)
-        for images, labels in itertools.islice(trial.batches("train", batch_size=BATCH), 4):
-            pipeline.step(images, labels)
-        raise optuna.TrialPruned
-
-    fleet.script = {0: [Leg((0, 1, 2, 3))], 1: [Leg((3, 2, 1, 0))]}
-    study = optuna.create_study()
-    study.optimize(is_pruned, n_trials=2, executor=fleet)
-    assert [trial.state.name for trial in study.trials] == ["PRUNED"] * 2
 
 
 def test_what_has_no_memory_for_several_is_one_pipeline(fleet: Any) -> None:

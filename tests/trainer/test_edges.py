@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
 from optuna_fleet.trainer.pipeline_parallel.messages import (
@@ -114,6 +115,22 @@ def test_who_fails_at_the_very_end_does_not_keep_those_who_wait_for_all() -> Non
     edges = connected(on)
     edges[2].close(alone=True)
     close(edges[:2])  # the second has heard of it, the first has not
+
+
+class Odd:
+    """What nobody would load who does not know where it comes from."""
+
+
+def test_who_can_not_give_what_it_holds_is_not_waited_for(two_stages: list[Edges]) -> None:
+    first, second = two_stages
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(first.gather, {"step": 1})
+        with pytest.raises(
+            FleetConfigError, match=r"is .*Odd object.*but must be tensors, numbers and"
+        ):
+            second.gather({"step": Odd()})
+        with pytest.raises(RuntimeError, match="rank 1 could not send what it holds"):
+            gathered.result()
 
 
 def test_servers_answer_while_the_stage_beside_them_does_something_else() -> None:

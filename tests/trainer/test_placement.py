@@ -117,10 +117,24 @@ def test_layers_that_keep_what_they_have_seen_are_told_apart() -> None:
     assert [cost.leaves_something for cost in costs] == [False, True, True]
 
 
+class Sometimes(nn.Module):
+    """Is called by some parts of a batch only, and by some of these twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(x[0, 0] > 0) + int(x[0, 1] > 0)):
+            x = self.norm(x)
+        return x
+
+
 @pytest.mark.parametrize("shares", [(4,), (2, 2), (1, 1, 2), (3, 1)])
 def test_statistics_are_those_of_one_device(shares: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    alone = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=0.3)).double()
+    norms = nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=0.3)
+    alone = nn.Sequential(Sometimes(), *norms).double()
     ranks = [copy.deepcopy(alone) for _ in shares]
     for _ in range(3):
         parts = torch.randn(4, 5, 2, dtype=torch.float64).unbind()
@@ -129,17 +143,21 @@ def test_statistics_are_those_of_one_device(shares: tuple[int, ...]) -> None:
         kept = []
         for rank, model in enumerate(ranks):
             first = sum(shares[:rank])
-            kept.append(Statistics(model, range(first, first + shares[rank]), 4))
+            kept.append(Statistics(model, rank, len(shares)))
             kept[-1].begin()
             for part in parts[first : first + shares[rank]]:
                 model(part)
-        left = [statistics.left() for statistics in kept]
-        sums = {name: torch.stack([own[name] for own in left]).sum(0) for name in left[0]}
+        calls = summed([statistics.calls() for statistics in kept])
+        left = summed([statistics.left(calls) for statistics in kept])
         for statistics in kept:
-            statistics.take(sums)
+            statistics.take(left, calls)
     for model in ranks:
         for name, expected in alone.state_dict().items():
             assert torch.allclose(model.state_dict()[name], expected, rtol=1e-14, atol=0), name
+
+
+def summed(of_ranks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([own[name] for own in of_ranks]).sum(0) for name in of_ranks[0]}
 
 
 def test_a_link_is_as_fast_as_messages_there_and_back() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.executor.call.ranks import unlike_values, way_out
+from optuna_fleet.executor.call.ranks import unlike_values
 from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
 from optuna_fleet.wire.messages import Ended
 from optuna_fleet.wire.packing import Raised, pack_error, unpack
@@ -100,10 +100,17 @@ class RunCalls:
     def at_its_end(self, ended: Ended) -> Ended:
         """How a rank has left the objective: with an error that it did not wait for, if any."""
         error = self._errors.get(ended.rank)
-        if error is None or way_out(ended) is None:
+        if error is None or not ended.progress.way_out:
             return ended
         # Later than those that were raised, of which it may be a consequence.
-        return replace(ended, ending=Ending.RAISED, error=error, value=b"", time_s=math.inf)
+        return replace(
+            ended,
+            ending=Ending.RAISED,
+            error=error,
+            value=b"",
+            time_s=math.inf,
+            progress=replace(ended.progress, way_out=""),
+        )
 
     def _problem(self, call: RankCall, others: list[RankCall]) -> str | None:
         """Why a joint call can't be carried out, however long it waits."""

@@ -14,8 +14,6 @@ from optuna_fleet.wire.packing import unpack
 
 _TOLERANCE = 1e-4  # the same evaluation, by each rank for itself, on a GPU
 
-_RETURNED, _PRUNED = "returned", "was pruned"
-
 _ADVICE = (
     "Each rank sees its part of the data only, so what is reported, returned or decided on must "
     "be made alike first: `trial.sum(correct) / trial.sum(total)`, or `trial.mean(loss, "
@@ -50,27 +48,20 @@ def _alike(one: Any, other: Any) -> bool:
     return both_nan or math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-12)
 
 
-def way_out(ended: Ended) -> str | None:
-    """How a rank has left the objective for good, in words; None if it failed or moves."""
-    if ended.ending is Ending.RETURNED:
-        return _RETURNED
-    is_pruned = ended.error is not None and ended.error.description.startswith("TrialPruned:")
-    return _PRUNED if is_pruned else None
-
-
 def parted(ended: Sequence[Ended]) -> TrialError | None:
     """The error for ranks of an ended run that left the objective in different ways, if any did.
 
     A rank that leaves alone makes the others fail in whatever they have in common with it: that
     is no error of theirs.
     """
-    ways = {one.rank: way for one in ended if (way := way_out(one)) is not None}
+    ways = {one.rank: one.progress.way_out for one in ended if one.progress.way_out}
     if not ways:
         return None
-    if error := out_of_step({one.rank: one.progress for one in ended}, ways):
+    if error := out_of_step({one.rank: one.progress for one in ended}):
         return error
     kinds = set(ways.values())
-    if len(ways) < len(ended) and kinds == {_RETURNED}:
+    has_returned = any(one.ending is Ending.RETURNED for one in ended)
+    if len(ways) < len(ended) and has_returned and len(kinds) == 1:
         return None  # the others' errors are their own
     if len(ways) == len(ended) and len(kinds) == 1:
         returned = {one.rank: unpack(one.value) for one in ended if one.value}
@@ -81,7 +72,7 @@ def parted(ended: Sequence[Ended]) -> TrialError | None:
     return TrialError(f"The ranks of the trial went different ways: {said}. {_ADVICE}")
 
 
-def out_of_step(progress: Mapping[int, Progress], left: Mapping[int, str]) -> TrialError | None:
+def out_of_step(progress: Mapping[int, Progress]) -> TrialError | None:
     """The error for ranks that went different ways, if any did.
 
     All ranks make the same calls and collectives in the same order, so each is at some place of
@@ -90,14 +81,13 @@ def out_of_step(progress: Mapping[int, Progress], left: Mapping[int, str]) -> Tr
 
     Args:
         progress: How far each rank was when it was heard of last.
-        left: Of the ranks that have left the objective, in words how.
     """
     for (one, a), (other, b) in permutations(progress.items(), 2):
         is_ahead = a.num_collectives > b.num_collectives
         if not (a.is_ordered and b.is_ordered):
             continue
-        if other in left and (is_ahead or a.num_calls > b.num_calls):
-            return _parting(f"rank {other} {left[other]}", b, one, a)
+        if b.way_out and (is_ahead or a.num_calls > b.num_calls):
+            return _parting(f"rank {other} {b.way_out}", b, one, a)
         if is_ahead and a.num_calls < b.num_calls:
             return _parting(f"rank {other} left its loop, or made a call to the trial,", b, one, a)
         theirs = dict(b.collectives)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.events import Launch
 from optuna_fleet.exceptions import OutOfMemoryError, TrialError, TrialTimeoutError
-from optuna_fleet.executor.call.ranks import out_of_step, way_out
+from optuna_fleet.executor.call.ranks import out_of_step
 from optuna_fleet.options import NUM_HEARTBEATS, Limits
 from optuna_fleet.wire.messages import Ended, Heartbeat, Phase
 
@@ -230,5 +230,5 @@ def _parted(run: _Watched) -> TrialError | None:
     progress = {
         rank: run.heartbeats[rank].progress for rank in run.heard if rank in run.heartbeats
     }
-    left = {rank: how for rank, ended in run.ended.items() if (how := way_out(ended)) is not None}
-    return out_of_step(progress | {rank: run.ended[rank].progress for rank in left}, left)
+    ended = {rank: one.progress for rank, one in run.ended.items() if one.progress.way_out}
+    return out_of_step(progress | ended)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optuna_fleet.trainer.pipeline_parallel.messages import Tensors
-from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of
+from optuna_fleet.trainer.pipeline_parallel.directory import Directory
+from optuna_fleet.trainer.pipeline_parallel.messages import StageAddress, Tensors
+from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of, part_of
 
 BUFFER = "buffer "
 _MOMENTUM = "momentum of "
@@ -20,6 +21,16 @@ def names_of(part: nn.Module) -> tuple[str, ...]:
     parameters = tuple(name for name, _ in part.named_parameters())
     momenta = (_MOMENTUM + name for name in parameters)
     return (*parameters, *momenta, *(BUFFER + name for name in _buffers(part)))
+
+
+def names_by_piece(
+    model: nn.Sequential, directory: Directory, address: StageAddress
+) -> dict[int, tuple[str, ...]]:
+    """Those of each piece of a stage."""
+    return {
+        place: names_of(part_of(model, *directory.pieces[place]))
+        for place in directory.users[address]
+    }
 
 
 class Agreement:

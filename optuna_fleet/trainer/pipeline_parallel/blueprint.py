@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.trainer.pipeline_parallel.agreement import names_by_piece
+from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.flushed import FlushedWeights
 from optuna_fleet.trainer.pipeline_parallel.messages import (
     ServerAddress,
@@ -18,13 +21,12 @@ from optuna_fleet.trainer.pipeline_parallel.messages import (
     Transport,
 )
 from optuna_fleet.trainer.pipeline_parallel.parts import check_parts, parameters_of, part_of
-from optuna_fleet.trainer.pipeline_parallel.passes import Loss, StageModule
+from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer
 from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
 from optuna_fleet.trainer.pipeline_parallel.stage import Observer, PipelineStage
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
 from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
-from optuna_fleet.wsp.pieces import Piece, pieces_of, pieces_within
 from optuna_fleet.wsp.schedules import Alone, Flush, WaveSynchronous
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -59,7 +61,7 @@ class Blueprint:
             raise FleetConfigError("The value of `cuts` is empty, but there must be a worker.")
         for cuts in self.cuts:
             check_parts(self.model, cuts)
-        check_parts(self.model, [piece.first for piece in self.pieces[1:]])
+        check_parts(self.model, sorted({cut for cuts in self.cuts for cut in cuts}))
 
     @property
     def is_alone(self) -> bool:
@@ -67,23 +69,22 @@ class Blueprint:
         return len(self.cuts) == 1
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """One for each parameter server."""
-        return pieces_of(self.cuts, len(self.model))
+    def directory(self) -> Directory:
+        """Who has which pieces of the model; servers are beside stages only where it matters."""
+        ranks = count()
+        of_workers = [[next(ranks) for _ in (*cuts, ())] for cuts in self.cuts]
+        layers, nodes = [1.0] * len(self.model), [0] * next(ranks)
+        return Directory.of(of_workers, self.cuts, layers, nodes, has_servers=not self.is_alone)
 
     @property
     def stages(self) -> tuple[StageAddress, ...]:
         """All of them."""
-        return tuple(
-            StageAddress(worker, stage)
-            for worker, cuts in enumerate(self.cuts)
-            for stage in range(len(cuts) + 1)
-        )
+        return tuple(self.directory.stages)
 
     @property
     def servers(self) -> tuple[ServerAddress, ...]:
         """All of them: none for a virtual worker that is alone."""
-        return () if self.is_alone else tuple(map(ServerAddress, range(len(self.pieces))))
+        return tuple(map(ServerAddress, range(len(self.directory.hosts))))
 
     def stage(
         self, address: StageAddress, transport: Transport, observer: Observer | None = None
@@ -94,14 +95,12 @@ class Blueprint:
         part = part_of(self.model, first, end)
         if not self.is_alone:
             part = copy.deepcopy(part)
-        is_last = address.stage == len(bounds) - 2
         return PipelineStage(
             address=address,
             num_stages=len(bounds) - 1,
-            module=StageModule(
-                part, is_first=address.stage == 0, loss=self.loss if is_last else None
-            ),
-            weights=self._weights(address, part, Piece(first, end), transport),
+            part=part,
+            loss=self.loss,
+            weights=self._weights(address, part, transport),
             schedule=Alone(self.schedule) if self.is_alone else self.schedule,
             transport=transport,
             observer=observer,
@@ -109,7 +108,7 @@ class Blueprint:
 
     def server(self, address: ServerAddress, transport: Transport) -> ParameterServer:
         """Make a parameter server."""
-        piece = self.pieces[address.piece]
+        piece = self.directory.pieces[address.piece]
         return ParameterServer(
             address=address,
             weights=parameters_of(part_of(self.model, *piece)),
@@ -118,9 +117,7 @@ class Blueprint:
             transport=transport,
         )
 
-    def _weights(
-        self, address: StageAddress, part: nn.Module, layers: Piece, transport: Transport
-    ) -> Weights:
+    def _weights(self, address: StageAddress, part: nn.Module, transport: Transport) -> Weights:
         parameters = dict(parameters_of(part))
         optimizer = self.optimizer(parameters.values()) if parameters else None
         wave_size = self.schedule.wave_size
@@ -128,11 +125,7 @@ class Blueprint:
             return FlushedWeights(parameters, optimizer, wave_size)
         client = None
         if not self.is_alone:
-            names = {
-                index: tuple(parameters_of(part_of(self.model, *piece)))
-                for index, piece in enumerate(self.pieces)
-                if piece in pieces_within([piece], *layers)
-            }
+            names = names_by_piece(self.model, self.directory, address)
             client = ServerClient(address, names, transport)
         rule = SgdRule(optimizer, parameters.items()) if optimizer else _no_updates
         return VersionedWeights(parameters, rule, wave_size, client)

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, names_of
+from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, names_by_piece
 from optuna_fleet.trainer.pipeline_parallel.clipping import clip_gradients
 from optuna_fleet.trainer.pipeline_parallel.flushed import FlushedWeights
 from optuna_fleet.trainer.pipeline_parallel.messages import ServerAddress
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of, part_of
-from optuna_fleet.trainer.pipeline_parallel.passes import Loss, StageModule
+from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placing import Placed
 from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer
 from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
@@ -65,7 +65,7 @@ class Construction:
         self._trained = set(parameters_of(placed.part))
         differing = None if options.is_flushed else optimizer
         self.agreement = Agreement(placed.part, differing, share)
-        self.statistics = Statistics(placed.part, self.parts, options.in_flight)
+        self.statistics = Statistics(placed.part, placed.address.worker, placed.num_workers)
 
     @property
     def parts(self) -> range:
@@ -92,11 +92,8 @@ class Construction:
         return PipelineStage(
             address=placed.address,
             num_stages=placed.num_stages,
-            module=StageModule(
-                placed.part,
-                is_first=placed.is_first,
-                loss=self._loss if placed.is_last else None,
-            ),
+            part=placed.part,
+            loss=self._loss,
             weights=self._weights(),
             schedule=self.schedule,
             transport=placed.edges or _NoTransport(),
@@ -136,8 +133,7 @@ class Construction:
             )
         client = None
         if placed.edges is not None and placed.num_workers > 1:
-            used = placed.directory.users[placed.address]
-            names = {place: names_of(self._piece(place)) for place in used}
+            names = names_by_piece(self._model, placed.directory, placed.address)
             client = ServerClient(placed.address, names, placed.edges)
         return VersionedWeights(parameters, self.rule, self._options.in_flight, client)
 
@@ -148,8 +144,9 @@ class Construction:
         placed = self.placed
         placed.ties.add_up()
         if placed.columns is not None:
-            placed.columns.add_gradients(parameters)
-            self.statistics.take(placed.columns.add(self.statistics.left()))
+            calls = placed.columns.add_gradients(parameters, self.statistics.calls())
+            left = placed.columns.add(self.statistics.left(calls))
+            self.statistics.take(left, calls)
         placed.ties.clear()
         if (most := self._options.max_grad_norm) is not None:
             is_copy = placed.address.worker > 0

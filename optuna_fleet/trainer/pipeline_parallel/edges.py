@@ -137,7 +137,12 @@ class Edges:
         return message
 
     def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each rank gives, on rank 0, and nothing on the others, who all must call it."""
+        """What each rank gives, on rank 0, and nothing on the others, who all must call it.
+
+        Raises:
+            FleetConfigError: It has what can't be sent.
+            RuntimeError: On rank 0, if another rank could not give anything, or is gone.
+        """
         assert self._group is not None
         if self._rank > 0:
             Outbound(self._group, 0, Lane.VALUES).send_values(own)

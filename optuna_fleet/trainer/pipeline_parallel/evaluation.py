@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.nested import to_device
-from optuna_fleet.trainer.pipeline_parallel.messages import Activations
+from optuna_fleet.trainer.pipeline_parallel.messages import Activations, Message
 from optuna_fleet.trainer.pipeline_parallel.microbatches import num_samples
 from optuna_fleet.trainer.pipeline_parallel.placing import Placed
 from optuna_fleet.wsp.schedules import Tag
 
 Metric = Callable[[Any, Any], Any]
 _SAMPLES = "number of samples"
+_EVALUATED = 0  # in place of a minibatch's number
+
+
+def is_evaluated(message: Message) -> TypeGuard[Activations]:
+    """Whether it comes from a stage that does not train."""
+    return isinstance(message, Activations) and message.number == _EVALUATED
 
 
 class Evaluation:
@@ -39,14 +45,15 @@ class Evaluation:
             else:
                 assert placed.edges is not None
                 received = placed.edges.receive()
-                assert isinstance(received, Activations)
+                if not is_evaluated(received):
+                    raise placed.parted(received, "trains", "evaluates")
                 values = received.values
             output = placed.part(values)
             if placed.is_last:
                 self._measure(output, targets, num_samples(inputs))
             else:
                 assert placed.edges is not None
-                sent = Activations(number=0, tag=Tag(0, 0), values=output)
+                sent = Activations(number=_EVALUATED, tag=Tag(0, 0), values=output)
                 placed.edges.send(placed.address, placed.next_stage(), sent)
 
     def _measure(self, output: Any, targets: Any, size: int) -> None:

@@ -6,6 +6,7 @@ By gloo, through the memory of the host, wherever stages compute.
 from __future__ import annotations
 
 import io
+import pickle
 import threading
 from contextlib import suppress
 from enum import IntEnum, auto
@@ -72,8 +73,12 @@ class Outbound:
             self._send(what, piece, numbers, values)
 
     def send_values(self, values: Any) -> None:
-        """Return when they have arrived."""
-        self._send(_What.VALUES, 0, (), values)
+        """Return when they have arrived; who waits for them is told if they can't be sent."""
+        try:
+            self._send(_What.VALUES, 0, (), values)
+        except Exception:
+            self.leave(alone=True)
+            raise
         self._wait()
 
     def leave(self, *, alone: bool) -> None:
@@ -99,9 +104,7 @@ class Outbound:
         description = torch.empty(0, dtype=torch.uint8)
         if described != self._described.get(key):
             self._described[key] = described
-            buffer = io.BytesIO()
-            torch.save(map_tensors(values, _form_of), buffer)
-            description = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+            description = _description(values)
         self._wait()
         self._start(_header(what, piece, numbers, len(description)))
         for tensor in (description, *tensors):
@@ -140,8 +143,15 @@ class Inbound:
         return piece, _put_together(what, piece, numbers, values)
 
     def values(self) -> Any:
-        """What `Outbound.send_values` sends."""
-        return self._next()[-1]
+        """What `Outbound.send_values` sends.
+
+        Raises:
+            RuntimeError: It can't be sent.
+        """
+        what, *_, values = self._next()
+        if what is _What.LEAVING:
+            raise dist.DistNetworkError(f"rank {self._rank} could not send what it holds")
+        return values
 
     def _next(self) -> tuple[_What, int, list[int], Any]:
         header = self._received(torch.empty(_NUMBERS + 3, dtype=torch.int64))
@@ -203,6 +213,20 @@ def _put_together(what: _What, piece: int, numbers: list[int], values: Any) -> M
 def _header(what: _What, piece: int, numbers: tuple[int, ...], size: int) -> Tensor:
     padding = [0] * (_NUMBERS - len(numbers))
     return torch.tensor([what, piece, *numbers, *padding, size])
+
+
+def _description(values: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(map_tensors(values, _form_of), buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise FleetConfigError(
+            f"What goes to another stage, or is the state of a stage's layers and optimizer, is "
+            f"{values!r:.300}, but must be tensors, numbers and strings, in dicts, lists and "
+            "tuples."
+        ) from error
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def _form_of(tensor: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
+from optuna_fleet.trainer.pipeline_parallel.columns import Meeting
 from optuna_fleet.trainer.pipeline_parallel.construction import Construction
-from optuna_fleet.trainer.pipeline_parallel.evaluation import Evaluation, Metric
+from optuna_fleet.trainer.pipeline_parallel.evaluation import Evaluation, Metric, is_evaluated
 from optuna_fleet.trainer.pipeline_parallel.messages import Inputs, Targets
 from optuna_fleet.trainer.pipeline_parallel.microbatches import Microbatch, microbatches
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
@@ -123,6 +124,7 @@ class Pipeline:
             FleetConfigError: The devices have too little memory.
         """
         self._around.check()
+        self._around.begin("pipeline.step")
         own = self._place(inputs, targets)
         with own.placed.naming_errors():
             if own.rule is None:
@@ -147,9 +149,11 @@ class Pipeline:
         own, stage = self._own, self._stage
         if own is None or stage is None:
             return []
+        self._around.count()
         placed = own.placed
         with placed.naming_errors(), torch.no_grad():
             if placed.columns is not None:
+                placed.columns.meet(Meeting.FLUSH)
                 own.agreement.take(placed.columns.add(own.agreement.rest()))
             if own.rule is None:
                 return []
@@ -203,13 +207,16 @@ class Pipeline:
         assert stage is not None
         with torch.enable_grad():
             while not is_done(stage):
-                if edges is not None and (message := edges.poll()) is not None:
-                    stage.receive(message)
-                elif (turn := stage.next_turn()) is not None:
+                message = None if edges is None else edges.poll()
+                if message is None and (turn := stage.next_turn()) is not None:
                     self._do(own, stage, turn)
-                else:
+                    continue
+                if message is None:
                     assert edges is not None
-                    stage.receive(edges.receive())
+                    message = edges.receive()
+                if is_evaluated(message):
+                    raise own.placed.parted(message, "evaluates", "trains")
+                stage.receive(message)
         torch.clear_autocast_cache()  # of casts of weights that are old now
 
     def _do(self, own: Construction, stage: PipelineStage, turn: Turn) -> None:
@@ -236,12 +243,18 @@ class Pipeline:
 
     def _of_all_workers(self, placed: Placed) -> list[Tensor]:
         """Losses of whole batches. Nobody goes on before all have settled, as all must tell."""
-        losses = list(self._losses)
         if placed.num_workers == 1:
-            return losses
-        told = checkpoint.gather({"losses": losses})
+            return list(self._losses)
+        told = [rank["losses"] for rank in checkpoint.gather({"losses": list(self._losses)})]
         firsts = [ranks[0] for ranks in placed.placement.ranks]
-        of_workers = zip(*(told[rank]["losses"] for rank in firsts), strict=True)
+        for rank in firsts:
+            if len(told[rank]) != len(told[0]):
+                raise TrialError(
+                    f"Since the last flush rank {rank} has made {len(told[rank])} steps of the "
+                    f"pipeline, but rank 0 {len(told[0])}: all ranks must train on the same "
+                    "batches."
+                )
+        of_workers = zip(*(told[rank] for rank in firsts), strict=True)
         return [torch.stack([*of]).mean().to(self._around.device) for of in of_workers]
 
     def _host(self, own: Construction) -> None:
@@ -269,6 +282,7 @@ class Pipeline:
             with torch.no_grad():
                 for inputs, targets in batches:
                     self._around.check()
+                    self._around.begin("pipeline.evaluate")
                     evaluation.add(self._place(inputs, targets).placed, inputs, targets)
         finally:
             for module, mode in modes:

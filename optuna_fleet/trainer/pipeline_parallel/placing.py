@@ -17,18 +17,18 @@ from optuna_fleet.alloc.partition import DoesNotFit
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import gloo_group, group_size
-from optuna_fleet.trainer.pipeline_parallel.agreement import names_of
-from optuna_fleet.trainer.pipeline_parallel.columns import Columns
+from optuna_fleet.trainer.pipeline_parallel.agreement import names_by_piece
+from optuna_fleet.trainer.pipeline_parallel.columns import Columns, parted
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
 from optuna_fleet.trainer.pipeline_parallel.link_speed import measured_links
-from optuna_fleet.trainer.pipeline_parallel.messages import StageAddress
+from optuna_fleet.trainer.pipeline_parallel.messages import Gradients, Message, StageAddress
 from optuna_fleet.trainer.pipeline_parallel.noise import Noise
 from optuna_fleet.trainer.pipeline_parallel.parts import part_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placement import WIRE, Demand, Placement, Ranks
-from optuna_fleet.trainer.pipeline_parallel.tied import Ties, shared_parameters
+from optuna_fleet.trainer.pipeline_parallel.tied import Shared, Ties, shared_parameters
 from optuna_fleet.trainer.pipeline_parallel.whole import Holding
 
 _logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ class Surroundings:
         most_devices: That the trial can have.
         seed: Of the trial's random numbers.
         check: Raises what unwinds the objective, if anything does.
+        begin: Says what all ranks do now, message by message.
+        count: Says that all ranks come by here.
         need: Says how many devices the trial needs, and leaves the objective.
         go_on_with_fewer: Says why the trial can't use all of its devices, and how many it can.
     """
@@ -55,6 +57,8 @@ class Surroundings:
     most_devices: int
     seed: tuple[int, ...]
     check: Callable[[], None]
+    begin: Callable[[str], None]
+    count: Callable[[], None]
     need: Callable[[int], NoReturn]
     go_on_with_fewer: Callable[[str, int], None]
 
@@ -109,6 +113,12 @@ class Placed:
         """Which gets what it computes."""
         return self.address._replace(stage=self.address.stage + 1)
 
+    def parted(self, message: Message, others: str, own: str) -> TrialError:
+        """The error for a message of a stage that does something else, in words, than this one."""
+        side = 1 if isinstance(message, Gradients) else -1
+        rank = self.placement.ranks[self.address.worker][self.address.stage + side]
+        return parted(rank, others, self.rank, own)
+
     def close(self, *, alone: bool) -> None:
         """The trial has ended here; `alone` if the other ranks may not have."""
         self.noise.close()
@@ -152,37 +162,50 @@ def place(
     model = holding.model
     shared = shared_parameters(model) if demand.is_flushed else []  # as long as all are here
     placement, costs, nodes = _placement(model, loss, batch, demand, around)
-    is_shared = len(placement.ranks) > 1
     directory = Directory.of(
         placement.ranks,
         placement.cuts,
         [cost.parameter_bytes for cost in costs] or [0.0] * len(model),
         nodes,
-        has_servers=is_shared and not demand.is_flushed,
+        has_servers=len(placement.ranks) > 1 and not demand.is_flushed,
     )
+    edges = None
+    if group_size() > 1:
+        group = gloo_group()
+        assert group is not None
+        edges = Edges(group, directory, around.device, room=2 * demand.in_flight + 2)
+    try:
+        return _keep(holding, shared, placement, directory, edges, demand, around)
+    except BaseException:
+        if edges is not None:
+            edges.close(alone=True)  # others wait for this rank
+        raise
+
+
+def _keep(
+    holding: Holding,
+    shared: list[Shared],
+    placement: Placement,
+    directory: Directory,
+    edges: Edges | None,
+    demand: Demand,
+    around: Surroundings,
+) -> Placed:
+    """Keep the layers of this rank's stage."""
+    model, optimizer = holding.model, holding.optimizer
     address = directory.address_of(around.rank)
     bounds = (0, *placement.cuts[address.worker], len(model))
     first, end = bounds[address.stage], bounds[address.stage + 1]
     part = part_of(model, first, end)
-    edges = columns = None
-    if group_size() > 1:
-        room = 2 * demand.in_flight + 2
-        group = gloo_group()
-        assert group is not None
-        edges = Edges(group, directory, around.device, room)
+    if edges is not None:
         holding.keep(part, edges.gather, is_copy=address.worker > 0)
     part.to(around.device)
-    optimizer = holding.optimizer
     optimizer.load_state_dict(optimizer.state_dict())  # to where the parameters are
     pipelines = list(zip(placement.cuts, placement.ranks, strict=True))
+    columns = None
     ties = Ties(model, shared, pipelines, around.rank)
-    if is_shared and demand.is_flushed:
-        names = {
-            place: names_of(part_of(model, *directory.pieces[place]))
-            for place in directory.users[address]
-        }
-        columns = Columns(directory, names)
-    layers = dict(enumerate(part, first))
+    if len(placement.ranks) > 1 and demand.is_flushed:
+        columns = Columns(directory, names_by_piece(model, directory, address))
     # Virtual workers that do not wait for each other have the same numbers of minibatches.
     draws_apart = address.worker > 0 and not demand.is_flushed
     seed = (*around.seed, address.worker) if draws_apart else around.seed
@@ -194,7 +217,7 @@ def place(
         edges=edges,
         columns=columns,
         ties=ties,
-        noise=Noise(layers, around.device, seed),
+        noise=Noise(dict(enumerate(part, first)), around.device, seed),
         rank=around.rank,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from typing_extensions import assert_never
 
 from optuna_fleet.trainer.pipeline_parallel.messages import (
@@ -20,7 +21,7 @@ from optuna_fleet.trainer.pipeline_parallel.messages import (
     Targets,
     Transport,
 )
-from optuna_fleet.trainer.pipeline_parallel.passes import HeldPass, StageModule
+from optuna_fleet.trainer.pipeline_parallel.passes import HeldPass, Loss, StageModule
 from optuna_fleet.trainer.pipeline_parallel.versions import Weights
 from optuna_fleet.wsp.credits import held_minibatches
 from optuna_fleet.wsp.schedules import Schedule, Tag, tag_of
@@ -53,7 +54,8 @@ class PipelineStage:
     Args:
         address: Of the stage.
         num_stages: Of its virtual worker.
-        module: Its part of the model.
+        part: Its layers.
+        loss: From the model's output and a minibatch's targets to a scalar; the last stage's.
         weights: Its versions of them.
         schedule: When a minibatch may start.
         transport: To other stages.
@@ -66,7 +68,8 @@ class PipelineStage:
         *,
         address: StageAddress,
         num_stages: int,
-        module: StageModule,
+        part: nn.Module,
+        loss: Loss,
         weights: Weights,
         schedule: Schedule,
         transport: Transport,
@@ -77,7 +80,8 @@ class PipelineStage:
         self.weights = weights
         self._is_first = address.stage == 0
         self._is_last = address.stage == num_stages - 1
-        self._module = module
+        its_loss = loss if self._is_last else None
+        self._module = StageModule(part, is_first=self._is_first, loss=its_loss)
         self._schedule = schedule
         self._transport = transport
         self._observer = observer

@@ -76,6 +76,8 @@ def make_pipeline(
             most_devices=min(most, run.num_devices),
             seed=(run.seed, run.number),
             check=session.check,
+            begin=loader.shares.begin,
+            count=session.count,
             need=need,
             go_on_with_fewer=lambda why, max_devices: go_on_with_fewer(
                 session, why, min_devices=bounds.min_devices, max_devices=max_devices

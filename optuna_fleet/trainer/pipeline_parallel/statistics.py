@@ -38,54 +38,70 @@ class Statistics:
 
     Args:
         part: The layers.
-        parts: Which of a batch's parts go through them here.
-        num_parts: Of a batch.
+        worker: This virtual worker: those before it have earlier parts of each batch.
+        num_workers: Virtual workers.
     """
 
-    def __init__(self, part: nn.Module, parts: range, num_parts: int) -> None:
+    def __init__(self, part: nn.Module, worker: int, num_workers: int) -> None:
         self._part = part
-        self._parts = parts
-        self._num_parts = num_parts
+        self._worker = worker
+        self._num_workers = num_workers
         self._began: dict[str, int] = {}
 
     @torch.no_grad()
     def begin(self) -> None:
         """A batch begins."""
         self._began = {name: _calls(module) for name, module in self._modules()}
-        if self._parts.start:
+        if self._worker > 0:
             for _, module in self._modules():
                 for tensor in _of(module).values():
                     tensor.zero_()
 
-    @torch.no_grad()
-    def left(self) -> dict[str, Tensor]:
-        """What is left of them here at the batch's end, by names as `Agreement` has them."""
+    def calls(self) -> dict[str, Tensor]:
+        """How often each module was called, here in this rank's place; by names of a buffer.
+
+        Ranks need not call it alike: a layer may look at a part before it does.
+        """
         found: dict[str, Tensor] = {}
         for name, module in self._modules():
-            assert module.momentum is not None
-            later = self._calls_of_a_part(name, module) * (self._num_parts - self._parts.stop)
-            for of, tensor in _of(module).items():
-                found[f"{BUFFER}{name}.{of}"] = (1 - module.momentum) ** later * tensor
+            numbers = torch.zeros(self._num_workers)
+            numbers[self._worker] = _calls(module) - self._began[name]
+            found[_key(name, "running_mean")] = numbers
         return found
 
     @torch.no_grad()
-    def take(self, sums: Mapping[str, Tensor]) -> None:
+    def left(self, calls: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is left of them here at the batch's end, by names as `Agreement` has them.
+
+        Args:
+            calls: The sums over the ranks.
+        """
+        found: dict[str, Tensor] = {}
+        for name, module in self._modules():
+            assert module.momentum is not None
+            later = calls[_key(name, "running_mean")][self._worker + 1 :].sum().item()
+            for of, tensor in _of(module).items():
+                found[_key(name, of)] = (1 - module.momentum) ** later * tensor
+        return found
+
+    @torch.no_grad()
+    def take(self, sums: Mapping[str, Tensor], calls: Mapping[str, Tensor]) -> None:
         """The sums over the ranks of what is left."""
         for name, module in self._modules():
-            calls = self._calls_of_a_part(name, module)
             for of, tensor in _of(module).items():
-                tensor.copy_(sums[f"{BUFFER}{name}.{of}"])
+                tensor.copy_(sums[_key(name, of)])
             assert module.num_batches_tracked is not None
-            module.num_batches_tracked.fill_(self._began[name] + calls * self._num_parts)
+            called = int(calls[_key(name, "running_mean")].sum())
+            module.num_batches_tracked.fill_(self._began[name] + called)
 
     def _modules(self) -> Iterator[tuple[str, _BatchNorm]]:
         for name, module in self._part.named_modules():
             if isinstance(module, _BatchNorm) and can_add_up(module) and module.training:
                 yield name, module
 
-    def _calls_of_a_part(self, name: str, module: _BatchNorm) -> int:
-        """How often each part goes through a module."""
-        return (_calls(module) - self._began[name]) // len(self._parts)
+
+def _key(name: str, of: str) -> str:
+    return f"{BUFFER}{name}.{of}"
 
 
 def _of(module: _BatchNorm) -> dict[str, Tensor]:
