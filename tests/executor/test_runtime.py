@@ -1007,7 +1007,8 @@ def halve(sample: Any) -> Any:
 def pipeline_of(kind: str = "cpu", **more: Any) -> PipelineSetup:
     """For two devices and 12 cores."""
     pipeline = SharedPipeline(train=[1.0], finish=halve, **more)
-    devices = [Device(index=index, node=0, kind=kind) for index in range(2)]
+    visible = "" if kind == "cpu" else "0"
+    devices = [Device(index=index, node=0, kind=kind, visible=visible) for index in range(2)]
     return cores.pipeline_setup(pipeline, devices, cores=12)
 
 

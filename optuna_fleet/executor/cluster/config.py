@@ -25,6 +25,7 @@ class AgentOptions:
         devices: How many it offers; None for all.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
         slots_per_device: Trainers on each device.
+        kind: What its devices are said to be; None for what they are.
         cores: How many cores it may use; None for all that its process may.
         is_child: The driver has started it, and says what became of it.
         notice_s: Seconds that the node is left after a SIGTERM; None if that ends the agent.
@@ -35,6 +36,7 @@ class AgentOptions:
     devices: int | None = None
     device_type: str | None = None
     slots_per_device: int = 1
+    kind: str | None = None
     cores: int | None = None
     is_child: bool = True
     notice_s: float | None = None

@@ -32,4 +32,4 @@ def cores_set_aside(pipeline: SharedPipeline | None, devices: Sequence[Device], 
 
 
 def _has_cpu_slots(devices: Sequence[Device]) -> bool:
-    return devices[0].kind == "cpu"
+    return devices[0].type == "cpu"

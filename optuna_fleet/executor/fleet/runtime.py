@@ -287,16 +287,16 @@ class Runtime:
         awaited = self.nodes.devices.keys() - self.trainers.have_served - self.faults.left_out
         return bool(awaited) or self.agents.awaits_nodes
 
-    @property
-    def widest(self) -> int:
-        """Most devices that a trial can have, without those that are left out.
+    def most_devices(self, *, spans_types: bool) -> int:
+        """Most that a trial can have, of one type unless it spans types.
 
-        Any number where nodes may join that were never there.
+        Without those that are left out; any number where nodes may join that were never there.
         """
         if self.agents.awaits_nodes:
             return sys.maxsize
         there = self.nodes.devices.items()
-        return Fleet(devices=tuple(d for n, d in there if n not in self.faults.left_out)).widest
+        fleet = Fleet(devices=tuple(d for n, d in there if n not in self.faults.left_out))
+        return len(fleet) if spans_types else fleet.widest
 
     def process_state(self, device: int) -> str:
         """What keeps the trainer of a device from running, in words; "" if nothing does."""

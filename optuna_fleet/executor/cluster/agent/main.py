@@ -10,6 +10,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 from optuna_fleet.exceptions import FleetConfigError, ProtocolError
 from optuna_fleet.executor.cluster.agent.agent import Agent
@@ -70,6 +71,8 @@ def run_agent(options: AgentOptions) -> None:
         EOFError: It has ended.
     """
     devices = find_fleet(options.devices, options.device_type, options.slots_per_device).devices
+    if options.kind is not None:
+        devices = tuple(replace(device, kind=options.kind) for device in devices)
     channel = connect(options.invitation)
     agent, host = secrets.token_hex(8), local_address(channel)
     channel.send(
