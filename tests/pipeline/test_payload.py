@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 from pipeline_harness import Forked, serving
-from torch.utils.data import TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -20,6 +19,7 @@ from optuna_fleet.pipeline import PipelineServer, SharedPipeline
 from optuna_fleet.pipeline.preprocessor.comparing import same
 from optuna_fleet.pipeline.preprocessor.payload import pack, unpack
 from optuna_fleet.pipeline.preprocessor.tables import Table
+from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
 
 LENGTH = 100_000
 MB = 1 << 20
@@ -55,30 +55,48 @@ class Tokens:
         return torch.from_numpy(self.rows[index].copy())
 
 
-class Nosy:
+class Both:
+    """Two preprocessors make samples of it, however late one of them begins."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def meet(self, index):
+        """But for the first chunk, whose samples tell their size: one makes it alone."""
+        (self.folder / str(os.getpid())).touch()
+        while index >= MIN_CHUNK_SAMPLES and len(os.listdir(self.folder)) < 2:
+            time.sleep(2e-3)
+
+
+class Nosy(Both):
     """Writes its process id into its data, and says which it found there."""
 
-    def __init__(self):
+    def __init__(self, folder):
+        super().__init__(folder)
         self.owner = torch.zeros(LENGTH, dtype=torch.int64)
 
     def __len__(self):
         return 60
 
     def __getitem__(self, index):
-        time.sleep(2e-3)
+        self.meet(index)
         found, self.owner[0] = self.owner[0].item(), os.getpid()
         return found, os.getpid()
 
 
-class Summed(TensorDataset):
+class Summed(Both):
     """Each sample takes all of the data, so that whoever makes one has all of its pages."""
 
-    def __init__(self, nbytes):
-        super().__init__(torch.ones(16, nbytes // 16 // 8, dtype=torch.int64))
+    def __init__(self, folder, nbytes):
+        super().__init__(folder)
+        self.numbers = torch.ones(nbytes // 8, dtype=torch.int64)
+
+    def __len__(self):
+        return 4 * MIN_CHUNK_SAMPLES
 
     def __getitem__(self, index):
-        time.sleep(2e-3)
-        return self.tensors[0].sum()
+        self.meet(index)
+        return self.numbers.sum()
 
 
 def read(agent):
@@ -289,9 +307,9 @@ def memory_files(pid="self"):
     return [link for link in links if "memfd:optuna-fleet-" in link]
 
 
-def test_preprocessors_share_the_memory_of_a_data_set():
-    with serving(SharedPipeline(val=Summed(64 * MB)), chunk_bytes=100) as agent:
-        assert read(agent)[0].tolist() == [8 * MB] * 16
+def test_preprocessors_share_the_memory_of_a_data_set(tmp_path):
+    with serving(SharedPipeline(val=Summed(tmp_path, 64 * MB)), chunk_bytes=100) as agent:
+        assert read(agent)[0].tolist() == [8 * MB] * 4 * MIN_CHUNK_SAMPLES
         memories = [memory_of(pid) for pid in agent.pids()]
     assert len(memories) == 2
     for memory in memories:
@@ -299,8 +317,8 @@ def test_preprocessors_share_the_memory_of_a_data_set():
         assert memory["Shared_Dirty"] + memory["Shared_Clean"] > 64 * MB
 
 
-def test_what_a_data_set_writes_into_itself_stays_in_its_process():
-    with serving(SharedPipeline(val=Nosy()), chunk_bytes=100) as agent:
+def test_what_a_data_set_writes_into_itself_stays_in_its_process(tmp_path):
+    with serving(SharedPipeline(val=Nosy(tmp_path)), chunk_bytes=100) as agent:
         [(found, pids)] = read(agent)
         assert set(pids.tolist()) == set(agent.pids())
         assert len(agent.pids()) == 2
