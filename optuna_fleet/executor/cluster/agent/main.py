@@ -17,10 +17,13 @@ from optuna_fleet.executor.cluster.agent.agent import Agent
 from optuna_fleet.executor.cluster.config import AgentOptions, NodeSetup, machine
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.fleet.addresses import interface_of
+from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.processes import clean_up_after_parent, end_session, flush_prints, preload
 from optuna_fleet.resources import cpu_count
 from optuna_fleet.wire.channel import Channel, connect
+from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import AgentJoining, Refused, SignOfLife
+from optuna_fleet.wire.transfer import GetDataSets, OpenTransfer, receive_file
 
 _ENVIRONMENT = {
     # Threads that spin at barriers starve the other slots; where all fit, they lose little.
@@ -95,7 +98,22 @@ def run_agent(options: AgentOptions) -> None:
         channel.send(Refused(problem=problem))
         raise FleetConfigError(problem)
     _adopt(setup, host)
+    setup = _with_data(setup, options.invitation)
     Agent(channel, options.invitation, agent, host, setup, options.notice_s).serve()
+
+
+def _with_data(setup: NodeSetup, invitation: Invitation) -> NodeSetup:
+    """Fetch the data sets, where their file is none of this machine."""
+    if setup.pipeline is None or setup.pipeline.payload is not None:
+        return setup
+    channel = connect(invitation)
+    try:
+        channel.send(OpenTransfer())
+        channel.send(GetDataSets())
+        payload = Payload.written(lambda file: receive_file(channel.receive, file.write))
+    finally:
+        channel.close()
+    return replace(setup, pipeline=replace(setup.pipeline, payload=payload))
 
 
 def _missing(setup: NodeSetup) -> str:
