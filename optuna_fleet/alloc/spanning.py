@@ -45,7 +45,7 @@ def plan_mixtures(problem: AllocationProblem, inner: Allocator, *, cautious: boo
     if not given and not waiting:
         return None
     others = (a.devices for a in plan.assignments.values() if a.number not in given)
-    mixed = _only(_without_devices(problem, others), given.keys() | waiting)
+    mixed = _without_devices(_only(problem, given.keys() | waiting), others)
     return assemble(
         mixed,
         group_widths(mixed, {number: len(devices) for number, devices in given.items()}),
