@@ -472,6 +472,14 @@ def test_devices_that_would_be_idle_widen_a_trial_that_spans_types():
     assert devices_of(baseline, flying, **A2_B2)[0] == {1: (0, 1)}
 
 
+@pytest.mark.parametrize("inner", [ElasticAllocator(), MipAllocator(), GreedyAllocator()])
+def test_a_mixture_has_the_fast_devices_first(inner):
+    fleet = {"nodes": ((0, 1), (2, 3)), "kinds": ("b", "a")}
+    large = spanning(1, min_devices=3, max_devices=3)
+    placed, _ = devices_of(ByKind(inner=inner), large, **fleet)
+    assert {2, 3} < set(placed[1])
+
+
 def test_a_mixture_that_is_slower_than_the_fast_type_alone_is_not_taken():
     slow = spanning(1, fast=30.0, slow=1.0)
     slow = replace(slow, rates_by_kind={**slow.rates_by_kind, SEVERAL: (15.0, 30.0, 45.0, 59.0)})
