@@ -480,6 +480,13 @@ def test_a_mixture_has_the_fast_devices_first(inner):
     assert {2, 3} < set(placed[1])
 
 
+@every_allocator
+def test_a_mixture_flies_alone_where_nothing_can_be_served(allocator):
+    large = spanning(1, min_devices=3)
+    placed, _ = devices_of(allocator, large, **A2_B1, preprocess_samples_per_s=5.0)
+    assert placed == {1: (0, 1, 2)}
+
+
 @pytest.mark.parametrize(("capacity", "numbers"), [(95.0, {1, 2, 3}), (65.0, {2, 3})])
 def test_a_mixture_waits_if_it_can_not_be_served_beside_those_that_stay(capacity, numbers):
     fleet = {"nodes": ((0, 1, 2), (3, 4, 5)), "kinds": ("a", "b"), "rate_spread": math.inf}
