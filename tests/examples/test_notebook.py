@@ -30,8 +30,7 @@ class Interrupting(NotebookClient):  # type: ignore[misc]
         return super().process_message(msg, cell, cell_index)
 
 
-@pytest.fixture(scope="module")
-def ran() -> tuple[Any, list[str]]:
+def run_notebook() -> tuple[Any, list[str]]:
     """The notebook with its outputs, and the processes that there were at its end."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     before = leftovers.processes()
@@ -44,6 +43,11 @@ def ran() -> tuple[Any, list[str]]:
         at_the_end = leftovers.processes()
     assert client.has_interrupted
     return notebook, [process for process in at_the_end if process not in before]
+
+
+@pytest.fixture(scope="module")
+def ran() -> tuple[Any, list[str]]:
+    return run_notebook()
 
 
 def outputs_of(notebook: Any, beginning: str) -> list[Any]:
