@@ -57,7 +57,7 @@ class FleetExecutor:
         checkpoints: Where trials are checkpointed while they run: a `Checkpoints`, or a folder.
             With a folder, the same call made again goes on where a killed or interrupted one
             stopped, and the best trials leave their weights (`load_best_model`):
-            docs/reliability.md.
+            docs/checkpoints.md.
         limits: What trials may take; a `Limits`.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         max_trials: Most trials under way at once; None for no limit but the devices.
