@@ -23,6 +23,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("untimed")
 
+# Shells start what runs in the background so that it ignores Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

@@ -274,16 +274,18 @@ def test_values_that_are_no_values_fail_their_trials_with_a_line(
     fleet: Any, log: io.StringIO
 ) -> None:
     study = optuna.create_study()
-    values = [None, math.nan, "one", [1.0, 2.0], math.inf, -math.inf, [3.0], True]
-    study.optimize(functools.partial(return_by_number, values=values), n_trials=8, executor=fleet)
-    assert states(study) == 4 * [FAIL] + 4 * [COMPLETE]
-    assert [trial.value for trial in study.trials[4:]] == [math.inf, -math.inf, 3.0, 1.0]
+    values = [None, math.nan, "one", [1.0, 2.0], "0.5", math.inf, -math.inf, [3.0], True]
+    study.optimize(functools.partial(return_by_number, values=values), n_trials=9, executor=fleet)
+    assert states(study) == 5 * [FAIL] + 4 * [COMPLETE]
+    assert [trial.value for trial in study.trials[5:]] == [math.inf, -math.inf, 3.0, 1.0]
     text = log.getvalue()
     assert (
         "Trial 0 failed with parameters: {} because of the following error: The value None" in text
     )
     assert "Trial 1 failed with value nan." in text
     assert "did not match the number of the objectives 1" in text
+    assert "Trial 4 failed with value '0.5'." in text  # Optuna raises, and leaves it RUNNING
+    assert "in 0 rounds" not in text
 
 
 def return_a_function(trial: Any) -> Any:
