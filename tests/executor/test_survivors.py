@@ -74,8 +74,7 @@ def trains(trial: Any, *, how: str, kills: Kills, folder: Path, every: int = 1) 
     losses = trial.state.setdefault("losses", [])
     draws, means = trial.state.setdefault("draws", []), trial.state.setdefault("means", [])
     holding = trial._training._holding  # which would depend on the time
-    holding.small.is_enough = lambda: True
-    holding.whole.is_enough = lambda: how != "plain" and len(draws) % every == 0
+    holding.is_due = lambda: how != "plain" and len(draws) % every == 0
     for epoch in trial.epochs(EPOCHS):
         model.train()
         for images, numbers in trial.batches("train", batch_size=BATCH, movable=True):
