@@ -298,17 +298,21 @@ class Pause:
     num_after: int
 
 
-def _pauses(steps: Sequence[Step], flights: dict[int, list[dict[str, Any]]]) -> Iterator[Pause]:
+def _pauses(
+    steps: Sequence[Step], flights: dict[int, list[dict[str, Any]]], spec: SimulatedTrial
+) -> Iterator[Pause]:
     for number, flown in flights.items():
         own = [step for step in steps if step.trial == number]
         for before, after in itertools.pairwise(flown):
             ends = [step.done for step in own if before["start"] <= step.done <= before["end"]]
-            begins = [step.begun for step in own if after["start"] <= step.begun <= after["end"]]
-            if before["ending"] == "yielded" and ends and begins:
+            later = [step.done for step in own if after["start"] <= step.begun <= after["end"]]
+            num_after = len(after["devices"])
+            if before["ending"] == "yielded" and ends and later:
+                began = min(later) - BATCH / spec.rates[num_after - 1]
                 yield Pause(
-                    seconds=before["end"] - max(ends) + min(begins) - after["start"],
+                    seconds=before["end"] - max(ends) + began - after["start"],
                     num_before=len(before["devices"]),
-                    num_after=len(after["devices"]),
+                    num_after=num_after,
                 )
 
 
@@ -331,8 +335,8 @@ class Lived:
         decisions: Plans that moved something, within the trace.
         summary: Of the executor.
         pauses: Of the moves.
-        waits: By node, and the moment when it came: how long its trainer took to be there, if it
-            ever was before the node was taken.
+        waits: By node, and the moment when it came: for how long no trial had it, if one ever had
+            before it was taken.
         repeated: Steps that were done more than once.
     """
 
@@ -417,8 +421,8 @@ class Harvest:
             utilisation=self.utilisation(samples),
             decisions=sum(began <= d.time <= ends for d in summary.decisions),
             summary=summary,
-            pauses=list(_pauses([s for s in steps if s.done <= ends], flights)),
-            waits=dict(self._waits([(s.node, s.start - began) for s in spans])),
+            pauses=list(_pauses([s for s in steps if s.done <= ends], flights, self.spec)),
+            waits=dict(self._waits(flights, {span.device: span.node for span in spans}, began)),
             repeated=len(counted) - sum(map(len, done.values())),
         )
 
@@ -444,16 +448,22 @@ class Harvest:
         return counted
 
     def _waits(
-        self, starts: Sequence[tuple[str, float]]
+        self, flights: dict[int, list[dict[str, Any]]], node_of: dict[int, str], began: float
     ) -> Iterator[tuple[tuple[int, float], float]]:
-        """How long after its moment in the trace each node was there."""
+        """How long after its moment in the trace each node had a trial, or those of its moment."""
+        begins: dict[str, list[float]] = defaultdict(list)
+        for flight in itertools.chain(*flights.values()):
+            for device in flight["devices"]:
+                begins[node_of[device]].append(flight["start"] - began)
         taken: dict[int, float] = {}
         for change in reversed(list(self.piece.changes())[1:]):
+            firsts: dict[int, float] = {}
             for node in change.joined:
-                stay = change.time_s, taken.get(node, self.piece.end_s) + GRACE_S
-                there = [s for name, s in starts if name == str(node) and stay[0] <= s <= stay[1]]
-                if there:
-                    yield (node, change.time_s), min(there) - change.time_s
+                stay = change.time_s, taken.get(node, self.piece.end_s)
+                if inside := [s for s in begins[str(node)] if stay[0] <= s <= stay[1]]:
+                    firsts[node] = min(inside)
+            for node in firsts:  # what comes at one moment is planned for at one
+                yield (node, change.time_s), _mean(list(firsts.values())) - change.time_s
             taken.update(dict.fromkeys(change.left, change.time_s))
 
     def utilisation(self, trials: Sequence[Progress]) -> float:
