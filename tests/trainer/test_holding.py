@@ -354,6 +354,17 @@ def test_nobody_goes_on_with_sums_that_were_not_told() -> None:
     assert loop.rank.held().place < (1, 0, 4)
 
 
+def test_what_there_was_no_room_to_tell_replaces_no_copy() -> None:
+    loop = Loop()
+    loop.rank.holding.is_due = lambda: True  # type: ignore[method-assign]
+    for number in range(5):
+        loop.rank.begin(number)
+        step(loop.rank, loop.model, loop.optimizer)  # adds late
+        if number == 3:
+            loop.rank.totals["counts"] = torch.arange(100)
+    assert loop.rank.held().place == (1, 0, 3)
+
+
 @pytest.mark.parametrize("is_at_once", [True, False])
 def test_another_epoch_and_another_run_begin_with_what_was_added_there(is_at_once: bool) -> None:
     loop = Loop()

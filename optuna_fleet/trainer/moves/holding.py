@@ -86,9 +86,13 @@ class _Beginning:
     state: bytes
     history: dict[int, float]
 
+    def is_told(self) -> bool:
+        """Whether it is known what all ranks had added; waits for nobody."""
+        return self.told is None or self.told.has_arrived()
+
     def is_good(self) -> bool:
         """Whether the trial can go on from it."""
-        return (self.told is None or self.told.has_arrived()) and not self.objects.changed()
+        return self.is_told() and not self.objects.changed()
 
 
 class Holding:
@@ -260,7 +264,7 @@ class Holding:
         if changed := now.objects.changed():
             self._by_hand |= changed
             self._now = self._contents = None
-        elif self._is_last or self._needs_copy():
+        elif (self._is_last or self._needs_copy()) and now.is_told():
             self._copy(now)
 
     def _needs_copy(self) -> bool:
