@@ -67,6 +67,13 @@ def below(pid: int) -> Iterator[int]:
             yield from below(child)
 
 
+def has_data(memory: bytes) -> bool:
+    row = NBYTES // 16
+    begins = (match.start() for match in re.finditer(re.escape(MARK), memory))
+    # The mark alone is in this process too.
+    return any(memory[at + row - 1 : at + NBYTES : row] == bytes(range(16)) for at in begins)
+
+
 def places_of_data(pid: int) -> list[str]:
     """Where a process has all of the data: "own" memory, or the number of a memory file."""
     found = []
@@ -79,7 +86,7 @@ def places_of_data(pid: int) -> list[str]:
             if end - begin < NBYTES:
                 continue
             memory.seek(begin)
-            if MARK in memory.read(min(end - begin, 4 * NBYTES)):
+            if has_data(memory.read(min(end - begin, 20 * NBYTES))):
                 found.append(match[3] if "optuna-fleet-data" in match[4] else "own")
     return found
 
