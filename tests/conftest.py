@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,9 @@ from tests.nursery import Nursery, processes_start_afresh
 # On a busy machine an example may take any time.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+# Shells start what runs in the background so that it ignores Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 

@@ -1007,8 +1007,9 @@ def halve(sample: Any) -> Any:
 def pipeline_of(kind: str = "cpu", **more: Any) -> PipelineSetup:
     """For two devices and 12 cores."""
     pipeline = SharedPipeline(train=[1.0], finish=halve, **more)
-    devices = [Device(index=index, node=0, kind=kind) for index in range(2)]
-    return cores.pipeline_setup(pipeline, devices, cores=12)
+    visible = "" if kind == "cpu" else "0"
+    devices = [Device(index=index, node=0, kind=kind, visible=visible) for index in range(2)]
+    return cores.pipeline_setup(pipeline.packed(), devices, cores=12)
 
 
 def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything() -> None:
