@@ -5,7 +5,8 @@ python examples/large_model.py --memory-mb 0     # GPUs, with the memory that th
 
 Characters of Python's standard library are to be continued. A model is given to `trial.pipeline`,
 which asks for as many devices as its layers need: small models train on one, large ones in stages
-on several. The objective is the same for both. About two minutes on 2 cores.
+on several, also of two types, if there are not enough of one. The objective is the same for all.
+CPU slots count as of two types here, two of each. About two minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import FleetExecutor, LocalCluster, SharedPipeline
 from optuna_fleet.visualization import save_timeline
 
 NUM_CHARACTERS = 128
@@ -119,15 +120,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--trials", type=int, default=12)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--devices", type=int, help="default: all GPUs, or 4 CPU slots")
+    parser.add_argument("--devices", type=int, help="default: all GPUs, or 4 CPU slots of 2 types")
     parser.add_argument("--memory-mb", type=float, default=10.0, help="of a device, or 0")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", help="Optuna storage URL; default: in memory")
     parser.add_argument("--picture", help="where to draw the timeline")
-    arguments = parser.parse_args(argv)
-    if arguments.devices is None and not torch.cuda.device_count():
-        arguments.devices = 4
-    return arguments
+    return parser.parse_args(argv)
+
+
+def make_fleet(data: SharedPipeline, num_devices: int | None) -> FleetExecutor:
+    """All GPUs, or as many devices as are asked for, or CPU slots of two types."""
+    if num_devices is None and not torch.cuda.device_count():
+        two_types = LocalCluster(nodes=2, kinds=("CPU slot", "other CPU slot"))
+        return FleetExecutor(data, devices=2, cluster=two_types)
+    return FleetExecutor(data, devices=num_devices)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -143,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         storage=arguments.storage,
     )
     memory_bytes = 1e6 * arguments.memory_mb or None
-    with FleetExecutor(data, devices=arguments.devices) as fleet:
+    with make_fleet(data, arguments.devices) as fleet:
         study.optimize(
             partial(objective, num_epochs=arguments.epochs, memory_bytes=memory_bytes),
             n_trials=arguments.trials,

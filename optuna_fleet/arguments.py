@@ -70,14 +70,15 @@ def check_that(
         name: What the user calls it.
         value: What was given.
         holds: Whether it is accepted.
-        wanted: What is wanted, in words, and an example; follows "must".
+        wanted: What is wanted, in words, and an example; follows "must". May end in a question.
         optional: None is accepted too.
 
     Raises:
         FleetConfigError: It is not accepted.
     """
     if not ((optional and value is None) or holds(value)):
-        raise FleetConfigError(f"`{name}` is {value!r}, but must {wanted}.")
+        end = "" if wanted.endswith("?") else "."
+        raise FleetConfigError(f"`{name}` is {value!r}, but must {wanted}{end}")
 
 
 def is_a(*kinds: type) -> Callable[[Any], bool]:
@@ -91,6 +92,8 @@ def check_choice(
     """Check that a value is one of a few names; see `check_that`."""
     names = (" or " if len(choices) == 2 else ", ").join(map(repr, choices))
     wanted = f"be {names}" if len(choices) == 2 else f"be one of {names}"
+    if isinstance(value, str):
+        wanted += did_you_mean(value, choices)
     check_that(
         name,
         value,

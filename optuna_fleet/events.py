@@ -54,6 +54,7 @@ class Model:
         rescale_up_s: Seconds of training a move to more devices costs; None for the policy's.
         rescale_down_s: Seconds of training a move to fewer devices costs; None for the policy's.
         movable: It can leave them within an epoch too.
+        spans_types: It can have devices of several types at once.
     """
 
     structure: str
@@ -65,6 +66,7 @@ class Model:
     rescale_up_s: float | None = None
     rescale_down_s: float | None = None
     movable: bool = True
+    spans_types: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,6 @@ from optuna_fleet.arguments import (
     is_a,
     suggests_options,
 )
-from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.deciding.trials import PARADIGMS, Paradigm, PolicyRules
 
 _WHEN_ALL_ENDED = 1e-9
@@ -231,12 +230,10 @@ def policy_of(given: str | Policy) -> Policy:
     """
     if isinstance(given, Policy):
         return given
-    question = ""
-    if isinstance(given, str):
-        if given in POLICIES:
-            return POLICIES[given]()
-        question = did_you_mean(given, POLICIES)
-    raise FleetConfigError(
-        f"`policy` is {given!r}, but must be one of {', '.join(map(repr, POLICIES))}, or an "
-        f"object as optuna_fleet.policies.Mip(alpha=0.5){question}."
+    question = did_you_mean(given, POLICIES) if isinstance(given, str) else ""
+    wanted = (
+        f"be one of {', '.join(map(repr, POLICIES))}, or an object as "
+        f"optuna_fleet.policies.Mip(alpha=0.5){question}"
     )
+    check_that("policy", given, lambda name: isinstance(name, str) and name in POLICIES, wanted)
+    return POLICIES[str(given)]()

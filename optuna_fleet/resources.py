@@ -20,7 +20,8 @@ class Device:
         index: Number of the slot in the whole fleet, from 0.
         node: Number of the node it is on, from 0.
         kind: Device type; rates are only comparable within one kind ("cpu", or a GPU's name).
-        visible: What ``CUDA_VISIBLE_DEVICES`` must say for a process to see just this GPU.
+        visible: What ``CUDA_VISIBLE_DEVICES`` must say for a process to see just this GPU; "" if
+            it is none.
         node_name: Name of its node, for people.
     """
 
@@ -30,11 +31,16 @@ class Device:
     visible: str = ""
     node_name: str = ""
 
+    @property
+    def type(self) -> str:
+        """What PyTorch calls it."""
+        return "cuda" if self.visible else "cpu"
 
-def share_gpu(devices: Iterable[Device]) -> bool:
-    """Whether any two slots are on one GPU, where NCCL refuses to form a group."""
-    gpus = [(device.node, device.visible) for device in devices if device.kind != "cpu"]
-    return len(set(gpus)) < len(gpus)
+
+def needs_gloo(devices: Iterable[Device]) -> bool:
+    """Whether NCCL can't form a group: any two slots are on one GPU, or some are on none."""
+    slots = [(device.node, device.visible) for device in devices]
+    return len(set(slots)) < len(slots) or not all(visible for _, visible in slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +64,7 @@ class Fleet:
 
     @property
     def widest(self) -> int:
-        """Most devices that a trial can have: all of one type."""
+        """Most devices of one type."""
         return max(Counter(device.kind for device in self.devices).values())
 
     def __len__(self) -> int:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 from pathlib import Path
 
 MARK = "OPTUNA_FLEET_TESTS"
 """Environment variable that all processes started from here inherit."""
+
+_ENDS_WITHIN_S = 60.0
 
 
 def children() -> set[str]:
@@ -23,12 +26,12 @@ def children() -> set[str]:
 def shared_memory() -> set[str]:
     """Names of shared-memory segments, less those that other tests may have made meanwhile.
 
-    Those are of PostgreSQL, Python's semaphores, which lose their names as they are made, and
-    torch's whose makers live, as they are unlinked once they were received. An empty one is of a
-    process that was killed as it made it.
+    Those are of PostgreSQL and of browsers, semaphores (of Python, joblib), which lose their names
+    as they are made, and torch's whose makers live, as they are unlinked once they were received.
+    An empty one is of a process that was killed as it made it.
     """
     names = os.listdir("/dev/shm")
-    passing = ("sem.mp-", "PostgreSQL.")
+    passing = ("sem.", "PostgreSQL.", ".org.chromium.")
     return {name for name in names if not name.startswith(passing) and not _is_anothers(name)}
 
 
@@ -68,6 +71,16 @@ def processes() -> list[str]:
             except OSError:  # it has just ended
                 continue
     return found
+
+
+def processes_in_the_end() -> list[str]:
+    """Those that do not end, of which a few may just be about to: they have been killed."""
+    for line in processes():
+        with contextlib.suppress(ProcessLookupError):
+            ending = os.pidfd_open(int(line.partition(":")[0]))
+            select.select([ending], [], [], _ENDS_WITHIN_S)
+            os.close(ending)
+    return processes()
 
 
 def _is_ours(folder: Path) -> bool:

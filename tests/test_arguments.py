@@ -42,7 +42,7 @@ from optuna_fleet.policies import Elastic, Mip, Own
         (Limits, {"storage_patience_s": float("nan")}, "is nan, but must be a number >= 0."),
         (Checkpoints, {"keep": True}, "is True, but must be a whole number >= 0."),
         (Checkpoints, {"folder": ""}, "`folder` is '', but must be the path of a folder"),
-        (FleetExecutor, {"checkpoints": 5}, "`folder` is 5, but must be the path of a folder"),
+        (FleetExecutor, {"checkpoints": 5}, "`checkpoints` is 5, but must be the path of a"),
         (
             FleetExecutor,
             {"checkpoints": __file__},
@@ -61,6 +61,7 @@ from optuna_fleet.policies import Elastic, Mip, Own
         (FleetExecutor, {"predictor": 5}, "`predictor` is 5, but must be a function from an"),
         (FleetExecutor, {"policy": ["mip"]}, "`policy` is ['mip'], but must be one of 'baseline'"),
         (FleetExecutor, {"policy": "elastics"}, "did you mean `elastic`?"),
+        (FleetExecutor, {"cluster": "slrum"}, "'ray'; did you mean `slurm`?"),
         (FleetExecutor, {"policy": Mip}, "or an object as optuna_fleet.policies.Mip(alpha=0.5)"),
         (FleetExecutor, {"cluster": np.zeros(2)}, "but must be one of 'local', 'inline',"),
         (FleetExecutor, {"cluster": InlineCluster}, "but must be one of 'local', 'inline',"),
@@ -150,7 +151,7 @@ def test_what_is_no_executor_is_refused_in_words(executor: Any) -> None:
         ({"n_trials": "3"}, "`n_trials` is '3', but must be a number, or None."),
         ({"timeout": "1h"}, "`timeout` is '1h', but must be a number, or None."),
         ({"callbacks": print}, "but must be a list of functions, as [callback]."),
-        ({"catch": "ValueError"}, "`catch` has 'V', but must be exception classes"),
+        ({"catch": "ValueError"}, "`catch` has 'ValueError', but must be exception classes"),
         ({"catch": ValueError()}, "`catch` has ValueError(), but must be exception classes"),
     ],
 )
@@ -179,6 +180,10 @@ def test_a_state_that_is_set_says_what_to_use(fleet: Any) -> None:
 WRONG_CALLS = (
     (lambda trial: trial.prepare(), "trial.prepare() was given nothing, but takes modules"),
     (lambda trial: trial.prepare(5), "trial.prepare() was given a `int`, but takes modules"),
+    (
+        lambda trial: trial.prepare(torch.utils.data.DataLoader([0])),
+        "`load_state_dict`; batches come from trial.batches(name, batch_size=...).",
+    ),
     (lambda trial: trial.prepare([torch.nn.Linear(1, 1)]), "each by itself, as in trial.prepare("),
     (
         lambda trial: trial.prepare(torch.nn.Sequential(torch.nn.DataParallel(torch.nn.ReLU()))),

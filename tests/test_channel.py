@@ -288,7 +288,8 @@ def test_a_stalled_handshake_is_dropped(either: Welcomed, monkeypatch: pytest.Mo
     assert either.works()
 
 
-def test_a_flood_is_told_in_one_line(either: Welcomed) -> None:
+def test_a_flood_is_told_in_one_line(either: Welcomed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "_QUIET_S", 1000.0)
     for _ in range(2000):
         stranger(either.address).close()
     assert either.works()
@@ -322,7 +323,7 @@ def test_a_stranger_takes_no_memory_and_no_thread(either: Welcomed) -> None:
             sock = open_ones.enter_context(stranger(either.address))
             with contextlib.suppress(OSError):
                 sock.sendall(prefix + bytes(1 << 18))
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
         assert either.works()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -28,12 +28,14 @@ import pytest
 import optuna_fleet
 from optuna_fleet import FleetExecutor
 from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.executor.fleet import listener
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.standalone.standalone import ServerConfig
 from optuna_fleet.wire.channel import HELLO, connect, derived
 from optuna_fleet.wire.invitation import Invitation
 from tests.fleets import Leg, fleet_of, small_pipeline, train
+from tests.waiting import until
 
 PATIENCE_S = 240.0
 SCRIPT = {0: [Leg((0, 1), until_epoch=1), Leg((1, 0))], 1: [Leg((0,))], 2: [Leg((1,))]}
@@ -185,9 +187,14 @@ def words_that_opened(connections: Any) -> bytes:
 
 
 def test_strangers_change_nothing(
-    fleet: Any, undisturbed: list[Any], said: list[str], tmp_path: Path
+    fleet: Any,
+    undisturbed: list[Any],
+    said: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Garbage of any size, replays, wrong secrets, half-open connections in their hundreds."""
+    monkeypatch.setattr(listener, "_QUIET_S", 1000.0)  # this may take long
     connections, rng, reports = connections_of(fleet), random.Random(0), []
     bomb = pickle.dumps(Bomb(tmp_path / "boom"))
     half_open: list[socket.socket] = []
@@ -212,9 +219,9 @@ def test_strangers_change_nothing(
     assert not list(tmp_path.iterdir())
     assert len(said) == 1
     assert "A stranger was refused" in said[0]
-    results(fleet, lambda trial: None)  # it hears of the last ones' end
-    assert threading.active_count() == threads
-    assert open_files(fleet) <= files
+    assert threading.active_count() <= threads
+    # It hears of the last ones' end.
+    until(lambda: results(fleet, lambda trial: None) and open_files(fleet) <= files)
 
 
 def open_files(fleet: Any) -> int:

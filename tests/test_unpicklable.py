@@ -169,4 +169,4 @@ def test_the_variable_of_a_stage_is_named(names: dict[str, Any], argument: str) 
     with pytest.raises(
         FleetConfigError, match=r"`lock`, a global variable of train\.py that use_g"
     ):
-        pipeline.setup(1)
+        pipeline.packed().setup(1)

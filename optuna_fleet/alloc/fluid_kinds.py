@@ -1,7 +1,9 @@
 """The fluid relaxation with several device types, as a linear program (python-mip with CBC).
 
 As in :mod:`optuna_fleet.alloc.fluid`, a trial shares its time out between widths, but it is on
-devices of one type at a time: its shares add up to at most 1 over all types.
+devices of one type at a time: its shares add up to at most 1 over all types. To be on n_k of m
+devices of each type k counts as a share n_k / m of the time on m of them, so that trials that span
+types are part of it, if more of a type than there are count as well.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def fluid_seconds(
     """No schedule does the work sooner; moves are free, and every length is known.
 
     Args:
-        rates: Device type -> rates of each trial there.
+        rates: Device type -> rates of each trial there, on as many devices as it may have.
         work: Samples each has to train, > 0.
         num_by_kind: Devices of each type, >= 1.
 
@@ -41,14 +43,14 @@ def fluid_seconds(
     model.preprocess = 0  # CBC of python-mip 2.0 aborts in its preprocessing on valid models
     model.add_var(var_type=mip.BINARY)  # CBC tells standard output about models without integers
     # Alone on the devices that suit it best, each trial has this rate; it scales all numbers.
-    alone = [max(max(own[k][:n]) for k, n in num_by_kind.items()) for own in rates]
+    alone = [max(max(own[kind]) for kind in num_by_kind) for own in rates]
     slowest = max(samples / rate for samples, rate in zip(work, alone, strict=True))
     pace = model.add_var(ub=1.0)
     used: dict[str, list[Any]] = defaultdict(list)
     for own, samples, best in zip(rates, work, alone, strict=True):
         shares, done = [], []
-        for kind, limit in num_by_kind.items():
-            for m, rate in enumerate(own[kind][:limit], 1):
+        for kind in num_by_kind:
+            for m, rate in enumerate(own[kind], 1):
                 share = model.add_var()
                 shares.append(share)
                 done.append(rate / best * share)

@@ -1,6 +1,7 @@
 """Fleets of several device types: which trial flies on which, around any allocator.
 
-A trial flies on devices of one type at a time, so the types can be decided first: a count problem
+Trials that get devices of several types come first (:mod:`optuna_fleet.alloc.spanning`). All
+others are on devices of one type at a time, so their types can be decided next: a count problem
 over all of them says where each trial is worth most (:mod:`optuna_fleet.alloc.counts`, which has
 kinds for this). What is left are ordinary problems, one per type.
 """
@@ -16,12 +17,14 @@ import numpy as np
 from optuna_fleet.alloc.counts import MAX_CELLS, Array, CountProblem, solve_exactly
 from optuna_fleet.alloc.counts_mip import solve_by_mip
 from optuna_fleet.alloc.problem import (
+    SEVERAL,
     AllocationFailed,
     AllocationProblem,
     Allocator,
     Candidate,
     Plan,
 )
+from optuna_fleet.alloc.spanning import plan_mixtures, without
 from optuna_fleet.alloc.streams import affordable, stream_limit
 
 Kinds = dict[int, str]
@@ -50,7 +53,7 @@ class ByKind:
     ``inner`` says of the parts.
 
     Attributes:
-        inner: Decides for one type; sees problems without types.
+        inner: Decides for one type, and who gets a mixture; sees problems without types.
         forward_looking_s: Seconds for which a decision is expected to last.
         cautious: No flying trial changes its type, and no solver is used: for a fallback, which
             must not fail.
@@ -76,13 +79,17 @@ class ByKind:
         kinds = list(problem.num_by_kind)
         if len(kinds) == 1:
             return self.inner.allocate(_part(problem, kinds[0], problem.by_number))
-        # Twice at most, each time the types and all the parts.
-        share = replace(problem, time_limit_s=problem.time_limit_s / (2 * len(kinds) + 2))
+        # The mixtures, then twice at most the types and all the parts.
+        share = replace(problem, time_limit_s=problem.time_limit_s / (2 * len(kinds) + 3))
+        limit = stream_limit(problem)
+        mixtures = plan_mixtures(share, self.inner, cautious=self.cautious)
+        before = {SEVERAL: mixtures} if mixtures else {}
+        problem = without(share, mixtures)
         fixed = _flying(problem) if self.cautious else _flying(problem, problem.pinned)
-        decided = self._decided(share, fixed)
-        plan = self._planned(share, decided)
+        decided = self._decided(problem, fixed)
+        plan = self._planned(problem, decided, before, limit)
         if kept := self._regretted(problem, decided, plan):
-            plan = self._planned(share, self._decided(share, fixed | kept))
+            plan = self._planned(problem, self._decided(problem, fixed | kept), before, limit)
         return plan
 
     # -- types ------------------------------------------------------------------------------------
@@ -148,9 +155,11 @@ class ByKind:
 
     # -- plans ------------------------------------------------------------------------------------
 
-    def _planned(self, problem: AllocationProblem, kinds: Kinds) -> Plan:
-        plans: dict[str, Plan] = {}
-        for kind, part in _parts(problem, kinds, plans):
+    def _planned(
+        self, problem: AllocationProblem, kinds: Kinds, before: Mapping[str, Plan], limit: float
+    ) -> Plan:
+        plans = dict(before)
+        for kind, part in _parts(problem, kinds, plans, limit):
             plans[kind] = self.inner.allocate(part)
         if not any(plan.flotillas for plan in plans.values()):
             bound = _flying(problem) if self.cautious else {}
@@ -224,9 +233,9 @@ def _on(problem: AllocationProblem, candidate: Candidate, kind: str) -> Candidat
 
 
 def _parts(
-    problem: AllocationProblem, kinds: Kinds, plans: Mapping[str, Plan]
+    problem: AllocationProblem, kinds: Kinds, plans: Mapping[str, Plan], limit: float
 ) -> Iterator[tuple[str, AllocationProblem]]:
-    """One problem per type, each with what ``plans`` of those before leave of the capacity.
+    """One problem per type, each with what ``plans`` before it leave of the stream limit.
 
     Trials that can't move may have streams of their own, so that much is kept for them. Where not
     even the slowest further trial could be served, nobody starts.
@@ -236,7 +245,6 @@ def _parts(
         k: sum(problem.by_number[t].rate(problem.pinned[t]) for t in numbers)
         for k, numbers in pinned.items()
     }
-    limit = stream_limit(problem)
     for kind in problem.num_by_kind:
         part = _part(problem, kind, (t for t, k in kinds.items() if k == kind))
         del reserved[kind]

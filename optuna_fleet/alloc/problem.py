@@ -15,6 +15,9 @@ from typing import Protocol
 
 from optuna_fleet.exceptions import FleetError
 
+SEVERAL = "several types"
+"""Stands for a device type where devices are of more than one."""
+
 
 class AllocationFailed(FleetError):  # noqa: N818 - names what happened; the fallback takes over
     """An allocator has no answer; the caller takes that of its fallback."""
@@ -41,7 +44,8 @@ class Candidate:
         rescale_up_s: Seconds of training lost when it gets more devices, or its first.
         rescale_down_s: Seconds of training lost when it gets fewer devices.
         rates_by_kind: Device type -> rates there, as many as ``rates``; empty if those hold on
-            all types.
+            all types. `SEVERAL` is among them, with rates expected on a mixture, if it can have
+            devices of several types at once.
     """
 
     number: int
@@ -72,6 +76,11 @@ class Candidate:
         """Most devices it can fly on."""
         known = len(self.rates)
         return known if self.max_devices is None else min(known, self.max_devices)
+
+    @property
+    def spans_types(self) -> bool:
+        """Whether it can have devices of several types at once."""
+        return SEVERAL in self.rates_by_kind
 
     def rate(self, m: int) -> float:
         """r(m) in samples/s."""
@@ -118,7 +127,7 @@ class AllocationProblem:
         num_to_come: Trials that will be proposed later, as devices fall free.
         joined: Device -> when it joined the fleet, as an ordinal; those it lacks are the eldest.
         kinds: Device type of each node; empty if all are alike. A trial flies on devices of one
-            type at a time; allocators that know nothing of types go into
+            type at a time, unless it spans types; allocators that know nothing of types go into
             :class:`optuna_fleet.alloc.kinds.ByKind`.
     """
 
@@ -140,10 +149,10 @@ class AllocationProblem:
         assert not repeated(d for c in self.candidates if not c.movable for d in c.devices)
         assert not self.kinds or len(self.kinds) == len(self.nodes)
         for c in self.candidates if self.kinds else ():
-            kinds = self.kinds_of(c.devices)
+            kind = self.kind_now(c)
             assert not c.rates_by_kind or c.rates_by_kind.keys() >= set(self.kinds), c
-            assert len(kinds) <= 1, c
-            assert all(c.rates_on(kind) == c.rates for kind in kinds), c
+            assert kind != SEVERAL or c.spans_types, c
+            assert not kind or c.rates_on(kind) == c.rates, c
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
@@ -187,10 +196,14 @@ class AllocationProblem:
         """Types of those of the devices that may be used now; none if all are alike."""
         return sorted({self._kind_of[d] for d in devices if d in self._kind_of})
 
+    def kind_of(self, devices: Iterable[int]) -> str:
+        """Their type, or `SEVERAL`; "" if none of them may be used now, or all are alike."""
+        kinds = self.kinds_of(devices) if self.kinds else ()
+        return SEVERAL if len(kinds) > 1 else next(iter(kinds), "")
+
     def kind_now(self, candidate: Candidate) -> str:
-        """Device type it flies on; "" if on none, or all are alike."""
-        kinds = self.kinds_of(candidate.devices) if self.kinds else ()
-        return kinds[0] if kinds else ""
+        """Type of the devices it flies on; see `kind_of`."""
+        return self.kind_of(candidate.devices)
 
     def kept_width(self, candidate: Candidate) -> int | None:
         """Width at which it can go on where it is; None if it waits or a device is gone."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from optuna_fleet.alloc.problem import AllocationProblem
+from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem
 
 Widths = dict[int, int]
 """Trial number -> devices it gets."""
@@ -86,8 +86,8 @@ def stream_limit(problem: AllocationProblem) -> float:
     a capacity only slows trials, it does not forbid them. That is the draw of the trials that
     can't move, in as few streams as their rates and phases allow. If there are none, it is that of
     the slowest trial that can fly at all, on as few devices as it can: it flies, alone or with
-    others that are no faster. Trials that fly count on the type they are on, which a fallback
-    does not change.
+    others that are no faster (trials that need several device types only if there are no others).
+    Trials that fly count on the type they are on, which a fallback does not change.
     """
     if problem.preprocess_samples_per_s is None:
         return math.inf
@@ -100,6 +100,10 @@ def stream_limit(problem: AllocationProblem) -> float:
             for kind, total in problem.num_by_kind.items()
             for c in problem.candidates
             if c.min_devices <= total
+        ] or [
+            (False, c.rates_on(SEVERAL)[c.min_devices - 1])
+            for c in problem.candidates
+            if c.spans_types and c.min_devices <= problem.num_devices
         ]
         _, unavoidable = min(rates, default=(False, 0.0))
     return max(problem.preprocess_samples_per_s, unavoidable)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from optuna_fleet.alloc.problem import (
+    SEVERAL,
     AllocationProblem,
     Assignment,
     Candidate,
@@ -28,8 +29,9 @@ def validate(problem: AllocationProblem, plan: Plan) -> None:
     Raises:
         ValueError: Lists every rule the plan breaks: unknown or repeated trials, devices that
             can't be used or are used twice, widths out of bounds, unlike device types in one
-            trial, wrong rates, trials that can't move but would, a spread of rates too large,
-            unlike phases in one flotilla, streams that exceed the preprocessors' capacity.
+            trial that can't span them, wrong rates, trials that can't move but would, a spread of
+            rates too large, unlike phases in one flotilla, streams that exceed the preprocessors'
+            capacity.
     """
     if broken := list(_breaches(problem, plan)):
         raise ValueError(f"The plan of {plan.allocator} can't be flown: {'; '.join(broken)}.")
@@ -68,10 +70,10 @@ def _assignment_breaches(
             f"trial {assignment.number} has {m} devices, not {candidate.min_devices}.."
             f"{candidate.widest}"
         )
-    elif len(kinds) > 1:
+    elif len(kinds) > 1 and not candidate.spans_types:
         yield f"trial {assignment.number} has devices of types {kinds}"
     else:
-        rate = candidate.rates_on(kinds[0] if kinds else "")[m - 1]
+        rate = candidate.rates_on(SEVERAL if len(kinds) > 1 else "".join(kinds))[m - 1]
         if not math.isclose(assignment.rate, rate, rel_tol=_TOLERANCE):
             yield f"trial {assignment.number} has rate {assignment.rate}, not {rate}"
 

@@ -18,6 +18,7 @@ from optuna_fleet.arguments import (
     check_that,
     folder,
     is_a,
+    path,
 )
 from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
@@ -56,7 +57,7 @@ class FleetExecutor:
         checkpoints: Where trials are checkpointed while they run: a `Checkpoints`, or a folder.
             With a folder, the same call made again goes on where a killed or interrupted one
             stopped, and the best trials leave their weights (`load_best_model`):
-            docs/reliability.md.
+            docs/checkpoints.md.
         limits: What trials may take; a `Limits`.
         convergence: When a trial has converged and ends before its last epoch; None for never.
         max_trials: Most trials under way at once; None for no limit but the devices.
@@ -104,7 +105,9 @@ class FleetExecutor:
         check_number("max_trials", max_trials, least=1, whole=True, optional=True)
         limits, chosen = limits or Limits(), policy_of(policy)
         if not isinstance(checkpoints, Checkpoints):
-            checkpoints = Checkpoints(checkpoints)
+            checkpoints = Checkpoints(
+                None if checkpoints is None else path("checkpoints", checkpoints)
+            )
         root = checkpoints.folder
         self._options = Options(
             pipeline=pipeline,
@@ -157,15 +160,17 @@ class FleetExecutor:
         _check_not_importing_main()
         if self._busy:
             raise RuntimeError("This FleetExecutor is already optimizing; use one per thread.")
-        catch = tuple(catch) if isinstance(catch, Iterable) else (catch,)
-        _check_call(func, n_trials, timeout, catch, callbacks)
+        given: Any = catch
+        is_several = isinstance(given, Iterable) and not isinstance(given, str)
+        kinds = tuple(given) if is_several else (given,)
+        _check_call(func, n_trials, timeout, kinds, callbacks)
         root = self._options.checkpoint_dir if self._runner.makes_checkpoints else None
         lock = None if root is None else FolderLock(root)
         loop = Loop(
             study,
             n_trials=n_trials,
             timeout=timeout,
-            catch=catch,
+            catch=kinds,
             callbacks=callbacks,
             gc_after_trial=gc_after_trial,
             show_progress_bar=show_progress_bar,

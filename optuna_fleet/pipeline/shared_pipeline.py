@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,11 +15,12 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import limits, options
 from optuna_fleet.pipeline.exchange.plan import SCHEMES, Scheme
 from optuna_fleet.pipeline.limits import Wanted
+from optuna_fleet.pipeline.packed import PackedPipeline
 from optuna_fleet.pipeline.preprocessor import decisions, payload, samplers
+from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import Stages, may_split
-from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSetup, PipelineSpec
-from optuna_fleet.settings import settings_here
+from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSpec
 from optuna_fleet.wire.packing import pack
 from optuna_fleet.wire.unpicklable import explained, variable
 
@@ -164,21 +166,8 @@ class SharedPipeline:
             samplers[name] = options.weights_of(name, each, self._lengths[name])
         return samplers
 
-    def setup(
-        self,
-        default_preprocessors: int,
-        *,
-        is_adaptive: bool = False,
-        niceness: int = 0,
-        finish_on_device: bool = False,
-    ) -> PipelineSetup:
-        """Returns what whoever serves the pipeline on this machine needs.
-
-        Args:
-            default_preprocessors: Most preprocessors if the user gave no number.
-            is_adaptive: In that case run as many as are needed, not all.
-            niceness: What is added to theirs.
-            finish_on_device: Trainers do the elementwise end of the preprocessing.
+    def packed(self) -> PackedPipeline:
+        """Returns the data sets packed for those who serve them, all from the same bytes.
 
         Raises:
             FleetConfigError: This machine does not have what was asked for, or something can't be
@@ -186,21 +175,23 @@ class SharedPipeline:
         """
         limits.check(self._wanted)
         packed = self.payload()
-        return PipelineSetup(
-            payload=packed,
-            spec=decisions.decided(
+
+        @functools.cache
+        def decided(finish_on_device: bool) -> PipelineSpec:
+            return decisions.decided(
                 self.spec(),
                 self._source(),
                 packed,
                 by_itself=self._split,
                 finish_on_device=finish_on_device,
                 pack=_packed,
-            ),
+            )
+
+        return PackedPipeline(
+            payload=packed,
+            spec=decided,
             wanted=self._wanted,
-            num_preprocessors=self.num_preprocessors or default_preprocessors,
-            is_adaptive=is_adaptive and self.num_preprocessors is None,
-            niceness=niceness,
-            settings=settings_here(),
+            num_preprocessors=self.num_preprocessors,
         )
 
     def left_whole(self) -> list[str]:
@@ -247,11 +238,11 @@ class SharedPipeline:
                 decisions.split_of(source, spec, each)  # for its errors
         return InlineClient(spec, source, self._collates)
 
-    def payload(self) -> bytes:
-        """Returns the data sets as bytes, for the preprocessors."""
+    def payload(self) -> Payload:
+        """Returns the data sets in a file, for the preprocessors."""
         source = self._source()
         try:
-            return payload.pack(source)
+            return Payload.written(functools.partial(payload.pack, source))
         except Exception as error:
             stages = {
                 f"{what}[{name!r}]": stage

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.settings import Settings
+
+if TYPE_CHECKING:
+    from optuna_fleet.pipeline.preprocessor.payload import Payload
 
 MIN_CHUNKS_PER_EPOCH = 16
 """An epoch is cut into at least this many chunks, so that several preprocessors can work on it."""
@@ -144,7 +147,7 @@ class PipelineSetup:
     """The pipeline as whoever serves it gets it.
 
     Attributes:
-        payload: The data sets and their stages, as cloudpickle bytes.
+        payload: The data sets and their stages; None if they are to be fetched from the driver.
         spec: Their description.
         wanted: What the user lets it take.
         num_preprocessors: Most preprocessors at a time.
@@ -153,7 +156,7 @@ class PipelineSetup:
         settings: What the script's process is set to, which holds for them too.
     """
 
-    payload: bytes
+    payload: Payload | None
     spec: PipelineSpec
     wanted: Wanted
     num_preprocessors: int

@@ -25,6 +25,7 @@ def load_ensemble(
             "...", "rates": {"1": 100.0, "2": 190.0}, "epochs": 14, "submit_s": 0}, ...]}``. Rates
             of other widths follow :meth:`RateProfile.rates`. Where device types differ, the rates
             of a trial may be given for each: ``{"v100": {"1": 100.0}, "a100": {"1": 210.0}}``.
+            With ``"spans_types": true`` it can have devices of several types at once.
             A trial with ``"max_epochs": 30`` says that it ends after 30 epochs at the latest, as
             ``trial.epochs(30)`` does; ``epochs`` are then 30 unless given. With ``"pruned": 0.05``
             beside ``"trials"``, that share of them ends at each epoch's end.
@@ -38,7 +39,6 @@ def load_ensemble(
         FleetConfigError: The file can't be read, or a field is missing or wrong.
     """
     kinds = tuple(num_devices) if isinstance(num_devices, Mapping) else ()
-    widest = max(num_devices.values()) if isinstance(num_devices, Mapping) else num_devices
     fields = Fields.of_file(path)
     samples = fields.number("samples_per_epoch", above=True)
     rescale_s = fields.number("rescale_s", default=0.0)
@@ -46,11 +46,12 @@ def load_ensemble(
     trials = [
         SimulatedTrial(
             name=trial.text("name", default=f"trial {k}"),
-            **_all_rates(trial, kinds, widest),
+            **_all_rates(trial, kinds, _widest(trial, num_devices)),
             **_lengths(trial),
             samples_per_epoch=samples,
             submit_s=trial.number("submit_s", default=0.0),
-            min_devices=_min_devices(trial, widest),
+            min_devices=_min_devices(trial, _widest(trial, num_devices)),
+            spans_types=trial.flag("spans_types"),
             rescale_up_s=rescale_s,
             rescale_down_s=rescale_s,
         )
@@ -89,6 +90,12 @@ def _all_rates(trial: Fields, kinds: Sequence[str], widest: int) -> dict[str, An
     by_kind = {kind: _rates(given, kind, widest) for kind in kinds}
     fastest = max(kinds, key=lambda kind: by_kind[kind][0])
     return {"rates": by_kind[fastest], "rates_by_kind": by_kind}
+
+
+def _widest(trial: Fields, num_devices: int | Mapping[str, int]) -> int:
+    if not isinstance(num_devices, Mapping):
+        return num_devices
+    return (sum if trial.flag("spans_types") else max)(num_devices.values())
 
 
 def _rates(parent: Fields, name: str, widest: int) -> tuple[float, ...]:

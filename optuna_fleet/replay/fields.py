@@ -72,6 +72,13 @@ class Fields:
             return value
         raise self._error(name, value, f"a whole number >= {least}")
 
+    def flag(self, name: str) -> bool:
+        """Whether a field is true; it is not if it is not there."""
+        value = self._data.get(name, False)
+        if isinstance(value, bool):
+            return value
+        raise self._error(name, value, "true or false")
+
     def text(self, name: str, *, default: str | None = None) -> str:
         """A text that is not empty."""
         value = self._get(name, default)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from optuna_fleet.replay.workload import Rules, SimulatedTrial
@@ -13,8 +14,7 @@ class Progress:
 
     Attributes:
         samples: Samples trained, less what moves cost.
-        width: Devices it had last (0 before its first start).
-        kind: Type of these.
+        num_by_kind: How many devices of each type it had last (none before its first start).
         begun_s: First start, in seconds.
         ended_s: End, in seconds.
         landed_s: When its last run ended, in seconds.
@@ -26,8 +26,7 @@ class Progress:
     trial: SimulatedTrial
     samples: float = 0.0
     epochs_done: int = 0
-    width: int = 0
-    kind: str = ""
+    num_by_kind: Mapping[str, int] = field(default_factory=dict)
     begun_s: float | None = None
     ended_s: float | None = None
     landed_s: float | None = None
@@ -70,38 +69,40 @@ class SimulatedRun:
         return self.since_s + (target - self.progress.samples) / self.pace
 
 
-def charge_start(progress: Progress, width: int, kind: str, now: float, rules: Rules) -> None:
-    """Charges a trial for going on at a width, on devices of a type, now; see :class:`Rules`.
+def charge_start(
+    progress: Progress, num_by_kind: Mapping[str, int], now: float, rules: Rules
+) -> None:
+    """Charges a trial for going on on so many devices of each type now; see :class:`Rules`.
 
-    To change the type costs no less than to get more devices.
+    To change the types costs no less than to get more devices.
     """
-    trial, before = progress.trial, progress.width
-    is_same = kind == progress.kind
+    trial = progress.trial
+    width, before = sum(num_by_kind.values()), sum(progress.num_by_kind.values())
+    is_same = num_by_kind.keys() == progress.num_by_kind.keys()
     if rules.cost == "stall":
         if progress.begun_s is None:
             return
         is_up = width >= before or not is_same
         seconds = trial.rescale_up_s if is_up else trial.rescale_down_s
-        rate = trial.rates_on(kind)[width - 1]
+        rate = trial.rate_on(num_by_kind)
     else:
         if (width == before and is_same) or before == 0 or progress.landed_s != now:
             return
         is_up = width > before or not is_same
         seconds = trial.rescale_up_s if is_up else trial.rescale_down_s
-        rate = trial.rates_on(progress.kind)[before - 1]
+        rate = trial.rate_on(progress.num_by_kind)
     progress.samples -= seconds * rate
     progress.rescale_samples += seconds * rate
     progress.rescales += 1
 
 
-def charge_loss(progress: Progress, width: int, left: int, rules: Rules) -> None:
-    """Charges a trial that lost devices and has `left` of `width`."""
+def charge_loss(progress: Progress, left: Mapping[str, int], rules: Rules) -> None:
+    """Charges a trial that lost devices and has so many of each type left."""
     if rules.cost == "old rate":
-        rate = progress.trial.rates_on(progress.kind)[width - 1]
-        lost = progress.trial.rescale_down_s * rate
+        lost = progress.trial.rescale_down_s * progress.trial.rate_on(progress.num_by_kind)
         progress.samples -= lost
         progress.preempt_samples += lost
-        progress.width = left
+        progress.num_by_kind = left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

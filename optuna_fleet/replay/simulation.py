@@ -7,8 +7,8 @@ controller's instructions and tells it what happened, with a clock of its own.
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -251,12 +251,12 @@ class Simulation:
 
     def _launch(self, launch: Launch) -> None:
         progress = self._progress[launch.number]
-        width, kind = len(launch.devices), self._devices[launch.devices[0]].kind
-        charge_start(progress, width, kind, self._now, self._rules)
-        rate = progress.trial.rates_on(kind)[width - 1]
+        num_by_kind = self._num_by_kind(launch.devices)
+        charge_start(progress, num_by_kind, self._now, self._rules)
+        rate = progress.trial.rate_on(num_by_kind)
         if progress.begun_s is None:
             progress.begun_s = self._now
-        progress.width, progress.kind = width, kind
+        progress.num_by_kind = num_by_kind
         flight = SimulatedRun(
             run_id=launch.run_id,
             number=launch.number,
@@ -277,7 +277,7 @@ class Simulation:
         self._couple(flight.flotilla)
         if launch.probe:
             reached = DataRequested(run_id=launch.run_id, model=_model_of(progress.trial))
-            too_few = width < progress.trial.min_devices
+            too_few = len(launch.devices) < progress.trial.min_devices
             ended = self._ranks_ended(flight, Ending.YIELDED) if too_few else ()
             self._events.append((reached, *ended))
 
@@ -306,11 +306,14 @@ class Simulation:
         if not flight.waits:  # all its devices were lost at once
             flight.advance(self._now)
         flight.progress.landed_s = self._now
-        left = sum(device in self._present for device in flight.devices)
-        if left < len(flight.devices) and flight.progress.ended_s is None:
-            charge_loss(flight.progress, len(flight.devices), left, self._rules)
+        left = [device for device in flight.devices if device in self._present]
+        if len(left) < len(flight.devices) and flight.progress.ended_s is None:
+            charge_loss(flight.progress, self._num_by_kind(left), self._rules)
         self._totals.add_run(flight, self._now)
         self._couple(flight.flotilla)
+
+    def _num_by_kind(self, devices: Iterable[int]) -> Mapping[str, int]:
+        return Counter(self._devices[device].kind for device in devices)
 
     # -- flotillas --------------------------------------------------------------------------------
 
@@ -372,4 +375,5 @@ def _model_of(trial: SimulatedTrial) -> Model:
         max_epochs=trial.max_epochs,
         rescale_up_s=trial.rescale_up_s,
         rescale_down_s=trial.rescale_down_s,
+        spans_types=trial.spans_types,
     )

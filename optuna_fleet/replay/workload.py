@@ -31,6 +31,7 @@ class SimulatedTrial:
         rescale_up_s: What a move to more devices costs, in seconds of training.
         rescale_down_s: What a move to fewer devices costs, in seconds of training.
         rates_by_kind: Device type -> rates there, as many; empty if ``rates`` hold on all types.
+        spans_types: It can have devices of several types at once.
     """
 
     name: str
@@ -44,10 +45,19 @@ class SimulatedTrial:
     rescale_up_s: float = 0.0
     rescale_down_s: float = 0.0
     rates_by_kind: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    spans_types: bool = False
 
     def rates_on(self, kind: str) -> tuple[float, ...]:
         """True (r(1), ..., r(M)) in samples/s on devices of that type."""
         return self.rates_by_kind.get(kind, self.rates)
+
+    def rate_on(self, num_by_kind: Mapping[str, int]) -> float:
+        """True rate in samples/s on so many devices of each type.
+
+        Each adds to it what it adds among as many of its own type.
+        """
+        m = sum(num_by_kind.values())
+        return sum(n / m * self.rates_on(kind)[m - 1] for kind, n in num_by_kind.items())
 
     @property
     def work(self) -> float:

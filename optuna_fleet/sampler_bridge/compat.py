@@ -229,9 +229,15 @@ def tell(
     state: TrialState | None,
 ) -> tuple[TrialState, list[float] | None, str | None]:
     """`Study.tell` as in `Study.optimize`: bad values fail the trial; described, not raised."""
+    several = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    texts = [part for part in several if isinstance(part, str)] if state is None else []
+    if texts:  # for "0.5" Optuna raises, and the trial stays RUNNING
+        value, state = None, TrialState.FAIL
     state, values, problem = _tell_with_warning(
         study=study, trial=trial, value_or_values=value, state=state, suppress_warning=True
     )
+    if texts:
+        problem = f"The value {texts[0]!r} could not be cast to float"
     return state, None if values is None else list(values), problem
 
 

@@ -147,7 +147,7 @@ def join_group_of(run: RunTrial, device_kind: str) -> None:
         store_host=run.store.host if run.store else "",
         store_port=run.store.port if run.store else None,
     )
-    by_gloo = device_kind == "cpu" or run.shares_gpu
+    by_gloo = device_kind == "cpu" or run.by_gloo
     join_group(spec, "gloo" if by_gloo else "nccl", run.collective_s)
 
 

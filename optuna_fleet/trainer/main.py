@@ -83,7 +83,7 @@ class Trainer:
         self._num_threads = num_threads
         self._objectives: dict[int, Any] = {}
         self._settings = Settings()
-        self._adoption = Adoption(has_gpu=device.kind != "cpu")
+        self._adoption = Adoption(has_gpu=device.type == "cuda")
         self._session: Session | None = None
         self._held: Held | None = None
         self._is_spent = False
@@ -209,7 +209,7 @@ class Trainer:
             self._adopt_numbers()
             seed_torch(session.run.seed, session.run.number)
         held, self._held = self._held, None
-        return Training(session, self._pipeline, self._device.kind, held)
+        return Training(session, self._pipeline, self._device.type, held)
 
     def _clean_up(self, *, collect: bool) -> bool:
         """Free what the run held; return whether the process can serve another one.
@@ -281,7 +281,7 @@ def trainer_main(
     num_threads: int,
 ) -> None:
     """Body of a trainer process, forked from its node's agent."""
-    if device.kind != "cpu":
+    if device.type == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = device.visible
     pipeline = None
     if spec is not None:
@@ -310,7 +310,7 @@ def ailment_of(device: Device) -> str:
     A GPU is tried where torch was imported; without it no trial uses one.
     """
     torch: Any = sys.modules.get("torch")
-    if device.kind == "cpu" or torch is None:
+    if device.type == "cpu" or torch is None:
         return ""
     try:
         torch.ones(1, device="cuda").add_(1)
@@ -331,7 +331,7 @@ def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Train
     elif "torch" in sys.modules:
         from optuna_fleet.trainer.groups import join_group_of
 
-        join_group_of(run, device.kind)
+        join_group_of(run, device.type)
 
 
 def _called(objective: Any, trial: FleetTrial, session: Session) -> Any:

@@ -85,8 +85,11 @@ class Prepared:
         has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
         if isinstance(thing, type) or not has_state:
             kind = f"class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__
-            nested = isinstance(thing, (list, tuple, dict))
-            hint = ": each by itself, as in trial.prepare(model, optimizer)" if nested else ""
+            hint = ""
+            if isinstance(thing, (list, tuple, dict)):
+                hint = ": each by itself, as in trial.prepare(model, optimizer)"
+            elif isinstance(thing, torch.utils.data.DataLoader):
+                hint = "; batches come from trial.batches(name, batch_size=...)"
             raise FleetConfigError(
                 f"trial.prepare() was given a `{kind}`, but takes {_TAKES}{hint}."
             )

@@ -248,7 +248,7 @@ class Training:
             self.in_stages.check_beside(objects)
         if min_devices is not None or max_devices is not None:
             most = 1 if self._position.reads_unprepared else max_devices
-            self._loader.bounds = Bounds.checked(min_devices, most, self._run.num_devices)
+            self._loader.bounds = Bounds.checked(min_devices, most, self._run)
         self._prepared.add(
             objects,
             self._resuming,

@@ -74,10 +74,7 @@ def bars_of(study: optuna.Study) -> list[Bar]:
         for bar in _bars_of_trial(trial, flights.get(trial.number, ()), zero, nodes)
     ]
     if not bars:
-        fleet_logger.warning(
-            "Your study does not have any flights: no trial ran on a fleet, or only with "
-            'cluster="inline".'
-        )
+        fleet_logger.warning("Your study does not have any flights: no trial ran on a fleet.")
     return sorted(bars, key=lambda b: (b.start_s, b.number, b.device))
 
 

@@ -50,7 +50,7 @@ class RunTrial:
         group: Name of the run's process group in the store; not used by any other run.
         store: Where the ranks find each other; needed for more than one.
         study_name: Name of the study, which checkpoints carry.
-        shares_gpu: Whether several ranks are on one GPU.
+        by_gloo: Whether its ranks are a group by gloo, though some may be on GPUs.
         parameters: What the study has suggested to the trial so far, where it is to be resumed.
         run_name: In the names of the checkpoints that it writes.
         folder: Where these are, on the driver's machine.
@@ -61,7 +61,8 @@ class RunTrial:
         leaves_final: Whether it leaves a checkpoint when it is done, if it is among the best.
         heartbeat_s: Seconds between two `Heartbeat` messages; None for none.
         collective_s: Seconds after which a collective, or the rendezvous before, gives up.
-        num_devices: Most devices that the trial could have in this fleet.
+        num_devices: Most devices of one type that the trial could have in this fleet.
+        num_of_all_types: Most that it could have if it spans types.
         follows: The run whose ranks wait where they stopped: it goes on with what rank 0 has in
             memory; None if the objective begins anew.
         num_stay: The first ranks, which wait there; the others have run the objective's beginning.
@@ -96,8 +97,9 @@ class RunTrial:
     heartbeat_s: float | None = None
     collective_s: float = 600.0
     num_devices: int = 1
+    num_of_all_types: int = 1
     study_name: str = ""
-    shares_gpu: bool = False
+    by_gloo: bool = False
     parameters: Mapping[str, Any] = field(default_factory=dict)
     follows: int | None = None
     num_stay: int = 0
@@ -105,6 +107,11 @@ class RunTrial:
     rehearses: bool = False
     inherits: int | None = None
     answers: Mapping[int, tuple[str, Reply]] = field(default_factory=dict)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all devices of the fleet are of one type, as far as is known."""
+        return self.num_of_all_types <= self.num_devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +167,7 @@ class FirstBatchRequested:
     max_epochs: int | None = None
     min_devices: int = 1
     max_devices: int | None = None
+    spans_types: bool = False
     movable: bool = False
 
 

@@ -1,7 +1,8 @@
 """How a checkpoint travels between a trainer and the driver's folder, where no disk is shared.
 
-On a connection of its own to the driver's listener, which `OpenTransfer` begins. A file goes as
-`Piece`s and a `Whole`; whoever has it verifies that. Neither end keeps more than a piece of it.
+Likewise the data sets, to agents on other machines. On a connection of its own to the driver's
+listener, which `OpenTransfer` begins. A file goes as `Piece`s and a `Whole`; whoever has it
+verifies that. Neither end keeps more than a piece of it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class Get:
 
     study: str
     name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetDataSets:
+    """Likewise, with the file that has the data sets of the fleet in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,5 +97,5 @@ def receive_file(receive: Callable[[], Any], write: Callable[[bytes], Any]) -> W
         raise CheckpointError(message.problem)
     whole = Whole(num_bytes=num_bytes, sha256=digest.digest())
     if message != whole:
-        raise CheckpointError("A checkpoint did not arrive as it was sent.")
+        raise CheckpointError("A file did not arrive as it was sent.")
     return whole

@@ -28,6 +28,7 @@ from optuna_fleet.alloc import (
 )
 from optuna_fleet.alloc.fluid import fluid_optimum
 from optuna_fleet.alloc.fluid_kinds import fluid_seconds
+from optuna_fleet.alloc.problem import SEVERAL
 
 ALLOCATORS = [
     ByKind(inner=ElasticAllocator()),
@@ -45,7 +46,7 @@ every_allocator = pytest.mark.parametrize("allocator", ALLOCATORS, ids=repr)
 
 @st.composite
 def mixed_problems(draw, **limits):
-    """Problems whose nodes are of up to three types, with trials that fly within one."""
+    """Problems whose nodes are of up to three types; some trials can fly on several at once."""
     problem = draw(ruled_problems(**limits))
     kinds = tuple(draw(st.sampled_from("abc")) for _ in problem.nodes)
     kind_of = {d: k for k, node in zip(kinds, problem.nodes, strict=True) for d in node}
@@ -55,13 +56,21 @@ def mixed_problems(draw, **limits):
         factors = {k: draw(st.sampled_from([0.5, 1.0, 3.0])) for k in "abc"}
         rates = {k: tuple(f * r for r in c.rates) for k, f in factors.items()}
         here = [kind_of[d] for d in c.devices if d in kind_of]
-        devices = tuple(d for d in c.devices if kind_of.get(d) in (None, *here[:1]))
+        least, devices = c.min_devices, c.devices
+        if draw(st.booleans()):
+            rates[SEVERAL] = tuple(1.5 * r for r in c.rates)
+            least = draw(st.integers(least, c.widest))
+            devices = devices if len(devices) >= least else ()
+        else:
+            devices = tuple(d for d in devices if kind_of.get(d) in (None, *here[:1]))
+        now = {kind_of[d] for d in devices if d in kind_of}
         candidates.append(
             replace(
                 c,
-                rates=rates[here[0] if here else "a"],
+                rates=rates[SEVERAL if len(now) > 1 else min(now, default="a")],
                 rates_by_kind=rates,
                 devices=devices,
+                min_devices=least,
                 movable=c.movable or not devices,
                 rescale_up_s=draw(costs),
                 rescale_down_s=draw(costs),
@@ -81,17 +90,19 @@ def test_plans_of_mixed_fleets_can_be_flown_and_say_why(allocator, problem):
     assert plan.status
     kind_of = {d: k for k, node in zip(problem.kinds, problem.nodes, strict=True) for d in node}
     for a in plan.assignments.values():
-        (kind,) = {kind_of[d] for d in a.devices}
-        rates = problem.by_number[a.number].rates_by_kind[kind]
-        assert a.rate == rates[len(a.devices) - 1]
+        kinds = {kind_of[d] for d in a.devices}
+        rates = problem.by_number[a.number].rates_by_kind
+        assert a.rate == rates[SEVERAL if len(kinds) > 1 else kinds.pop()][len(a.devices) - 1]
 
 
 @every_allocator
 @settings(max_examples=15)
 @given(problem=mixed_problems(pinning=False))
 def test_something_flies_in_a_mixed_fleet(allocator, problem):
+    most = max(problem.num_by_kind.values(), default=0)
     fits = any(
-        c.min_devices <= n for c in problem.candidates for n in problem.num_by_kind.values()
+        c.min_devices <= (problem.num_devices if c.spans_types else most)
+        for c in problem.candidates
     )
     assert bool(allocator.allocate(problem).flotillas) or not fits
 
@@ -121,8 +132,10 @@ def test_with_one_type_the_plan_is_that_of_the_inner_allocator(allocator, proble
 def test_a_cautious_plan_changes_no_trials_type(problem):
     plan = ByKind(inner=GreedyAllocator(), cautious=True).allocate(problem)
     for number, a in plan.assignments.items():
-        now = problem.kind_now(problem.by_number[number])
-        assert now in ("", *problem.kinds_of(a.devices))
+        candidate = problem.by_number[number]
+        if (problem.kept_width(candidate) or 0) >= candidate.min_devices:
+            now = problem.kind_now(candidate)
+            assert now in (problem.kind_of(a.devices), SEVERAL)
 
 
 def test_a_cautious_plan_serves_somebody_where_only_a_change_of_type_would_do_with_less():
@@ -235,7 +248,7 @@ def test_types_are_those_of_the_widths_worth_most(problem, forward_looking_s):
 @given(problem=small_mixed_problems(), allocator=st.sampled_from(ALLOCATORS[:1] + ALLOCATORS[4:5]))
 def test_nobody_loses_by_changing_its_type_unless_the_inner_allocator_insists(problem, allocator):
     first = allocator._decided(problem, {})
-    plan = allocator._planned(problem, first)
+    plan = allocator._planned(problem, first, {}, math.inf)
     regretted = allocator._regretted(problem, first, plan)
     for number, kind in first.items():
         c = problem.by_number[number]
@@ -385,6 +398,119 @@ def test_large_fleets_are_decided_by_mip_and_without_one_greedily(monkeypatch):
     plan = allocator.allocate(problem)
     validate(problem, plan)
     assert sum(f.num_devices for f in plan.flotillas) > 850
+
+
+# -- devices of several types at once ----------------------------------------------------------
+
+A2_B1 = {"nodes": ((0, 1), (2,)), "kinds": ("a", "b")}
+A2_B2 = {"nodes": ((0, 1), (2, 3)), "kinds": ("a", "b")}
+
+
+def spanning(number, *, fast=20.0, slow=10.0, at="", **more):
+    """It scales perfectly, and on a mixture as half of it would on each type."""
+    by_kind = {"a": fast, "b": slow, SEVERAL: (fast + slow) / 2}
+    rates = {kind: tuple(r * m for m in (1, 2, 3, 4)) for kind, r in by_kind.items()}
+    return Candidate(number=number, rates=rates[at or "a"], rates_by_kind=rates, **more)
+
+
+def alike(number, **more):
+    """As `spanning`, but on one type at a time."""
+    both = spanning(number, **more)
+    return replace(both, rates_by_kind={kind: both.rates_by_kind[kind] for kind in "ab"})
+
+
+def devices_of(allocator, *candidates, **fleet):
+    problem = AllocationProblem(candidates=candidates, **fleet)
+    plan = allocator.allocate(problem)
+    validate(problem, plan)
+    return {t: a.devices for t, a in plan.assignments.items()}, plan.reason
+
+
+@every_allocator
+def test_who_needs_more_devices_than_there_are_of_any_type_gets_several_types(allocator):
+    placed, _ = devices_of(allocator, spanning(1, min_devices=3), **A2_B1)
+    assert placed == {1: (0, 1, 2)}
+
+
+@every_allocator
+def test_who_needs_more_devices_than_there_are_at_all_waits_and_the_others_fly(allocator):
+    placed, reason = devices_of(allocator, spanning(1, min_devices=4), alike(2), **A2_B1)
+    assert placed.keys() == {2}
+    assert "several types: 0 of 1 trials" in reason
+    assert "trial 1 waits: it needs 4 devices" in reason
+
+
+@every_allocator
+def test_who_can_not_span_types_does_not(allocator):
+    placed, _ = devices_of(allocator, alike(1, min_devices=3), spanning(2), **A2_B1)
+    assert placed.keys() == {2}
+
+
+@every_allocator
+def test_who_is_on_several_types_stays_there_if_it_can_not_move(allocator):
+    stays = spanning(1, at=SEVERAL, devices=(1, 2), movable=False)
+    placed, _ = devices_of(allocator, stays, alike(2), alike(3), **A2_B2)
+    assert placed.pop(1) == (1, 2)
+    assert {d for devices in placed.values() for d in devices} <= {0, 3}
+
+
+@every_allocator
+def test_who_is_on_several_types_and_lost_one_of_its_devices_gets_as_many_as_it_needs(allocator):
+    lost = spanning(1, at=SEVERAL, devices=(1, 2, 9), min_devices=3, movable=False)
+    placed, _ = devices_of(allocator, lost, **A2_B2)
+    assert len(placed[1]) >= 3
+
+
+def test_devices_that_would_be_idle_widen_a_trial_that_spans_types():
+    flying = spanning(1, devices=(0, 1))
+    elastic = ByKind(inner=ElasticAllocator())
+    assert devices_of(elastic, flying, **A2_B2)[0] == {1: (0, 1, 2, 3)}
+    assert devices_of(elastic, replace(flying, rescale_up_s=1e9), **A2_B2)[0] == {1: (0, 1)}
+    cautious = ByKind(inner=GreedyAllocator(keep_flying=True), cautious=True)
+    assert devices_of(cautious, flying, **A2_B2)[0] == {1: (0, 1)}
+    baseline = ByKind(inner=SingleDeviceAllocator())
+    assert devices_of(baseline, flying, **A2_B2)[0] == {1: (0, 1)}
+
+
+@pytest.mark.parametrize("inner", [ElasticAllocator(), MipAllocator(), GreedyAllocator()])
+def test_a_mixture_has_the_fast_devices_first(inner):
+    fleet = {"nodes": ((0, 1), (2, 3)), "kinds": ("b", "a")}
+    large = spanning(1, min_devices=3, max_devices=3)
+    placed, _ = devices_of(ByKind(inner=inner), large, **fleet)
+    assert {2, 3} < set(placed[1])
+
+
+@every_allocator
+def test_a_mixture_flies_alone_where_nothing_can_be_served(allocator):
+    large = spanning(1, min_devices=3)
+    placed, _ = devices_of(allocator, large, **A2_B1, preprocess_samples_per_s=5.0)
+    assert placed == {1: (0, 1, 2)}
+
+
+@pytest.mark.parametrize(("capacity", "numbers"), [(95.0, {1, 2, 3}), (65.0, {2, 3})])
+def test_a_mixture_waits_if_it_can_not_be_served_beside_those_that_stay(capacity, numbers):
+    fleet = {"nodes": ((0, 1, 2), (3, 4, 5)), "kinds": ("a", "b"), "rate_spread": math.inf}
+    large = spanning(1, min_devices=4)  # draws 60 samples/s; the others 20 and 10
+    stay = [
+        spanning(2, at="a", devices=(0,), movable=False),
+        spanning(3, at="b", devices=(3,), movable=False),
+    ]
+    allocator = ByKind(inner=GreedyAllocator())
+    placed, _ = devices_of(allocator, large, *stay, **fleet, preprocess_samples_per_s=capacity)
+    assert placed.keys() == numbers
+
+
+def test_a_mixture_that_is_slower_than_the_fast_type_alone_is_not_taken():
+    slow = spanning(1, fast=30.0, slow=1.0)
+    slow = replace(slow, rates_by_kind={**slow.rates_by_kind, SEVERAL: (15.0, 30.0, 45.0, 59.0)})
+    placed, _ = devices_of(ByKind(inner=ElasticAllocator()), slow, **A2_B2)
+    assert placed == {1: (0, 1)}
+
+
+def test_who_leaves_a_mixture_for_less_is_on_one_type_again():
+    wide = spanning(1, at=SEVERAL, devices=(0, 1, 2, 3))
+    placed, _ = devices_of(ByKind(inner=ElasticAllocator()), wide, spanning(2), **A2_B2)
+    assert sorted(placed.values()) == [(0, 1), (2, 3)]
 
 
 # -- problems and plans ------------------------------------------------------------------------

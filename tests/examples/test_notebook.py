@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tests import leftovers
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 _UNDER_WAY = re.compile(r"[1-9] trials on [1-9] devices")
+_MARK = "OPTUNA_FLEET_NOTEBOOK"
+"""Environment variable that the kernel has, and all that it starts."""
 
 
 class Interrupting(NotebookClient):  # type: ignore[misc]
@@ -30,20 +33,32 @@ class Interrupting(NotebookClient):  # type: ignore[misc]
         return super().process_message(msg, cell, cell_index)
 
 
-@pytest.fixture(scope="module")
-def ran() -> tuple[Any, list[str]]:
+def run_notebook() -> tuple[Any, list[str]]:
     """The notebook with its outputs, and the processes that there were at its end."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    before = leftovers.processes()
     client = Interrupting(
         notebook, timeout=None, resources={"metadata": {"path": NOTEBOOK.parent}}
     )
-    with client.setup_kernel():
+    with client.setup_kernel(env={**os.environ, _MARK: "1"}):
         for index, cell in enumerate(notebook.cells):
             client.execute_cell(cell, index)
-        at_the_end = leftovers.processes()
+        at_the_end = [line for line in leftovers.processes() if is_of_kernel(line)]
     assert client.has_interrupted
-    return notebook, [process for process in at_the_end if process not in before]
+    return notebook, at_the_end
+
+
+def is_of_kernel(line: str) -> bool:
+    """Tests before this one may have left others that are just ending or beginning."""
+    try:
+        environment = Path("/proc", line.partition(":")[0], "environ").read_bytes()
+    except OSError:
+        return False
+    return f"{_MARK}=1".encode() in environment.split(b"\0")
+
+
+@pytest.fixture(scope="module")
+def ran() -> tuple[Any, list[str]]:
+    return run_notebook()
 
 
 def outputs_of(notebook: Any, beginning: str) -> list[Any]:

@@ -18,6 +18,8 @@ from optuna.storages.journal import JournalFileBackend
 
 from optuna_fleet import Checkpoints, FleetExecutor
 from optuna_fleet.checkpoints.folder import StudyFolder
+from optuna_fleet.sampler_bridge.call_records import CALL_PREFIX
+from optuna_fleet.sampler_bridge.ledger import PIPELINE_PREFIX
 from tests.samplers import ByNumber
 
 NUM_TRIALS = 5
@@ -30,6 +32,9 @@ _WRITES = (
     "set_trial_system_attr",
     "set_study_system_attr",
 )
+_BY_THE_CLOCK = (CALL_PREFIX, PIPELINE_PREFIX)
+"""Records that there are the more of the longer a call takes: these are no ticks."""
+
 _ticks = itertools.count(1)
 
 
@@ -59,6 +64,8 @@ def let_die(kind: type, names: tuple[str, ...], at: int, how: int) -> None:
 
 def _mortal(method: Any, at: int, how: int) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, str) and each.startswith(_BY_THE_CLOCK) for each in args):
+            return method(*args, **kwargs)
         _tick(at, how)
         result = method(*args, **kwargs)
         _tick(at, how)

@@ -187,8 +187,13 @@ class World:
         self.tell(DeviceJoined(device=self.devices[lost]))
 
 
-def play_out(world: World, rng: random.Random, *, structures: int = 2**32) -> None:
-    """Let anything happen that can, in any order, until all trials have ended."""
+def play_out(
+    world: World, rng: random.Random, *, structures: int = 2**32, spanning: int = 0
+) -> None:
+    """Let anything happen that can, in any order, until all trials have ended.
+
+    Every second trial spans device types if `spanning`, and needs so many devices at most.
+    """
     for _ in range(3000):
         if world.controller.finished:
             break
@@ -207,7 +212,13 @@ def play_out(world: World, rng: random.Random, *, structures: int = 2**32) -> No
                 world.decide()
             case "reach":
                 resumable = rng.random() < 0.8
-                world.tell(reached(run_id, f"{run_id % structures}", resumable=resumable))
+                spans = spanning > 0 and world.runs[run_id].number % 2 == 1
+                least = min(world.runs[run_id].number, spanning) if spans else 1
+                of_it = {"min_devices": least, "spans_types": spans}
+                world.tell(reached(run_id, f"{run_id % structures}", resumable=resumable, **of_it))
+                if least > len(world.runs[run_id].devices):
+                    world.end(run_id, Ending.YIELDED)
+                    continue
                 world.tell(RateMeasured(run_id=run_id, samples_per_s=rng.uniform(1, 1000)))
             case "epoch":
                 world.resting.add(run_id)

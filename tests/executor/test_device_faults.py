@@ -237,6 +237,6 @@ def test_a_gpu_that_torch_can_not_use_is_found_out(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("no CUDA-capable device is detected")
 
     monkeypatch.setattr(torch, "ones", ones)
-    gpu = Device(index=0, node=0, kind="NVIDIA H200")
+    gpu = Device(index=0, node=0, kind="NVIDIA H200", visible="0")
     assert ailment_of(gpu) == "RuntimeError: no CUDA-capable device is detected"
     assert ailment_of(Device(index=0, node=0, kind="cpu")) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optuna_fleet.alloc import ByKind, ElasticAllocator, GreedyAllocator
+from optuna_fleet.alloc.problem import SEVERAL
 from optuna_fleet.cli import main
-from optuna_fleet.events import Allocate, Launch, RateMeasured
+from optuna_fleet.events import Allocate, Ending, Launch, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.profiles import Profiles
+from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.bound import lower_bound_s
 from optuna_fleet.replay.ensemble import load_ensemble
 from optuna_fleet.replay.scenarios import EnsembleScenario
@@ -38,7 +41,7 @@ def profiles_on(*kinds: str) -> Profiles:
 
 
 class MixedWorld(World):
-    """A world with devices of several types; no trial may ever be on two of them."""
+    """A world with devices of several types; only trials that span types may be on two of them."""
 
     def __init__(self, *kinds: str, trials: int, **policy: Any) -> None:
         super().__init__(trials=trials, devices=devices_of(*kinds), **policy)
@@ -46,7 +49,9 @@ class MixedWorld(World):
 
     def _carry_out(self, instruction: Any) -> Any:
         if isinstance(instruction, Launch):
-            assert len({self.devices[d].kind for d in instruction.devices}) == 1
+            model = self.controller._roster.trials[instruction.number].model
+            kinds = {self.devices[d].kind for d in instruction.devices}
+            assert len(kinds) == 1 or (model is not None and model.spans_types)
         return super()._carry_out(instruction)
 
 
@@ -109,6 +114,33 @@ def test_what_was_measured_before_a_second_type_joined_is_known_to_be_of_the_fir
     assert profiles.rates("s", 1, "a100") == (250.0,)
 
 
+def test_rates_on_several_types_are_made_up_of_those_on_each() -> None:
+    profiles = profiles_on("v100", "a100", "a100")
+    profiles.measure("s", (0,), 100.0)
+    profiles.measure("s", (1, 2), 500.0)
+    on_three = profiles.rates("s", 3, "v100"), profiles.rates("s", 3, "a100")
+    expected = on_three[0][2] / 3 + on_three[1][2] * 2 / 3
+    assert profiles.rates("s", 3, SEVERAL)[2] == pytest.approx(expected)
+    assert not profiles.is_measured("s", (0, 1, 2))
+    assert profiles.measure("s", (0, 1, 2), expected / 2)  # far less than was expected
+    assert profiles.rates("s", 3, SEVERAL)[2] == expected / 2
+    assert profiles.rates("s", 3, SEVERAL)[1] == pytest.approx(
+        (on_three[0][1] / 3 + on_three[1][1] * 2 / 3) / 2
+    )
+    assert profiles.rates("s", 2, "a100")[1] == 500.0
+
+
+def test_a_mixture_is_measured_for_itself() -> None:
+    profiles = profiles_on("v100", "v100", "a100", "a100")
+    profiles.measure("s", (0, 2), 100.0)
+    assert profiles.is_measured("s", (1, 3))
+    assert not profiles.is_measured("s", (0, 1))
+    assert not profiles.is_measured("s", (0, 1, 2))
+    profiles.measure("s", (0, 1, 2), 140.0)
+    assert not profiles.is_measured("s", (0, 2, 3))
+    assert profiles.rates("s", 3, SEVERAL)[1:] == (100.0, 140.0)
+
+
 # -- problems and plans ---------------------------------------------------------------------------
 
 
@@ -145,6 +177,39 @@ def test_with_one_type_a_problem_knows_no_types() -> None:
     assert all(c.rates_by_kind == {} for c in problem.candidates)
 
 
+def test_who_needs_several_types_gets_them_when_the_others_have_ended() -> None:
+    world = MixedWorld("v100", "v100", "a100", trials=3)
+    world.tell(reached(0, "large", min_devices=3, spans_types=True))
+    world.end(0, Ending.YIELDED)  # nothing is trained on fewer
+    for run_id in (1, 2):
+        world.tell(reached(run_id, "small"))
+        world.tell(RateMeasured(run_id=run_id, samples_per_s=100.0))
+    while world.unanswered:
+        world.decide()
+    assert [launch.number for launch in world.runs.values()] == [1, 2]
+    world.end(1)
+    world.end(2)
+    while world.unanswered:
+        world.decide()
+    (launch,) = world.runs.values()
+    assert (launch.number, sorted(launch.devices)) == (0, [0, 1, 2])
+    assert launch.measure
+
+
+@pytest.mark.parametrize(
+    ("kinds", "waits"), [(("v100", "a100"), True), (("v100", "a100", "a100"), False)]
+)
+def test_who_needs_more_than_there_are_of_all_types_waits_for_more(
+    kinds: tuple[str, ...], waits: bool
+) -> None:
+    world = MixedWorld(*kinds, trials=1, more_may_join=True)
+    world.tell(reached(0, "large", min_devices=3, spans_types=True))
+    world.end(0, Ending.YIELDED)
+    while world.unanswered:
+        world.decide()
+    assert bool(world.runs) != waits
+
+
 @settings(max_examples=150)
 @given(
     st.integers(0, 2**32),
@@ -166,7 +231,7 @@ def test_any_order_of_events_ends_every_trial_once_on_one_type_at_a_time(
         *kinds, trials=trials, paradigm=paradigm, max_restarts=2, moves_within_epochs=within_epochs
     )
     world.allocator = ByKind(inner=inner)
-    play_out(world, random.Random(seed), structures=5)
+    play_out(world, random.Random(seed), structures=5, spanning=len(kinds))
     assert sorted(world.done) == list(range(trials))
 
 
@@ -205,6 +270,41 @@ def test_the_fast_device_goes_to_the_one_it_suits_and_then_to_the_other() -> Non
     assert outcome.trials[1].rescale_samples == pytest.approx(60.0)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_in_every_policy_trials_that_need_several_types_come_to_their_turn(policy: str) -> None:
+    rates = {k: tuple(r * m**0.9 for m in (1, 2, 3)) for k, r in (("v", 10.0), ("a", 20.0))}
+    large = SimulatedTrial(
+        name="large",
+        rates=rates["a"],
+        rates_by_kind=rates,
+        epochs=3,
+        samples_per_epoch=100.0,
+        min_devices=3,
+        spans_types=True,
+    )
+    small = [trial(f"t{k}", 10.0, 20.0 + k, epochs=2 + k) for k in range(4)]
+    trials = [*small[:2], large, *small[2:], large]
+    run = EnsembleScenario(trials=trials, num_devices={"v": 2, "a": 1}, policy=policy, lookahead=0)
+    outcome = run.run()
+    assert all(p.ended_s is not None for p in outcome.trials.values())
+    assert outcome.end_s >= lower_bound_s(trials, {"v": 2, "a": 1})
+    widths = {span.number: len(span.devices) for span in outcome.totals.spans}
+    assert [widths[number] for number in (2, 5)] == [3, 3]
+    rate = large.rate_on({"v": 2, "a": 1})
+    assert rate == pytest.approx((2 * 10.0 + 20.0) * 3**0.9 / 3)
+
+
+def test_a_trial_that_spans_types_is_faster_for_it_and_bounded_by_all_devices() -> None:
+    rates = {k: tuple(r * m for m in (1, 2, 3)) for k, r in (("v", 10.0), ("a", 20.0))}
+    alone = SimulatedTrial(
+        name="x", rates=rates["a"], rates_by_kind=rates, epochs=30, samples_per_epoch=40.0
+    )
+    spans = replace(alone, spans_types=True)
+    assert simulated([alone], v=2, a=1).end_s == pytest.approx(60.0)
+    assert simulated([spans], v=2, a=1).end_s < 33.0  # it starts on one
+    assert lower_bound_s([spans], {"v": 2, "a": 1}) == pytest.approx(30.0, rel=1e-4)
+
+
 @pytest.mark.parametrize("policy", ["elastic", "mip", "greedy", "fleet-l", "baseline"])
 def test_simulated_sweeps_on_two_types_keep_to_the_bound_and_to_one_type(policy: str) -> None:
     rng = random.Random(1)
@@ -236,6 +336,27 @@ def test_the_command_line_takes_device_types(tmp_path: Path, capsys: Any) -> Non
     assert report["devices"] == {"v100": 2, "a100": 1}
     assert report["trials"] == 2
     assert report["ratio_to_bound"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        (True, ""),
+        (False, "`min_devices` is 3, but must be <= 2"),
+        ("yes", "must be true or false"),
+    ],
+)
+def test_an_ensemble_says_who_spans_types(tmp_path: Path, flag: Any, told: str) -> None:
+    rates = {"v100": {"1": 100.0}, "a100": {"1": 200.0}}
+    given = {"rates": rates, "epochs": 4, "min_devices": 3, "spans_types": flag}
+    path, num_devices = tmp_path / "ensemble.json", {"v100": 2, "a100": 1}
+    path.write_text(json.dumps({"samples_per_epoch": 100, "trials": [given]}))
+    if told:
+        with pytest.raises(FleetConfigError, match=told):
+            load_ensemble(path, num_devices)
+        return
+    trials = load_ensemble(path, num_devices)
+    assert EnsembleScenario(trials=trials, num_devices=num_devices).run().trials[0].ended_s
 
 
 def test_a_trial_needs_rates_for_every_type(tmp_path: Path) -> None:

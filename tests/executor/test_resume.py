@@ -61,7 +61,7 @@ def files(folder: Path) -> set[str]:
     return set(os.listdir(study))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
     ("kind", "num_deaths", "how"),
     [

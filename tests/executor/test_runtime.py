@@ -864,8 +864,6 @@ def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
 class FakeRuntime:
     """Has a store when it is told to; notes who is sent to which device."""
 
-    widest = 1
-
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
         self.agents = SimpleNamespace(
@@ -877,6 +875,9 @@ class FakeRuntime:
         self.rendezvous = Rendezvous(lambda: "agent")
         self.sent: list[tuple[int, int]] = []
         self.orders: list[Any] = []
+
+    def most_devices(self, *, spans_types: bool) -> int:
+        return 1
 
     def group_name(self, run_id: int) -> str:
         return str(run_id)
@@ -1007,8 +1008,9 @@ def halve(sample: Any) -> Any:
 def pipeline_of(kind: str = "cpu", **more: Any) -> PipelineSetup:
     """For two devices and 12 cores."""
     pipeline = SharedPipeline(train=[1.0], finish=halve, **more)
-    devices = [Device(index=index, node=0, kind=kind) for index in range(2)]
-    return cores.pipeline_setup(pipeline, devices, cores=12)
+    visible = "" if kind == "cpu" else "0"
+    devices = [Device(index=index, node=0, kind=kind, visible=visible) for index in range(2)]
+    return cores.pipeline_setup(pipeline.packed(), devices, cores=12)
 
 
 def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything() -> None:

@@ -258,10 +258,11 @@ def test_a_users_stop_is_not_reconsidered(fleet: Any) -> None:
         x = float(trial.suggest_int("x", 0, 200))
         if trial.number == 2:
             trial.study.stop()
+        until(lambda: trial.number <= 2 or trial.study.trials[2].state.is_finished())
         return x
 
     fleet.optimize(study, objective)
-    assert 3 <= len(study.trials) < 50
+    assert 3 <= len(study.trials) < 20
 
 
 def sphere(trial: Any) -> float:

@@ -11,7 +11,7 @@ import pytest
 from optuna_fleet import FleetConfigError, LocalCluster
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.devices import find_fleet
-from optuna_fleet.resources import share_gpu
+from optuna_fleet.resources import needs_gloo
 from optuna_fleet.trainer import groups
 from tests.fleets import Leg, fleet_of, train
 
@@ -23,23 +23,23 @@ def test_slots_in_a_row_are_on_unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> N
     assert [slot.index for slot in slots] == [0, 1, 2, 3]
     assert [slot.visible for slot in slots] == ["5", "7", "5", "7"]
     assert [slot.kind for slot in slots] == ["H200", "H100"] * 2
-    assert [share_gpu(slots[:2]), share_gpu(slots[1:3]), share_gpu(slots[::2])] == [0, 0, 1]
+    assert [needs_gloo(slots[:2]), needs_gloo(slots[1:3]), needs_gloo(slots[::2])] == [0, 0, 1]
+    assert needs_gloo([slots[0], *find_fleet(1, "cpu").devices])
 
 
-def test_cpu_slots_share_no_gpu() -> None:
+def test_cpu_slots_are_as_many_as_are_wanted() -> None:
     slots = find_fleet(1, "cpu", 3).devices
     assert len(slots) == 3
-    assert not share_gpu(slots)
     with pytest.raises(FleetConfigError, match="slots_per_device"):
         LocalCluster(slots_per_device=0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "shares_gpu", "backend"),
+    ("kind", "by_gloo", "backend"),
     [("cpu", False, "gloo"), ("H200", False, "nccl"), ("H200", True, "gloo")],
 )
 def test_ranks_on_one_gpu_do_without_nccl(
-    monkeypatch: pytest.MonkeyPatch, kind: str, shares_gpu: bool, backend: str
+    monkeypatch: pytest.MonkeyPatch, kind: str, by_gloo: bool, backend: str
 ) -> None:
     joined: list[str] = []
     monkeypatch.setattr(groups, "join_group", lambda spec, backend, _: joined.append(backend))
@@ -48,7 +48,7 @@ def test_ranks_on_one_gpu_do_without_nccl(
         world_size=2,
         group="g",
         store=None,
-        shares_gpu=shares_gpu,
+        by_gloo=by_gloo,
         collective_s=1.0,
         rehearses=False,
     )

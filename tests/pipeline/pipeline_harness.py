@@ -127,7 +127,7 @@ def _setup(
     **wanted: Any,
 ) -> PipelineSetup:
     """The setup with budgets that a user can't ask for."""
-    setup = pipeline.setup(num_preprocessors, finish_on_device=finish_on_device)
+    setup = pipeline.packed().setup(num_preprocessors, finish_on_device=finish_on_device)
     wanted["memory_bytes"] = memory_bytes
     return replace(setup, wanted=replace(setup.wanted, **wanted))
 

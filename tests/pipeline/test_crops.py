@@ -175,7 +175,7 @@ def test_pipeline_repeats_the_crop_alone(nested):
     pipeline = SharedPipeline(
         train=Photographs(v2.Compose([crop, *END]) if nested else crop), split=True
     )
-    cut = pipeline.setup(1, finish_on_device=True).spec.dataset("train").cut
+    cut = pipeline.packed().setup(1, finish_on_device=True).spec.dataset("train").cut
     assert (cut.begin, cut.end) == (0, 1)
     theirs = [v2.RandomResizedCrop(8), v2.RandomHorizontalFlip(), *(END if nested else [])]
     wanted = SharedPipeline(train=Photographs(v2.Compose(theirs)))

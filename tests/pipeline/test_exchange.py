@@ -1,6 +1,7 @@
 """Chunks shared between nodes: who makes them, and that it shows in no batch."""
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -199,9 +200,11 @@ def test_a_stopped_node_is_done_without_until_there_is_a_new_plan():
         assert labels(client, epoch=1) == order_of(1)
         assert sums(found[:1]) == (before.preprocessed + N, before.num_received)
         os.kill(found[1].giver, signal.SIGCONT)
-        agree(found)
-        assert labels(client, epoch=2) == order_of(2)
-        assert found[0].stats().num_received > before.num_received
+        for epoch in itertools.count(2):  # where the machine is busy, it may be too slow again
+            agree(found)
+            assert labels(client, epoch=epoch) == order_of(epoch)
+            if found[0].stats().num_received > before.num_received:
+                break
 
 
 def test_nodes_of_another_sweep_get_and_give_nothing():

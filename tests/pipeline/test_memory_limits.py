@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,8 +117,11 @@ def flipped(sample: Any) -> Any:
 def tree(pid: int) -> Iterator[int]:
     """A process and all below it."""
     yield pid
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    for child in [child for thread in threads for child in thread.read_text().split()]:
+    children: list[str] = []
+    with contextlib.suppress(OSError):  # it has just ended
+        for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += thread.read_text().split()
+    for child in children:
         yield from tree(int(child))
 
 
@@ -126,13 +130,12 @@ def memory_files() -> dict[int, int]:
     found = {}
     for pid in tree(os.getpid()):
         for folder in ("fd", "map_files"):
-            for entry in Path(f"/proc/{pid}/{folder}").iterdir():
-                try:
-                    if "memfd:optuna-fleet-arena" in os.readlink(entry):
-                        status = entry.stat()
-                        found[status.st_ino] = status.st_blocks * 512
-                except FileNotFoundError:
-                    continue  # closed in the meantime
+            with contextlib.suppress(OSError):  # it has just ended
+                for entry in Path(f"/proc/{pid}/{folder}").iterdir():
+                    with contextlib.suppress(OSError):  # closed in the meantime
+                        if "memfd:optuna-fleet-arena" in os.readlink(entry):
+                            status = entry.stat()
+                            found[status.st_ino] = status.st_blocks * 512
     return found
 
 

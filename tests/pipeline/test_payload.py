@@ -1,9 +1,11 @@
 """The data sets on their way to the preprocessors."""
 
 import gc
+import io
 import os
 import selectors
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +13,15 @@ import pytest
 import torch
 from PIL import Image
 from pipeline_harness import Forked, serving
-from torch.utils.data import TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline
 from optuna_fleet.pipeline.preprocessor.comparing import same
-from optuna_fleet.pipeline.preprocessor.payload import pack, unpack
+from optuna_fleet.pipeline.preprocessor.payload import Payload, pack, unpack
 from optuna_fleet.pipeline.preprocessor.tables import Table
+from optuna_fleet.pipeline.spec import MIN_CHUNK_SAMPLES
 
 LENGTH = 100_000
 MB = 1 << 20
@@ -39,7 +41,15 @@ def mapped(path, mode="r", **how):
 
 def travelled(value):
     """What comes out at the other end, in memory that may be written to."""
-    return unpack(memoryview(bytearray(pack(value))))
+    return packed(value).load()
+
+
+def packed(value):
+    return Payload.written(partial(pack, value))
+
+
+def nbytes(payload):
+    return os.stat(payload.path).st_size
 
 
 class Tokens:
@@ -55,30 +65,48 @@ class Tokens:
         return torch.from_numpy(self.rows[index].copy())
 
 
-class Nosy:
+class Both:
+    """Two preprocessors make samples of it, however late one of them begins."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def meet(self, index):
+        """But for the first chunk, whose samples tell their size: one makes it alone."""
+        (self.folder / str(os.getpid())).touch()
+        while index >= MIN_CHUNK_SAMPLES and len(os.listdir(self.folder)) < 2:
+            time.sleep(2e-3)
+
+
+class Nosy(Both):
     """Writes its process id into its data, and says which it found there."""
 
-    def __init__(self):
+    def __init__(self, folder):
+        super().__init__(folder)
         self.owner = torch.zeros(LENGTH, dtype=torch.int64)
 
     def __len__(self):
         return 60
 
     def __getitem__(self, index):
-        time.sleep(2e-3)
+        self.meet(index)
         found, self.owner[0] = self.owner[0].item(), os.getpid()
         return found, os.getpid()
 
 
-class Summed(TensorDataset):
+class Summed(Both):
     """Each sample takes all of the data, so that whoever makes one has all of its pages."""
 
-    def __init__(self, nbytes):
-        super().__init__(torch.ones(16, nbytes // 16 // 8, dtype=torch.int64))
+    def __init__(self, folder, nbytes):
+        super().__init__(folder)
+        self.numbers = torch.ones(nbytes // 8, dtype=torch.int64)
+
+    def __len__(self):
+        return 4 * MIN_CHUNK_SAMPLES
 
     def __getitem__(self, index):
-        time.sleep(2e-3)
-        return self.tensors[0].sum()
+        self.meet(index)
+        return self.numbers.sum()
 
 
 def read(agent):
@@ -142,7 +170,7 @@ def test_long_lists_of_file_names_are_shared(tmp_path, kind):
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_a_view_of_a_mapped_file_travels_as_its_place(tokens, view, order):
     array = view(mapped(tokens, shape=(1000, 100), order=order))
-    assert len(pack(array)) < 500
+    assert nbytes(packed(array)) < 500
     there = travelled(array)
     assert type(there) is type(array)
     assert (there.dtype, there.strides) == (array.dtype, array.strides)
@@ -189,7 +217,7 @@ def test_a_mapped_data_set_is_served(tokens, monkeypatch):
     dataset = Tokens(tokens.name)
     monkeypatch.chdir("/")
     pipeline = SharedPipeline(val=dataset)
-    assert len(pipeline.payload()) < 5000
+    assert nbytes(pipeline.payload()) < 5000
     with serving(pipeline) as agent:
         found = torch.cat(read(agent))
     assert torch.equal(found.flatten(), torch.arange(LENGTH, dtype=torch.int32))
@@ -246,7 +274,7 @@ def test_tensors_are_the_same_after_the_journey():
 def test_tensors_in_one_storage_stay_there():
     whole = torch.arange(5000.0)
     rows = [*whole.view(50, 100)]
-    assert len(pack(rows)) < 2 * whole.nbytes  # not the whole storage for each
+    assert nbytes(packed(rows)) < 2 * whole.nbytes  # not the whole storage for each
     there, again, *rows = travelled([whole, whole, *rows])
     assert there is again
     there[123] = -1
@@ -264,14 +292,15 @@ def test_tensors_in_one_storage_stay_there():
     ],
 )
 def test_large_ones_are_views_of_what_was_sent(value):
-    payload = bytearray(pack({"value": value}))
-    there = unpack(memoryview(payload))["value"]
-    assert np.shares_memory(np.asarray(there), np.frombuffer(payload, dtype=np.uint8))
+    file = io.BytesIO()
+    pack({"value": value}, file)
+    there = unpack(file.getbuffer())["value"]
+    assert np.shares_memory(np.asarray(there), np.frombuffer(file.getbuffer(), dtype=np.uint8))
 
 
 def test_small_arrays_stay_in_the_pickle():
     arrays = [np.full(3, i) for i in range(1000)]
-    assert len(pack(arrays)) < 1000 * 60
+    assert nbytes(packed(arrays)) < 1000 * 60
 
 
 # Memory
@@ -289,9 +318,9 @@ def memory_files(pid="self"):
     return [link for link in links if "memfd:optuna-fleet-" in link]
 
 
-def test_preprocessors_share_the_memory_of_a_data_set():
-    with serving(SharedPipeline(val=Summed(64 * MB)), chunk_bytes=100) as agent:
-        assert read(agent)[0].tolist() == [8 * MB] * 16
+def test_preprocessors_share_the_memory_of_a_data_set(tmp_path):
+    with serving(SharedPipeline(val=Summed(tmp_path, 64 * MB)), chunk_bytes=100) as agent:
+        assert read(agent)[0].tolist() == [8 * MB] * 4 * MIN_CHUNK_SAMPLES
         memories = [memory_of(pid) for pid in agent.pids()]
     assert len(memories) == 2
     for memory in memories:
@@ -299,8 +328,8 @@ def test_preprocessors_share_the_memory_of_a_data_set():
         assert memory["Shared_Dirty"] + memory["Shared_Clean"] > 64 * MB
 
 
-def test_what_a_data_set_writes_into_itself_stays_in_its_process():
-    with serving(SharedPipeline(val=Nosy()), chunk_bytes=100) as agent:
+def test_what_a_data_set_writes_into_itself_stays_in_its_process(tmp_path):
+    with serving(SharedPipeline(val=Nosy(tmp_path)), chunk_bytes=100) as agent:
         [(found, pids)] = read(agent)
         assert set(pids.tolist()) == set(agent.pids())
         assert len(agent.pids()) == 2
@@ -316,7 +345,7 @@ def test_memory_files_are_closed_with_the_server():
 
     gc.collect()
     before = memory_files()  # of other tests
-    setup = SharedPipeline(val=[1, 2]).setup(1)
+    setup = SharedPipeline(val=[1, 2]).packed().setup(1)
     with selectors.DefaultSelector() as selector:
         server = PipelineServer(setup, spawn=None, selector=selector)
         assert len(memory_files()) >= len(before) + 2  # and the arena

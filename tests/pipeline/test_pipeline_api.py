@@ -13,7 +13,6 @@ from optuna_fleet.exceptions import FleetConfigError, FleetError
 from optuna_fleet.pipeline import SharedPipeline, default_preprocessors
 from optuna_fleet.pipeline.limits import default_chunk_bytes, default_memory_bytes
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError, ChunkProduced
-from optuna_fleet.pipeline.preprocessor import payload
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.plan import shard
 from optuna_fleet.pipeline.spec import ChunkKey, choose_chunk_size
@@ -48,7 +47,7 @@ def test_spec_describes_the_data_sets():
     assert spec.seed == 5
     assert spec.dataset("train_a").collate is None
     assert cloudpickle.loads(spec.dataset("val").collate) is list
-    assert list(payload.unpack(pipeline.payload()).datasets) == ["train_a", "val"]
+    assert list(pipeline.payload().load().datasets) == ["train_a", "val"]
 
 
 def test_shuffled_can_be_chosen():
@@ -133,8 +132,8 @@ def test_data_sets_must_have_names():
 def test_decoded_store_larger_than_the_default_budget():
     pipeline = SharedPipeline(train=[1], decoded_bytes=1 << 60)
     with pytest.raises(FleetConfigError, match=r"decoded_bytes=.*at most"):
-        pipeline.setup(1)
-    assert SharedPipeline(train=[1], decoded_bytes=100, memory_bytes=120).setup(1)
+        pipeline.packed().setup(1)
+    assert SharedPipeline(train=[1], decoded_bytes=100, memory_bytes=120).packed().setup(1)
 
 
 def test_data_set_that_can_not_be_pickled():

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from torchvision import tv_tensors
 from torchvision.transforms.functional import pil_to_tensor
 
-from optuna_fleet.pipeline.chunks import columns, memory_files, pickling
+from optuna_fleet.pipeline.chunks import columns, pickling
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.layout import (
     ChunkWriter,
@@ -261,17 +261,6 @@ def test_object_of_main_beside_arrays():
     sample = (torch.ones(5), np.arange(2), item)
     ((ones, array, got),) = view([sample], collated_by_user=True).samples(0, 1)
     assert bits([ones, array, got.x]) == bits([sample[0], sample[1], item.x])
-
-
-def test_write_that_is_cut_short_goes_on(monkeypatch):
-    whole = memory_files.os.writev
-    monkeypatch.setattr(memory_files.os, "writev", lambda fd, parts: whole(fd, [parts[0][:1000]]))
-    pieces = [bytes([i]) * 3000 for i in range(5)]
-    fd = memory_files.sealed_file_of(pieces)
-    assert bytes(memory_files.map_privately(fd)) == b"".join(pieces)
-    with pytest.raises(PermissionError):
-        memory_files.os.pwrite(fd, b"x", 0)
-    memory_files.os.close(fd)
 
 
 def room(nbytes: int) -> memoryview:

@@ -270,7 +270,7 @@ def test_samplers_that_can_not_work(arguments, message):
         (lambda epoch: [0, 1, 2.0], r"draws 2.0, but must draw indices, of type int\.$"),
     ],
 )
-@pytest.mark.parametrize("start", [lambda p: p.setup(1), lambda p: p.inline()])
+@pytest.mark.parametrize("start", [lambda p: p.packed().setup(1), lambda p: p.inline()])
 def test_what_samplers_draw_is_checked_before_the_sweep(draw, message, start):
     pipeline = SharedPipeline(train=Augmented(N), sampler=Liar(draw))
     with pytest.raises(FleetConfigError, match=message):
@@ -280,7 +280,7 @@ def test_what_samplers_draw_is_checked_before_the_sweep(draw, message, start):
 def test_samplers_must_draw_the_same_again():
     unseeded = Liar(lambda epoch: np.random.default_rng().integers(N, size=40).tolist(), 40)
     with pytest.raises(FleetConfigError, match=r"one epoch differently each time.*set_epoch"):
-        SharedPipeline(train=Augmented(N), sampler=unseeded).setup(1)
+        SharedPipeline(train=Augmented(N), sampler=unseeded).packed().setup(1)
 
 
 def test_what_samplers_do_later_fails_those_who_read_it():
@@ -505,5 +505,5 @@ def test_samples_that_come_twice_are_given_twice():
 
 def test_subsets_of_others_have_nothing_to_give_at_once():
     dataset = ConcatDataset([Subset(Augmented(N), [1, 2])])
-    spec = SharedPipeline(train=dataset, val=Subset(dataset, [0])).setup(1).spec
+    spec = SharedPipeline(train=dataset, val=Subset(dataset, [0])).packed().setup(1).spec
     assert not any(each.gives_many for each in spec.datasets)

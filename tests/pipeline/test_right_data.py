@@ -41,7 +41,7 @@ class OnDevice:
 
     def __init__(self, pipeline):
         self._pipeline = pipeline
-        self._setup = pipeline.setup(1, finish_on_device=True)
+        self._setup = pipeline.packed().setup(1, finish_on_device=True)
 
     def spec(self):
         return self._setup.spec
@@ -136,7 +136,7 @@ def test_the_scripts_own_random_numbers_are_left_alone():
     wanted = torch.rand(1)
     torch.manual_seed(1)
     dataset = Images(v2.Compose([v2.RandomHorizontalFlip(), *END]))
-    SharedPipeline(train=dataset, split=True).setup(1)
+    SharedPipeline(train=dataset, split=True).packed().setup(1)
     assert torch.equal(torch.rand(1), wanted)
 
 

@@ -85,6 +85,12 @@ def held() -> tuple[int, set[str], set[str]]:
     )
 
 
+def holds_no_more_than(before: tuple[int, set[str], set[str]]) -> bool:
+    """What tests before this one have left may have gone meanwhile."""
+    descriptors, children, segments = held()
+    return descriptors <= before[0] and children <= before[1] and segments <= before[2]
+
+
 def server_of(pipeline: SharedPipeline) -> int:
     assert pipeline._session is not None
     return pipeline._session.server_pid
@@ -256,7 +262,7 @@ def test_nothing_is_left_and_it_can_be_entered_again() -> None:
         for pid in (server, *preprocessors):
             assert not Path(f"/proc/{pid}").exists()
         assert not is_listening(handle)
-        assert held() == before
+        assert holds_no_more_than(before)
     with pytest.raises(FleetError, match="runs no more"):
         handle.connect()
     with pytest.raises(FleetError, match="runs no more"):
@@ -274,14 +280,14 @@ def test_an_exception_in_the_block_ends_it(error: type[BaseException]) -> None:
 
     with pytest.raises(error):
         use()
-    assert held() == before
+    assert holds_no_more_than(before)
 
 
 def test_a_pipeline_that_can_not_start_leaves_nothing() -> None:
     pipeline, before = SharedPipeline(train=[threading.Lock()]), held()
     with pytest.raises(FleetConfigError, match="can't be pickled"):
         pipeline.__enter__()
-    assert held() == before
+    assert holds_no_more_than(before)
 
 
 def test_two_pipelines_at_once(running: SharedPipeline) -> None:
@@ -393,7 +399,7 @@ def test_a_killed_server_is_reported_to_all_readers() -> None:
         reader.close()
         del kept
         batches.close()
-    assert held() == before
+    assert holds_no_more_than(before)
     with pipeline:
         assert len(indices(pipeline.batches("train", batch_size=8, epoch=0))) == SIZE
 

@@ -34,7 +34,7 @@ class Yard:
         self.selector = selectors.DefaultSelector()
         self.spec = pipeline.spec()
         self.forks = Forks(self.selector, on_exit=self._exited, in_child=self._in_child)
-        setup = pipeline.setup(limit, **how)
+        setup = pipeline.packed().setup(limit, **how)
         wanted = replace(setup.wanted, chunk_bytes=700, memory_bytes=memory_bytes)
         self.server = PipelineServer(
             replace(setup, wanted=wanted),

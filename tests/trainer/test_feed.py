@@ -176,4 +176,4 @@ def test_batches_finished_by_the_trainer_are_those_finished_by_preprocessors(fin
 
 def test_user_collate_gets_finished_samples():
     pipeline = SharedPipeline(train=Images(), collate_fn=list)
-    assert pipeline.setup(1, finish_on_device=True).spec.dataset("train").finish is None
+    assert pipeline.packed().setup(1, finish_on_device=True).spec.dataset("train").finish is None

@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from optuna_fleet.events import Launch, Model
-from optuna_fleet.sampler_bridge.call_records import CallState, RunState
+from optuna_fleet.sampler_bridge.call_records import CallState, RunState, record_call
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.proposals import Proposals
 
 _SHORTEST_S, _LONGEST_S = 2.0, 15.0
 _PART = 100
@@ -50,6 +52,18 @@ class CallLog:
         self._due = self._rested = self._began
         self._rest_s = 0.0
         self._paces: dict[int, _Pace] = {}  # by trial, until it is done
+
+    @classmethod
+    def of(cls, ledger: Ledger, proposals: Proposals) -> CallLog:
+        """That of a call that begins, kept with its study."""
+        state = CallState(
+            began=ledger.began,
+            noted=ledger.began,
+            every_s=0.0,
+            n_trials=proposals.n_trials,
+            timeout=proposals.timeout,
+        )
+        return cls(lambda state: record_call(ledger.study, state), state)
 
     # -- news -------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from optuna_fleet.checkpoints.folder import mark
 from optuna_fleet.events import FinishTrial, Launch
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.fleet.runtime import Runtime
-from optuna_fleet.resources import share_gpu
+from optuna_fleet.resources import needs_gloo
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.calls import Reply
@@ -114,7 +114,7 @@ class Launcher:
             group=self._runtime.group_name(launch.run_id),
             store=None,
             study_name=folder.study_name,
-            shares_gpu=share_gpu(self._runtime.agents.devices[d] for d in launch.devices),
+            by_gloo=needs_gloo(self._runtime.agents.devices[d] for d in launch.devices),
             parameters=parameters,
             run_name=self._run_name(launch.run_id),
             folder=str(folder.path),
@@ -126,7 +126,8 @@ class Launcher:
             maximize=job.maximize,
             heartbeat_s=options.limits.heartbeat_s,
             collective_s=options.limits.collective_s,
-            num_devices=self._runtime.widest,
+            num_devices=self._runtime.most_devices(spans_types=False),
+            num_of_all_types=self._runtime.most_devices(spans_types=True),
         )
 
     def send_waiting(self) -> None:

@@ -20,7 +20,6 @@ from optuna_fleet.executor.call.summary import Tally
 from optuna_fleet.executor.call.watchdog import Watchdog
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.call_records import CallState, record_call
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
@@ -66,14 +65,6 @@ class Parts:
         calls = CallHandler(runtime.send, ledger, retention)
         launcher = Launcher(runtime, job, retention, adopted=proposals.adopted())
 
-        state = CallState(
-            began=ledger.began,
-            noted=ledger.began,
-            every_s=0.0,
-            n_trials=proposals.n_trials,
-            timeout=proposals.timeout,
-        )
-
         def rehearse(launch: Launch, *, follows: int, answers: Answers) -> None:
             launcher.rehearse(
                 launch,
@@ -96,7 +87,7 @@ class Parts:
             handovers=Handovers(runtime.send, calls.interrupt, rehearse, launcher.call_off),
             watchdog=Watchdog(job.options.limits, runtime.process_state),
             pipeline_log=PipelineLog(ledger.record_span, runtime.last_report, time.time()),
-            call_log=CallLog(lambda state: record_call(ledger.study, state), state),
+            call_log=CallLog.of(ledger, proposals),
         )
 
     def start(self, what: Start) -> list[Event]:

@@ -231,4 +231,5 @@ def model_of(message: FirstBatchRequested) -> Model:
         samples_per_epoch=message.samples_per_epoch,
         max_epochs=message.max_epochs,
         movable=message.movable,
+        spans_types=message.spans_types,
     )

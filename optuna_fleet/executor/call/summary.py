@@ -98,9 +98,10 @@ class FleetSummary:
         devices = _counted(self.num_devices, "device")
         if self.num_nodes > 1:
             devices += f" of {self.num_nodes} nodes ({self.mean_devices:.1f} there on average)"
+        rounds = f" in {_counted(len(self.decisions), 'round')}" if self.decisions else ""
         yield (
             f"Sweep of {_counted(sum(self.trials.values()), 'trial')} ({ended}) took "
-            f"{self.duration_s:.1f} s on {devices} in {_counted(len(self.decisions), 'round')}"
+            f"{self.duration_s:.1f} s on {devices}{rounds}"
         )
         yield (
             f"a device was idle for {_mean(idle):.1f} s and waited for data for "

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from optuna_fleet.executor.cluster.cores import cores_set_aside, pipeline_setup
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.packed import PackedPipeline
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.invitation import Invitation
@@ -25,6 +26,7 @@ class AgentOptions:
         devices: How many it offers; None for all.
         device_type: "cuda", "cpu", or None for "cuda" where there are GPUs.
         slots_per_device: Trainers on each device.
+        kind: What its devices are said to be; None for what they are.
         cores: How many cores it may use; None for all that its process may.
         is_child: The driver has started it, and says what became of it.
         notice_s: Seconds that the node is left after a SIGTERM; None if that ends the agent.
@@ -35,6 +37,7 @@ class AgentOptions:
     devices: int | None = None
     device_type: str | None = None
     slots_per_device: int = 1
+    kind: str | None = None
     cores: int | None = None
     is_child: bool = True
     notice_s: float | None = None
@@ -91,30 +94,65 @@ def machine() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
-def node_setup(
-    node: AgentJoining,
-    devices: tuple[Device, ...],
-    pipeline: SharedPipeline | None,
-    *,
-    preload: bool,
-    private_folder: str | None,
-    stuck_s: float | None,
-    silence_s: float | None,
-) -> NodeSetup:
-    """What a node is told that joins."""
-    is_here = node.machine == machine()
-    cores_left = node.cores - cores_set_aside(pipeline, devices, node.cores)
-    return NodeSetup(
-        devices=devices,
-        sys_path=tuple(sys.path),
-        argv=tuple(sys.argv),
-        cwd=(cwd := os.getcwd()),
-        needed=tuple(path for path in (cwd, *sys.path) if path and os.path.exists(path)),
-        preload=modules_to_preload() if preload else (),
-        threads_per_slot=max(1, cores_left // len(devices)),
-        pipeline=pipeline_setup(pipeline, devices, node.cores) if pipeline else None,
-        private_folder=private_folder if is_here else None,
-        driver_pid=os.getpid() if is_here else None,
-        stuck_s=stuck_s,
-        silence_s=silence_s,
-    )
+class NodeSetups:
+    """Makes what nodes are told that join a fleet, and packs the data sets for the first of them.
+
+    Args:
+        pipeline: The data; None without.
+        preload: Whether to import torch once for all trainers.
+        private_folder: See `NodeSetup`, as of the following.
+        stuck_s: Likewise.
+        silence_s: Likewise.
+    """
+
+    def __init__(
+        self,
+        pipeline: SharedPipeline | None,
+        *,
+        preload: bool,
+        private_folder: str | None,
+        stuck_s: float | None,
+        silence_s: float | None,
+    ) -> None:
+        self._pipeline = pipeline
+        self._packed: PackedPipeline | None = None
+        self._preload = preload
+        self._private_folder = private_folder
+        self._stuck_s = stuck_s
+        self._silence_s = silence_s
+
+    def of(self, node: AgentJoining, devices: tuple[Device, ...]) -> NodeSetup:
+        """Returns what a node is told that joins with these devices."""
+        is_here = node.machine == machine()
+        cores_left = node.cores - cores_set_aside(self._pipeline, devices, node.cores)
+        return NodeSetup(
+            devices=devices,
+            sys_path=tuple(sys.path),
+            argv=tuple(sys.argv),
+            cwd=(cwd := os.getcwd()),
+            needed=tuple(path for path in (cwd, *sys.path) if path and os.path.exists(path)),
+            preload=modules_to_preload() if self._preload else (),
+            threads_per_slot=max(1, cores_left // len(devices)),
+            pipeline=self._pipeline_setup(devices, node.cores, is_here=is_here),
+            private_folder=self._private_folder if is_here else None,
+            driver_pid=os.getpid() if is_here else None,
+            stuck_s=self._stuck_s,
+            silence_s=self._silence_s,
+        )
+
+    def _pipeline_setup(
+        self, devices: tuple[Device, ...], cores: int, *, is_here: bool
+    ) -> PipelineSetup | None:
+        if self._pipeline is None:
+            return None
+        self._packed = self._packed or self._pipeline.packed()
+        setup = pipeline_setup(self._packed, devices, cores)
+        return setup if is_here else replace(setup, payload=None)
+
+    def data_sets(self) -> str | None:
+        """Returns the path of the file with the data sets, for nodes that do not see it."""
+        return None if self._packed is None else self._packed.payload.path
+
+    def close(self) -> None:
+        """Lets go of the data sets."""
+        self._packed = None

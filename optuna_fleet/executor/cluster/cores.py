@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
+from optuna_fleet.pipeline.packed import PackedPipeline
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.resources import Device
 
 
 def pipeline_setup(
-    pipeline: SharedPipeline, devices: Sequence[Device], cores: int
+    pipeline: PackedPipeline, devices: Sequence[Device], cores: int
 ) -> PipelineSetup:
     """What the agent of a node with these devices and cores is to know of the pipeline."""
     cpu_slots = _has_cpu_slots(devices)
@@ -23,7 +24,9 @@ def pipeline_setup(
     )
 
 
-def cores_set_aside(pipeline: SharedPipeline | None, devices: Sequence[Device], cores: int) -> int:
+def cores_set_aside(
+    pipeline: SharedPipeline | PackedPipeline | None, devices: Sequence[Device], cores: int
+) -> int:
     """For preprocessors; there may be more of them, where that does not slow down trials."""
     if pipeline is None:
         return 0
@@ -32,4 +35,4 @@ def cores_set_aside(pipeline: SharedPipeline | None, devices: Sequence[Device], 
 
 
 def _has_cpu_slots(devices: Sequence[Device]) -> bool:
-    return devices[0].kind == "cpu"
+    return devices[0].type == "cpu"

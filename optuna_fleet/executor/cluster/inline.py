@@ -11,23 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.events import EpochDecision, Launch
+from optuna_fleet.events import Ending, EpochDecision, Launch
 from optuna_fleet.executor.call.call_handler import CallHandler
+from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.executor.call.calls import RunCalls
+from optuna_fleet.executor.call.device_log import DeviceLog
 from optuna_fleet.executor.call.epoch_evaluator import EpochEvaluator
-from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.runs import RunRecord, model_of
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import Flight
 from optuna_fleet.sampler_bridge.loop import Loop
-from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.calls import RankCall, Reply
-from optuna_fleet.wire.messages import FirstBatchRequested, Remark, RunTrial
+from optuna_fleet.wire.messages import Ended, FirstBatchRequested, Remark, RunTrial, Usage
+
+_DEVICE = Device(index=0, node=0, kind="cpu", node_name="inline")
 
 
 class InlineCluster:
@@ -55,19 +60,39 @@ class InlineRunner:
             lambda _, reply: replies.append(reply), loop.ledger, keeps_none, in_process=True
         )
         evaluator = EpochEvaluator(options, loop.ledger, maximize=loop.maximize)
-        while (number := loop.proposals.ask()) is not None:
-            trial_id = compat.id_of(loop.proposals[number])
-            run = _order(number, trial_id, options.seed, loop)
-            session = _InlineSession(run, calls, evaluator, replies, loop.proposals)
-            value, error = None, None
-            try:
-                value = _run(func, session, options.pipeline)
-            except BaseException as raised:  # `sys.exit()`, say: the trial has ended all the same
-                error = raised
-            loop.ledger.settle(number, value, error)
+        with _recorded(loop) as log:
+            while (number := loop.proposals.ask()) is not None:
+                trial_id = compat.id_of(loop.proposals[number])
+                run = _order(number, trial_id, options.seed, loop)
+                session = _InlineSession(run, calls, evaluator, replies, loop, log)
+                value, error = None, None
+                try:
+                    value = _run(func, session, options.pipeline)
+                except BaseException as raised:  # `sys.exit()`, say: it has ended all the same
+                    error = raised
+                loop.ledger.record(number, session.flight(error))
+                log.done(number)
+                loop.ledger.settle(number, value, error)
 
     def close(self) -> None:
         """See `Runner`."""
+
+
+@contextmanager
+def _recorded(loop: Loop) -> Iterator[CallLog]:
+    """The call's record, for those who watch it."""
+    log, devices = CallLog.of(loop.ledger, loop.proposals), DeviceLog(loop.ledger.record_devices)
+    devices.begin([_DEVICE], time.time())
+    ending = "failed"
+    try:
+        yield log
+        devices.end(time.time())
+        ending = "done"
+    except KeyboardInterrupt:
+        ending = "interrupted"
+        raise
+    finally:
+        log.end(ending, loop.proposals.num_asked)
 
 
 def _order(number: int, trial_id: int, seed: int, loop: Loop) -> RunTrial:
@@ -87,7 +112,9 @@ def _order(number: int, trial_id: int, seed: int, loop: Loop) -> RunTrial:
     )
 
 
-def _run(func: Callable[[Any], Any], session: Session, pipeline: SharedPipeline | None) -> Any:
+def _run(
+    func: Callable[[Any], Any], session: _InlineSession, pipeline: SharedPipeline | None
+) -> Any:
     training: Any = None
 
     def open_training() -> Any:
@@ -104,7 +131,7 @@ def _run(func: Callable[[Any], Any], session: Session, pipeline: SharedPipeline 
             return func(FleetTrial(session, open_training))
         finally:
             if training is not None:
-                training.end(alone=False)
+                session.usage = training.end(alone=False)
 
 
 @contextmanager
@@ -127,7 +154,11 @@ def _own_group(run: RunTrial) -> Iterator[None]:
 
 
 class _InlineSession(Session):
-    """A session whose driver is the same process: what it says is answered before it goes on."""
+    """A session whose driver is the same process: what it says is answered before it goes on.
+
+    Attributes:
+        usage: Where its time went, once it has ended.
+    """
 
     def __init__(
         self,
@@ -135,29 +166,55 @@ class _InlineSession(Session):
         calls: CallHandler,
         evaluator: EpochEvaluator,
         replies: deque[Reply],
-        proposals: Proposals,
+        loop: Loop,
+        log: CallLog,
     ) -> None:
         super().__init__(None, run)
         number = run.number
         launch = Launch(
-            run_id=number, number=number, devices=(0,), probe=False, measure=False, round=0
+            run_id=number, number=number, devices=(0,), probe=False, measure=False, round=1
         )
+        self.usage = Usage()
         self._record = RunRecord(launch=launch, start=time.time(), calls=RunCalls(world_size=1))
         self._calls = calls
         self._evaluator = evaluator
         self._replies = replies
-        self._proposals = proposals
+        self._proposals = loop.proposals
+        self._log = log
+        log.launched(launch, self._record.start)
 
     def send(self, message: Any) -> None:
-        """Have it answered at once; nothing else needs to be told."""
+        """Have it answered at once, and see whether it is time for a record."""
         if isinstance(message, FirstBatchRequested):
             self._proposals.note_defined(self.run.number)
-        if not isinstance(message, RankCall | Remark):
-            return
-        if self._calls.take(self._record, message) is not None:
-            has_converged = self._evaluator.has_converged(self.run.number)
+            self._log.defined(self.run.number, model_of(message))
+        if isinstance(message, RankCall | Remark):
+            self._take(message)
+        if self._log.is_due:
+            number = self.run.number
+            self._log.note([number], [number], self._proposals.num_asked)
+
+    def _take(self, message: RankCall | Remark) -> None:
+        number = self.run.number
+        if (epoch := self._calls.take(self._record, message)) is not None:
+            self._log.epoch_ended(number, epoch + 1)
+            has_converged = self._evaluator.has_converged(number)
             decision = EpochDecision.STOP if has_converged else EpochDecision.GO
             self._calls.answer_epoch(self._record, decision)
+
+    def flight(self, error: BaseException | None) -> Flight:
+        """The record of its run, which has ended."""
+        self._record.end_rank(
+            Ended(
+                run_id=self.run.run_id,
+                rank=0,
+                device=_DEVICE.index,
+                time_s=time.monotonic(),
+                ending=Ending.RETURNED if error is None else Ending.RAISED,
+                usage=self.usage,
+            )
+        )
+        return self._record.flight(end=time.time())
 
     def _await_reply(self, index: int) -> Reply:
         while (reply := self._replies.popleft()).index != index:

@@ -7,8 +7,9 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from optuna_fleet.arguments import check_number
+from optuna_fleet.arguments import check_number, check_that
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.config import AgentOptions
@@ -40,17 +41,26 @@ class LocalCluster:
         nodes: Agents, each with `devices` of the executor: more than one serve to try out, on one
             machine, what happens on several. They share its cores, and its GPUs.
         slots_per_device: Trainers on each device: several small trials may share a GPU.
+        kinds: What the devices of each node are said to be, as many names as there are nodes: to
+            try out, on one machine, what happens on several device types.
 
     Raises:
-        FleetConfigError: One of them is no number >= 1.
+        FleetConfigError: The first two are no numbers >= 1, or the names are not as many.
     """
 
     nodes: int = 1
     slots_per_device: int = 1
+    kinds: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_number("nodes", self.nodes, least=1, whole=True)
         check_number("slots_per_device", self.slots_per_device, least=1, whole=True)
+        wanted = f"be as many names as there are nodes: {self.nodes}"
+        check_that("kinds", self.kinds, self._are_names, wanted, optional=True)
+
+    def _are_names(self, kinds: Any) -> bool:
+        is_list = isinstance(kinds, list | tuple) and len(kinds) == self.nodes
+        return is_list and all(isinstance(kind, str) and kind for kind in kinds)
 
     def new_runner(self, options: Options) -> Runner:
         """See `Cluster`."""
@@ -71,6 +81,8 @@ class LocalEngine(Engine):
 
     def __init__(self, cluster: LocalCluster, options: Options, cores: int, threads: int) -> None:
         self._cluster = cluster
+        kinds: Sequence[str | None] = cluster.kinds or [None] * cluster.nodes
+        self._kinds = {f"local-{number}": kind for number, kind in enumerate(kinds)}
         self._options = options
         self._cores = cores
         self._threads = threads
@@ -81,8 +93,8 @@ class LocalEngine(Engine):
         """See `Engine`."""
         self._invitation = invitation
         try:
-            for number in range(self._cluster.nodes):
-                self._start(f"local-{number}")
+            for node in self._kinds:
+                self._start(node)
         except BaseException:
             self.close()
             raise
@@ -95,6 +107,7 @@ class LocalEngine(Engine):
             devices=self._options.devices,
             device_type=self._options.device_type,
             slots_per_device=self._cluster.slots_per_device,
+            kind=self._kinds[node],
             cores=self._cores,
         )
         self.agents[node] = AgentProcess(given, self._threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
+from optuna_fleet.alloc.problem import SEVERAL
 from optuna_fleet.resources import Device
 
 
@@ -57,8 +58,13 @@ class Presence:
         return tuple(sorted(kind for kind, number in self._num_by_kind.items() if number))
 
     @property
+    def num_by_kind(self) -> dict[str, int]:
+        """Number of devices of each type, in ascending order."""
+        return {kind: self._num_by_kind[kind] for kind in self.kinds}
+
+    @property
     def widest(self) -> int:
-        """Most devices that a trial can have now: all of one type."""
+        """Most devices of one type."""
         return max(self._num_by_kind.values(), default=0)
 
     def fewest_nodes(self, kind: str, width: int) -> tuple[int, ...]:
@@ -77,6 +83,15 @@ class Presence:
     def kind_of(self, device: int) -> str:
         """Type of a device that has joined at any time."""
         return self._known[device].kind
+
+    def num_of_each(self, devices: Iterable[int]) -> Counter[str]:
+        """How many of these devices, which have joined at any time, are of each type."""
+        return Counter(map(self.kind_of, devices))
+
+    def kind_of_all(self, devices: Iterable[int]) -> str:
+        """Type of devices that have joined at any time, at least one; or `SEVERAL`."""
+        kinds = self.num_of_each(devices)
+        return SEVERAL if len(kinds) > 1 else next(iter(kinds))
 
     def place_of(self, device: int) -> tuple[int, str]:
         """Node and type of a device that has joined at any time."""

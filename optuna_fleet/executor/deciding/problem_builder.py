@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import median
 
-from optuna_fleet.alloc.problem import AllocationProblem, Candidate
+from optuna_fleet.alloc.problem import SEVERAL, AllocationProblem, Candidate
+from optuna_fleet.events import Model
 from optuna_fleet.executor.deciding.presence import Presence
 from optuna_fleet.executor.deciding.profiles import Profiles
 from optuna_fleet.executor.deciding.roster import Roster
@@ -34,7 +35,11 @@ class ProblemBuilder:
     def fits_fleet(self, trial: Trial) -> bool:
         """Whether a trial can be launched without that more devices join."""
         assert trial.model is not None
-        return not self.may_grow or trial.model.min_devices <= self._presence.widest
+        return not self.may_grow or trial.model.min_devices <= self._widest(trial.model)
+
+    def _widest(self, model: Model) -> int:
+        """Most devices that a trial can have now: all of one type, unless it spans types."""
+        return len(self._presence) if model.spans_types else self._presence.widest
 
     def is_settled(self, trial: Trial, run: Run) -> bool:
         """Nothing more will be learnt of the run: its rate is known, or it will never move."""
@@ -118,16 +123,19 @@ class ProblemBuilder:
         )
 
     def _candidate(self, trial: Trial, usable: set[int], kinds: tuple[str, ...]) -> Candidate:
-        model, most = trial.model, self._presence.widest
+        model = trial.model
         assert model is not None
-        least = model.min_devices
+        least, most = model.min_devices, self._widest(model)
         if not self.may_grow:
             least = min(least, most)  # it is launched all the same, to fail and say so
         home = tuple(d for d in trial.previous_devices if d in usable)
         devices = trial.run.devices if trial.run else home
         width = min(trial.most_devices, max(least, most))
         rates = {kind: self._profiles.rates(model.structure, width, kind) for kind in kinds}
-        kind = self._presence.kind_of(devices[0]) if devices else ""
+        if model.spans_types and len(kinds) > 1:
+            rates[SEVERAL] = self._profiles.rates(model.structure, width, SEVERAL)
+        there = usable.intersection(devices)
+        kind = self._presence.kind_of_all(there or devices) if devices else ""
         if kind not in rates:  # on no device, or on those of a node that is gone
             kind = max(kinds, key=lambda kind: rates[kind][0])
         return Candidate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
+from optuna_fleet.alloc.problem import SEVERAL
 from optuna_fleet.alloc.rates import RateProfile, pooled_scaling, profile_key
 from optuna_fleet.executor.deciding.presence import Presence
 
@@ -20,6 +21,10 @@ class Profiles:
     they count as equally fast. A rate on several nodes that was never measured is that on one,
     times the median of what the other rates on so many nodes came to; 1 where there are none.
 
+    A rate on devices of several types is taken to be the sum of what its devices add to the rates
+    on their own types, in the proportion in which the fleet has them; times what the measured ones
+    came to, in the median. They are measured anew for each mixture, and the last one counts.
+
     Args:
         known: Profiles by `profile_key`; grows with each measurement and may outlive this object.
         presence: Tells the devices' types and nodes.
@@ -30,20 +35,26 @@ class Profiles:
         self._presence = presence
         self._rates: dict[tuple[str, str, tuple[int, ...]], tuple[float, ...]] = {}
         self._shares: dict[int, float] = {}
+        self._mixtures: set[tuple[str, frozenset[tuple[str, int]]]] = set()
         self._ratios: dict[tuple[str, str], tuple[int, float]] = {}
         self._scaling: float | None = None
 
     def is_measured(self, structure: str, devices: tuple[int, ...]) -> bool:
         """Whether the structure's rate on so many devices of their type was measured."""
-        kind = self._presence.kind_of(devices[0])
+        kind = self._presence.kind_of_all(devices)
+        if kind == SEVERAL:
+            return self._mixture(structure, devices) in self._mixtures
         profile = self._known.get(profile_key(structure, kind))
         num_nodes = self._presence.num_nodes_of(devices)
         return profile is not None and profile.is_measured(len(devices), num_nodes)
 
     def measure(self, structure: str, devices: tuple[int, ...], samples_per_s: float) -> bool:
         """Take a measurement; say whether it is far below what was expected."""
-        width, kind = len(devices), self._presence.kind_of(devices[0])
-        num_nodes = self._presence.num_nodes_of(devices)
+        width, kind = len(devices), self._presence.kind_of_all(devices)
+        is_mixture = kind == SEVERAL
+        if is_mixture:
+            self._mixtures.add(self._mixture(structure, devices))
+        num_nodes = 1 if is_mixture else self._presence.num_nodes_of(devices)
         is_known = bool(self._profiles_of(structure))
         expected = self._rates_on(structure, kind, (num_nodes,) * width)[-1] if is_known else 0.0
         key = profile_key(structure, kind)
@@ -53,7 +64,11 @@ class Profiles:
             on_one = {width: samples_per_s} if num_nodes == 1 else {}
             across = {} if on_one else {(width, num_nodes): samples_per_s}
             self._known[key] = RateProfile(
-                structure=structure, measured=on_one, kind=kind, across=across
+                structure=structure,
+                measured=on_one,
+                kind=kind,
+                across=across,
+                anywhere=is_mixture,
             )
         self._rates.clear()
         self._shares.clear()
@@ -62,11 +77,16 @@ class Profiles:
         return samples_per_s < _SHORTFALL * expected
 
     def rates(self, structure: str, width: int, kind: str) -> tuple[float, ...]:
-        """(r(1), r(2), ...) in samples/s up to a width on one device type, on the fewest nodes."""
+        """(r(1), r(2), ...) in samples/s up to a width on one device type, on the fewest nodes.
+
+        Or on `SEVERAL`.
+        """
         return self._rates_on(structure, kind, self._presence.fewest_nodes(kind, width))
 
     def _rates_on(self, structure: str, kind: str, nodes: tuple[int, ...]) -> tuple[float, ...]:
         """(r(1), r(2), ...), each on so many nodes."""
+        if kind == SEVERAL:
+            return self._on_several(structure, len(nodes))
         key = structure, kind, nodes
         if key not in self._rates:
             profile = self._known.get(profile_key(structure, kind))
@@ -77,6 +97,26 @@ class Profiles:
                 for m, (n, rate) in enumerate(zip(nodes, on_one, strict=True), 1)
             )
         return self._rates[key]
+
+    def _on_several(self, structure: str, width: int) -> tuple[float, ...]:
+        """On as many devices of each type as the fleet has, in proportion."""
+        num_by_kind = self._presence.num_by_kind
+        total = sum(num_by_kind.values())
+        parts = [
+            [number / total * rate for rate in self.rates(structure, width, kind)]
+            for kind, number in num_by_kind.items()
+        ]
+        expected = [sum(of_width) for of_width in zip(*parts, strict=True)]
+        profile = self._known.get(profile_key(structure, SEVERAL))
+        measured = {m: r for m, r in profile.measured.items() if m <= width} if profile else {}
+        came_to = [rate / expected[m - 1] for m, rate in measured.items()]
+        factor = statistics.median(came_to) if came_to else 1.0
+        return tuple(measured.get(m, factor * rate) for m, rate in enumerate(expected, 1))
+
+    def _mixture(
+        self, structure: str, devices: tuple[int, ...]
+    ) -> tuple[str, frozenset[tuple[str, int]]]:
+        return structure, frozenset(self._presence.num_of_each(devices).items())
 
     def _on_one_node(self, profile: RateProfile) -> RateProfile:
         """What it would be on one node, also at widths that were only measured on several."""
@@ -109,7 +149,7 @@ class Profiles:
 
     def _profiles_of(self, structure: str) -> list[RateProfile]:
         profiles = (p for p in self._known.values() if p.structure == structure)
-        return sorted(profiles, key=lambda profile: profile.kind)
+        return sorted(profiles, key=lambda profile: (profile.kind == SEVERAL, profile.kind))
 
     def _ratio(self, kind: str, other: str) -> tuple[int, float]:
         """How many structures say how much faster one type is than the other, and how much."""

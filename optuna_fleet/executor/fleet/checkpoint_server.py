@@ -1,9 +1,10 @@
-"""Takes and gives checkpoints, where trainers do not see the driver's folder."""
+"""Takes and gives checkpoints where trainers do not see the driver's folder, and data sets."""
 
 from __future__ import annotations
 
 import select
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,22 @@ from optuna_fleet.checkpoints.file import CheckpointError, readable, replacing, 
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.checkpoints.names import FileName
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.transfer import Get, Put, Refused, receive_file, send_file
+from optuna_fleet.wire.transfer import Get, GetDataSets, Put, Refused, receive_file, send_file
 
 _SILENCE_S = 60.0
 
 
 class CheckpointServer:
-    """Serves each connection on a thread of its own; the driver's own thread never waits."""
+    """Serves each connection on a thread of its own; the driver's own thread never waits.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: Folder of the checkpoints.
+        data_sets: Returns the path of the file with the data sets, if there is one.
+    """
+
+    def __init__(self, root: Path, data_sets: Callable[[], str | None] = lambda: None) -> None:
         self._root = root
+        self._data_sets = data_sets
         self._lock = threading.Lock()
         self._at_work: dict[threading.Thread, Channel] = {}
         self._is_closed = False
@@ -67,7 +74,7 @@ class CheckpointServer:
     def _answer(self, channel: Channel, request: Any) -> None:
         try:
             path = self._path_of(request)
-            if isinstance(request, Get):
+            if isinstance(request, Get | GetDataSets):
                 with readable(path), path.open("rb") as file:
                     send_file(channel, file, stop=lambda: False)
                 return
@@ -78,6 +85,8 @@ class CheckpointServer:
             channel.send(Refused(problem=str(error)))
 
     def _path_of(self, request: Any) -> Path:
+        if isinstance(request, GetDataSets) and (path := self._data_sets()) is not None:
+            return Path(path)
         name = FileName.parse(request.name) if isinstance(request, Get | Put) else None
         # What a trial leaves in the end is named by the driver only.
         if name is None or (isinstance(request, Put) and not name.run):

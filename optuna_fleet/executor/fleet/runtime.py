@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.checkpoints.folder import StudyFolder, private_folder
 from optuna_fleet.events import DeviceLeaving, Ending, Event
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.config import node_setup
+from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
 from optuna_fleet.executor.fleet.agents import Agents
 from optuna_fleet.executor.fleet.checkpoint_server import CheckpointServer
@@ -90,19 +89,19 @@ class Runtime:
         self._owner = os.getpid()
         self._reports = PipelineReports()
         self.connections = Connections(network.host, network.port)
-        self._checkpoint_server = CheckpointServer(self._checkpoint_dir)
-        self.connections.on_transfer = self._checkpoint_server.serve
-        set_up = partial(
-            node_setup,
-            pipeline=pipeline,
+        self._setups = NodeSetups(
+            pipeline,
             preload=preload,
             private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
             stuck_s=limits.stuck_s,
             silence_s=DRIVER_LEASE_S if network.has_leases else None,
         )
+        self._checkpoint_server = CheckpointServer(self._checkpoint_dir, self._setups.data_sets)
+        self.connections.on_transfer = self._checkpoint_server.serve
         try:
             self.agents = Agents(
-                engine, self.connections, network, self.faults, set_up, start_s=limits.start_s
+                *(engine, self.connections, network, self.faults, self._setups.of),
+                start_s=limits.start_s,
             )
         except BaseException:
             self.connections.close()
@@ -287,16 +286,16 @@ class Runtime:
         awaited = self.nodes.devices.keys() - self.trainers.have_served - self.faults.left_out
         return bool(awaited) or self.agents.awaits_nodes
 
-    @property
-    def widest(self) -> int:
-        """Most devices that a trial can have, without those that are left out.
+    def most_devices(self, *, spans_types: bool) -> int:
+        """Most that a trial can have, of one type unless it spans types.
 
-        Any number where nodes may join that were never there.
+        Without those that are left out; any number where nodes may join that were never there.
         """
         if self.agents.awaits_nodes:
             return sys.maxsize
         there = self.nodes.devices.items()
-        return Fleet(devices=tuple(d for n, d in there if n not in self.faults.left_out)).widest
+        fleet = Fleet(devices=tuple(d for n, d in there if n not in self.faults.left_out))
+        return len(fleet) if spans_types else fleet.widest
 
     def process_state(self, device: int) -> str:
         """What keeps the trainer of a device from running, in words; "" if nothing does."""
@@ -393,6 +392,7 @@ class Runtime:
         self.allocator.close()
         self.agents.close()
         self._checkpoint_server.close()
+        self._setups.close()
         self._remove_private_folder()
 
     def _remove_private_folder(self) -> None:

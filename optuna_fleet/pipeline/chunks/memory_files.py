@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
-from collections.abc import Iterable, Sequence
-from itertools import islice
-from typing import Any
 
 HUGE_PAGE = 2 << 20
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
-_MAX_PIECES = os.sysconf("SC_IOV_MAX")
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -24,22 +18,6 @@ _libc.mmap.argtypes = (
     *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
 )
 _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-
-
-def sealed_file_of(pieces: Sequence[Any]) -> int:
-    """Makes a memory file of these buffers of bytes, one after another, that nobody can change.
-
-    Returns:
-        The file's descriptor, which the caller must close.
-    """
-    fd = os.memfd_create("optuna-fleet-data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        _write_all(fd, pieces)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def map_privately(fd: int) -> memoryview:
@@ -89,14 +67,3 @@ def address_of(memory: mmap.mmap) -> int:
 def madvise(address: int, nbytes: int, advice: int) -> int:
     """Gives advice on whole pages; returns 0 or the number of the error."""
     return ctypes.get_errno() if _libc.madvise(address, nbytes, advice) else 0
-
-
-def _write_all(fd: int, pieces: Iterable[Any]) -> None:
-    rest = (view for view in (memoryview(piece).cast("B") for piece in pieces) if view.nbytes)
-    while batch := list(islice(rest, _MAX_PIECES)):
-        while batch:
-            written = os.writev(fd, batch)
-            while batch and written >= batch[0].nbytes:
-                written -= batch.pop(0).nbytes
-            if batch:  # cut short, by a signal or the kernel's limit of 2 GiB
-                batch[0] = batch[0][written:]

@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from optuna_fleet.pipeline.preprocessor import payload, prefetch, samplers
+from optuna_fleet.pipeline.preprocessor import prefetch, samplers
 from optuna_fleet.pipeline.preprocessor.order import own_randomness, seed_sample
+from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, decide, may_split
 from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
@@ -20,7 +21,7 @@ Pack = Callable[[str, str, Any], "bytes | None"]
 def decided(
     spec: PipelineSpec,
     source: Source,
-    packed: bytes,
+    packed: Payload,
     *,
     by_itself: bool | None,
     finish_on_device: bool,
@@ -31,7 +32,7 @@ def decided(
     Args:
         spec: What the user said.
         source: The user's own data sets, of which no sample is read.
-        packed: The same as bytes.
+        packed: The same, packed.
         by_itself: Data sets' own transforms may be taken apart; None: torchvision's data sets'.
         finish_on_device: Trainers do the elementwise end of the preprocessing.
         pack: Makes bytes of that.
@@ -49,9 +50,8 @@ def decided(
     if not (splits or many or samplers.to_check(source)):
         copied = source
     else:
-        # A copy: what data sets open lazily (HDF5) must not be open when they are pickled.
-        # Of bytes that can be written to, as data sets may write into their arrays.
-        copied = payload.unpack(memoryview(bytearray(packed)))
+        # A copy: what data sets open lazily (HDF5) must not be open in the user's own.
+        copied = packed.load()
         samplers.check(copied, spec)
     datasets = []
     for each in spec.datasets:

@@ -1,19 +1,20 @@
-"""The data sets on their way to the preprocessors: pickled once, in memory once per node.
+"""The data sets on their way to the preprocessors: packed once, in memory once per machine.
 
-``[number of blobs][length of each][padding to 64 bytes][blob][padding]...``, where the first blob
-is the pickle and the others are the large arrays and tensors that it leaves out. The agent, who
-never unpickles it, puts it into a sealed memory file as it is. Preprocessors map that file
-copy-on-write: they share its pages, and each may write into its arrays as if they were its own.
+``[pickle][padding to 64 bytes][blob][padding]...[length of each][number of them]``, where the
+blobs are the large arrays and tensors that the pickle leaves out. It is written into a memory file
+as it arises, which is sealed then. All processes of the machine map that file copy-on-write: they
+share its pages, and each may write into its arrays as if they were its own.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
-import io
 import os
 import pickle
 import struct
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -22,13 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from optuna_fleet.pipeline.chunks.memory_files import map_privately, sealed_file_of
+from optuna_fleet.pipeline.chunks.memory_files import map_privately
 from optuna_fleet.pipeline.preprocessor import tables
 from optuna_fleet.pipeline.preprocessor.mapped_files import MappedFiles
 from optuna_fleet.pipeline.preprocessor.order import Generator, is_generator
-from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.wire import packing
 
 LEAST_BYTES = 256
@@ -36,41 +35,84 @@ LEAST_BYTES = 256
 
 _ALIGNMENT = 64
 _LENGTH = struct.Struct("<Q")
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
-def pack(value: Any) -> bytes:
-    """Returns a value as bytes.
+class Payload:
+    """A sealed memory file, which lasts as long as somebody has it open or mapped.
+
+    Pickled, it is its path: it comes out opened anew, or as None where that can't be opened.
+
+    Args:
+        descriptor: Of the file; this object closes it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def written(cls, write: Callable[[Any], object]) -> Payload:
+        """Returns what a function writes into the file that it is given."""
+        payload = cls(os.memfd_create("optuna-fleet-data", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        with open(payload.descriptor, "wb", closefd=False) as file:
+            write(file)
+        fcntl.fcntl(payload.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return payload
+
+    @property
+    def path(self) -> str:
+        """Where processes of this machine and user open it, as long as this one has it open."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
+    def load(self) -> Any:
+        """Returns what `pack` has put there.
+
+        Raises:
+            Exception: It can't be unpickled here.
+        """
+        return unpack(map_privately(self.descriptor))
+
+    def __reduce__(self) -> Any:
+        return _opened, (self.path,)
+
+
+def _opened(path: str) -> Payload | None:
+    with suppress(OSError):  # not of this machine, or not for the eyes of this process
+        return Payload(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    return None
+
+
+def pack(value: Any, file: Any) -> None:
+    """Writes a value into a file.
 
     Raises:
         Exception: It can't be pickled.
     """
-    stream, outside = io.BytesIO(), list[memoryview]()
+    counted, outside = _Counted(file), list[memoryview]()
     # Not a method of the pickler: in a cycle it would keep what it has seen for a while.
     stays_inside = functools.partial(_stays_inside, outside)
-    _Pickler(stream, buffer_callback=stays_inside).dump_all(value)
-    blobs = [stream.getbuffer(), *outside]
-    lengths = [blob.nbytes for blob in blobs]
-    head = struct.pack(f"<{1 + len(blobs)}Q", len(blobs), *lengths)
-    pieces: list[Any] = [head, _padding(len(head))]
-    for blob, length in zip(blobs, lengths, strict=True):
-        pieces += [blob, _padding(length)]
-    return b"".join(pieces)
+    _Pickler(counted, buffer_callback=stays_inside).dump_all(value)
+    lengths = [counted.nbytes, *(blob.nbytes for blob in outside)]
+    file.write(_padding(counted.nbytes))
+    for blob in outside:
+        file.write(blob)
+        file.write(_padding(blob.nbytes))
+    file.write(struct.pack(f"<{len(lengths) + 1}Q", *lengths, len(lengths)))
 
 
-def unpack(payload: bytes | memoryview) -> Any:
-    """Returns what was packed; its large arrays are views of the payload.
+def unpack(memory: memoryview) -> Any:
+    """Returns what was packed; its large arrays are views of the memory.
 
     A `Source` is told of the random generators in it.
 
     Raises:
         Exception: It can't be unpickled here.
     """
-    memory = memoryview(payload)
-    (number,) = _LENGTH.unpack_from(memory)
-    head_bytes = (1 + number) * _LENGTH.size
-    lengths = struct.unpack_from(f"<{number}Q", memory, _LENGTH.size)
-    first = head_bytes + len(_padding(head_bytes))
-    begins = accumulate((n + len(_padding(n)) for n in lengths), initial=first)
+    end = memory.nbytes - _LENGTH.size
+    (number,) = _LENGTH.unpack_from(memory, end)
+    lengths = struct.unpack_from(f"<{number}Q", memory, end - number * _LENGTH.size)
+    begins = accumulate((n + len(_padding(n)) for n in lengths), initial=0)
     blobs = [memory[begin : begin + n] for begin, n in zip(begins, lengths, strict=False)]
     value, generators = pickle.loads(blobs[0], buffers=blobs[1:])
     return replace(value, generators=generators) if isinstance(value, Source) else value
@@ -78,34 +120,10 @@ def unpack(payload: bytes | memoryview) -> Any:
 
 def generators_in(value: Any) -> list[Generator]:
     """Returns the random generators that pickling a value comes across."""
-    pickler = _Pickler(_Nowhere(), buffer_callback=lambda _: False)
+    pickler = _Pickler(_Counted(), buffer_callback=lambda _: False)
     with suppress(Exception):  # what can't be pickled can be used in this process
         pickler.dump_all(value)
     return pickler.generators
-
-
-class PayloadFile:
-    """A payload in the memory of its node: the agent's side.
-
-    Args:
-        payload: What `pack` returned; whoever gave it should let go of it.
-        spec: Tells which of the data sets have orders, which lie in another file.
-    """
-
-    def __init__(self, payload: bytes, spec: PipelineSpec) -> None:
-        self._orders = order_files(spec)
-        self._fd = sealed_file_of([payload])
-
-    def load(self) -> Source:
-        """Returns the content, in a process forked from this one."""
-        found: Source = unpack(map_privately(self._fd))
-        return replace(found, orders=self._orders)
-
-    def close(self) -> None:
-        """Closes the files; their memory is free once no preprocessor has them."""
-        os.close(self._fd)
-        for orders in self._orders.values():
-            orders.close()
 
 
 def _stays_inside(outside: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
@@ -120,9 +138,17 @@ def _padding(nbytes: int) -> bytes:
     return bytes(-nbytes % _ALIGNMENT)
 
 
-class _Nowhere:
-    def write(self, data: Any) -> int:
-        return len(data)
+class _Counted:
+    """A file, or none, and the bytes that were written into it."""
+
+    def __init__(self, file: Any = None) -> None:
+        self.nbytes = 0
+        self._file = file
+
+    def write(self, data: Any) -> None:
+        self.nbytes += memoryview(data).nbytes
+        if self._file is not None:
+            self._file.write(data)
 
 
 class _Pickler(packing.Pickler):

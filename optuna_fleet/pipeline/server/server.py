@@ -25,7 +25,8 @@ from optuna_fleet.pipeline.messages import (
     ReleaseChunks,
     ReturnChunks,
 )
-from optuna_fleet.pipeline.preprocessor.payload import PayloadFile
+from optuna_fleet.pipeline.preprocessor.order_file import order_files
+from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.server.allocator import Space
 from optuna_fleet.pipeline.server.instructions import (
     Drop,
@@ -62,8 +63,7 @@ class PipelineServer:
     started when there is work for them.
 
     Args:
-        setup: The data sets and what they may take (``SharedPipeline.setup()``). They are copied
-            into a memory file: whoever calls need not keep them.
+        setup: The data sets and what they may take; their file is the server's from now on.
         spawn: Starts a child process, see ``Spawn``.
         selector: The agent's selector.
         notify: Given a sentence that the user should read, now and then.
@@ -99,9 +99,11 @@ class PipelineServer:
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
             rolling=spec.order == "rolling",
         )
-        self._payload = PayloadFile(setup.payload, spec)
+        assert setup.payload is not None
+        self._payload = setup.payload
+        self._orders = order_files(spec)
         self._production = Production(
-            load=self._payload.load,
+            load=self._load,
             setup=setup,
             budgets=budgets,
             arena=self._arena,
@@ -207,8 +209,7 @@ class PipelineServer:
         for reader in self._readers.values():
             reader.channel.close()
         self._readers.clear()
-        self._payload.close()
-        self._arena.close()
+        self._close_files()
 
     def close_in_child(self) -> None:
         """Closes what a forked child inherited; every trainer the agent forks must call it first.
@@ -216,7 +217,17 @@ class PipelineServer:
         It could otherwise write what all others read, and would hide the death of its siblings.
         """
         self._close_in_preprocessor()
+        self._close_files()
+
+    def _load(self) -> Source:
+        """Returns the data sets, in a preprocessor."""
+        source: Source = self._payload.load()
+        return replace(source, orders=self._orders)
+
+    def _close_files(self) -> None:
         self._payload.close()
+        for orders in self._orders.values():
+            orders.close()
         self._arena.close()
 
     def _close_in_preprocessor(self) -> None:

@@ -147,6 +147,5 @@ def main() -> None:
     sys.path[:] = config.sys_path
     server = _Server(config)
     preload(config.preload)
-    del config  # the server has the data sets in a file: they are not to be in memory twice
     server.serve()
     end_session()

@@ -222,7 +222,7 @@ class Session:
     def __init__(self, pipeline: SharedPipeline) -> None:
         fill_standard_streams()
         address = Address()
-        setup = _setup(pipeline)
+        setup = self._setup = _setup(pipeline)  # kept: the server opens its file when it starts
         self.handle = PipelineHandle(address=address, spec=setup.spec)
         self._owner_pid = os.getpid()
         self._readers: dict[tuple[int, int], PipelineReader] = {}
@@ -277,7 +277,7 @@ class Session:
 def _setup(pipeline: SharedPipeline) -> PipelineSetup:
     """As in a fleet of all visible GPUs, or of CPU slots: those who read are trainers too."""
     gpus = num_gpus(os.environ)
-    return pipeline.setup(
+    return pipeline.packed().setup(
         limits.most_preprocessors(cpu_count(), num_slots=gpus, cpu_slots=not gpus),
         is_adaptive=True,
         niceness=0 if gpus else limits.NICENESS,

@@ -327,6 +327,7 @@ class ShardLoader:
                 max_epochs=max_epochs,
                 min_devices=self.bounds.min_devices,
                 max_devices=self.bounds.max_devices,
+                spans_types=self.bounds.spans_types,
                 movable=movable,
             )
         )

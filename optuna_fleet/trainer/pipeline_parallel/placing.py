@@ -44,6 +44,7 @@ class Surroundings:
         device: Where this rank computes.
         rank: Of this process.
         most_devices: That the trial can have.
+        are_alike: All devices of the fleet are of one type.
         seed: Of the trial's random numbers.
         check: Raises what unwinds the objective, if anything does.
         begin: Says what all ranks do now, message by message.
@@ -55,6 +56,7 @@ class Surroundings:
     device: torch.device
     rank: int
     most_devices: int
+    are_alike: bool
     seed: tuple[int, ...]
     check: Callable[[], None]
     begin: Callable[[str], None]
@@ -246,11 +248,6 @@ def _placement(
         demand = replace(demand, may_replicate=False)
     if group_size() > 1:
         demand = replace(demand, links=measured_links(on.nodes, around.rank, WIRE))
-    fewest = demand.fewest_stages(costs[0], around.most_devices)
-    if fewest is None:
-        raise FleetConfigError(_too_large(costs[0], demand, around.most_devices))
-    if fewest > group_size():
-        around.need(fewest)
     try:
         placement = demand.place(costs, on)
     except DoesNotFit as error:
@@ -287,15 +284,17 @@ def _measured(
 def _use_others(
     refusal: DoesNotFit, costs: list[LayerCost], demand: Demand, around: Surroundings
 ) -> NoReturn:
-    """The devices of now won't do, though as many like the first one would."""
+    """The devices of now won't do, though as many like the first one, or unlike it, may."""
     number, num_blocks = group_size(), len(demand.blocks)
     if number > num_blocks and demand.most_workers == 1:
         why = f"On {number} devices: {refusal}"
         around.go_on_with_fewer(why, num_blocks)
         raise TrialError(why)
-    if number == around.most_devices:
-        raise FleetConfigError(_too_large(costs, demand, number))
-    around.need(number + 1)
+    most = around.most_devices
+    fewest = demand.fewest_stages(costs, most)
+    if number >= most or (fewest is None and around.are_alike):
+        raise FleetConfigError(_too_large(costs, demand, most))
+    around.need(max(fewest or min(2 * number, most), number + 1))
 
 
 def _too_large(costs: list[LayerCost], demand: Demand, most: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +29,7 @@ def make_pipeline(
     loader: ShardLoader,
     device: torch.device,
 ) -> Pipeline:
-    """Make it, as the options `given` say; `loader` tells how many devices the trial can use.
+    """Make it, as the options `given` say; `loader` tells which devices the trial can use.
 
     Raises:
         FleetConfigError: The model can't be cut, or the optimizer can't train it so.
@@ -37,9 +38,9 @@ def make_pipeline(
     options = PipelineOptions(**given)
     run = session.run
     num_blocks = len(blocks_of(model, may_part_ties=options.is_flushed))
-    bounds = Bounds.checked(options.min_devices, options.max_devices, run.num_devices)
+    bounds = Bounds.checked(options.min_devices, options.max_devices, run, spans_types=True)
     workers = options.most_workers
-    usable = run.num_devices if workers is None else workers * num_blocks
+    usable = run.num_of_all_types if workers is None else workers * num_blocks
     if options.may_replicate:
         usable = max(usable, options.in_flight)
     most = min(bounds.max_devices or usable, usable)
@@ -48,13 +49,13 @@ def make_pipeline(
             f"`min_devices` is {bounds.min_devices}, but the model can be cut into {num_blocks} "
             "stages at most: it must not be more, for each virtual worker."
         )
-    if num_blocks == usable == 1 < run.num_devices:
+    if num_blocks == usable == 1 < run.num_of_all_types:
         session.remark(
             ["pipeline of one stage"],
             "The model of trial.pipeline() can't be cut, so it trains on one device: it has one "
             "layer, or its first and its last one share a module, or without flushes a parameter.",
         )
-    loader.bounds = Bounds(bounds.min_devices, most)
+    loader.bounds = replace(bounds, max_devices=most)
     loader.gives_whole_batches = True
 
     def need(num_devices: int) -> NoReturn:
@@ -73,7 +74,8 @@ def make_pipeline(
         surroundings=Surroundings(
             device=device,
             rank=run.rank,
-            most_devices=min(most, run.num_devices),
+            most_devices=min(most, run.num_of_all_types),
+            are_alike=run.are_alike,
             seed=(run.seed, run.number),
             check=session.check,
             begin=loader.shares.begin,

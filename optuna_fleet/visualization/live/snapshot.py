@@ -26,7 +26,7 @@ class Condition(Enum):
     """How the sweep is; the value is for people."""
 
     EMPTY = "no trials yet"
-    NOT_A_FLEETS = 'no trial ran on a fleet, or only with cluster="inline"'
+    NOT_A_FLEETS = "no trial ran on a fleet"
     RUNNING = "running"
     SILENT = "no sign of life"
     DONE = "done"

@@ -17,7 +17,6 @@ import shutil
 import signal
 import socket
 import time
-from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.executor.cluster.agent.backoff import Backoff
@@ -314,8 +313,6 @@ class Agent:
             say=self._channel.send,
             backoff=self._backoff,
         )
-        # The server has the data sets in a file now: they are not to be in memory twice.
-        self._setup = replace(self._setup, pipeline=replace(setup, payload=b""))
 
     def _report_now_and_then(self) -> None:
         if time.monotonic() >= self._report_due:

@@ -10,16 +10,20 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 
 from optuna_fleet.exceptions import FleetConfigError, ProtocolError
 from optuna_fleet.executor.cluster.agent.agent import Agent
 from optuna_fleet.executor.cluster.config import AgentOptions, NodeSetup, machine
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.fleet.addresses import interface_of
+from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.processes import clean_up_after_parent, end_session, flush_prints, preload
 from optuna_fleet.resources import cpu_count
 from optuna_fleet.wire.channel import Channel, connect
+from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import AgentJoining, Refused, SignOfLife
+from optuna_fleet.wire.transfer import GetDataSets, OpenTransfer, receive_file
 
 _ENVIRONMENT = {
     # Threads that spin at barriers starve the other slots; where all fit, they lose little.
@@ -70,6 +74,8 @@ def run_agent(options: AgentOptions) -> None:
         EOFError: It has ended.
     """
     devices = find_fleet(options.devices, options.device_type, options.slots_per_device).devices
+    if options.kind is not None:
+        devices = tuple(replace(device, kind=options.kind) for device in devices)
     channel = connect(options.invitation)
     agent, host = secrets.token_hex(8), local_address(channel)
     channel.send(
@@ -92,7 +98,22 @@ def run_agent(options: AgentOptions) -> None:
         channel.send(Refused(problem=problem))
         raise FleetConfigError(problem)
     _adopt(setup, host)
+    setup = _with_data(setup, options.invitation)
     Agent(channel, options.invitation, agent, host, setup, options.notice_s).serve()
+
+
+def _with_data(setup: NodeSetup, invitation: Invitation) -> NodeSetup:
+    """Fetch the data sets, where their file is none of this machine."""
+    if setup.pipeline is None or setup.pipeline.payload is not None:
+        return setup
+    channel = connect(invitation)
+    try:
+        channel.send(OpenTransfer())
+        channel.send(GetDataSets())
+        payload = Payload.written(lambda file: receive_file(channel.receive, file.write))
+    finally:
+        channel.close()
+    return replace(setup, pipeline=replace(setup.pipeline, payload=payload))
 
 
 def _missing(setup: NodeSetup) -> str:
