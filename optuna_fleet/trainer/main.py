@@ -153,8 +153,8 @@ class Trainer:
             session.leave(way_out)
             value = _finished(returned, training)
             ending = Ending.RETURNED
-        except Yielded:
-            ending = Ending.YIELDED
+        except Yielded:  # perhaps when it had returned
+            ending, way_out = Ending.YIELDED, ""
         except DriverGoneError:
             raise
         except RetryableError as trouble:

@@ -76,6 +76,7 @@ class Session:
         self._left_at: Progress | None = None
         self._inbox = inbox
         self._index = 0
+        self._passed = (0, 0)
         self._num_unanswered = 0
         self._unwinding: type[Yielded | DriverGoneError] | None = None
         # Callbacks of training frameworks may report from threads of their own.
@@ -100,6 +101,7 @@ class Session:
         return Progress(
             num_batches=self.num_batches,
             num_calls=num_calls,
+            passed=self._passed,
             collectives=tuple(
                 (number, f"{purpose} of batch {step}" if step else purpose)
                 for number, purpose, step in collectives
@@ -157,6 +159,7 @@ class Session:
 
     def _begin_to_count(self) -> None:
         self._index = self._num_unanswered = self.num_batches = 0
+        self._passed = (0, 0)
 
     def cannot_join(self, why: str) -> NoReturn:
         """Leave: the objective's beginning needs what only all ranks together can do.
@@ -218,12 +221,14 @@ class Session:
             self.call(target, name, *args, **kwargs)
         else:
             self.check()  # as rank 0 does, or the ranks would part here
-            self.count()
+            with self._lock:
+                self._index += 1
 
     def count(self) -> None:
         """A call that nobody has to carry out: all ranks come by here, none without the others."""
         with self._lock:
             self._index += 1
+            self._passed = self._index, self.collectives()[-1][0]  # at once, as progress is read
 
     def report(self, value: float, step: int) -> None:
         """Report a value, and wait for the answer now and then only."""

@@ -227,6 +227,8 @@ class Progress:
     Attributes:
         num_batches: Batches that it has asked for.
         num_calls: Calls that it has made.
+        passed: The last place that ranks come by together: its number among the calls, and how
+            many collectives it had begun before.
         collectives: The last that it has begun, of gradients, BatchNorms, sums and means: the
             running number of each, from 1, and what it is for.
         epoch: The epoch that it is in.
@@ -238,6 +240,7 @@ class Progress:
 
     num_batches: int = 0
     num_calls: int = 0
+    passed: tuple[int, int] = (0, 0)
     collectives: tuple[tuple[int, str], ...] = ()
     epoch: int = 0
     is_ordered: bool = True

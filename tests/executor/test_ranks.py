@@ -160,6 +160,9 @@ def at(calls: int, number: int, purpose: str = "gradients", **more: Any) -> Prog
         ([at(4, 9), at(3, 8, "forward")], {0: "returned"}, False),
         ([at(4, 9, "forward"), at(4, 10)], {0: "returned"}, True),
         ([at(4, 9), at(5, 9)], {0: "returned"}, True),
+        ([at(4, 30, passed=(4, 30)), at(4, 9, passed=(4, 9))], {}, True),  # one left its loop
+        ([at(4, 30, passed=(4, 9)), at(4, 9, passed=(4, 9))], {}, False),
+        ([at(8, 30, passed=(8, 30)), at(4, 9, passed=(4, 9))], {}, False),
     ],
 )
 def test_ranks_are_at_places_of_one_sequence(

@@ -76,8 +76,9 @@ def out_of_step(progress: Mapping[int, Progress]) -> TrialError | None:
     """The error for ranks that went different ways, if any did.
 
     All ranks make the same calls and collectives in the same order, so each is at some place of
-    one sequence: none can be behind another in calls and ahead of it in collectives, nor be in
-    another collective of the same number, nor go beyond the end of one that has left.
+    one sequence: none can be behind another in calls and ahead of it in collectives, nor have come
+    by a call with more of them than another, nor be in another collective of the same number, nor
+    go beyond the end of one that has left.
 
     Args:
         progress: How far each rank was when it was heard of last.
@@ -88,7 +89,8 @@ def out_of_step(progress: Mapping[int, Progress]) -> TrialError | None:
             continue
         if b.way_out and (is_ahead or a.num_calls > b.num_calls):
             return _parting(f"rank {other} {b.way_out}", b, one, a)
-        if is_ahead and a.num_calls < b.num_calls:
+        came_later = a.passed[0] == b.passed[0] and a.passed[1] > b.passed[1]
+        if came_later or (is_ahead and a.num_calls < b.num_calls):
             return _parting(f"rank {other} left its loop, or made a call to the trial,", b, one, a)
         theirs = dict(b.collectives)
         for number, purpose in a.collectives:

@@ -78,6 +78,7 @@ class Outbound:
             self._send(_What.VALUES, 0, (), values)
         except Exception:
             self.leave(alone=True)
+            self.finish()  # what is on its way is lost with the last reference to it
             raise
         self._wait()
 
@@ -103,8 +104,8 @@ class Outbound:
         described, key = map_tensors(values, taken, _refused), (what, piece)
         description = torch.empty(0, dtype=torch.uint8)
         if described != self._described.get(key):
-            self._described[key] = described
             description = _description(values)
+            self._described[key] = described
         self._wait()
         self._start(_header(what, piece, numbers, len(description)))
         for tensor in (description, *tensors):
