@@ -27,6 +27,7 @@ ON_FOUR = Leg((0, 1, 2, 3))
 FLUSHED = {"in_flight": 4, "virtual_workers": 2}
 SERVERS = {"in_flight": 3, "virtual_workers": 2, "clock_distance": 0}
 ALONE = {"in_flight": 3, "flush": False}
+REPLICAS = {"in_flight": 4, "virtual_workers": 4}
 
 
 class Trap(nn.Module):
@@ -226,7 +227,8 @@ def goes_its_own_way(trial: Any, *, options: dict[str, Any], rank: int | None, h
     ("how", "said"), [("returns", "returned"), ("is pruned", "was pruned"), ("breaks", "")]
 )
 @pytest.mark.parametrize(
-    ("options", "rank"), [(FLUSHED, 0), (FLUSHED, 3), (SERVERS, 1), (SERVERS, 2), (ALONE, 0)]
+    ("options", "rank"),
+    [(FLUSHED, 0), (FLUSHED, 3), (SERVERS, 1), (SERVERS, 2), (ALONE, 0), (REPLICAS, 2)],
 )
 def test_a_rank_that_leaves_the_others_alone_is_told_of(
     fleet: Any, options: dict[str, Any], rank: int, how: str, said: str
