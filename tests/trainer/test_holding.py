@@ -32,6 +32,10 @@ class Here:
         self.num_calls = 0
         self.reports = Reports(None)
         self.parameters: dict[str, Any] = {}
+        self.remarks: list[str] = []
+
+    def remark(self, keys: Any, text: str) -> None:
+        self.remarks.append(text)
 
 
 class Rank:
@@ -472,6 +476,8 @@ def test_what_can_not_be_copied_is_not_held(why: str) -> None:
 
         optimizer.step(loss)
     assert rank.holding.held() is None
+    told = "`trial.state` takes 1.0 MiB" if why == "size" else ""
+    assert [text[: len(told)] for text in rank.session.remarks] == [told] * (why == "size")
 
 
 def test_what_one_rank_adds_others_know(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,9 @@ class Holding:
             if self._contents is None or len(self._contents.objects) < len(self._objects):
                 self._contents = Contents(self._objects, self._by_hand)
             state = pickle.dumps(self._state)
-            self._can_hold = len(state) <= _MOST_STATE_BYTES
+            if len(state) > _MOST_STATE_BYTES:
+                self._can_hold = False
+                self._session.remark(("large trial.state",), _too_large(len(state)))
             self._now = _Beginning(
                 place=place,
                 told=told,
@@ -329,3 +331,11 @@ class Holding:
             step=step,
             totals=one.begun if one.told is None else one.told.parts(),
         )
+
+
+def _too_large(nbytes: int) -> str:
+    return (
+        f"`trial.state` takes {nbytes / 2**20:.1f} MiB, and is copied in each step up to 1 MiB: "
+        "should one of several ranks die, its trial goes on from its last checkpoint. "
+        "Tensors can be buffers of a module instead, of any size."
+    )
