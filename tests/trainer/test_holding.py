@@ -401,6 +401,18 @@ def test_memory_that_an_objective_gives_a_parameter_is_undone() -> None:
     same(dict(rank.held().checkpoint.objects[0]), dict(known))
 
 
+def test_a_step_that_changes_no_parameter_is_not_undone_without_a_copy() -> None:
+    """As the first step of a warm-up: momentum has changed, and would do so twice."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    rank = Rank(model, optimizer)
+    for number in range(4):
+        rank.begin(number)
+        step(rank, model, optimizer, adds_late=False)
+    held = rank.holding.held()
+    assert held is None or held.place != (1, 0, 3)
+
+
 def test_copies_take_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, copied = [100.0], []
     monkeypatch.setattr(holding.time, "perf_counter", lambda: now[0])
