@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import math
 import multiprocessing
 import os
 import signal
@@ -21,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -282,19 +283,47 @@ class Step:
         return cls(trial=int(trial), number=int(number), begun=float(begun), done=float(done))
 
 
-def _pauses(steps: Sequence[Step], flights: dict[int, list[dict[str, Any]]]) -> Iterator[float]:
-    """Seconds of each move in which its trial was on nodes, but did not train."""
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """Of a trial that moved: how long it was on nodes, but did not train.
+
+    Attributes:
+        seconds: On its nodes before and after.
+        num_before: How many these were.
+        num_after: And these.
+    """
+
+    seconds: float
+    num_before: int
+    num_after: int
+
+
+def _pauses(
+    steps: Sequence[Step], flights: dict[int, list[dict[str, Any]]], spec: SimulatedTrial
+) -> Iterator[Pause]:
     for number, flown in flights.items():
         own = [step for step in steps if step.trial == number]
         for before, after in itertools.pairwise(flown):
             ends = [step.done for step in own if before["start"] <= step.done <= before["end"]]
-            begins = [step.begun for step in own if after["start"] <= step.begun <= after["end"]]
-            if before["ending"] == "yielded" and ends and begins:
-                yield before["end"] - max(ends) + min(begins) - after["start"]
+            later = [step.done for step in own if after["start"] <= step.begun <= after["end"]]
+            num_after = len(after["devices"])
+            if before["ending"] == "yielded" and ends and later:
+                began = min(later) - BATCH / spec.rates[num_after - 1]
+                yield Pause(
+                    seconds=before["end"] - max(ends) + began - after["start"],
+                    num_before=len(before["devices"]),
+                    num_after=num_after,
+                )
 
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
+
+
+def _mean_pause(pauses: Iterable[Pause]) -> float:
+    """The mean over the nodes that trials then had: as many stood still in the replay."""
+    weights = [(pause.num_after, pause.seconds) for pause in pauses]
+    return sum(n * s for n, s in weights) / max(1, sum(n for n, _ in weights))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,16 +334,17 @@ class Lived:
         utilisation: U, of the steps that were done within the trace.
         decisions: Plans that moved something, within the trace.
         summary: Of the executor.
-        pause_s: Of a move: its trial is on nodes, but does not train; the mean.
-        join_s: From a node's start until its trainer is ready; the mean.
+        pauses: Of the moves.
+        waits: By node, and the moment when it came: for how long no trial had it, if one ever had
+            before it was taken.
         repeated: Steps that were done more than once.
     """
 
     utilisation: float
     decisions: int
     summary: FleetSummary
-    pause_s: float
-    join_s: float
+    pauses: Sequence[Pause]
+    waits: Mapping[tuple[int, float], float]
     repeated: int
 
 
@@ -391,8 +421,8 @@ class Harvest:
             utilisation=self.utilisation(samples),
             decisions=sum(began <= d.time <= ends for d in summary.decisions),
             summary=summary,
-            pause_s=_mean(list(_pauses([s for s in steps if s.done <= ends], flights))),
-            join_s=_mean(list(self._joins([(s.node, s.start - began) for s in spans]))),
+            pauses=list(_pauses([s for s in steps if s.done <= ends], flights, self.spec)),
+            waits=dict(self._waits(flights, {span.device: span.node for span in spans}, began)),
             repeated=len(counted) - sum(map(len, done.values())),
         )
 
@@ -411,19 +441,30 @@ class Harvest:
         ends, counted = began + self.piece.end_s + STEP_S / 100, []
         for step in steps:
             flight = next(f for f in flights[step.trial] if f["start"] <= step.done <= f["end"])
-            moments = [ends, *(m for d in flight["devices"] for m in taken[node_of[d]])]
-            if not any(flight["start"] < moment < step.done for moment in moments):
+            moments = (m for d in flight["devices"] for m in taken[node_of[d]])
+            is_late = any(flight["start"] < moment < step.done for moment in moments)
+            if step.done <= ends and not is_late:
                 counted.append(step)
         return counted
 
-    def _joins(self, starts: Sequence[tuple[str, float]]) -> Iterator[float]:
-        """How long after its moment in the trace each node was there."""
-        _, *later = self.piece.changes()
-        for change in later:
+    def _waits(
+        self, flights: dict[int, list[dict[str, Any]]], node_of: dict[int, str], began: float
+    ) -> Iterator[tuple[tuple[int, float], float]]:
+        """How long after its moment in the trace each node had a trial, or those of its moment."""
+        begins: dict[str, list[float]] = defaultdict(list)
+        for flight in itertools.chain(*flights.values()):
+            for device in flight["devices"]:
+                begins[node_of[device]].append(flight["start"] - began)
+        taken: dict[int, float] = {}
+        for change in reversed(list(self.piece.changes())[1:]):
+            firsts: dict[int, float] = {}
             for node in change.joined:
-                waits = [s - change.time_s for name, s in starts if name == str(node)]
-                if waits := [wait for wait in waits if wait >= 0]:
-                    yield min(waits)
+                stay = change.time_s, taken.get(node, self.piece.end_s)
+                if inside := [s for s in begins[str(node)] if stay[0] <= s <= stay[1]]:
+                    firsts[node] = min(inside)
+            for node in firsts:  # what comes at one moment is planned for at one
+                yield (node, change.time_s), _mean(list(firsts.values())) - change.time_s
+            taken.update(dict.fromkeys(change.left, change.time_s))
 
     def utilisation(self, trials: Sequence[Progress]) -> float:
         """U, as BFTrainer defines it."""
@@ -433,7 +474,10 @@ class Harvest:
     def replayed(self, policy: str, lived: Lived) -> tuple[float, int]:
         """U and decisions of the replay, with what was measured live."""
         named = self.policy(policy)
-        costs = {"rescale_up_s": lived.pause_s, "rescale_down_s": lived.pause_s}
+        costs = {
+            "rescale_up_s": _mean_pause(p for p in lived.pauses if p.num_after >= p.num_before),
+            "rescale_down_s": _mean_pause(p for p in lived.pauses if p.num_after < p.num_before),
+        }
         rules = Rules(
             profile_samples=PROFILED_STEPS * BATCH,
             decision_s=_mean([d.solve_time_s for d in lived.summary.decisions]),
@@ -446,11 +490,11 @@ class Harvest:
             {},
             rules,
         )
-        outcome = simulation.run(self._late(lived.join_s), self.piece.end_s)
+        outcome = simulation.run(self._late(lived.waits), self.piece.end_s)
         rounds = max((span.round for span in outcome.totals.spans), default=0)
         return self.utilisation(list(outcome.trials.values())), rounds
 
-    def _late(self, join_s: float) -> Iterator[FleetChange]:
+    def _late(self, waits: Mapping[tuple[int, float], float]) -> Iterator[FleetChange]:
         """The trace as it is when nodes take their time to join."""
         first, *later = self.piece.changes()
         changes, joined, due = [first], defaultdict[float, list[int]](list), dict[int, float]()
@@ -462,7 +506,7 @@ class Harvest:
                 else:  # it was gone before it was there
                     joined[there].remove(node)
             for node in change.joined:
-                due[node] = there = change.time_s + join_s
+                due[node] = there = change.time_s + waits.get((node, change.time_s), math.inf)
                 joined[there].append(node)
             changes.append(FleetChange(time_s=change.time_s, left=tuple(left)))
         changes += [FleetChange(time_s=t, joined=tuple(nodes)) for t, nodes in joined.items()]
@@ -529,8 +573,8 @@ def main() -> None:
         u, decisions = harvest.replayed(policy, lived)
         print(
             f"| `{policy}` | {lived.utilisation:.1%} | {u:.1%} | {lived.utilisation / u:.3f} "
-            f"| {lived.decisions} | {decisions} | {1e3 * lived.pause_s:.0f} ms "
-            f"| {1e3 * lived.join_s:.0f} ms | {lived.repeated} |",
+            f"| {lived.decisions} | {decisions} | {1e3 * _mean_pause(lived.pauses):.0f} ms "
+            f"| {1e3 * _mean(list(lived.waits.values())):.0f} ms | {lived.repeated} |",
             flush=True,
         )
 

@@ -1,12 +1,17 @@
-"""Draws the pictures of docs/watching.md: what `optuna-fleet top` shows of a sweep of digits.
+"""Draws the pictures of docs/watching.md.
 
-python -m benchmarks.watching  # two minutes on 2 cores; needs Chromium for the page
+python -m benchmarks.watching             # `optuna-fleet top` and its page, of a sweep of digits
+python -m benchmarks.watching --notebook  # a part of examples/notebook.ipynb; needs nbconvert
+
+Two minutes each on 2 cores; page and notebook need Chromium.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import io
+import json
 import tempfile
 import threading
 import time
@@ -31,6 +36,15 @@ _LEAST_ENDED = 5
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--notebook", action="store_true")
+    if parser.parse_args().notebook:
+        draw_notebook()
+    else:
+        draw_sweep()
+
+
+def draw_sweep() -> None:
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/study.db"
         study = optuna.create_study(
@@ -79,9 +93,35 @@ def draw(view: View, folder: Path) -> None:
         print("There is no Chromium for the page.")
         return
     (folder / "page.html").write_text(page(view, time.time(), 3600))
-    with Browser(height=700) as browser:
-        browser.open((folder / "page.html").as_uri())
-        (IMAGES / "page.png").write_bytes(base64.b64decode(browser.screenshot()))
+    photograph(folder / "page.html", IMAGES / "page.png", height=700)
+
+
+def photograph(page: Path, image: Path, height: int) -> None:
+    with Browser(height=height) as browser:
+        browser.open(page.as_uri())
+        image.write_bytes(base64.b64decode(browser.screenshot()))
+
+
+def draw_notebook() -> None:
+    """Run it, with the interrupt, and show the cells from the summary to that."""
+    import plotly.io
+    from nbconvert import HTMLExporter
+
+    from tests.examples.test_notebook import run_notebook
+
+    notebook = run_notebook()[0]
+    first = next(i for i, c in enumerate(notebook.cells) if c.source.startswith("fleet.summary"))
+    notebook.cells = notebook.cells[first : first + 4]
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
+        figure = output.get("data", {}).get("application/vnd.plotly.v1+json")
+        if figure is not None:
+            drawn = plotly.io.from_json(json.dumps(figure), skip_invalid=True)
+            output.data = {"text/html": drawn.to_html(full_html=False)}
+    exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="")
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "notebook.html"
+        written.write_text(exporter.from_notebook_node(notebook)[0])
+        photograph(written, IMAGES / "notebook.png", height=1250)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,10 @@ from tests import leftovers
 from tests.fleets import fleet_of
 from tests.nursery import Nursery, processes_start_afresh
 
-# On a busy machine an example may take any time.
-hypothesis.settings.register_profile("untimed", deadline=None)
+# On a busy machine an example may take any time, and so may its making.
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("untimed")
 
 # Shells start what runs in the background so that it ignores Ctrl-C, which some tests send.
@@ -32,13 +34,13 @@ def _nothing_is_left_behind() -> Iterator[None]:
     os.environ[leftovers.MARK] = str(os.getpid())
     segments, sockets = leftovers.shared_memory(), leftovers.sockets()
     yield
-    assert leftovers.processes() == []
+    assert leftovers.processes_in_the_end() == []
     assert leftovers.sockets() <= sockets
     assert leftovers.shared_memory() <= segments
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nursery(_nothing_is_left_behind: None) -> Iterator[Nursery]:
+def nursery(_nothing_is_left_behind: None, _ctrl_c_is_heard: None) -> Iterator[Nursery]:
     """Agents and solvers of the tests' fleets are forked from it."""
     nursery = Nursery()
     with nursery.bears_all():
@@ -51,6 +53,14 @@ def afresh(nursery: Nursery) -> Iterator[None]:
     """Agents and solvers are started as for users, not forked."""
     with processes_start_afresh():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_is_heard() -> Iterator[None]:
+    """What a shell runs in the background ignores it, and so would all that is started here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import optuna
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,6 +64,12 @@ def small_pipeline(**more: Any) -> SharedPipeline:
 
 def fleet_of(*, devices: int, pipeline: SharedPipeline | None = None, **options: Any) -> Any:
     return ScriptableFleet(pipeline or small_pipeline(), devices=devices, **options)
+
+
+def await_trainers(fleet: ScriptableFleet, number: int) -> None:
+    """Have that many trainers be there: where the machine is busy, some may take their time."""
+    fleet.script = {device: [Leg((device,))] for device in range(number)}
+    optuna.create_study().optimize(lambda trial: 0.0, n_trials=number, executor=fleet)
 
 
 def small_model() -> nn.Module:

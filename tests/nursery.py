@@ -88,7 +88,7 @@ class Nursery:
         """
         files = tempfile.TemporaryFile
         with files() as out, files() as err:
-            code = self.start([str(script), *arguments], os.environ, out, err, folder).wait(240)
+            code = self.start([str(script), *arguments], os.environ, out, err, folder).wait(800)
             said = [os.pread(file.fileno(), 1 << 20, 0).decode() for file in (out, err)]
         return subprocess.CompletedProcess([str(script), *arguments], code, *said)
 

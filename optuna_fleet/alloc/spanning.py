@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 
 from optuna_fleet.alloc.assembly import assemble
@@ -45,7 +45,7 @@ def plan_mixtures(problem: AllocationProblem, inner: Allocator, *, cautious: boo
     if not given and not waiting:
         return None
     others = (a.devices for a in plan.assignments.values() if a.number not in given)
-    mixed = _only(_without_devices(problem, others), given.keys() | waiting)
+    mixed = _without_devices(_only(problem, given.keys() | waiting), others)
     return assemble(
         mixed,
         group_widths(mixed, {number: len(devices) for number, devices in given.items()}),
@@ -82,7 +82,7 @@ def _without_devices(
 
 
 def _as_one_type(problem: AllocationProblem) -> AllocationProblem:
-    """As if all devices were of one type, for those whom that can serve."""
+    """As if all devices were of one type, for those whom that can serve; fast ones come first."""
     most = max(problem.num_by_kind.values())
     candidates = []
     for candidate in problem.candidates:
@@ -94,7 +94,18 @@ def _as_one_type(problem: AllocationProblem) -> AllocationProblem:
                 continue
             one = replace(one, max_devices=min(candidate.widest, most))
         candidates.append(one)
-    return replace(problem, candidates=tuple(candidates), kinds=())
+    nodes = sorted(zip(problem.kinds, problem.nodes, strict=True), key=_slowness(problem))
+    one_type = tuple(node for _, node in nodes)
+    return replace(problem, candidates=tuple(candidates), nodes=one_type, kinds=())
+
+
+def _slowness(problem: AllocationProblem) -> Callable[[tuple[str, tuple[int, ...]]], float]:
+    """Of a node with its type, for those who may get a mixture."""
+    speeds = {
+        kind: sum(c.rates_on(kind)[0] for c in problem.candidates if c.spans_types)
+        for kind in problem.num_by_kind
+    }
+    return lambda node: -speeds[node[0]]
 
 
 def _best_rates(problem: AllocationProblem, candidate: Candidate) -> tuple[float, ...]:

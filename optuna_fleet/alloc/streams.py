@@ -87,8 +87,7 @@ def stream_limit(problem: AllocationProblem) -> float:
     can't move, in as few streams as their rates and phases allow. If there are none, it is that of
     the slowest trial that can fly at all, on as few devices as it can: it flies, alone or with
     others that are no faster (trials that need several device types only if there are no others).
-    Trials that fly count on the type they are on, which a fallback
-    does not change.
+    Trials that fly count on the type they are on, which a fallback does not change.
     """
     if problem.preprocess_samples_per_s is None:
         return math.inf

@@ -20,6 +20,7 @@ Where Lightning asks for a loader, in a ``LightningDataModule`` too, it is given
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,8 @@ class FleetStrategy(Strategy):
     def setup_environment(self) -> None:
         """See `Strategy`."""
         _rank_zero.rank = self._trial.rank  # of trainers, which serve many trials
+        # What is logged per epoch is reduced by `_Follower`.
+        warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         super().setup_environment()
 
     def teardown(self) -> None:

@@ -306,7 +306,10 @@ class Ledger:
         if told:
             what = f"failed: {shown(error)}"
             if stay:
-                what = "stay RUNNING: the same call, made again, goes on from their checkpoints"
+                what = (
+                    "stay RUNNING: the same call, made again, goes on with them, from their "
+                    "checkpoints if there are any yet"
+                )
             compat.logger.warning(f"Trials under way ({', '.join(told)}) {what}.")
 
     def _is_abandoned(self, number: int, error: BaseException, stays: bool) -> bool:

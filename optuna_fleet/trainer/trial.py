@@ -289,8 +289,8 @@ class FleetTrial(optuna.Trial):
     ) -> Pipeline:
         """Train a model in stages, one on each of the trial's devices, instead of `prepare`.
 
-        Results are the same on any number of them. Ranks get whole batches; `sum`, `mean` and
-        `totals` add up nothing. Don't call the model: each rank keeps some of its layers only.
+        Results are the same on any number of them, of any types. Ranks get whole batches; `sum`,
+        `mean` and `totals` add up nothing. Don't call the model: each rank keeps some layers only.
 
         Args:
             model: Its layers in their order; what one returns is what the next one gets.

@@ -109,7 +109,7 @@ def test_a_child_killed_between_problems_is_started_again(isolated):
 
 
 def test_a_hanging_child_is_killed_at_the_deadline(isolated):
-    allocator = isolated(Misbehaving("hang"), grace_s=0.2)
+    allocator = isolated(Misbehaving("hang"), grace_s=0.2, startup_s=240.0)
     allocator.allocate(GOOD)
     hanging = allocator.pid
     plan = allocator.allocate(replace(BAD, time_limit_s=0.1))
@@ -162,7 +162,7 @@ def test_a_hanging_child_dies_with_its_parent(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TELL_HANGING": str(fifo)}
     # The child inherits stderr, so this returns once both are gone; the child alone takes 600 s.
     subprocess.run(
-        [sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, timeout=240, check=True
+        [sys.executable, "-c", script], env=env, stderr=subprocess.PIPE, timeout=500, check=True
     )
 
 

@@ -472,6 +472,34 @@ def test_devices_that_would_be_idle_widen_a_trial_that_spans_types():
     assert devices_of(baseline, flying, **A2_B2)[0] == {1: (0, 1)}
 
 
+@pytest.mark.parametrize("inner", [ElasticAllocator(), MipAllocator(), GreedyAllocator()])
+def test_a_mixture_has_the_fast_devices_first(inner):
+    fleet = {"nodes": ((0, 1), (2, 3)), "kinds": ("b", "a")}
+    large = spanning(1, min_devices=3, max_devices=3)
+    placed, _ = devices_of(ByKind(inner=inner), large, **fleet)
+    assert {2, 3} < set(placed[1])
+
+
+@every_allocator
+def test_a_mixture_flies_alone_where_nothing_can_be_served(allocator):
+    large = spanning(1, min_devices=3)
+    placed, _ = devices_of(allocator, large, **A2_B1, preprocess_samples_per_s=5.0)
+    assert placed == {1: (0, 1, 2)}
+
+
+@pytest.mark.parametrize(("capacity", "numbers"), [(95.0, {1, 2, 3}), (65.0, {2, 3})])
+def test_a_mixture_waits_if_it_can_not_be_served_beside_those_that_stay(capacity, numbers):
+    fleet = {"nodes": ((0, 1, 2), (3, 4, 5)), "kinds": ("a", "b"), "rate_spread": math.inf}
+    large = spanning(1, min_devices=4)  # draws 60 samples/s; the others 20 and 10
+    stay = [
+        spanning(2, at="a", devices=(0,), movable=False),
+        spanning(3, at="b", devices=(3,), movable=False),
+    ]
+    allocator = ByKind(inner=GreedyAllocator())
+    placed, _ = devices_of(allocator, large, *stay, **fleet, preprocess_samples_per_s=capacity)
+    assert placed.keys() == numbers
+
+
 def test_a_mixture_that_is_slower_than_the_fast_type_alone_is_not_taken():
     slow = spanning(1, fast=30.0, slow=1.0)
     slow = replace(slow, rates_by_kind={**slow.rates_by_kind, SEVERAL: (15.0, 30.0, 45.0, 59.0)})

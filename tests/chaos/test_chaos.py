@@ -96,7 +96,7 @@ def test_the_undisturbed_sweep_has_all_kinds_of_ends(undisturbed: Result) -> Non
     assert set(undisturbed.widths.values()) >= {1, 2}
 
 
-@pytest.mark.timeout(600)  # the harness has its own
+@pytest.mark.timeout(1200)  # the harness has its own
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_struck_sweep_ends_with_the_records_of_the_undisturbed_one(
     nursery: Nursery, undisturbed: Result, name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,22 @@ import torch
 from optuna_fleet import Checkpoints, FleetExecutor
 from tests.fleets import evaluate, num_wrong, small_model, small_pipeline, train_epoch
 from tests.samplers import ByNumber
+from tests.waiting import until
 
 EPOCHS = 8
 NUM_TRIALS = 4
 
 
 def objective(trial: Any) -> float:
-    """Train; says when a trial is in its midst."""
+    """Train; in a job say when a trial is in its midst, and wait there until the job is told."""
     model = small_model()
     lr = trial.suggest_float("lr", 0.001, 0.05)
     model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr, momentum=0.9))
     losses = trial.state.setdefault("losses", [])
     for epoch in trial.epochs(EPOCHS):
+        if epoch == 3 and "SLURM_JOB_ID" in os.environ:
+            until(Path("told").exists)
         train_epoch(trial, model, optimizer, losses, batch_size=10)
-        if "SLURM_JOB_ID" in os.environ:
-            time.sleep(0.3)  # so that an end finds some in their midst
         trial.report(evaluate(trial, model, num_wrong) / 20, epoch)
         if epoch == 2:
             Path("midst").touch()

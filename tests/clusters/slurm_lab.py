@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from tests.ports import free_ports
+
 NODES = ("node1", "node2", "node3", "node4")
 _NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -62,7 +64,7 @@ MinJobAge=300
 ReturnToService=2
 {nodes}
 PartitionName=batch Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF
-PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=5
+PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
 PartitionName=high Nodes=ALL PriorityTier=100 PreemptMode=OFF
 """
 
@@ -181,7 +183,7 @@ class SlurmLab:
 
     def _configure(self) -> None:
         host = socket.gethostname().partition(".")[0]
-        port, *ports = _free_ports(1 + len(NODES))
+        port, *ports = free_ports(1 + len(NODES))
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[index]} "
             f"CPUs={self._num_cpus} RealMemory=2000 Gres=gpu:2"
@@ -253,14 +255,6 @@ def _user() -> str:
     import getpass
 
     return getpass.getuser()
-
-
-def _free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in socks]
 
 
 @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
+import functools
+import logging
 import os
 import re
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,27 @@ from optuna_fleet import FleetExecutor, HarvestCluster, SlurmCluster
 from optuna_fleet.cli import main
 from tests.clusters import requeued
 from tests.clusters.slurm_lab import NODES, SlurmLab
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 NUM_TRIALS = 12
 
 
-def objective(trial: Any) -> float:
-    time.sleep(0.5)  # so that others are under way when one has ended
+def objective(trial: Any, *, gate: Path) -> float:
+    until(lambda: trial.number == 0 or gate.exists())
     trial.set_user_attr("node", os.environ["SLURMD_NODENAME"])
     return float(trial.number**2)
 
 
-def nodes_of_sweep(cluster: Any, disturb: Callable[[FrozenTrial], None]) -> set[str]:
-    """The nodes on which the trials of a sweep ended, of which `disturb` hears."""
+def nodes_of_sweep(cluster: Any, disturb: Callable[[FrozenTrial], None], gate: Path) -> set[str]:
+    """The nodes on which the trials of a sweep ended, of which `disturb` hears.
+
+    Only the first ends before there is the file `gate`.
+    """
     study = optuna.create_study()
     with FleetExecutor(cluster=cluster, devices=1, device_type="cpu") as fleet:
         study.optimize(
-            objective,
+            functools.partial(objective, gate=gate),
             n_trials=NUM_TRIALS,
             callbacks=[lambda study, trial: disturb(trial)],
             executor=fleet,
@@ -44,7 +48,35 @@ def nodes_of_sweep(cluster: Any, disturb: Callable[[FrozenTrial], None]) -> set[
     return {trial.user_attrs["node"] for trial in study.trials}
 
 
-def test_an_allocation_loses_a_node(allocate: Callable[..., str], slurm: SlurmLab) -> None:
+class Opening(logging.Handler):
+    """Makes a file once the driver says something."""
+
+    def __init__(self, gate: Path, words: str) -> None:
+        super().__init__()
+        self._gate = gate
+        self._words = words
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._words in record.getMessage():
+            self._gate.touch()
+
+
+@pytest.fixture
+def opens() -> Iterator[Callable[[Path, str], None]]:
+    handlers: list[Opening] = []
+
+    def install(gate: Path, words: str) -> None:
+        handlers.append(Opening(gate, words))
+        logging.getLogger("optuna").addHandler(handlers[-1])
+
+    yield install
+    for handler in handlers:
+        logging.getLogger("optuna").removeHandler(handler)
+
+
+def test_an_allocation_loses_a_node(
+    allocate: Callable[..., str], slurm: SlurmLab, tmp_path: Path
+) -> None:
     allocate("--nodelist=node1,node2")
     crashed: list[str] = []
 
@@ -52,13 +84,16 @@ def test_an_allocation_loses_a_node(allocate: Callable[..., str], slurm: SlurmLa
         if not crashed:
             crashed.append(trial.user_attrs["node"])
             slurm.crash(crashed[0])
+            (tmp_path / "gate").touch()
 
-    assert nodes_of_sweep(SlurmCluster(), crash) == {"node1", "node2"}
+    found = nodes_of_sweep(SlurmCluster(), crash, tmp_path / "gate")
+    assert found == {"node1", "node2"}
 
 
 def test_all_pilots_are_preempted_and_come_back(
-    slurm: SlurmLab, tmp_path: Path, log: io.StringIO
+    slurm: SlurmLab, tmp_path: Path, opens: Callable[[Path, str], None]
 ) -> None:
+    opens(tmp_path / "gate", "its agent was told so by a SIGTERM")
     optuna.logging.set_verbosity(optuna.logging.INFO)
     preemptors: list[str] = []
 
@@ -68,8 +103,7 @@ def test_all_pilots_are_preempted_and_come_back(
             preemptors.append(slurm.submit("sleep 1", *options))
 
     cluster = HarvestCluster(partition="low", max_nodes=2, logs=tmp_path)
-    assert nodes_of_sweep(cluster, preempt) <= set(NODES)
-    assert "its agent was told so by a SIGTERM" in log.getvalue()
+    assert nodes_of_sweep(cluster, preempt, tmp_path / "gate") <= set(NODES)
     slurm.wait_for(lambda: not slurm.queue())
 
 
@@ -84,6 +118,8 @@ def test_a_sweep_that_is_preempted_and_requeued_records_what_it_would_have(
     midst, out = Path("midst"), Path("out")
     slurm.wait_for(midst.exists)
     slurm.submit("true", "--partition=high", "--nodes=4", "--exclusive")
+    slurm.wait_for(lambda: "its trials move away" in out.read_text())
+    Path("told").touch()
     slurm.wait_for(lambda: job not in slurm.queue())
     said = out.read_text()
     assert re.search("go on, [1-9] of them from a checkpoint", said), said

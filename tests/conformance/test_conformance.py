@@ -9,7 +9,7 @@ import pytest
 from tests.conformance.upstream import NotFetchedError, declared, fetch, judged, run
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2000)
 def test_optunas_own_tests_pass(tmp_path: Path) -> None:
     try:
         root = fetch(tmp_path)

@@ -38,7 +38,7 @@ TIERS = {"quick": CORE, "core": CORE, "samplers": SAMPLERS, "others": OTHERS}
 QUICK_STORAGES = ["inmemory", "sqlite"]
 QUICK_ONCE = ["test_upgrade_", "stale_trial"]  # a second or more each; the storage alone differs
 
-_LIMIT_S = {"quick": 600, "core": 1800, "samplers": 3600, "others": 1800}
+_LIMIT_S = {"quick": 1800, "core": 1800, "samplers": 3600, "others": 1800}
 
 
 class NotFetchedError(Exception):

@@ -33,8 +33,7 @@ class Interrupting(NotebookClient):  # type: ignore[misc]
         return super().process_message(msg, cell, cell_index)
 
 
-@pytest.fixture(scope="module")
-def ran() -> tuple[Any, list[str]]:
+def run_notebook() -> tuple[Any, list[str]]:
     """The notebook with its outputs, and the processes that there were at its end."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = Interrupting(
@@ -55,6 +54,11 @@ def is_of_kernel(line: str) -> bool:
     except OSError:
         return False
     return f"{_MARK}=1".encode() in environment.split(b"\0")
+
+
+@pytest.fixture(scope="module")
+def ran() -> tuple[Any, list[str]]:
+    return run_notebook()
 
 
 def outputs_of(notebook: Any, beginning: str) -> list[Any]:

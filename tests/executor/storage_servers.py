@@ -6,7 +6,6 @@ import importlib.util
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ import optuna
 import pytest
 
 from tests.nursery import Nursery
+from tests.ports import free_ports
 
 _PROXY = """
 import sys, optuna, warnings
@@ -107,8 +107,7 @@ class Proxy:
     """Optuna's gRPC proxy before a storage given by its URL; its script is kept in a folder."""
 
     def __init__(self, url: str, folder: Path, nursery: Nursery) -> None:
-        with socket.create_server(("localhost", 0)) as free:
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         self._folder, self._nursery = folder, nursery
         script = folder / "proxy.py"
         script.write_text(_PROXY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,12 @@ def test_a_sweep_can_be_watched_while_it_runs(
     watched: list[Snapshot] = []
 
     def watch() -> None:
-        import time
-
-        own = open_study("watched", url)
-        while not watched or not _trains(watched[-1]):
-            watched.append(snapshot_of(own, time.time()))
-        seen.touch()
+        try:
+            own = open_study("watched", url)
+            while not watched or not _trains(watched[-1]):
+                watched.append(snapshot_of(own, time.time()))
+        finally:
+            seen.touch()
 
     def look(study: Any, trial: Any) -> None:
         if fails:

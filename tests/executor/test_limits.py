@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from optuna.trial import TrialState
+from torch.distributed import distributed_c10d
 
 from optuna_fleet import (
     FleetExecutor,
@@ -26,7 +28,7 @@ from optuna_fleet import (
     TrialTimeoutError,
 )
 from optuna_fleet.events import Ending, Launch
-from optuna_fleet.executor.call import performer
+from optuna_fleet.executor.call import parts, performer
 from optuna_fleet.executor.call.watchdog import Broken, Hung, Watchdog
 from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.fleet.runtime import Runtime
@@ -338,7 +340,11 @@ def wait_for_a_silent_peer(trial: Any, *, folder: Path) -> float:
         for images, labels in trial.batches("train", batch_size=4):
             torch.nn.functional.cross_entropy(model(images), labels).backward()
         (folder / f"waited-{trial.rank}").touch()
-        group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+        group = dist.new_group()  # for which both are needed: only the barrier is in vain
+        set_timeout: Any = getattr(
+            distributed_c10d, "set_timeout", distributed_c10d._set_pg_timeout
+        )
+        set_timeout(datetime.timedelta(seconds=1), group)
         if trial.rank == 1:
             threading.Event().wait()
         dist.barrier(group)
@@ -377,26 +383,36 @@ def test_a_trial_that_always_hangs_is_given_up_with_a_reason() -> None:
     assert "within barrier" in reason(study.trials[0])
 
 
-def forever(trial: Any) -> float:
-    if trial.number == 0:
+def forever(trial: Any, *, begun: Path) -> float:
+    if trial.number != 1:
+        begun.touch()
+        trial.report(0.0, 0)  # the driver looks at its clock
         threading.Event().wait()
     return 1.0
 
 
-def test_a_trial_that_takes_too_long_fails_and_its_device_goes_on() -> None:
-    study = optuna.create_study()
-    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=4.0)) as executor:
-        study.optimize(forever, n_trials=2, catch=TrialTimeoutError, executor=executor)
+def test_a_trial_that_takes_too_long_fails_and_its_device_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that is an hour ahead once a trial has begun that does not end."""
+    begun, ahead_s = tmp_path / "begun", 0.0
+
+    def clock() -> float:
+        nonlocal ahead_s
+        if begun.exists():
+            begun.unlink()
+            ahead_s += 3600.0
+        return time.monotonic() + ahead_s
+
+    monkeypatch.setattr(parts, "Watchdog", functools.partial(Watchdog, clock=clock))
+    monkeypatch.setattr(performer, "_ABORT_GRACE_S", 0.0)
+    study, objective = optuna.create_study(), functools.partial(forever, begun=begun)
+    with FleetExecutor(devices=1, device_type="cpu", limits=Limits(trial_s=3000.0)) as executor:
+        study.optimize(objective, n_trials=2, catch=TrialTimeoutError, executor=executor)
         assert states(study) == [FAIL, COMPLETE]
         assert reason(study.trials[0]).startswith("TrialTimeoutError: Trial 0 took more than")
-        with pytest.raises(TimeoutError, match="trial_s=4"):
-            study.optimize(functools.partial(sleep_as, number=2), n_trials=1, executor=executor)
-
-
-def sleep_as(trial: Any, *, number: int) -> float:
-    if trial.number == number:
-        threading.Event().wait()
-    return 1.0
+        with pytest.raises(TimeoutError, match="trial_s=3000"):
+            study.optimize(objective, n_trials=1, executor=executor)
 
 
 def grow(trial: Any) -> float:

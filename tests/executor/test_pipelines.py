@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import nn
 
 from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, load_best_model
 from tests.fleets import Leg, fleet_of, small_pipeline
+from tests.layer_clock import Taking, emulated
 
 SIZE, BATCH = 41, 10
 
@@ -56,7 +56,13 @@ def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Ten
     return {"accuracy": (outputs.argmax(1) == labels).double().mean(), "largest": outputs.max()}
 
 
-def trains(
+def trains(trial: Any, **more: Any) -> float:
+    """Train in stages; the losses of all steps go into a user attribute."""
+    with emulated():
+        return trains_as_measured(trial, **more)
+
+
+def trains_as_measured(
     trial: Any,
     *,
     options: dict[str, Any],
@@ -65,7 +71,6 @@ def trains(
     at_epoch: Callable[[int], object] = lambda epoch: None,
     build: Callable[[], nn.Sequential] = layers,
 ) -> float:
-    """Train in stages; the losses of all steps go into a user attribute."""
     model = build()
     optimizer = make(model.parameters(), lr=0.05)
     pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **options)
@@ -137,14 +142,6 @@ def test_results_do_not_depend_on_the_number_of_stages(
     assert [len(trial.user_attrs["cuts"]) for trial in (alone, in_three, moved)] == [0, 2, 1]
 
 
-class Slow(nn.Module):
-    """Takes longer than all else, so stages would wait for it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.03)
-        return x
-
-
 @pytest.mark.parametrize("build", [layers, tied_layers])
 def test_a_model_that_fits_on_each_device_is_on_each_where_that_is_faster(
     fleet: Any, build: Callable[[], nn.Sequential]
@@ -153,7 +150,7 @@ def test_a_model_that_fits_on_each_device_is_on_each_where_that_is_faster(
         trains,
         options={"in_flight": 4, "max_grad_norm": 0.1},
         make=torch.optim.AdamW,
-        build=lambda: build().append(Slow()),
+        build=lambda: build().append(Taking(0.03)),  # for which stages would wait
         epochs=2,
     )
     alone, on_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))

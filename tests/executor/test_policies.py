@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,27 +18,18 @@ from optuna_fleet.executor.call.runs import model_of
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from optuna_fleet.trainer.checkpoints.checkpoint import gather
-from tests.fleets import small_model, small_pipeline, train
+from tests.fleets import Leg, await_trainers, fleet_of, small_model, small_pipeline, train
+from tests.layer_clock import Taking, emulated
 
 
 def short(trial: Any) -> float:
     return train(trial, epochs=2 + trial.number % 2)
 
 
-class Slow(nn.Linear):
-    """A layer that takes longer on one of the devices."""
-
-    pace = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.004 * self.pace)
-        return super().forward(x)
-
-
 def in_stages(trial: Any) -> float:
     """Of layers that do not all fit on one device; the second device is slow."""
-    Slow.pace = 3 if trial._session.device == 1 else 1
-    middle = [nn.Sequential(Slow(36, 36), nn.Tanh()) for _ in range(4)]
+    pace = 3 if trial._session.device == 1 else 1
+    middle = [nn.Sequential(Taking(0.004 * pace), nn.Linear(36, 36), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(nn.Flatten(), *middle, nn.Linear(36, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = trial.pipeline(model, optimizer, F.cross_entropy, memory_bytes=80_000)
@@ -47,7 +37,7 @@ def in_stages(trial: Any) -> float:
     for _ in trial.epochs(2):
         for images, labels in trial.batches("train", batch_size=10):
             losses.append(pipeline.step(images, labels).item())
-    own = {"pace": Slow.pace, "layers": len(pipeline._own.placed.part)}
+    own = {"pace": pace, "layers": len(pipeline._own.placed.part)}
     told = sorted(gather(own), key=lambda rank: rank["pace"])
     trial.set_user_attr("layers", [rank["layers"] for rank in told])
     trial.set_user_attr("losses", losses)
@@ -55,7 +45,8 @@ def in_stages(trial: Any) -> float:
 
 
 def short_or_in_stages(trial: Any) -> float:
-    return in_stages(trial) if trial.number == 1 else short(trial)
+    with emulated():
+        return in_stages(trial) if trial.number == 1 else short(trial)
 
 
 def losses_of(policy: Any, objective: Any = short, **options: Any) -> list[Any]:
@@ -105,21 +96,16 @@ def test_a_predictor_is_asked_and_may_fail(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_elastic_moves_a_trial_in_mid_sweep_and_its_losses_stay() -> None:
-    study = optuna.create_study()
-    with FleetExecutor(
-        small_pipeline(), devices=2, device_type="cpu", policy=policies.Elastic(rescale_s=0.0)
-    ) as fleet:
-        study.optimize(lambda trial: 0.0, n_trials=4, executor=fleet)  # both trainers are up
+    study, alone = optuna.create_study(), optuna.create_study()
+    with fleet_of(devices=2, policy=policies.Elastic(rescale_s=0.0)) as fleet:
+        await_trainers(fleet, 2)
         study.optimize(lambda trial: train(trial, epochs=12), n_trials=1, executor=fleet)
-        assert fleet.summary is not None
         assert fleet.summary.rescales >= 1
-    flights = flights_of(study)[study.trials[-1].number]
-    assert [len(flight["devices"]) for flight in flights][:2] == [1, 2]
-    alone = optuna.create_study()
-    with FleetExecutor(small_pipeline(), devices=1, device_type="cpu") as fleet:
-        alone.optimize(lambda trial: 0.0, n_trials=4, executor=fleet)
+        fleet.script = {0: [Leg((0,))]}
         alone.optimize(lambda trial: train(trial, epochs=12), n_trials=1, executor=fleet)
-    losses, alike = (s.trials[-1].user_attrs["losses"] for s in (study, alone))
+    flights = flights_of(study)[0]
+    assert [len(flight["devices"]) for flight in flights][:2] == [1, 2]
+    losses, alike = (s.trials[0].user_attrs["losses"] for s in (study, alone))
     assert losses == pytest.approx(alike, rel=1e-10)
 
 

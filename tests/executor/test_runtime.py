@@ -864,8 +864,6 @@ def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
 class FakeRuntime:
     """Has a store when it is told to; notes who is sent to which device."""
 
-    widest = 1
-
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
         self.agents = SimpleNamespace(
@@ -877,6 +875,9 @@ class FakeRuntime:
         self.rendezvous = Rendezvous(lambda: "agent")
         self.sent: list[tuple[int, int]] = []
         self.orders: list[Any] = []
+
+    def most_devices(self, *, spans_types: bool) -> int:
+        return 1
 
     def group_name(self, run_id: int) -> str:
         return str(run_id)

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.executor.call.handovers import agreed
 from optuna_fleet.policies import Elastic
+from optuna_fleet.trainer.moves import holding
 from tests.executor.test_within_epochs import (
     BATCH,
     SIZE,
@@ -73,9 +74,8 @@ def trains(trial: Any, *, how: str, kills: Kills, folder: Path, every: int = 1) 
     model, optimizer, scheduler, average = prepared(trial, how)
     losses = trial.state.setdefault("losses", [])
     draws, means = trial.state.setdefault("draws", []), trial.state.setdefault("means", [])
-    holding = trial._training._holding  # which would depend on the time
-    holding.small.is_enough = lambda: True
-    holding.whole.is_enough = lambda: how != "plain" and len(draws) % every == 0
+    # Which would depend on the time.
+    trial._training._holding.is_due = lambda: how != "plain" and len(draws) % every == 0
     for epoch in trial.epochs(EPOCHS):
         model.train()
         for images, numbers in trial.batches("train", batch_size=BATCH, movable=True):
@@ -216,3 +216,29 @@ def test_who_survives_goes_on_with_what_is_left(undisturbed: Any, tmp_path: Path
     check_equal(study, undisturbed(""))
     assert endings(study).count("lost") == 2
     assert num_repeated(tmp_path) <= 2
+
+
+def held_in(trial: Any, epoch: int) -> float:
+    """The epoch that a rank would go back to from the beginning of this one; only 0 is movable."""
+    model, optimizer, *_ = prepared(trial, "plain")
+    for now in trial.epochs(3):
+        if now == epoch:
+            held = trial._training.held()
+            return -1.0 if held is None else float(held.place[1])
+        for images, numbers in trial.batches("train", batch_size=BATCH, movable=now == 0):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), numbers % 3).backward()
+            optimizer.step()
+    raise AssertionError(epoch)
+
+
+@pytest.mark.parametrize(("epoch", "held"), [(1, 0.0), (2, -1.0)])
+def test_nobody_goes_back_over_an_epoch_that_was_not_movable(
+    monkeypatch: pytest.MonkeyPatch, epoch: int, held: float
+) -> None:
+    """The checkpoint of its end, perhaps, is further."""
+    monkeypatch.setattr(holding, "outlives_peers", lambda: True)
+    study = optuna.create_study()
+    with FleetExecutor(SharedPipeline(train=Numbered(SIZE)), cluster="inline") as executor:
+        study.optimize(functools.partial(held_in, epoch=epoch), n_trials=1, executor=executor)
+    assert study.best_value == held

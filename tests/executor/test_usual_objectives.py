@@ -15,7 +15,7 @@ from optuna_fleet import FleetConfigError, TrialError
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from tests.executor import losses, objectives
 from tests.executor.parts import OBJECTIVES, usual_pipeline
-from tests.fleets import Leg, fleet_of
+from tests.fleets import Leg, await_trainers, fleet_of
 
 # What torch says of these, where it runs; all other warnings are errors in trainers too.
 pytestmark = [
@@ -31,6 +31,7 @@ COMPILED_LEGS = {0: [Leg((1,))], 1: [Leg((0, 1), 2), Leg((0,))]}  # each rank co
 @pytest.fixture(scope="module")
 def usual_fleet() -> Iterator[Any]:
     with fleet_of(devices=4, pipeline=usual_pipeline(), policy="equal-split") as fleet:
+        await_trainers(fleet, 4)
         yield fleet
 
 

@@ -55,7 +55,7 @@ class RankPool:
         self.pipes[index].send((name, args))
 
     def result(self, index: int) -> Any:
-        assert self.pipes[index].poll(240), f"process {index} hangs"
+        assert self.pipes[index].poll(800), f"process {index} hangs"
         return self.pipes[index].recv()
 
     def run(self, calls: dict[int, tuple[Any, ...]]) -> dict[int, Any]:

@@ -16,9 +16,8 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.moves import holding
-from optuna_fleet.trainer.moves.budget import Budget
 from optuna_fleet.trainer.moves.holding import Held, Holding
-from optuna_fleet.trainer.moves.object_copies import ObjectCopies
+from optuna_fleet.trainer.moves.object_copies import Contents, ObjectCopies
 from optuna_fleet.trainer.moves.sums_exchange import SumsExchange
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.reports import Reports
@@ -60,8 +59,7 @@ class Rank:
             SimpleNamespace(),  # type: ignore[arg-type]
             saver,
         )
-        self.holding.small.is_enough = lambda: True  # type: ignore[method-assign]
-        self.holding.whole.is_enough = lambda: True  # type: ignore[method-assign]
+        self.holding.is_due = lambda: True  # type: ignore[method-assign]
 
     def begin(self, step: int, epoch: int = 0, *, is_last: bool = False) -> None:
         self.holding.begin_step((1, epoch, step), is_last=is_last)
@@ -191,7 +189,7 @@ def test_several_steps_are_undone(make: Any, steps_each: int, last: int) -> None
     at = copied = 0
     for number in range(last + 1):
         is_copied = number % 3 == 0
-        rank.holding.whole.is_enough = lambda yes=is_copied: yes  # type: ignore[misc,method-assign]
+        rank.holding.is_due = lambda yes=is_copied: yes  # type: ignore[misc,method-assign]
         rank.begin(number)
         known.append(states(*objects))
         draws.append(torch.get_rng_state())
@@ -223,7 +221,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
         self.rank = Rank(self.model, self.optimizer, self.average)
-        self.rank.holding.whole.is_enough = lambda: False  # type: ignore[method-assign]
+        self.rank.holding.is_due = lambda: False  # type: ignore[method-assign]
 
     def step(self, number: int, *, epoch: int = 0, is_last: bool = False) -> None:
         self.rank.begin(number, epoch, is_last=is_last)
@@ -266,7 +264,7 @@ def test_a_loop_that_leaves_its_passes_early_is_copied() -> None:
     loop = Loop()
     for number in range(4):
         loop.step(number)
-    loop.rank.holding.whole.is_enough = lambda: True  # type: ignore[method-assign]
+    loop.rank.holding.is_due = lambda: True  # type: ignore[method-assign]
     loop.rank.totals.begin()
     for number in range(4):
         loop.step(number, epoch=1)
@@ -276,7 +274,7 @@ def test_a_loop_that_leaves_its_passes_early_is_copied() -> None:
 @pytest.mark.parametrize("what", ["call", "collective", "sum"])
 def test_it_is_copied_again_once_something_follows(what: str) -> None:
     loop = Loop()
-    loop.rank.holding.whole.is_enough = lambda: True  # type: ignore[method-assign]
+    loop.rank.holding.is_due = lambda: True  # type: ignore[method-assign]
     for number in range(4):
         loop.step(number)
     if what == "call":
@@ -356,6 +354,17 @@ def test_nobody_goes_on_with_sums_that_were_not_told() -> None:
     assert loop.rank.held().place < (1, 0, 4)
 
 
+def test_what_there_was_no_room_to_tell_replaces_no_copy() -> None:
+    loop = Loop()
+    loop.rank.holding.is_due = lambda: True  # type: ignore[method-assign]
+    for number in range(5):
+        loop.rank.begin(number)
+        step(loop.rank, loop.model, loop.optimizer)  # adds late
+        if number == 3:
+            loop.rank.totals["counts"] = torch.arange(100)
+    assert loop.rank.held().place == (1, 0, 3)
+
+
 @pytest.mark.parametrize("is_at_once", [True, False])
 def test_another_epoch_and_another_run_begin_with_what_was_added_there(is_at_once: bool) -> None:
     loop = Loop()
@@ -388,24 +397,21 @@ def test_memory_that_an_objective_gives_a_parameter_is_undone() -> None:
     same(dict(rank.held().checkpoint.objects[0]), dict(known))
 
 
-class Clock:
-    """Stands still unless it is told otherwise."""
+def test_copies_take_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, copied = [100.0], []
+    monkeypatch.setattr(holding.time, "perf_counter", lambda: now[0])
 
-    now = 0.0
+    def copies(self: ObjectCopies, spare: Any) -> None:
+        copied.append(number)
+        now[0] += 1.0 if number == 10 else 0.0021  # one slow copy changes nothing
 
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_copies_take_a_small_part_of_the_time() -> None:
-    clock, copied = Clock(), []
-    budget = Budget(0.025, clock)
+    monkeypatch.setattr(ObjectCopies, "copy_late", copies)
+    loop = Loop()
+    del loop.rank.holding.is_due
     for number in range(900):
-        if budget.is_enough():
-            copied.append(number)
-            with budget.spending():
-                clock.now += 1.0 if number == 10 else 0.0021  # one slow copy changes nothing
-        clock.now += 60.0 if number == 500 else 0.010  # nor does one slow step
+        loop.rank.begin(number)
+        step(loop.rank, loop.model, loop.optimizer)  # which adds late
+        now[0] += 60.0 if number == 500 else 0.010  # nor does one slow step
     assert copied[:4] == [0, 1, 10, 19]
     assert len(copied) == 102
 
@@ -445,7 +451,7 @@ def test_what_is_often_changed_by_hand_is_copied_early() -> None:
     same(dict(held.checkpoint.objects[0]), dict(known[0]))
 
 
-@pytest.mark.parametrize("why", ["state", "optimizer"])
+@pytest.mark.parametrize("why", ["state", "size", "optimizer"])
 def test_what_can_not_be_copied_is_not_held(why: str) -> None:
     model = net()
     kind = torch.optim.LBFGS if why == "optimizer" else torch.optim.SGD
@@ -453,6 +459,8 @@ def test_what_can_not_be_copied_is_not_held(why: str) -> None:
     rank = Rank(model, optimizer)
     if why == "state":
         rank.state["function"] = lambda: None
+    elif why == "size":
+        rank.state["large"] = bytes(2**20)
     for number in range(2):
         rank.begin(number)
 
@@ -476,18 +484,20 @@ def test_what_one_rank_adds_others_know(monkeypatch: pytest.MonkeyPatch) -> None
     }
     exchange = SumsExchange()
     told = exchange.tell(own, 5)
-    assert exchange.hear(told)
+    assert exchange.hear(told) == 5
     assert told.has_arrived()
-    assert told.greatest_note() == 5
     (part,) = told.parts()
     same(part, own)
 
 
 def test_there_is_room_for_more_next_time() -> None:
     exchange, own = SumsExchange(), {"counts": torch.arange(1000)}
-    assert not exchange.hear(exchange.tell(own, 1))
     told = exchange.tell(own, 1)
-    assert exchange.hear(told)
+    exchange.hear(told)
+    assert not told.has_arrived()
+    told = exchange.tell(own, 1)
+    exchange.hear(told)
+    assert told.has_arrived()
     same(told.parts()[0], own)
 
 
@@ -496,8 +506,7 @@ def test_a_large_matrix_is_not_told_in_each_step() -> None:
     for _ in range(10):
         told = exchange.tell(own, 5)
         assert told._rows.size(1) <= 2**15
-        assert not exchange.hear(told)
-        assert told.greatest_note() == 5
+        assert exchange.hear(told) == 5
         assert not told.has_arrived()
 
 
@@ -507,7 +516,7 @@ def test_copies_are_made_where_the_last_ones_were() -> None:
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     first, second = (
-        ObjectCopies.of([model, optimizer], (), with_gradients=False) for _ in range(2)
+        ObjectCopies.of(Contents([model, optimizer], ()), with_gradients=False) for _ in range(2)
     )
     first.copy_late(None)
     second.copy_late(first.late)

@@ -7,14 +7,16 @@ are at two steps at most, one after the other, and the later one is where the tr
 
 What a rank has added to ``trial.totals`` dies with it, so all tell it to the others, during each
 backward pass. That is in time if nothing is added later. Where a loop does that, or needs other
-ranks after its optimizer has stepped, ranks tell at the beginning of each step; and as often as is
-cheap, they copy parameters too before the optimizer steps. Likewise in the last step of an epoch.
+ranks after its optimizer has stepped, ranks tell at the beginning of each step too; and as often
+as is cheap, they copy parameters before the optimizer steps. Likewise in an epoch's last step.
 """
 
 from __future__ import annotations
 
 import enum
 import pickle
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +28,8 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.checkpoints.states import remainder_of, state_of
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import group_size, outlives_peers
-from optuna_fleet.trainer.moves.budget import Budget
 from optuna_fleet.trainer.moves.moving import Moving
-from optuna_fleet.trainer.moves.object_copies import ObjectCopies
+from optuna_fleet.trainer.moves.object_copies import Contents, ObjectCopies
 from optuna_fleet.trainer.moves.sums_exchange import SumsExchange, Told
 from optuna_fleet.trainer.moves.totals import Sums, Totals
 from optuna_fleet.trainer.randomness import rng_state
@@ -36,8 +37,8 @@ from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.wire.messages import Place
 
-_SMALL_SHARE = 0.2  # of the time; far more than they need, but where `trial.state` is large
-_WHOLE_SHARE = 0.025
+_MOST_STATE_BYTES = 2**20  # of `trial.state`: more would take longer than many steps
+_WHOLE_SHARE = 0.025  # of the time, for copies of what optimizers change
 
 
 class Follows(enum.IntEnum):
@@ -81,14 +82,17 @@ class _Beginning:
     told: Told | None
     begun: list[Sums]
     objects: ObjectCopies
-    things: list[Any]
     rng: dict[str, Any]
     state: bytes
     history: dict[int, float]
 
+    def is_told(self) -> bool:
+        """Whether it is known what all ranks had added; waits for nobody."""
+        return self.told is None or self.told.has_arrived()
+
     def is_good(self) -> bool:
         """Whether the trial can go on from it."""
-        return (self.told is None or self.told.has_arrived()) and not self.objects.changed()
+        return self.is_told() and not self.objects.changed()
 
 
 class Holding:
@@ -103,10 +107,6 @@ class Holding:
         totals: Sums over the epoch.
         moving: Told whether this rank holds anything.
         saver: Writes checkpoints.
-
-    Attributes:
-        small: For the beginnings of steps.
-        whole: For copies of what optimizers change, where a loop needs these often.
     """
 
     def __init__(
@@ -128,8 +128,9 @@ class Holding:
         self._totals = totals
         self._saver = saver
         self._exchange = SumsExchange()
-        self.small, self.whole = Budget(_SMALL_SHARE), Budget(_WHOLE_SHARE)
+        self._contents: Contents | None = None  # of the objects, in this epoch
         self._kept: _Beginning | None = None  # copied as a whole
+        self._copied_at, self._copies_s = 0.0, deque([0.0], maxlen=2)
         self._by_hand: set[int] = set()  # parameters that are changed before an optimizer steps
         self._can_hold = self._can_copy = True
         self._has_held = False  # in this epoch
@@ -142,14 +143,13 @@ class Holding:
         """Another group of ranks goes on here."""
         self._exchange.begin_run()
         self._now: _Beginning | None = None
-        self._told: Told | None = None  # on its way
-        self._heard: Told | None = None  # the last, if it has arrived as a whole
-        self._follows = Follows.UNKNOWN  # on this rank
-        self._nothing_follows = False  # on any rank, as all have heard
-        self._tells_in_backward = False  # in this step
+        self._told: Told | None = None  # the last; it may be on its way
+        self._is_awaited = False  # it is
+        self._num_told = 0  # additions to the totals that it has
+        self._follows = Follows.UNKNOWN  # on any rank that this one knows of
+        self._is_plain = False  # nothing follows on any rank, as all have heard
         self._is_last = self._is_in_step = False
         self._num_added: int | None = None  # to the totals, when gradients were reduced
-        self._num_told = self._num_beside = 0  # of these; and with the gradients
         self._counts: tuple[int, int] | None = None  # when an optimizer was to step
         if group_size() == 1:
             self._kept = None
@@ -170,25 +170,20 @@ class Holding:
         if not outlives_peers():
             return
         self.settle()
+        is_first = place[-1] == 0 or not self._is_in_step
         if place[-1] > 0:
             self._look_back()
         elif self._is_in_step and not self._is_last:
             self._follows = Follows.SOMETHING  # it leaves its passes early
-        is_first = place[-1] == 0 or not self._is_in_step
-        # Unless what was added in the last step was told in its backward pass, if it had one.
-        has_told = self._tells_in_backward and self._num_added is not None
-        tells_now = not (self._nothing_follows and has_told)
-        self._tells_in_backward = self._nothing_follows
-        if tells_now:
+        if not self._is_plain or self._num_added is None:
             self._tell()
-        told = self._told if tells_now else self._heard
-        is_told = told is not None and self._totals.num_added == self._num_told
         self._is_last, self._is_in_step, self._has_held = is_last, True, True
         self._num_added = self._counts = None
         if is_first:
+            self._contents = None
             self._hold(place, None)
-        elif is_told:
-            self._hold(place, told)
+        elif self._told is not None and self._num_told == self._totals.num_added:
+            self._hold(place, self._told)
         else:
             self._now = None
 
@@ -206,8 +201,8 @@ class Holding:
 
     def _tell(self) -> None:
         self._shares.begin("trial.totals")
-        self._num_told = self._totals.num_added
         self._told = self._exchange.tell(self._totals.own, self._follows)
+        self._num_told, self._is_awaited = self._totals.num_added, True
 
     def settle(self) -> None:
         """Wait until all have told what they were to.
@@ -215,58 +210,48 @@ class Holding:
         Raises:
             RuntimeError: A rank is gone.
         """
-        told, self._told = self._told, None
-        if told is not None:
-            self._hear(told)
-
-    def _hear(self, told: Told) -> None:
-        is_whole = self._exchange.hear(told)
-        follows = Follows(told.greatest_note())
-        self._nothing_follows = follows is Follows.NOTHING
-        if follows is Follows.SOMETHING:
-            self._follows = follows
-        self._heard = told if is_whole else None
-        if not is_whole and self._now is not None and self._now.told is told:
-            self._now = None
+        if self._is_awaited and self._told is not None:
+            self._is_awaited = False
+            follows = Follows(self._exchange.hear(self._told))
+            self._is_plain = follows is Follows.NOTHING
+            if follows is Follows.SOMETHING:
+                self._follows = follows
 
     def _hold(self, place: Place, told: Told | None) -> None:
         if not self._can_hold:
             return
-        if not (self._is_last or self.small.is_enough()):
-            self._follows = Follows.SOMETHING  # the steps that this leaves out
-            return
         try:
-            with self.small.spending():
-                self._now = _Beginning(
-                    place=place,
-                    told=told,
-                    begun=self._totals.begun,
-                    objects=ObjectCopies.of(
-                        self._objects,
-                        self._by_hand,
-                        with_gradients=self._steps.are_pending,
-                    ),
-                    things=list(self._objects),
-                    rng=rng_state(),
-                    state=pickle.dumps(self._state),
-                    history=dict(self._session.reports.values),
-                )
+            if self._contents is None or len(self._contents.objects) < len(self._objects):
+                self._contents = Contents(self._objects, self._by_hand)
+            state = pickle.dumps(self._state)
+            self._can_hold = len(state) <= _MOST_STATE_BYTES
+            self._now = _Beginning(
+                place=place,
+                told=told,
+                begun=self._totals.begun,
+                objects=ObjectCopies.of(self._contents, with_gradients=self._steps.are_pending),
+                rng=rng_state(),
+                state=state,
+                history=dict(self._session.reports.values),
+            )
         except Exception:  # of memory, or there is something that can't be kept
-            self._can_hold, self._now, self._kept = False, None, None
+            self._can_hold = False
+        if not self._can_hold:
+            self._now = self._kept = None
 
     def _before_gradients(self) -> torch.Tensor | None:
         """They are about to be reduced: what travels along."""
         if not self._is_in_step or self._num_added is not None:
             return None
-        self._num_added = self._num_beside = self._totals.num_added
-        if not self._tells_in_backward:
-            return None
         self.settle()
+        self._num_added = self._totals.num_added
         return self._exchange.beside(self._totals.own, self._follows)
 
     def _reduced(self, added: torch.Tensor) -> None:
-        self._num_told = self._num_beside
-        self._hear(self._exchange.added(added))
+        assert self._num_added is not None
+        self._told, self._num_told = self._exchange.added(added), self._num_added
+        self._is_awaited = True
+        self.settle()
 
     def _before_optimizer(self) -> None:
         """One is about to step."""
@@ -278,28 +263,35 @@ class Holding:
             return
         if changed := now.objects.changed():
             self._by_hand |= changed
-            self._now = None
-        elif self._is_last or not (self._tells_in_backward or self._is_too_dear()):
+            self._now = self._contents = None
+        elif (self._is_last or self._needs_copy()) and now.is_told():
             self._copy(now)
 
-    def _is_too_dear(self) -> bool:
-        return self._follows is Follows.SOMETHING and not self.whole.is_enough()
+    def _needs_copy(self) -> bool:
+        return not self._is_plain and (self._follows is not Follows.SOMETHING or self.is_due())
+
+    def is_due(self) -> bool:
+        """Whether a copy that takes as long as the faster of the last two keeps to its share."""
+        since_s = time.perf_counter() - self._copied_at
+        return _WHOLE_SHARE * since_s >= min(self._copies_s)
 
     def _copy(self, now: _Beginning) -> None:
         """Copy what the optimizer will change, where the last such copies are."""
         if not self._can_copy:
             return
         spare, self._kept = self._kept, None
+        began = time.perf_counter()
         try:
-            with self.whole.spending():
-                now.objects.copy_late(None if spare is None else spare.objects.late)
+            now.objects.copy_late(None if spare is None else spare.objects.late)
             self._kept = now
         except Exception:
             self._can_copy = False
+        self._copied_at = time.perf_counter()
+        self._copies_s.append(self._copied_at - began)
 
     def end(self) -> None:
         """Keep nothing: it would keep the trial's memory."""
-        self._now = self._kept = self._told = self._heard = None
+        self._now = self._kept = self._told = self._contents = None
         self._is_in_step = False
         self._steps.at_step = lambda: None
         self._shares.at_gradients, self._shares.at_reduced = lambda: None, lambda added: None
@@ -319,20 +311,20 @@ class Holding:
         )
 
     def _checkpoint(self, one: _Beginning) -> checkpoint.Checkpoint:
-        others = one.objects.put_back()
+        others, things = one.objects.put_back(), one.objects.contents.objects
         loop, epoch, step = one.place
         return checkpoint.Checkpoint(
             loop=loop,
             epoch=epoch,
             objects=[
                 others[position] if position in others else state_of(thing)
-                for position, thing in enumerate(one.things)
+                for position, thing in enumerate(things)
             ],
             state=pickle.loads(one.state),
             rng=[one.rng],
             history=one.history,
-            modules=[i for i, o in enumerate(one.things) if isinstance(o, torch.nn.Module)],
-            remainder=remainder_of(one.things, with_gradients=True),
+            modules=[i for i, o in enumerate(things) if isinstance(o, torch.nn.Module)],
+            remainder=remainder_of(things, with_gradients=True),
             parameters=dict(self._session.parameters),
             step=step,
             totals=one.begun if one.told is None else one.told.parts(),

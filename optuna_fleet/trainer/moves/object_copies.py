@@ -20,6 +20,45 @@ from torch.optim import Optimizer
 _Version = tuple[int, int, float]
 
 
+class Contents:
+    """What is in prepared objects: to look for it takes longer than to copy it.
+
+    Args:
+        objects: What was prepared.
+        by_hand: Ids of the parameters that an objective changes by itself.
+
+    Attributes:
+        objects: As given.
+        modules: All modules in these.
+        optimizers: Those that were prepared.
+        parameters: All of them.
+        by_hand: Those of the ids.
+        others: The other parameters.
+    """
+
+    def __init__(self, objects: Sequence[Any], by_hand: Container[int]) -> None:
+        self.objects = list(objects)
+        modules = [thing for thing in objects if isinstance(thing, Module)]
+        self.modules = [inner for module in modules for inner in module.modules()]
+        self.optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
+        self.parameters = _parameters(modules, self.optimizers)
+        self.by_hand = [p for p in self.parameters if id(p) in by_hand]
+        self.others = [p for p in self.parameters if id(p) not in by_hand]
+        self._memory: list[int] = []
+        self._firsts: list[Tensor] = []
+
+    @torch.no_grad()
+    def versions(self) -> list[_Version]:
+        """Of the `others`; one that was changed has another."""
+        memory = [p.data_ptr() for p in self.others]
+        if memory != self._memory:
+            self._firsts = [_first(p) for p in self.others]
+            self._memory = memory
+        # The number shows changes by way of `parameter.data`, which has no version.
+        firsts = torch.cat(self._firsts).tolist() if memory else []
+        return list(zip(memory, [p._version for p in self.others], firsts, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Late:
     """Parameters, what optimizers keep of each, and copies."""
@@ -34,61 +73,63 @@ class ObjectCopies:
     """Of prepared objects, before one step.
 
     Attributes:
+        contents: What is in them.
         buffers: Of modules, by module and name: an objective may put another tensor there.
         early: Parameters that an objective changes by itself.
         trained: All parameters, whether they were frozen, and their gradients if these are kept.
         groups: Rates and the like of each optimizer's groups.
         others: States of other objects, by position.
-        versions: Of other parameters: they tell whether one was changed.
+        versions: Of parameters that are not copied early: they tell whether one was changed.
         late: Copies of these, if an optimizer was about to step.
     """
 
+    contents: Contents
     buffers: list[tuple[Module, str, Tensor | None]]
     early: list[tuple[Tensor, Tensor]]
     trained: list[tuple[Tensor, bool, Tensor | None]]
     groups: list[tuple[Optimizer, list[dict[str, Any]]]]
     others: dict[int, bytes]
-    versions: list[tuple[Tensor, _Version]]
+    versions: list[_Version]
     late: Late | None = None
 
     @classmethod
     @torch.no_grad()
-    def of(
-        cls, objects: Sequence[Any], by_hand: Container[int], *, with_gradients: bool
-    ) -> ObjectCopies:
+    def of(cls, contents: Contents, *, with_gradients: bool) -> ObjectCopies:
         """Copy what a step may change before any optimizer steps.
 
         Args:
-            objects: What was prepared.
-            by_hand: Ids of the parameters that an objective changes by itself.
+            contents: Of what was prepared.
             with_gradients: There are some that it will go on with.
         """
-        modules = [thing for thing in objects if isinstance(thing, Module)]
-        optimizers = [thing for thing in objects if isinstance(thing, Optimizer)]
-        parameters = _parameters(modules, optimizers)
-        places = [(m, n) for module in modules for m in module.modules() for n in m._buffers]
         return cls(
-            buffers=[(module, name, _clone(module._buffers[name])) for module, name in places],
-            early=[(p, p.detach().clone()) for p in parameters if id(p) in by_hand],
+            contents=contents,
+            buffers=[
+                (module, name, _clone(buffer))
+                for module in contents.modules
+                for name, buffer in module._buffers.items()
+            ],
+            early=[(p, p.clone()) for p in contents.by_hand],
             trained=[
                 (p, p.requires_grad, _clone(p.grad) if with_gradients else None)
-                for p in parameters
+                for p in contents.parameters
             ],
-            groups=[(one, [_rates(group) for group in one.param_groups]) for one in optimizers],
+            groups=[
+                (one, [_rates(group) for group in one.param_groups]) for one in contents.optimizers
+            ],
             others={
                 position: pickle.dumps(thing.state_dict())
-                for position, thing in enumerate(objects)
+                for position, thing in enumerate(contents.objects)
                 if not isinstance(thing, (Module, Optimizer))
             },
-            versions=[(p, _version(p)) for p in parameters if id(p) not in by_hand],
+            versions=contents.versions(),
         )
 
-    @torch.no_grad()
     def changed(self) -> set[int]:
         """Ids of the parameters that are not what they were, and of which there is no copy."""
         if self.late is not None:
             return set()
-        return {id(p) for p, version in self.versions if _version(p) != version}
+        known = zip(self.contents.others, self.versions, self.contents.versions(), strict=True)
+        return {id(p) for p, then, now in known if then != now}
 
     @torch.no_grad()
     def copy_late(self, spare: Late | None) -> None:
@@ -102,7 +143,7 @@ class ObjectCopies:
             for one, _ in self.groups
         ]
         # The parameters themselves: an objective may give them other memory (`p.data = ...`).
-        live = [parameter for parameter, _ in self.versions]
+        live = list(self.contents.others)
         for _, state in states:
             live += [v for kept in state.values() for v in kept.values() if isinstance(v, Tensor)]
         copies = spare.copies if spare is not None and _fit(spare.copies, live) else None
@@ -149,10 +190,11 @@ def _rates(group: dict[str, Any]) -> dict[str, Any]:
     return {key: _cloned(value) for key, value in group.items() if key != "params"}
 
 
-def _version(parameter: Tensor) -> _Version:
-    # The number shows changes by way of `parameter.data`, which has no version.
-    first = parameter.as_strided((1,), (1,)).item() if parameter.numel() else 0.0
-    return parameter.data_ptr(), parameter._version, first
+def _first(parameter: Tensor) -> Tensor:
+    """Its first number, where it lies."""
+    if not parameter.numel():
+        return parameter.new_zeros(1)
+    return parameter.detach().as_strided((1,), (1,))
 
 
 def _checked(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -169,8 +211,8 @@ def _fit(copies: list[Tensor], live: list[Tensor]) -> bool:
 
 
 def _cloned(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+    return None if tensor is None else tensor.clone()

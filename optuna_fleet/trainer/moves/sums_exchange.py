@@ -7,6 +7,7 @@ itself, without waiting, and by the time that it is looked at it has long arrive
 from __future__ import annotations
 
 import json
+import struct
 from contextlib import suppress
 from typing import Any
 
@@ -21,12 +22,12 @@ Sums = dict[str, Any]
 
 _LEAST_BYTES = 256
 _MOST_BYTES = 2**14  # a matrix of more would take more time than it is worth
-_HEAD_BYTES = 16  # the length of what follows, and a note
+_HEAD = struct.Struct("=qq")  # how many bytes there are to tell, and a note
 _KINDS = {"torch.float64": np.float64, "torch.int64": np.int64}  # of tensors in totals
 
 
 class SumsExchange:
-    """Of one rank; all must tell equally often, and look at each before they tell the next."""
+    """Of one rank; all must tell equally often, and hear each before they tell the next."""
 
     def __init__(self) -> None:
         self.begin_run()
@@ -42,50 +43,44 @@ class SumsExchange:
             own: This rank's sums.
             note: A number besides.
         """
-        row = self._row(own, note)
+        row = torch.frombuffer(self._row(own, note), dtype=torch.uint8)
         rows = torch.empty(group_size(), len(row), dtype=torch.uint8)
-        work = dist.all_gather(list(rows.unbind()), row, async_op=True)
-        assert work is not None
-        return Told(work, rows)
+        return Told(rows, dist.all_gather(list(rows.unbind()), row, async_op=True))
 
     def beside(self, own: Sums, note: int) -> torch.Tensor:
         """What to add up over the ranks, for `added`, to the same end."""
         row = self._row(own, note)
-        rows = torch.zeros(group_size(), len(row), dtype=torch.uint8)
-        rows[dist.get_rank()] = row
-        return rows.flatten()
+        rows, begin = bytearray(group_size() * len(row)), dist.get_rank() * len(row)
+        rows[begin : begin + len(row)] = row
+        return torch.frombuffer(rows, dtype=torch.uint8)
 
     def added(self, rows: torch.Tensor) -> Told:
         """What the others have told `beside`."""
-        return Told(None, rows.view(group_size(), -1))
+        return Told(rows.view(group_size(), -1), None)
 
-    def _row(self, own: Sums, note: int) -> torch.Tensor:
+    def _row(self, own: Sums, note: int) -> bytearray:
         tensors = [value for value in own.values() if isinstance(value, torch.Tensor)]
         least = 2 * sum(value.nbytes for value in tensors)  # what they take as text
         text = _packed(own) if least <= _MOST_BYTES else b""
-        row = torch.zeros(_HEAD_BYTES + self._room, dtype=torch.uint8)
-        row[:_HEAD_BYTES].view(torch.int64)[:] = torch.tensor([len(text) or least, note])
-        if text and len(text) <= self._room:
-            row[_HEAD_BYTES : _HEAD_BYTES + len(text)] = torch.frombuffer(
-                bytearray(text), dtype=torch.uint8
-            )
-        return row
+        head = _HEAD.pack(len(text) or least, note)
+        fitting = text if len(text) <= self._room else b""
+        return bytearray(head + fitting.ljust(self._room, b"\0"))
 
-    def hear(self, told: Told) -> bool:
-        """Wait for it; return whether there was room for all. If not, there may be next time."""
+    def hear(self, told: Told) -> int:
+        """Wait for it; return the greatest note. There may be room for more next time."""
         told.wait()
-        most = min(max(told.lengths()), _MOST_BYTES)
-        while self._room < most:
+        lengths, notes = zip(*told.heads(), strict=True)
+        while self._room < min(max(lengths), _MOST_BYTES):
             self._room *= 2
-        return told.is_whole()
+        return int(max(notes))
 
 
 class Told:
     """What all ranks have told at one step."""
 
-    def __init__(self, work: dist.Work | None, rows: torch.Tensor) -> None:
-        self._work = work
+    def __init__(self, rows: torch.Tensor, work: dist.Work | None) -> None:
         self._rows = rows
+        self._work = work
 
     def wait(self) -> None:
         """Until it is there.
@@ -103,29 +98,18 @@ class Told:
             return False
         with suppress(RuntimeError):  # a rank is gone
             self.wait()
-        return self._work is None and self.is_whole()
+        room = self._rows.size(1) - _HEAD.size
+        return self._work is None and all(length <= room for length, _ in self.heads())
 
-    def lengths(self) -> list[int]:
-        """Bytes that each rank had to tell."""
-        return [length for length, _ in self._heads()]
-
-    def greatest_note(self) -> int:
-        """The greatest number that any rank has told besides."""
-        return max(note for _, note in self._heads())
-
-    def _heads(self) -> list[list[int]]:
-        heads: list[list[int]] = self._rows[:, :_HEAD_BYTES].clone().view(torch.int64).tolist()
-        return heads
-
-    def is_whole(self) -> bool:
-        """Whether there was room for what each rank had to tell."""
-        return max(self.lengths()) <= self._rows.size(1) - _HEAD_BYTES
+    def heads(self) -> list[tuple[int, int]]:
+        """How many bytes each rank had to tell, and its note."""
+        return [_HEAD.unpack_from(row) for row in self._rows.numpy()]
 
     def parts(self) -> list[Sums]:
         """The sums of each rank."""
-        ends = [_HEAD_BYTES + length for length in self.lengths()]
-        rows = [row.numpy().tobytes() for row in self._rows]
-        return [_unpacked(row[_HEAD_BYTES:end]) for row, end in zip(rows, ends, strict=True)]
+        ends = [_HEAD.size + length for length, _ in self.heads()]
+        rows = [row.tobytes() for row in self._rows.numpy()]
+        return [_unpacked(row[_HEAD.size : end]) for row, end in zip(rows, ends, strict=True)]
 
 
 def _packed(own: Sums) -> bytes:
