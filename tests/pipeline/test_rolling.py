@@ -182,7 +182,8 @@ def store_with(*chunks: tuple[int, int]) -> ChunkStore:
 
 
 def there(store: ChunkStore) -> set[tuple[int, int]]:
-    return {(each.number, chunk) for each in store._epochs.values() for chunk in each.chunks}
+    epochs = (epoch for epoch in store._epochs.values() if epoch.name == "train")
+    return {(epoch.number, chunk) for epoch in epochs for chunk in epoch.chunks}
 
 
 def dropped_for(store: ChunkStore, number: int) -> list[tuple[int, int]]:
