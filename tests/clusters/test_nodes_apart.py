@@ -150,5 +150,6 @@ def test_what_passes_between_nodes_says_nothing_of_the_sweep(struck: Struck) -> 
     between, within = struck.frames["eth0"], struck.frames["lo"]
     assert b"the end" in between
     assert len(between) > len(within) > 0  # that of five nodes, and of one without TLS
-    assert [word in within for word in WORDS] == [True] * len(WORDS)
+    # The node of the driver's machine reads the data sets where the driver has put them.
+    assert [word in within for word in WORDS] == [word != b"confidential data" for word in WORDS]
     assert [word in between for word in WORDS] == [False] * len(WORDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import secrets
@@ -97,26 +98,43 @@ def places_on(nodes: list[int]) -> set[str]:
     return {place for pid in pids for place in places_of_data(pid)}
 
 
-def file_of(pid: int) -> set[int]:
+def files_of(pid: int) -> set[int]:
     """The memory files with data sets that a process has open."""
     links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
     return {os.stat(x).st_ino for x in links if "optuna-fleet-data" in os.readlink(x)}
 
 
+class Here:
+    """This process, which may have fleets of other tests."""
+
+    def __init__(self) -> None:
+        self._before = files_of(os.getpid())
+
+    @property
+    def files(self) -> set[int]:
+        return files_of(os.getpid()) - self._before
+
+
 @pytest.fixture
-def fleet() -> Iterator[FleetExecutor]:
+def here() -> Here:
+    gc.collect()
+    return Here()
+
+
+@pytest.fixture
+def fleet(here: Here) -> Iterator[FleetExecutor]:
     Marked.num_pickled = 0
     pipeline = SharedPipeline(train=Marked(), exchange="local")
     cluster = LocalCluster(nodes=2)
     with FleetExecutor(pipeline, devices=1, device_type="cpu", cluster=cluster) as fleet:
         yield fleet
-    assert file_of(os.getpid()) == set()
+    assert here.files == set()
 
 
-def test_nodes_of_the_drivers_machine_read_one_file(fleet: FleetExecutor) -> None:
+def test_nodes_of_the_drivers_machine_read_one_file(fleet: FleetExecutor, here: Here) -> None:
     sweep(fleet)
-    (file,) = file_of(os.getpid())
-    assert [file_of(agent) for agent in agents(fleet)] == [{file}, {file}]
+    (file,) = here.files
+    assert [files_of(agent) for agent in agents(fleet)] == [{file}, {file}]
     os.kill(agents(fleet)[0], signal.SIGKILL)
     sweep(fleet)
     assert places_on(agents(fleet)) == {str(file)}
@@ -125,14 +143,14 @@ def test_nodes_of_the_drivers_machine_read_one_file(fleet: FleetExecutor) -> Non
 
 
 def test_nodes_of_other_machines_fetch_the_same_file(
-    fleet: FleetExecutor, monkeypatch: pytest.MonkeyPatch
+    fleet: FleetExecutor, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "machine", lambda: "another")
     sweep(fleet)
     os.kill(agents(fleet)[0], signal.SIGKILL)
     sweep(fleet)
-    files = [file_of(agent) for agent in agents(fleet)]
-    assert len(set.union(*files, file_of(os.getpid()))) == 3
+    files = [files_of(agent) for agent in agents(fleet)]
+    assert len(set.union(*files, here.files)) == 3
     for agent, (file,) in zip(agents(fleet), files, strict=True):
         assert places_on([agent]) <= {str(file)}
     assert Marked.num_pickled == 1

@@ -73,7 +73,7 @@ def test_the_study_knows_which_devices_were_there(fleet: Any) -> None:
         assert all(began <= flight["start"] for flight in flights)
     ends = [span.end for span in spans]
     assert None not in ends
-    assert "on 4 devices in" in str(fleet.summary)
+    assert "on 4 devices" in str(fleet.summary)
 
 
 def test_the_summary_counts_the_seconds_that_devices_were_there() -> None:
@@ -83,7 +83,7 @@ def test_the_summary_counts_the_seconds_that_devices_were_there() -> None:
     summary = replace(tally.summary(None), duration_s=10.0)
     assert summary.there_s == {3: 10.0, 0: 5.0, 1: 3.0}
     assert (summary.num_devices, summary.num_nodes, summary.mean_devices) == (3, 2, 1.8)
-    assert "on 3 devices of 2 nodes (1.8 there on average) in" in str(summary)
+    assert "on 3 devices of 2 nodes (1.8 there on average)" in str(summary)
     assert f"a device was idle for {(10 + 1 + 3) / 3:.1f} s" in str(summary)
 
 

@@ -36,24 +36,14 @@ class Images:
         return self.transform(pixels(index)), index
 
 
-class OnDevice:
-    """A pipeline for trainers that finish batches themselves, as those on GPUs do."""
-
-    def __init__(self, pipeline):
-        self._pipeline = pipeline
-        self._setup = pipeline.packed().setup(1, finish_on_device=True)
-
-    def spec(self):
-        return self._setup.spec
-
-    def setup(self, num_preprocessors, *, finish_on_device):
-        return self._setup
+ON_DEVICE = {"num_preprocessors": 1, "finish_on_device": True}
+"""For trainers that finish batches themselves, as those on GPUs do."""
 
 
 def on_device(dataset, **options):
     """All leaves of two epochs, as the trial gets them."""
     pipeline = SharedPipeline(train=dataset, split=True, **options)
-    with serving(OnDevice(pipeline), chunk_bytes=1500) as agent:
+    with serving(pipeline, chunk_bytes=1500, **ON_DEVICE) as agent:
         client = agent.client()
         return [leaf for epoch in range(2) for leaf in finished(client, epoch)]
 
@@ -97,7 +87,8 @@ class Unsteady(Images):
 
 @pytest.mark.parametrize("in_preprocessors", [False, True])
 def test_an_error_of_the_moment_does_not_decide_who_finishes_samples(in_preprocessors):
-    with serving(OnDevice(SharedPipeline(train=Unsteady(in_preprocessors), split=True))) as agent:
+    pipeline = SharedPipeline(train=Unsteady(in_preprocessors), split=True)
+    with serving(pipeline, **ON_DEVICE) as agent:
         read = finished(agent.client(), 0)
     assert same(read, whole(Images(Unsteady(True).transform), epochs=1))
 
@@ -185,7 +176,7 @@ class Labelling(Images):
 def test_transforms_of_the_users_own_classes_are_left_whole(new, defers):
     wanted = whole(new())
     pipeline = SharedPipeline(train=new(), decoded_bytes=1 << 20)
-    with serving(OnDevice(pipeline) if defers else pipeline) as agent:
+    with serving(pipeline, **(ON_DEVICE if defers else {})) as agent:
         client = agent.client()
         read = []
         for epoch in range(2):
@@ -270,7 +261,7 @@ def test_hidden_randomness_is_found_and_told_of_once(defers):
     steps = [v2.CenterCrop(10), v2.RandomCrop(8), *END]
     dataset = Secretive(v2.Compose(steps), 1000)
     pipeline = SharedPipeline(train=dataset, split=True, decoded_bytes=8 << 20)
-    with serving(OnDevice(pipeline) if defers else pipeline) as agent:
+    with serving(pipeline, **(ON_DEVICE if defers else {})) as agent:
         epoch = epochs_until_told(agent)
         # The beginnings of a few chunks may have been ordered before it was told of.
         for later in range(2):
