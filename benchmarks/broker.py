@@ -35,7 +35,6 @@ from optuna_fleet.pipeline.messages import (
     SampleMeasured,
 )
 from optuna_fleet.pipeline.server.allocator import Space
-from optuna_fleet.pipeline.server.instructions import Grant, Produce
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.spec import ChunkKey
 
@@ -194,7 +193,7 @@ def keep_books(num_preprocessors: int, num_readers: int, num_chunks: int) -> Ite
         store.set_size("train", num_samples=num_chunks, chunk_size=1, chunk_bytes=size)
         cursors = [-3 * number for number in range(num_readers)]
         for number in range(num_readers):
-            store.open_pass(number, "train", 0, 0)
+            store.open_pass((number, 0), "train", 0, 0)
         flying: deque[ChunkKey] = deque()
         began = time.process_time()
         while min(cursors) < num_chunks:
@@ -202,21 +201,23 @@ def keep_books(num_preprocessors: int, num_readers: int, num_chunks: int) -> Ite
                 cursors[number] += 1
                 if not 0 <= cursor < num_chunks:
                     continue
-                store.move(number, cursor)
-                store.release(number, [cursor - 1])
-                held = bool(store.request(number, cursor, urgent=True))
-                while not held:
-                    flying += (i.key for i in store.assign() if isinstance(i, Produce))
-                    key = flying.popleft()
-                    grants = store.produced(key, size)
-                    held = any(isinstance(g, Grant) and g.pass_id == number for g in grants)
-            while len(flying) < num_preprocessors:
-                orders = [i.key for i in store.assign() if isinstance(i, Produce)]
-                if not orders:
-                    break
-                flying += orders
+                store.move((number, 0), cursor)
+                store.release((number, 0), [cursor - 1])
+                store.request((number, 0), cursor, urgent=True)
+                while not _was_lent(store, number):
+                    if (order := store.assign()) is not None:
+                        flying.append(order.key)
+                    store.produced(flying.popleft(), size)
+            while len(flying) < num_preprocessors and (order := store.assign()) is not None:
+                flying.append(order.key)
         each_us = 1e6 * (time.process_time() - began) / num_chunks
         yield f"room for {resident} chunks: {each_us:.1f} us per chunk, for all readers together"
+
+
+def _was_lent(store: ChunkStore, number: int) -> bool:
+    told = [*store.outbox]
+    store.outbox.clear()
+    return any(reader == number and isinstance(said, ChunkReady) for reader, said in told)
 
 
 def main() -> None:

@@ -160,7 +160,8 @@ class ByKind:
     ) -> Plan:
         plans = dict(before)
         for kind, part in _parts(problem, kinds, plans, limit):
-            plans[kind] = self.inner.allocate(part)
+            if part.candidates or part.num_devices:  # mixtures may have all
+                plans[kind] = self.inner.allocate(part)
         if not any(plan.flotillas for plan in plans.values()):
             bound = _flying(problem) if self.cautious else {}
             alone = _slowest_alone(problem, bound)
@@ -291,7 +292,8 @@ def _merged(name: str, plans: Mapping[str, Plan]) -> Plan:
     return Plan(
         flotillas=tuple(flotilla for plan in plans.values() for flotilla in plan.flotillas),
         allocator=name,
-        reason="; ".join(f"{kind}: {plan.reason}" for kind, plan in plans.items()),
+        reason="; ".join(f"{kind}: {plan.reason}" for kind, plan in plans.items())
+        or "no trials, no devices",
         status=fallbacks[0] if fallbacks else status,
         solve_time_s=sum(plan.solve_time_s for plan in plans.values()),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ Extent = tuple[int, int]
 
 Stored = tuple[int, int, int]
 """Index of a sample, and the address and length of its record in the decoded store."""
+
+PassId = tuple[Hashable, int]
+"""A reader, and the number of one of its passes, which is all that the reader is told."""
 
 MAX_TEXT = 10_000
 """Characters of a remote traceback that are kept, so that a message fits into one packet."""

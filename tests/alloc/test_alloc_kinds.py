@@ -428,8 +428,10 @@ def devices_of(allocator, *candidates, **fleet):
 
 @every_allocator
 def test_who_needs_more_devices_than_there_are_of_any_type_gets_several_types(allocator):
-    placed, _ = devices_of(allocator, spanning(1, min_devices=3), **A2_B1)
+    placed, reason = devices_of(allocator, spanning(1, min_devices=3), **A2_B1)
     assert placed == {1: (0, 1, 2)}
+    assert reason.startswith("several types: 1 of 1 trials on 3 of 3 devices")
+    assert "0 of 0" not in reason  # of types of which nothing is left
 
 
 @every_allocator

@@ -11,16 +11,18 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import optuna
 import pytest
 
-from optuna_fleet import CheckpointError, Checkpoints, load_best_model
+from optuna_fleet import CheckpointError, Checkpoints, FleetConfigError, load_best_model
 from optuna_fleet.checkpoints.folder import StudyFolder, is_shared, mark
 from optuna_fleet.exceptions import RetryableError, TrainerLostError
 from optuna_fleet.executor.call import launcher
+from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.fleet import checkpoint_server
 from optuna_fleet.executor.fleet.checkpoint_server import CheckpointServer
 from optuna_fleet.trainer.checkpoints.files import RunFiles
@@ -140,6 +142,16 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(
     channel.close()
     assert isinstance(answer, Refused)
     assert "is no checkpoint" in answer.problem
+
+
+def test_a_node_whose_data_sets_are_refused_says_so(
+    server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "connect", lambda _: served_by(server))
+    setup: Any = SimpleNamespace(pipeline=SimpleNamespace(payload=None))
+    invitation: Any = None
+    with pytest.raises(FleetConfigError, match=r"data sets can't be fetched .* There are none"):
+        main._with_data(setup, invitation)
 
 
 def test_a_study_is_a_folder_of_the_drivers_whatever_its_name(

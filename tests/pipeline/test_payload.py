@@ -2,6 +2,7 @@
 
 import gc
 import io
+import mmap
 import os
 import selectors
 import time
@@ -111,6 +112,21 @@ class Summed(Both):
 
 def read(agent):
     return [batch.data for batch in agent.client().read("val", epoch=0, batch_size=100)]
+
+
+def test_nobody_can_change_the_file_that_all_read():
+    payload = packed(np.arange(LENGTH))
+    file = os.open(payload.path, os.O_RDWR)
+    for change in (
+        lambda: os.pwrite(file, b"other", 0),
+        lambda: os.ftruncate(file, 0),
+        lambda: os.ftruncate(file, 2 * nbytes(payload)),
+        lambda: mmap.mmap(file, 0),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+    os.close(file)
+    assert (payload.load() == np.arange(LENGTH)).all()
 
 
 # Lists of torchvision's data sets

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from optuna_fleet.pipeline.chunks.extents import Extents
-from optuna_fleet.pipeline.messages import ChunkError
+from optuna_fleet.pipeline.messages import ChunkError, ChunkFailed, ChunkReady, ReleaseChunks
 from optuna_fleet.pipeline.server.allocator import PAGE, Allocator, Space
-from optuna_fleet.pipeline.server.instructions import Drop, Grant, Produce, Recall, Refuse
+from optuna_fleet.pipeline.server.epochs import Order
 from optuna_fleet.pipeline.server.store import MAX_DEATHS, ChunkStore
 from optuna_fleet.pipeline.spec import ChunkKey
 
 ERROR = ChunkError(summary="broken")
+REFUSAL = [("a", ChunkFailed(pass_id=0, chunk=0, error=ERROR))]
 NUM_CHUNKS = 6
-
 
 DISK = 1 << 40
 
@@ -32,86 +32,98 @@ def make_store(budget=3, window=0, disk=0) -> ChunkStore:
     return store
 
 
-def order(instructions) -> ChunkKey:
-    """The key of the only instruction, which is to make a chunk."""
-    (produce,) = instructions
-    assert isinstance(produce, Produce)
-    return produce.key
+def told(store) -> list[tuple[object, object]]:
+    """What readers are to be told since the last time."""
+    found = list(store.outbox)
+    store.outbox.clear()
+    return found
+
+
+def there(store) -> set[ChunkKey]:
+    return {epoch.key(chunk) for epoch in store._epochs.values() for chunk in epoch.chunks}
+
+
+def gone(store, action) -> list[ChunkKey]:
+    """The chunks that go when something is done."""
+    before = there(store)
+    action()
+    return sorted(before - there(store))
 
 
 def produce_all(store) -> list[ChunkKey]:
     """Does all the work there is; returns its order."""
     done = []
-    while works := [i.key for i in store.assign() if isinstance(i, Produce)]:
-        store.produced(works[0], PAGE)
-        done += works
+    while order := store.assign():
+        store.produced(order.key, PAGE)
+        done.append(order.key)
     return done
 
 
 def fill(store, name, epoch, chunks) -> None:
     """Makes chunks resident, with no pass left open."""
-    store.open_pass("filler", name, epoch, 0)
+    store.open_pass(("filler", 0), name, epoch, 0)
     for chunk in chunks:
-        store.request("filler", chunk, urgent=True)
+        store.request(("filler", 0), chunk, urgent=True)
     produce_all(store)
-    store.close_pass("filler")
-
-
-def dropped(instructions) -> list[ChunkKey]:
-    return [i.key for i in instructions if isinstance(i, Drop)]
+    store.close_pass(("filler", 0))
 
 
 def drops_for(store, key) -> list[ChunkKey]:
     """What goes to make room for one more chunk."""
-    store.open_pass("new", key.name, key.epoch, key.chunk)
-    store.request("new", key.chunk, urgent=True)
-    return dropped(store.assign())
+    store.open_pass(("new", 0), key.name, key.epoch, key.chunk)
+    store.request(("new", 0), key.chunk, urgent=True)
+    return gone(store, store.assign)
 
 
 def test_the_beginning_of_the_next_epoch_is_work_for_idle_preprocessors() -> None:
     store = make_store(budget=100, window=3)
-    store.open_pass("a", "train", 0, NUM_CHUNKS - 2, continues=True)
+    store.open_pass(("a", 0), "train", 0, NUM_CHUNKS - 2, continues=True)
     made = [(key.epoch, key.chunk) for key in produce_all(store)]
     assert made == [(0, NUM_CHUNKS - 2), (0, NUM_CHUNKS - 1), (1, 0)]
 
 
 def test_the_next_epoch_pushes_nothing_out() -> None:
     store = make_store(budget=2, window=3)
-    store.open_pass("a", "train", 0, NUM_CHUNKS - 2, continues=True)
+    store.open_pass(("a", 0), "train", 0, NUM_CHUNKS - 2, continues=True)
     assert len(produce_all(store)) == 2
-    assert store.assign() == []
+    assert store.assign() is None
 
 
 def test_request_is_produced_then_granted():
     store = make_store()
-    store.open_pass("a", "train", 0, 0)
-    store.open_pass("b", "train", 0, 0)
+    store.open_pass(("a", 0), "train", 0, 0)
+    store.open_pass(("b", 0), "train", 0, 0)
     key = ChunkKey("train", 0, 0)
-    assert store.request("a", 0, urgent=True) == store.request("b", 0, urgent=False) == []
-    assert store.assign() == [Produce(key, 0, PAGE)]
-    assert store.assign() == []
-    grants = [Grant(name, key, 0, PAGE) for name in "ab"]
-    assert store.produced(key, 1) == grants
-    assert store.request("a", 0, urgent=True) == []
-    store.release("a", [0])
-    assert store.request("a", 0, urgent=True) == grants[:1]
+    store.request(("a", 0), 0, urgent=True)
+    store.request(("b", 0), 0, urgent=False)
+    assert store.assign() == Order(key, 0, PAGE)
+    assert store.assign() is None
+    assert told(store) == []
+    store.produced(key, 1)
+    grants = [(name, ChunkReady(0, 0, 0, PAGE)) for name in "ab"]
+    assert told(store) == grants
+    store.request(("a", 0), 0, urgent=True)
+    assert told(store) == []
+    store.release(("a", 0), [0])
+    store.request(("a", 0), 0, urgent=True)
+    assert told(store) == grants[:1]
 
 
 def test_demand_comes_before_prefetch():
     store = make_store(budget=100, window=2)
-    store.open_pass("a", "train", 0, 0)
-    store.open_pass("b", "train", 1, 0)
-    store.request("a", 3, urgent=False)
-    store.request("b", 2, urgent=True)
+    store.open_pass(("a", 0), "train", 0, 0)
+    store.open_pass(("b", 0), "train", 1, 0)
+    store.request(("a", 0), 3, urgent=False)
+    store.request(("b", 0), 2, urgent=True)
     order = [(key.epoch, key.chunk) for key in produce_all(store)]
     assert order == [(1, 2), (0, 3), (0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 def test_prefetch_stays_in_the_window_the_epoch_and_the_budget():
     store = make_store(budget=3, window=10)
-    store.open_pass("a", "train", 0, 4)
+    store.open_pass(("a", 0), "train", 0, 4)
     assert [key.chunk for key in produce_all(store)] == [4, 5]
-    store.open_pass("b", "train", 1, 0)
+    store.open_pass(("b", 0), "train", 1, 0)
     assert [key.chunk for key in produce_all(store)] == [0]
 
 
@@ -119,13 +131,13 @@ def test_what_a_whole_epoch_has_lost_is_made_again_before_it_is_asked_for():
     store = make_store(budget=NUM_CHUNKS, window=NUM_CHUNKS)
     fill(store, "train", 0, range(NUM_CHUNKS))
     for chunk in (0, 1):
-        store.open_pass(chunk, "val", 0, chunk)
-        store.request(chunk, chunk, urgent=True)
-        store.produced(store.assign()[-1].key, PAGE)
-        store.close_pass(chunk)
-    store.open_pass("a", "train", 0, 0)
+        store.open_pass((chunk, 0), "val", 0, chunk)
+        store.request((chunk, 0), chunk, urgent=True)
+        store.produced(store.assign().key, PAGE)
+        store.close_pass((chunk, 0))
+    store.open_pass(("a", 0), "train", 0, 0)
     assert produce_all(store) == [ChunkKey("train", 0, 4), ChunkKey("train", 0, 5)]
-    assert store.assign() == []
+    assert store.assign() is None
 
 
 def test_later_epochs_go_first_and_fixed_sets_last():
@@ -133,84 +145,88 @@ def test_later_epochs_go_first_and_fixed_sets_last():
     for name, epoch in (("val", 0), ("train", 1), ("train", 0), ("train", 2)):
         fill(store, name, epoch, [0])
     assert drops_for(store, ChunkKey("train", 5, 0)) == [ChunkKey("train", 2, 0)]
-    store.close_pass("new")
+    store.close_pass(("new", 0))
     order = []
     for epoch in range(6, 9):
-        store.open_pass(epoch, "train", epoch, 0)
-        store.request(epoch, 0, urgent=True)
-        order += dropped(store.assign())
+        store.open_pass((epoch, 0), "train", epoch, 0)
+        store.request((epoch, 0), 0, urgent=True)
+        order += gone(store, store.assign)
     assert order == [ChunkKey("train", 1, 0), ChunkKey("train", 0, 0), ChunkKey("val", 0, 0)]
 
 
 def test_what_a_reader_will_come_to_outlives_what_is_behind():
     store = make_store(budget=4)
     fill(store, "train", 5, [0, 1, 3, 4])
-    store.open_pass("a", "train", 5, 2)
+    store.open_pass(("a", 0), "train", 5, 2)
     order = []
     for epoch in range(6, 10):
-        store.open_pass(epoch, "train", epoch, 0)
-        store.request(epoch, 0, urgent=True)
-        order += [key.chunk for key in dropped(store.assign())]
+        store.open_pass((epoch, 0), "train", epoch, 0)
+        store.request((epoch, 0), 0, urgent=True)
+        order += [key.chunk for key in gone(store, store.assign)]
     assert order == [1, 0, 4, 3]
 
 
 def test_chunks_in_use_are_recalled_before_the_budget_is_exceeded():
     store = make_store(budget=2)
     for name in ("a", "b"):
-        store.open_pass(name, "train", 0, 0)
-    store.request("a", 0, urgent=True)
-    store.request("b", 1, urgent=True)
+        store.open_pass((name, 0), "train", 0, 0)
+    store.request(("a", 0), 0, urgent=True)
+    store.request(("b", 0), 1, urgent=True)
     assert [key.chunk for key in produce_all(store)] == [0, 1]
-    store.request("a", 2, urgent=False)
-    assert store.assign() == []
-    store.request("a", 2, urgent=True)
-    assert store.assign() == [Recall(pass_id="a"), Recall(pass_id="b")]
-    assert store.assign() == []  # once is enough
-    store.release("b", [1])
-    produce = Produce(ChunkKey("train", 0, 2), PAGE, PAGE)
-    assert store.assign() == [Drop(key=ChunkKey("train", 0, 1)), produce]
+    store.request(("a", 0), 2, urgent=False)
+    assert store.assign() is None
+    store.request(("a", 0), 2, urgent=True)
+    told(store)
+    assert store.assign() is None
+    assert told(store) == [(name, ReleaseChunks(pass_id=0)) for name in "ab"]
+    assert store.assign() is None
+    assert told(store) == []  # once is enough
+    store.release(("b", 0), [1])
+    assert store.assign() == Order(ChunkKey("train", 0, 2), PAGE, PAGE)
+    assert there(store) == {ChunkKey("train", 0, 0)}
 
 
 def test_chunks_are_lent_briefly_where_memory_is_short():
     store = make_store(budget=4)
-    store.open_pass("a", "train", 0, 0)
+    store.open_pass(("a", 0), "train", 0, 0)
     briefs = []
     for chunk in range(4):
-        store.request("a", chunk, urgent=True)
-        (grant,) = store.produced(order(store.assign()), 1)
-        briefs.append(grant.brief)
+        store.request(("a", 0), chunk, urgent=True)
+        store.produced(store.assign().key, 1)
+        ((_, ready),) = told(store)
+        briefs.append(ready.brief)
     assert briefs == [False, False, True, True]
-    store.request("a", 4, urgent=False)
-    store.release("a", [2, 3])
+    store.request(("a", 0), 4, urgent=False)
+    store.release(("a", 0), [2, 3])
     assert produce_all(store) == [ChunkKey("train", 0, 4)]
     assert store.residents.lent_bytes == 2 * PAGE  # the fifth waits until it is needed
 
 
 def test_chunk_larger_than_expected_is_ordered_again_where_it_fits():
     store = make_store(budget=10)
-    store.open_pass("a", "train", 0, 0)
-    store.request("a", 0, urgent=True)
-    key = order(store.assign())
+    store.open_pass(("a", 0), "train", 0, 0)
+    store.request(("a", 0), 0, urgent=True)
+    key = store.assign().key
     store.outgrew(key, 7 * PAGE)
-    assert store.assign() == [Produce(key, 0, 7 * PAGE)]
+    assert store.assign() == Order(key, 0, 7 * PAGE)
     store.outgrew(key, 11 * PAGE)
-    (refusal,) = store.assign()
-    assert isinstance(refusal, Refuse)
+    assert store.assign() is None
+    ((_, refusal),) = told(store)
+    assert isinstance(refusal, ChunkFailed)
     assert "larger memory_bytes" in refusal.error.summary
 
 
 def test_what_does_not_fit_into_memory_goes_to_the_disk_before_anything_is_dropped():
     store = make_store(budget=2, disk=2)
-    store.open_pass("a", "train", 0, 0)
-    places, drops = [], []
+    store.open_pass(("a", 0), "train", 0, 0)
+    places, drops, orders = [], [], []
     for chunk in range(6):
-        store.move("a", chunk)
-        store.request("a", chunk, urgent=True)
-        *gone, produce = store.assign()
-        drops += [drop.key.chunk for drop in gone]
-        places.append("disk" if produce.address >= DISK else "memory")
-        store.produced(produce.key, 1)
-        store.release("a", [chunk])
+        store.move(("a", 0), chunk)
+        store.request(("a", 0), chunk, urgent=True)
+        drops += [key.chunk for key in gone(store, lambda: orders.append(store.assign()))]
+        places.append("disk" if orders[-1].address >= DISK else "memory")
+        store.produced(orders[-1].key, 1)
+        store.release(("a", 0), [chunk])
     assert places == ["memory", "memory", "disk", "disk", "disk", "disk"]
     assert drops == [3, 4]  # a reader to come begins at chunk 0
     assert (store.space.used, store.space.spilled) == (2 * PAGE, 2 * PAGE)
@@ -218,62 +234,67 @@ def test_what_does_not_fit_into_memory_goes_to_the_disk_before_anything_is_dropp
 
 def test_disk_that_failed_is_not_used_again():
     store = make_store(budget=1, disk=5)
-    store.open_pass("a", "train", 0, 0)
-    store.request("a", 0, urgent=True)
-    store.request("a", 1, urgent=True)
-    (first,), (second,) = store.assign(), store.assign()
+    store.open_pass(("a", 0), "train", 0, 0)
+    store.request(("a", 0), 0, urgent=True)
+    store.request(("a", 0), 1, urgent=True)
+    first, second = store.assign(), store.assign()
     assert (first.address, second.address) == (0, DISK)
     store.produced(first.key, 1)
+    told(store)
     store.disk_failed(second.key)
-    assert store.assign() == [Recall(pass_id="a")]
+    assert store.assign() is None
+    assert told(store) == [("a", ReleaseChunks(pass_id=0))]
 
 
 def test_what_is_reserved_is_free_at_once_unless_it_is_held():
     store = make_store(budget=4)
     fill(store, "train", 0, [0, 1, 2, 3])
-    store.open_pass("a", "train", 0, 3)
-    store.request("a", 3, urgent=True)
-    assert dropped(store.residents.reserve(2 * PAGE)) == [ChunkKey("train", 0, 2)]
+    store.open_pass(("a", 0), "train", 0, 3)
+    store.request(("a", 0), 3, urgent=True)
+    assert gone(store, lambda: store.residents.reserve(2 * PAGE)) == [ChunkKey("train", 0, 2)]
     assert list(store.space.decoded) == [(2 * PAGE, PAGE)]
-    store.release("a", [3])
+    store.release(("a", 0), [3])
     assert list(store.space.decoded) == [(2 * PAGE, 2 * PAGE)]
     assert store.space.used == 2 * PAGE
 
 
 def test_an_epoch_keeps_the_size_of_its_chunks():
     store = make_store(budget=100, window=100)
-    store.open_pass("a", "train", 0, 0, continues=True)
+    store.open_pass(("a", 0), "train", 0, 0, continues=True)
     store.set_size("train", num_samples=NUM_CHUNKS, chunk_size=3, chunk_bytes=3 * PAGE)
     assert (store.chunk_size("train", 0), store.chunk_size("train", 1)) == (1, 3)
     epochs = [key.epoch for key in produce_all(store)]
     assert (epochs.count(0), epochs.count(1)) == (NUM_CHUNKS, 2)
-    store.move("a", 4)
+    store.move(("a", 0), 4)
     assert store.head("train") == (0, 4)
 
 
 def test_failure_is_told_and_only_tried_again_on_request():
     store = make_store(window=2)
-    store.open_pass("a", "train", 0, 0)
-    store.request("a", 0, urgent=True)
+    store.open_pass(("a", 0), "train", 0, 0)
+    store.request(("a", 0), 0, urgent=True)
     key = ChunkKey("train", 0, 0)
     store.assign()
-    assert store.failed(key, ERROR) == [Refuse(pass_id="a", key=key, error=ERROR)]
+    store.failed(key, ERROR)
+    assert told(store) == REFUSAL
     assert key not in produce_all(store)
-    store.request("a", 0, urgent=True)
-    assert order(store.assign()) == key
+    store.request(("a", 0), 0, urgent=True)
+    assert store.assign().key == key
 
 
 def test_repeated_death_over_a_chunk_is_a_failure():
     store = make_store()
-    store.open_pass("a", "train", 0, 0)
-    store.request("a", 0, urgent=True)
+    store.open_pass(("a", 0), "train", 0, 0)
+    store.request(("a", 0), 0, urgent=True)
     key = ChunkKey("train", 0, 0)
     for _ in range(MAX_DEATHS - 1):
-        assert order(store.assign()) == key
-        assert store.lost(key, ERROR) == []
-    assert order(store.assign()) == key
-    assert store.lost(key, ERROR) == [Refuse(pass_id="a", key=key, error=ERROR)]
-    assert store.assign() == []
+        assert store.assign().key == key
+        store.lost(key, ERROR)
+        assert told(store) == []
+    assert store.assign().key == key
+    store.lost(key, ERROR)
+    assert told(store) == REFUSAL
+    assert store.assign() is None
 
 
 class AnySequence(RuleBasedStateMachine):
@@ -292,27 +313,35 @@ class AnySequence(RuleBasedStateMachine):
         self.producing = {}  # likewise
         self.failed = set()
 
-    def follow(self, instructions):
-        for instruction in instructions:
-            match instruction:
-                case Grant(pass_id=pass_id, key=key):
-                    assert self.resident[key][0] == instruction.address
-                    self.resident[key] = instruction.address, instruction.nbytes
-                    self.wanted.pop((pass_id, key), None)
-                    self.held.add((pass_id, key))
-                case Refuse(pass_id=pass_id, key=key):
+    def follow(self):
+        """Hears what readers are told, and sees what went."""
+        for number, message in told(self.store):
+            match message:
+                case ChunkReady(chunk=chunk):
+                    key = ChunkKey(*self.passes[number], chunk)
+                    assert self.resident[key][0] == message.address
+                    self.resident[key] = message.address, message.nbytes
+                    self.wanted.pop((number, key), None)
+                    self.held.add((number, key))
+                case ChunkFailed(chunk=chunk):
+                    key = ChunkKey(*self.passes[number], chunk)
                     self.failed.add(key)
-                    del self.wanted[pass_id, key]
-                case Drop(key=key):
-                    assert key not in {held for _, held in self.held}
-                    del self.resident[key]
-                case Produce(key=key):
-                    assert key not in self.resident
-                    assert key not in self.producing
-                    self.producing[key] = instruction.address, instruction.max_bytes
-                case Recall(pass_id=pass_id):
-                    assert pass_id in {holder for holder, _ in self.held}
-                    self.recalled.add(pass_id)
+                    del self.wanted[number, key]
+                case ReleaseChunks():
+                    assert number in {holder for holder, _ in self.held}
+                    self.recalled.add(number)
+        assert there(self.store) <= self.resident.keys()
+        for key in self.resident.keys() - there(self.store):
+            assert key not in {held for _, held in self.held}
+            del self.resident[key]
+
+    def order(self):
+        """Has the next chunk made, if there is any."""
+        order = self.store.assign()
+        self.follow()
+        if order is not None:
+            assert order.key not in {*self.resident, *self.producing}
+            self.producing[order.key] = order.address, order.max_bytes
 
     def pick(self, data, items):
         return data.draw(st.sampled_from(sorted(items, key=repr)))
@@ -322,7 +351,7 @@ class AnySequence(RuleBasedStateMachine):
         self.number += 1
         self.passes[self.number] = (name, epoch if name == "train" else 0)
         self.cursors[self.number] = chunk
-        self.store.open_pass(self.number, *self.passes[self.number], chunk)
+        self.store.open_pass((self.number, 0), *self.passes[self.number], chunk)
 
     @precondition(lambda self: self.passes)
     @rule(data=st.data(), chunk=st.integers(0, 3), urgent=st.booleans())
@@ -332,7 +361,8 @@ class AnySequence(RuleBasedStateMachine):
         if (pass_id, key) not in self.held:
             self.wanted[pass_id, key] = urgent or self.wanted.get((pass_id, key), False)
             self.failed.discard(key)
-        self.follow(self.store.request(pass_id, chunk, urgent=urgent))
+        self.store.request((pass_id, 0), chunk, urgent=urgent)
+        self.follow()
         if key in self.resident:  # it was lent, or is not while memory is short
             self.wanted.pop((pass_id, key), None)
 
@@ -341,14 +371,14 @@ class AnySequence(RuleBasedStateMachine):
     def move(self, data, chunk):
         pass_id = self.pick(data, self.passes)
         self.cursors[pass_id] = chunk
-        self.store.move(pass_id, chunk)
+        self.store.move((pass_id, 0), chunk)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def release(self, data):
         pass_id, key = self.pick(data, self.held)
         self.held.remove((pass_id, key))
-        self.store.release(pass_id, [key.chunk])
+        self.store.release((pass_id, 0), [key.chunk])
         self.see_what_went()
 
     @precondition(lambda self: self.passes)
@@ -358,7 +388,7 @@ class AnySequence(RuleBasedStateMachine):
         del self.passes[pass_id]
         self.held = {pair for pair in self.held if pair[0] != pass_id}
         self.wanted = {pair: u for pair, u in self.wanted.items() if pair[0] != pass_id}
-        self.store.close_pass(pass_id)
+        self.store.close_pass((pass_id, 0))
         self.see_what_went()
 
     def see_what_went(self):
@@ -374,11 +404,12 @@ class AnySequence(RuleBasedStateMachine):
     @rule(times=st.integers(1, 4))
     def assign(self, times):
         for _ in range(times):
-            self.follow(self.store.assign())
+            self.order()
 
     @rule(border=st.integers(4, 6))
     def reserve(self, border):
-        self.follow(self.store.residents.reserve(border * PAGE))
+        self.store.residents.reserve(border * PAGE)
+        self.follow()
 
     @precondition(lambda self: self.producing)
     @rule(
@@ -394,15 +425,16 @@ class AnySequence(RuleBasedStateMachine):
         if outcome == "produced":
             used = data.draw(st.sampled_from([1, nbytes]))
             self.resident[key] = address, -(-used // PAGE) * PAGE
-            self.follow(self.store.produced(key, used))
+            self.store.produced(key, used)
         elif outcome == "outgrew":
             self.store.outgrew(key, 2 * PAGE)
         elif outcome == "disk":
-            self.follow(self.store.disk_failed(key))
+            self.store.disk_failed(key)
         else:
-            self.follow(getattr(self.store, outcome)(key, ERROR))
+            getattr(self.store, outcome)(key, ERROR)
             if outcome == "failed":
                 self.failed.add(key)
+        self.follow()
 
     @invariant()
     def nothing_overlaps_and_accounts_agree(self):
@@ -440,17 +472,19 @@ class AnySequence(RuleBasedStateMachine):
         """However it went, every request is answered once it is urgent and readers play along."""
         for pass_id, key in list(self.wanted):
             self.wanted[pass_id, key] = True
-            self.follow(self.store.request(pass_id, key.chunk, urgent=True))
+            self.store.request((pass_id, 0), key.chunk, urgent=True)
+        self.follow()
         for _ in range(200):
-            self.follow(self.store.assign())
+            self.order()
             for pass_id, key in [pair for pair in self.held if pair[0] in self.recalled]:
                 self.held.remove((pass_id, key))
-                self.store.release(pass_id, [key.chunk])
+                self.store.release((pass_id, 0), [key.chunk])
             self.see_what_went()
             if self.producing:
                 key, place = self.producing.popitem()
                 self.resident[key] = place
-                self.follow(self.store.produced(key, place[1]))
+                self.store.produced(key, place[1])
+                self.follow()
         assert not self.wanted
         assert not self.producing
 

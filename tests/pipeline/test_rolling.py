@@ -19,7 +19,6 @@ from optuna_fleet.pipeline.chunks.extents import Extents
 from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.server.allocator import PAGE, Space
-from optuna_fleet.pipeline.server.instructions import Drop
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.spec import ChunkKey
 from tests.fleets import Leg, fleet_of
@@ -174,22 +173,28 @@ def store_with(*chunks: tuple[int, int]) -> ChunkStore:
     for name in ("train", "val"):
         store.set_size(name, num_samples=4, chunk_size=1, chunk_bytes=PAGE)
     for key in (ChunkKey("val", 0, 0), *(ChunkKey("train", *place) for place in chunks)):
-        store.open_pass("filler", key.name, key.epoch, key.chunk)
-        store.request("filler", key.chunk, urgent=True)
+        store.open_pass(("filler", 0), key.name, key.epoch, key.chunk)
+        store.request(("filler", 0), key.chunk, urgent=True)
         store.assign()
         store.produced(key, 1)
-        store.close_pass("filler", key.chunk + 1)
+        store.close_pass(("filler", 0), key.chunk + 1)
     return store
+
+
+def there(store: ChunkStore) -> set[tuple[int, int]]:
+    epochs = (epoch for epoch in store._epochs.values() if epoch.name == "train")
+    return {(epoch.number, chunk) for epoch in epochs for chunk in epoch.chunks}
 
 
 def dropped_for(store: ChunkStore, number: int) -> list[tuple[int, int]]:
     """What goes to make room for so many chunks, one after another."""
     dropped = []
     for epoch in range(10, 10 + number):
-        store.open_pass(epoch, "train", epoch, 3)
-        store.request(epoch, 3, urgent=True)
-        keys = [i.key for i in store.assign() if isinstance(i, Drop)]
-        dropped += [(key.epoch, key.chunk) for key in keys]
+        store.open_pass((epoch, 0), "train", epoch, 3)
+        store.request((epoch, 0), 3, urgent=True)
+        before = there(store)
+        store.assign()
+        dropped += before - there(store)
     return dropped
 
 
@@ -201,24 +206,24 @@ def test_the_oldest_epochs_go_first_and_fixed_data_last() -> None:
 
 def test_what_a_follower_comes_to_soonest_goes_last() -> None:
     store = store_with((0, 2), (1, 0), (1, 1), (1, 2))
-    store.open_pass("leader", "train", 1, 3)
-    store.open_pass("follower", "train", 0, 3)
+    store.open_pass(("leader", 0), "train", 1, 3)
+    store.open_pass(("follower", 0), "train", 0, 3)
     assert dropped_for(store, 4) == [(0, 2), (1, 2), (1, 1), (1, 0)]
 
 
 def test_the_head_never_goes_back() -> None:
     store = store_with()
-    store.open_pass("leader", "train", 0, 0)
-    store.open_pass("follower", "train", 0, 0)
-    store.move("leader", 3)
-    store.move("follower", 1)
+    store.open_pass(("leader", 0), "train", 0, 0)
+    store.open_pass(("follower", 0), "train", 0, 0)
+    store.move(("leader", 0), 3)
+    store.move(("follower", 0), 1)
     assert store.head("train") == (0, 3)
-    store.close_pass("leader")  # its process died
+    store.close_pass(("leader", 0))  # its process died
     assert store.head("train") == (0, 3)
-    store.open_pass("beyond", "train", 5, 2 * 4)  # reads chunks, but no epoch
-    store.move("beyond", 2 * 4)
+    store.open_pass(("beyond", 0), "train", 5, 2 * 4)  # reads chunks, but no epoch
+    store.move(("beyond", 0), 2 * 4)
     assert store.head("train") == (0, 3)
-    store.close_pass("follower", 4)
+    store.close_pass(("follower", 0), 4)
     assert store.head("train") == (1, 0)
 
 

@@ -32,6 +32,10 @@ class Here:
         self.num_calls = 0
         self.reports = Reports(None)
         self.parameters: dict[str, Any] = {}
+        self.remarks: list[str] = []
+
+    def remark(self, keys: Any, text: str) -> None:
+        self.remarks.append(text)
 
 
 class Rank:
@@ -397,6 +401,18 @@ def test_memory_that_an_objective_gives_a_parameter_is_undone() -> None:
     same(dict(rank.held().checkpoint.objects[0]), dict(known))
 
 
+def test_a_step_that_changes_no_parameter_is_not_undone_without_a_copy() -> None:
+    """As the first step of a warm-up: momentum has changed, and would do so twice."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+    rank = Rank(model, optimizer)
+    for number in range(4):
+        rank.begin(number)
+        step(rank, model, optimizer, adds_late=False)
+    held = rank.holding.held()
+    assert held is None or held.place != (1, 0, 3)
+
+
 def test_copies_take_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now, copied = [100.0], []
     monkeypatch.setattr(holding.time, "perf_counter", lambda: now[0])
@@ -472,6 +488,8 @@ def test_what_can_not_be_copied_is_not_held(why: str) -> None:
 
         optimizer.step(loss)
     assert rank.holding.held() is None
+    told = "`trial.state` takes 1.0 MiB" if why == "size" else ""
+    assert [text[: len(told)] for text in rank.session.remarks] == [told] * (why == "size")
 
 
 def test_what_one_rank_adds_others_know(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,9 @@ class CheckpointServer:
             channel.send(Refused(problem=str(error)))
 
     def _path_of(self, request: Any) -> Path:
-        if isinstance(request, GetDataSets) and (path := self._data_sets()) is not None:
+        if isinstance(request, GetDataSets):
+            if (path := self._data_sets()) is None:
+                raise CheckpointError("There are none: the fleet has no pipeline, or has ended.")
             return Path(path)
         name = FileName.parse(request.name) if isinstance(request, Get | Put) else None
         # What a trial leaves in the end is named by the driver only.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.server.instructions import Produce
+from optuna_fleet.pipeline.messages import PassId
 from optuna_fleet.pipeline.spec import ChunkKey, count_chunks
 
 
@@ -34,6 +34,14 @@ class Size:
         return count_chunks(self.num_samples, self.chunk_size)
 
 
+class Order(NamedTuple):
+    """A chunk is to be made at this place of the arena, of at most ``max_bytes``."""
+
+    key: ChunkKey
+    address: int
+    max_bytes: int
+
+
 class Place(NamedTuple):
     """Where a resident chunk lies in the arena."""
 
@@ -46,7 +54,7 @@ class Pass:
     """A reader's way through an epoch.
 
     Attributes:
-        pass_id: Its name.
+        pass_id: Its reader, and its number among the passes of that.
         number: How many there were before it.
         epoch: What it reads.
         cursor: The first chunk that is still needed.
@@ -59,7 +67,7 @@ class Pass:
         distance: From the cursor to the chunk that is to be made next; None if there is none.
     """
 
-    pass_id: Hashable
+    pass_id: PassId
     number: int
     epoch: Epoch
     cursor: int
@@ -99,11 +107,11 @@ class Epoch:
     chunks: dict[int, Place] = field(default_factory=dict)
     pins: Counter[int] = field(default_factory=Counter)
     idle: list[int] = field(default_factory=list)
-    producing: dict[int, Produce] = field(default_factory=dict)
+    producing: dict[int, Order] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     deaths: Counter[int] = field(default_factory=Counter)
     waiting: dict[int, dict[Pass, bool]] = field(default_factory=dict)
-    passes: dict[Hashable, Pass] = field(default_factory=dict)
+    passes: dict[PassId, Pass] = field(default_factory=dict)
     cursors: list[int] = field(default_factory=list)
 
     @property

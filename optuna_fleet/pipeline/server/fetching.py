@@ -7,7 +7,7 @@ from collections import deque
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.exchange.plan import Peer
 from optuna_fleet.pipeline.messages import ProduceChunk
-from optuna_fleet.pipeline.server.instructions import Produce
+from optuna_fleet.pipeline.server.epochs import Order
 from optuna_fleet.pipeline.server.workers import PreprocessorPool
 from optuna_fleet.pipeline.spec import ChunkKey
 
@@ -34,8 +34,8 @@ class Fetching:
         self._peers = peers
         self._pool = pool
         self._most_bytes = FETCHED_SHARE * memory_bytes
-        self._flying: dict[ChunkKey, tuple[Produce, Peer | None]] = {}
-        self.failed: deque[Produce] = deque()
+        self._flying: dict[ChunkKey, tuple[Order, Peer | None]] = {}
+        self.failed: deque[Order] = deque()
 
     def is_elsewhere(self, key: ChunkKey, nbytes: int) -> bool:
         """Returns whether to ask another node for a chunk of so many bytes.
@@ -48,14 +48,14 @@ class Fetching:
         """Returns whether one more could be asked for."""
         if not (self._peers.share() and self._pool.has_room()):
             return False
-        flying = sum(produce.max_bytes for produce, _ in self._flying.values())
+        flying = sum(order.max_bytes for order, _ in self._flying.values())
         return flying < self._most_bytes
 
-    def order(self, produce: Produce, chunk_size: int) -> None:
+    def order(self, order: Order, chunk_size: int) -> None:
         """Has a chunk asked for."""
-        key, address, max_bytes = produce
+        key, address, max_bytes = order
         source = self._peers.source(key)
-        self._flying[key] = produce, source
+        self._flying[key] = order, source
         self._pool.give(
             ProduceChunk(
                 key=key,
@@ -76,9 +76,9 @@ class Fetching:
         """
         if key not in self._flying:
             return False
-        produce, source = self._flying.pop(key)
+        order, source = self._flying.pop(key)
         if is_gone and source is not None:
             self._peers.leave_out(source)
         if has_failed:
-            self.failed.append(produce)
+            self.failed.append(order)
         return True

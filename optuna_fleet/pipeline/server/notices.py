@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from optuna_fleet.pipeline.limits import Budgets
 from optuna_fleet.pipeline.messages import ChunkError
@@ -11,18 +10,18 @@ from optuna_fleet.pipeline.spec import PipelineSpec
 
 
 class Notices:
-    """Tells what the pipeline does that the user might not expect, and what it costs.
+    """Says what the pipeline does that the user might not expect, and what it costs.
 
     Args:
-        notify: Given a sentence for the user.
         budgets: What the pipeline may take.
         spec: The data sets.
+
+    Attributes:
+        outbox: Sentences for the user; the server empties it.
     """
 
-    def __init__(
-        self, notify: Callable[[str], None], budgets: Budgets, spec: PipelineSpec
-    ) -> None:
-        self._notify = notify
+    def __init__(self, budgets: Budgets, spec: PipelineSpec) -> None:
+        self.outbox: list[str] = []
         self._budgets = budgets
         self._spec = spec
         self._told: set[tuple[str, str]] = set()
@@ -94,7 +93,7 @@ class Notices:
 
     def disk_failed(self, reason: str) -> None:
         """A chunk could not be spilled."""
-        self._notify(
+        self.outbox.append(
             f"Preprocessed data is no longer spilled to {self._budgets.spill_dir}: "
             f"{reason}. What does not fit into memory is preprocessed again when needed."
         )
@@ -105,4 +104,4 @@ class Notices:
     def _once(self, what: tuple[str, str], text: str) -> None:
         if what not in self._told:
             self._told.add(what)
-            self._notify(text)
+            self.outbox.append(text)

@@ -7,7 +7,6 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from optuna_fleet.exceptions import ProtocolError
@@ -28,8 +27,8 @@ from optuna_fleet.pipeline.messages import (
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.server.allocator import Space
 from optuna_fleet.pipeline.server.decoded import DecodedStore
+from optuna_fleet.pipeline.server.epochs import Order
 from optuna_fleet.pipeline.server.fetching import NUM_FETCHERS, Fetching
-from optuna_fleet.pipeline.server.instructions import Instruction, Produce
 from optuna_fleet.pipeline.server.notices import Notices
 from optuna_fleet.pipeline.server.sizing import Sizing
 from optuna_fleet.pipeline.server.staffing import Levels, Meter, Staffing
@@ -47,23 +46,6 @@ _DIED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outlets:
-    """Whom production tells what has happened.
-
-    Attributes:
-        carry_out: Given the instructions that follow from it.
-        measured: Given the name of a data set whose chunk size is known now.
-        notify: Given a sentence for the user.
-        after: Called after each event of a preprocessor.
-    """
-
-    carry_out: Callable[[list[Instruction]], None]
-    measured: Callable[[str], None]
-    notify: Callable[[str], None]
-    after: Callable[[], None]
-
-
 class Production:
     """Has chunks made by preprocessors, from the decoded store where it helps.
 
@@ -78,9 +60,14 @@ class Production:
         spawn: Starts a child process.
         selector: The agent's selector.
         close_in_child: Called first in each preprocessor.
-        outlets: Whom to tell.
+        on_idle: Called when there is one more who could work, or something new to do: to `work`.
+        after: Called after each event of a preprocessor.
         clock: Seconds since any time.
         peers: The nodes that share chunks with this one.
+
+    Attributes:
+        pools: The preprocessors, and those who ask other nodes.
+        notices: What the user is to be told.
     """
 
     def __init__(
@@ -96,7 +83,8 @@ class Production:
         spawn: Spawn,
         selector: selectors.BaseSelector,
         close_in_child: Callable[[], None],
-        outlets: Outlets,
+        on_idle: Callable[[], None],
+        after: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
     ) -> None:
@@ -109,8 +97,8 @@ class Production:
         self._arena = arena
         self._store = store
         self._counts = counts
-        self._outlets = outlets
         self._clock = clock
+        self._on_idle = on_idle
         self._close_in_child = close_in_child
         self._lengths = {dataset.name: dataset.num_samples for dataset in spec.datasets}
         self._indices = {dataset.name: dataset.length for dataset in spec.datasets}
@@ -121,7 +109,7 @@ class Production:
         self._mistrusted: set[str] = set()
         # By data set, epoch and chunk size, which chunks were made: there may be many.
         self._made: dict[tuple[str, int, int], bytearray] = {}
-        self._notices = Notices(outlets.notify, budgets, spec)
+        self.notices = Notices(budgets, spec)
         self._peers = peers
         self._fetching: Fetching | None = None
         new_pool = partial(
@@ -131,9 +119,9 @@ class Production:
             selector=selector,
             on_message=self._received,
             on_lost=self._lost,
-            on_idle=self.work,
-            on_unstarted=self._notices.unstarted,
-            after=outlets.after,
+            on_idle=on_idle,
+            on_unstarted=self.notices.unstarted,
+            after=after,
             clock=clock,
         )
         self.pool = new_pool(limit=setup.num_preprocessors)
@@ -180,27 +168,20 @@ class Production:
         while fetching and fetching.failed and pool.has_room():
             self._make(fetching.failed.popleft())
         while pool.has_room() or (fetching and fetching.has_room()):
-            instructions = self._store.assign(accepts if fetching else None)
-            self._outlets.carry_out(instructions)
-            if not instructions or not isinstance(instructions[-1], Produce):
+            order = self._store.assign(accepts if fetching else None)
+            if order is None:
                 break
+            if self._is_elsewhere(order.key):
+                self._fetch(order)
+            else:
+                self._make(order)
         self._look()
 
     def resume(self) -> None:
-        """Tries again what could not be done; to be called now and then."""
+        """Tries again what could not be done; to be called now and then, before `work`."""
         for pool in self.pools:
             pool.resume(end_idle=self._is_adaptive)
         self._staffing.ended(self.pool.num_running)
-        self.work()
-
-    def order(self, produce: Produce) -> None:
-        """Has a chunk made here, or fetched from the node that owns it."""
-        if self._is_elsewhere(produce.key):
-            assert self._fetching is not None
-            size = self._store.chunk_size(produce.key.name, produce.key.epoch)
-            self._fetching.order(produce, size)
-        else:
-            self._make(produce)
 
     def _is_elsewhere(self, key: ChunkKey) -> bool:
         if self._fetching is None:
@@ -212,8 +193,12 @@ class Production:
         assert self._fetching is not None
         return (self._fetching if self._is_elsewhere(key) else self.pool).has_room()
 
-    def _make(self, produce: Produce) -> None:
-        key = produce.key
+    def _fetch(self, order: Order) -> None:
+        assert self._fetching is not None
+        self._fetching.order(order, self._store.chunk_size(order.key.name, order.key.epoch))
+
+    def _make(self, order: Order) -> None:
+        key = order.key
         size = self._store.chunk_size(key.name, key.epoch)
         split = self._decoded.serves(key.name)
         extents = self._decoded.lend(key, key.name, size) if split else ()
@@ -222,8 +207,8 @@ class Production:
             ProduceChunk(
                 key=key,
                 chunk_size=size,
-                address=produce.address,
-                max_bytes=produce.max_bytes,
+                address=order.address,
+                max_bytes=order.max_bytes,
                 split=split,
                 extents=tuple(extents),
             )
@@ -271,7 +256,7 @@ class Production:
     def _share_memory(self) -> None:
         """Chunks may take what the decoded store does not, as far as its samples are known."""
         border = self._memory_bytes - self._decoded.wanted_bytes
-        self._outlets.carry_out(self._store.residents.reserve(border))
+        self._store.residents.reserve(border)
 
     def _preprocessor_main(self, sock: socket.socket) -> None:
         self._close_in_child()
@@ -314,39 +299,38 @@ class Production:
                 if self._fetching is not None:
                     self._fetching.settle(message.key, has_failed=False)
                 self._decoded.publish(message.key, message.key.name, ())
-                self._notices.disk_failed(message.reason)
-                self._outlets.carry_out(self._store.disk_failed(message.key))
+                self.notices.disk_failed(message.reason)
+                self._store.disk_failed(message.key)
             case ChunkNotProduced():
                 self._decoded.publish(message.key, message.key.name, ())
-                self._outlets.carry_out(self._store.failed(message.key, message.error))
+                self._store.failed(message.key, message.error)
             case _:
                 raise ProtocolError(f"A preprocessor sent an unexpected {message!r}.")
 
     def _set_size(self, message: SampleMeasured) -> None:
         self._sizing.measured(message)
         self._use_decoded(message.key.name)
-        self._outlets.measured(message.key.name)
 
     def _produced(self, message: ChunkProduced) -> None:
         key, counts = message.key, self._counts
         counts.preprocessed += message.num_samples
         counts.busy_s += message.busy_s
         counts.num_loaded += message.num_loaded
-        self._notices.count(key.name, message.num_samples, message.busy_s)
+        self.notices.count(key.name, message.num_samples, message.busy_s)
         self._note_repetition(message)
         self._sizing.made(message)
         if message.complaint is not None:
             counts.num_skipped += len(message.skipped)
-            self._notices.skipped(key.name, message.skipped, message.complaint)
+            self.notices.skipped(key.name, message.skipped, message.complaint)
         self._decoded.publish(key, key.name, message.stored)
         if message.mismatch is not None:
             self._mistrusted.add(key.name)
             self._decoded.stop(key.name)
-            self._notices.mismatch(key.name, message.mismatch)
+            self.notices.mismatch(key.name, message.mismatch)
         is_whole = message.num_loaded + len(message.stored) >= message.num_samples
         if self._decoded.is_full and self._decoded.serves(key.name) and not is_whole:
-            self._notices.decoded_full(key.name, self._decoded.fitting_share(key.name))
-        self._outlets.carry_out(self._store.produced(key, message.nbytes))
+            self.notices.decoded_full(key.name, self._decoded.fitting_share(key.name))
+        self._store.produced(key, message.nbytes)
         self._meter.advance(self._clock())
         running, has_fresh = self.pool.num_running, self.pool.has_fresh
         self._staffing.chunk_made(self._meter, running=running, has_fresh=has_fresh)
@@ -359,7 +343,7 @@ class Production:
         counts.num_received += min(size, self._lengths[key.name] - key.chunk * size)
         counts.received_bytes += message.nbytes
         counts.link_bytes_per_s = max(counts.link_bytes_per_s, message.nbytes / message.seconds)
-        self._outlets.carry_out(self._store.produced(key, message.nbytes))
+        self._store.produced(key, message.nbytes)
 
     def _note_repetition(self, message: ChunkProduced) -> None:
         key = message.key
@@ -369,7 +353,7 @@ class Production:
         again, made[key.chunk] = made[key.chunk], True
         if again:
             self._counts.repeated += message.num_samples
-            self._notices.repeated(key.name)
+            self.notices.repeated(key.name)
 
     def _lost(self, key: ChunkKey | None) -> None:
         if key is not None and self._sizing.is_measuring(key.name):
@@ -380,5 +364,5 @@ class Production:
         ):
             self._decoded.publish(key, key.name, ())
             error = ChunkError(summary=_DIED.format(name=key.name))
-            self._outlets.carry_out(self._store.lost(key, error))
-        self.work()
+            self._store.lost(key, error)
+        self._on_idle()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from optuna_fleet.pipeline.server.allocator import Space, pages
-from optuna_fleet.pipeline.server.epochs import Epoch, Eviction, Place
-from optuna_fleet.pipeline.server.instructions import Drop, Instruction, Produce
+from optuna_fleet.pipeline.server.epochs import Epoch, Eviction, Order, Place
 from optuna_fleet.pipeline.server.lookahead import Lookahead
 
 BRIEF_SHARE = 0.5
@@ -52,7 +51,7 @@ class Residents:
         """Bytes of the chunks that passes hold."""
         return sum(self._lent)
 
-    def add(self, epoch: Epoch, order: Produce, nbytes: int) -> None:
+    def add(self, epoch: Epoch, order: Order, nbytes: int) -> None:
         """A chunk of so many bytes is there now, as it was ordered."""
         assert nbytes <= order.max_bytes, (nbytes, order)
         taken = order.max_bytes
@@ -96,53 +95,47 @@ class Residents:
         budget = self._space.capacity(on_disk=where)
         return lent > BRIEF_SHARE * budget or lent + largest > budget
 
-    def make_room(
-        self, nbytes: int, read: set[Epoch], *, spare: int
-    ) -> tuple[list[Instruction], int | None]:
-        """Drops chunks until so many bytes fit, and says where they do.
+    def make_room(self, nbytes: int, read: set[Epoch], *, spare: int) -> int | None:
+        """Drops chunks until so many bytes fit, and returns where they do.
 
         Args:
             nbytes: In one piece.
             read: The epochs that somebody reads.
             spare: So many chunks from the cursor of every open pass on are not touched.
+
+        Returns:
+            None if they do not fit without what may not be dropped.
         """
-        drops: list[Instruction] = []
-        while (address := self._space.allocate(nbytes)) is None:
-            if not drops and not self._space.could_fit(nbytes, *self._idle):
-                break  # known beforehand: not even without all idle chunks
-            worst = self._eviction.worst(read, spare)
-            if worst is None:
-                break
-            drops.append(self._drop(*worst))
-        return drops, address
+        address = self._space.allocate(nbytes)
+        if address is None and not self._space.could_fit(nbytes, *self._idle):
+            return None  # known beforehand: not even without all idle chunks
+        while address is None and (worst := self._eviction.worst(read, spare)) is not None:
+            self._drop(*worst)
+            address = self._space.allocate(nbytes)
+        return address
 
-    def reserve(self, border: int) -> list[Instruction]:
+    def reserve(self, border: int) -> None:
         """Leaves memory from this address on to the decoded store."""
-        if border >= self._space.border:
-            return []
-        self._space.reserve(border)
-        return self._drop_idle(lambda p: border < sum(p) and not self._space.is_on_disk(p.address))
+        if border < self._space.border:
+            self._space.reserve(border)
+            self._drop_idle(lambda p: border < sum(p) and not self._space.is_on_disk(p.address))
 
-    def close_disk(self) -> list[Instruction]:
+    def close_disk(self) -> None:
         """The disk takes no more chunks: those that are there and idle are dropped."""
         self._space.close_disk()
-        return self._drop_idle(lambda place: self._space.is_on_disk(place.address))
+        self._drop_idle(lambda place: self._space.is_on_disk(place.address))
 
     def forget(self, epoch: Epoch) -> None:
         """Forgets an epoch of which nothing is left."""
         if epoch.is_forgotten:
             self._epochs.pop((epoch.name, epoch.number), None)
 
-    def _drop_idle(self, which: Callable[[Place], bool]) -> list[Instruction]:
-        gone = [
-            (epoch, chunk)
-            for epoch in self._epochs.values()
-            for chunk in epoch.idle
-            if which(epoch.chunks[chunk])
-        ]
-        return [self._drop(*each) for each in gone]
+    def _drop_idle(self, which: Callable[[Place], bool]) -> None:
+        for epoch in [*self._epochs.values()]:
+            for chunk in [chunk for chunk in epoch.idle if which(epoch.chunks[chunk])]:
+                self._drop(epoch, chunk)
 
-    def _drop(self, epoch: Epoch, chunk: int) -> Drop:
+    def _drop(self, epoch: Epoch, chunk: int) -> None:
         place = epoch.chunks.pop(chunk)
         epoch.wake(chunk)
         self.num_dropped += 1
@@ -151,4 +144,3 @@ class Residents:
         self._lookahead.absent(epoch, chunk)
         self._eviction.update(epoch)
         self.forget(epoch)
-        return Drop(epoch.key(chunk))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
 from optuna_fleet.exceptions import ProtocolError
@@ -15,35 +15,23 @@ from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.messages import (
     Advance,
     ArenaOpened,
-    ChunkFailed,
-    ChunkReady,
     ClosePass,
     FindHead,
     HeadFound,
     OpenPass,
+    PassId,
     PassOpened,
-    ReleaseChunks,
     ReturnChunks,
 )
 from optuna_fleet.pipeline.preprocessor.order_file import order_files
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.server.allocator import Space
-from optuna_fleet.pipeline.server.instructions import (
-    Drop,
-    Grant,
-    Instruction,
-    Produce,
-    Recall,
-    Refuse,
-)
-from optuna_fleet.pipeline.server.production import Outlets, Production
+from optuna_fleet.pipeline.server.production import Production
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.server.workers import Spawn
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import Port
-
-PassId = tuple[Hashable, int]
 
 _MOST_AHEAD = 16
 """Chunks that a reader may ask for before it needs them, if they are small."""
@@ -89,7 +77,6 @@ class PipelineServer:
         self._selector = selector
         self._notify = notify
         self._on_event = on_event
-        self._notices: list[str] = []
         self._counts = PipelineStats()
         self._arena = Arena(budgets.memory_bytes, budgets.spill_bytes, budgets.spill_dir)
         self._space = Space(self._arena.extents)
@@ -113,12 +100,8 @@ class PipelineServer:
             spawn=spawn,
             selector=selector,
             close_in_child=self._close_in_preprocessor,
-            outlets=Outlets(
-                carry_out=self._carry_out,
-                measured=self._open_waiting,
-                notify=self._notices.append,
-                after=self._tell,
-            ),
+            on_idle=self._work,
+            after=self._tell,
             clock=clock,
             peers=peers,
         )
@@ -148,7 +131,7 @@ class PipelineServer:
         self._unopened = [entry for entry in self._unopened if entry[0] != reader_id]
         for pass_id in reader.passes:
             self._store.close_pass((reader_id, pass_id))
-        self._production.work()
+        self._work()
 
     def child_died(self, pid: int) -> bool:
         """Tells that a child was reaped; returns whether it was a preprocessor of this server."""
@@ -157,7 +140,7 @@ class PipelineServer:
 
     def plan_changed(self) -> None:
         """Tells that other nodes, or others of their chunks, are to be asked from now on."""
-        self._production.work()
+        self._work()
 
     def kill_stuck(self, limit_s: float) -> None:
         """Ends preprocessors that have worked on one chunk for so many seconds.
@@ -174,6 +157,7 @@ class PipelineServer:
         To be called now and then: nothing tells when that is over.
         """
         self._production.resume()
+        self._work()
         for reader in self._readers.values():
             reader.channel.resume()
         self._tell()
@@ -251,16 +235,29 @@ class PipelineServer:
                 self._close_pass((reader_id, message.pass_id), message)
             case _:
                 raise ProtocolError(f"A trainer sent the pipeline an unexpected {message!r}.")
-        self._production.work()
+        self._work()
 
     def _after_reader(self) -> None:
         self._tell()
         self._on_event()
 
+    def _work(self) -> None:
+        """Does what follows from an event: opens passes, orders chunks, tells readers."""
+        known = [each for each in self._unopened if self._production.knows(each[1].name)]
+        self._unopened = [each for each in self._unopened if each not in known]
+        for reader_id, opening in known:
+            self._open(reader_id, opening)
+        self._production.work()
+        while self._store.outbox:
+            reader_id, message = self._store.outbox.popleft()
+            if (reader := self._readers.get(reader_id)) is not None:
+                reader.channel.send(message)
+        self._counts.peak_bytes = max(self._counts.peak_bytes, self._resident_bytes())
+
     def _tell(self) -> None:
         """Tells the user; what goes wrong with that is not the fault of whoever was the cause."""
-        while self._notices:
-            self._notify(self._notices.pop(0))
+        while notices := self._production.notices.outbox:
+            self._notify(notices.pop(0))
 
     def _open(self, reader_id: Hashable, message: OpenPass) -> None:
         if message.continues or message.epoch:
@@ -291,19 +288,13 @@ class PipelineServer:
         found = HeadFound(pass_id=message.pass_id, epoch=epoch, start=sample)
         self._readers[reader_id].channel.send(found)
 
-    def _open_waiting(self, name: str) -> None:
-        """The chunk size of a data set is known: its readers can begin."""
-        waiting, self._unopened = self._unopened, []
-        for reader_id, message in waiting:
-            self._open(reader_id, message)  # those of other data sets wait on
-
     def _advance(self, pass_id: PassId, message: Advance) -> None:
         self._store.move(pass_id, message.cursor)
         self._store.release(pass_id, message.released)
         for chunk in message.needed:
-            self._carry_out(self._store.request(pass_id, chunk, urgent=True))
+            self._store.request(pass_id, chunk, urgent=True)
         for chunk in message.ahead:
-            self._carry_out(self._store.request(pass_id, chunk, urgent=False))
+            self._store.request(pass_id, chunk, urgent=False)
 
     def _close_pass(self, pass_id: PassId, message: ClosePass) -> None:
         self._counts.consumed += message.num_consumed
@@ -316,31 +307,6 @@ class PipelineServer:
             self._unopened = [
                 entry for entry in self._unopened if (entry[0], entry[1].pass_id) != pass_id
             ]
-
-    # Instructions
-
-    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
-        for instruction in instructions:
-            match instruction:
-                case Grant(key=key, address=address, nbytes=nbytes, brief=brief):
-                    reader, number = self._whose(instruction.pass_id)
-                    reader.send(ChunkReady(number, key.chunk, address, nbytes, brief))
-                case Produce():
-                    self._production.order(instruction)
-                case Recall():
-                    reader, number = self._whose(instruction.pass_id)
-                    reader.send(ReleaseChunks(pass_id=number))
-                case Refuse(key=key, error=error):
-                    reader, number = self._whose(instruction.pass_id)
-                    reader.send(ChunkFailed(pass_id=number, chunk=key.chunk, error=error))
-                case Drop():
-                    pass
-        self._counts.peak_bytes = max(self._counts.peak_bytes, self._resident_bytes())
-
-    def _whose(self, pass_id: Hashable) -> tuple[Port, int]:
-        assert isinstance(pass_id, tuple)
-        reader_id, number = pass_id
-        return self._readers[reader_id].channel, number
 
     def _resident_bytes(self) -> int:
         return self._space.used + self._production.decoded_bytes

@@ -1,8 +1,9 @@
 """The chunk store: who wants which chunk, what to produce next, what to drop. Pure bookkeeping.
 
-Events go in, instructions come out; the server carries them out. An event costs O(log n), however
-many chunks, preprocessors and readers there are; only where every idle chunk is one that somebody
-is yet to read is dropping one proportional to the number of passes.
+Events go in; orders for preprocessors come out, and what readers are to be told is put into
+``outbox``. An event costs O(log n), however many chunks, preprocessors and readers there are; only
+where every idle chunk is one that somebody is yet to read is dropping one proportional to the
+number of passes.
 
 Chunks lie in a `Space`, whose budget can't be exceeded. What passes hold is never dropped, so
 where room is short they are asked to copy what they need and to give the chunks back: nobody waits
@@ -11,20 +12,19 @@ while holding something.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
 from itertools import chain
 
-from optuna_fleet.pipeline.messages import ChunkError
-from optuna_fleet.pipeline.server.allocator import Space, pages
-from optuna_fleet.pipeline.server.epochs import Epoch, Eviction, Pass, Size
-from optuna_fleet.pipeline.server.instructions import (
-    Grant,
-    Instruction,
-    Produce,
-    Recall,
-    Refuse,
+from optuna_fleet.pipeline.messages import (
+    ChunkError,
+    ChunkFailed,
+    ChunkReady,
+    PassId,
+    ReleaseChunks,
 )
+from optuna_fleet.pipeline.server.allocator import Space, pages
+from optuna_fleet.pipeline.server.epochs import Epoch, Eviction, Order, Pass, Size
 from optuna_fleet.pipeline.server.lookahead import Lookahead
 from optuna_fleet.pipeline.server.residents import Residents
 from optuna_fleet.pipeline.spec import ChunkKey
@@ -45,18 +45,22 @@ class ChunkStore:
         fixed: Names of data sets whose only epoch is 0; their chunks are kept longest.
         rolling: A pass begins where others are, not at the beginning of an epoch: then the oldest
             epochs are given up first, otherwise the latest, as every new trial starts at epoch 0.
+
+    Attributes:
+        outbox: What is to be said to readers, and to whom; the server empties it.
     """
 
     def __init__(
         self, space: Space, *, window: int, fixed: Iterable[str] = (), rolling: bool = False
     ) -> None:
+        self.outbox: deque[tuple[Hashable, object]] = deque()
         self._space = space
         self._window = window
         self._fixed = frozenset(fixed)
         self._rolling = rolling
         self._sizes: dict[str, Size] = {}
         self._epochs: dict[tuple[str, int], Epoch] = {}
-        self._passes: dict[Hashable, Pass] = {}
+        self._passes: dict[PassId, Pass] = {}
         self._num_opened = 0
         self._read: set[Epoch] = set()
         self._holding: dict[Pass, None] = {}  # and not yet asked to give back
@@ -115,7 +119,7 @@ class ChunkStore:
         return self._epoch(name, epoch).size.chunk_bytes
 
     def open_pass(
-        self, pass_id: Hashable, name: str, epoch: int, cursor: int, *, continues: bool = False
+        self, pass_id: PassId, name: str, epoch: int, cursor: int, *, continues: bool = False
     ) -> None:
         """Begins a pass over an epoch whose size is known, from chunk ``cursor``.
 
@@ -132,7 +136,7 @@ class ChunkStore:
         self._lookahead.add(record)
         self._eviction.update(found)
 
-    def move(self, pass_id: Hashable, cursor: int) -> None:
+    def move(self, pass_id: PassId, cursor: int) -> None:
         """Notes the first chunk that the pass still needs."""
         record = self._passes[pass_id]
         if cursor == record.cursor:
@@ -144,14 +148,15 @@ class ChunkStore:
         self._lookahead.update(record)
         self._reached(record.epoch, cursor)
 
-    def request(self, pass_id: Hashable, chunk: int, *, urgent: bool) -> list[Instruction]:
+    def request(self, pass_id: PassId, chunk: int, *, urgent: bool) -> None:
         """The pass wants a chunk; ``urgent`` if it can't go on without. May be repeated."""
         record = self._passes[pass_id]
         epoch = record.epoch
         if chunk in record.held:
-            return []
+            return
         if chunk in epoch.chunks:
-            return self._lend(record, chunk, urgent=urgent)
+            self._lend(record, chunk, urgent=urgent)
+            return
         if chunk in epoch.failed:
             epoch.failed.discard(chunk)
             self._lookahead.absent(epoch, chunk)
@@ -163,9 +168,8 @@ class ChunkStore:
         waiting[record] = urgent or waiting.get(record, False)
         if chunk not in epoch.producing:
             self._queue(epoch.key(chunk), urgent=urgent)
-        return []
 
-    def release(self, pass_id: Hashable, chunks: Iterable[int]) -> None:
+    def release(self, pass_id: PassId, chunks: Iterable[int]) -> None:
         """The pass gives chunks back."""
         record = self._passes[pass_id]
         for chunk in record.held.intersection(chunks):
@@ -175,7 +179,7 @@ class ChunkStore:
         if not record.held:
             self._holding.pop(record, None)
 
-    def close_pass(self, pass_id: Hashable, end: int = 0) -> None:
+    def close_pass(self, pass_id: PassId, end: int = 0) -> None:
         """Ends the pass, or its reader died: everything it held or wanted is let go.
 
         Args:
@@ -218,40 +222,37 @@ class ChunkStore:
 
     # Production
 
-    def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> list[Instruction]:
-        """Returns the next chunk to produce, after drops that make room.
+    def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> Order | None:
+        """Returns what to make next, where room was made for it; None if there is nothing.
 
         Chunks that passes wait for come first, then those requested ahead, then the windows,
         last the beginnings of next epochs, for which nothing is dropped: no pass has its cursor
-        there yet, so they would be the next to go. Without a Produce in the answer there is
-        nothing to do that fits.
+        there yet, so they would be the next to go.
 
         Args:
             accept: Whether somebody is free for this chunk now; None if for any. Where chunks are
                 left out, this costs more.
         """
-        done: list[Instruction] = []
         while key := self._candidate(accept):
             nbytes = self.order_bytes(key)
             if nbytes > self._space.largest:
-                done += self._refuse(key, _too_large(key, nbytes, self._space.border))
+                self._refuse(key, _too_large(key, nbytes, self._space.border))
                 continue
             urgent = key in self._urgent
             # What can wait may not push out what readers will come to next.
             spare = 0 if urgent else self._window
-            drops, address = self._residents.make_room(nbytes, self._read, spare=spare)
-            done += drops
+            address = self._residents.make_room(nbytes, self._read, spare=spare)
             if address is not None:
-                done.append(self._produce(key, nbytes, address))
-            elif urgent:  # the others are no smaller and no more urgent
-                done += self._recalls()
-            return done
+                return self._order(key, nbytes, address)
+            if urgent:  # the others are no smaller and no more urgent
+                self._recall()
+            return None
         key = self._lookahead.upcoming()
         if key is not None and (accept is None or accept(key)):
             nbytes = self.order_bytes(key)
             if (address := self._space.allocate(nbytes, spill=False)) is not None:
-                done.append(self._produce(key, nbytes, address))
-        return done
+                return self._order(key, nbytes, address)
+        return None
 
     def _candidate(self, accept: Callable[[ChunkKey], bool] | None) -> ChunkKey | None:
         if accept is None:
@@ -259,45 +260,42 @@ class ChunkStore:
         keys = chain(self._urgent, self._eager, self._lookahead.all())
         return next(filter(accept, keys), None)
 
-    def produced(self, key: ChunkKey, nbytes: int) -> list[Instruction]:
+    def produced(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is there; everyone who waited for it gets it."""
         epoch = self._epochs[key.name, key.epoch]
         epoch.deaths.pop(key.chunk, None)
         self._residents.add(epoch, epoch.producing.pop(key.chunk), nbytes)
         if epoch.size.is_estimate and key.chunk + 1 < epoch.num_chunks:
             epoch.size.chunk_bytes, epoch.size.is_estimate = nbytes, False
-        lent: list[Instruction] = []
         for record, urgent in epoch.waiting.pop(key.chunk, {}).items():
             self._no_longer_wants(record, key.chunk)
-            lent += self._lend(record, key.chunk, urgent=urgent)
-        return lent
+            self._lend(record, key.chunk, urgent=urgent)
 
     def outgrew(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is larger than any before: it is to be produced again where there is room."""
         size = self._end_order(key).size
         size.chunk_bytes, size.is_estimate = max(size.chunk_bytes, nbytes), False
 
-    def disk_failed(self, key: ChunkKey) -> list[Instruction]:
+    def disk_failed(self, key: ChunkKey) -> None:
         """A chunk could not be written to the disk: it is for those there are from now on."""
-        drops = self._residents.close_disk()
+        self._residents.close_disk()
         self._end_order(key)
-        return drops
 
-    def failed(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
+    def failed(self, key: ChunkKey, error: ChunkError) -> None:
         """A sample raised: those who waited are told; only a new request tries again."""
         self._end_order(key)
-        return self._refuse(key, error)
+        self._refuse(key, error)
 
-    def lost(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
+    def lost(self, key: ChunkKey, error: ChunkError) -> None:
         """The preprocessor died over this chunk: once it is repeated, then it counts as failed."""
         epoch = self._epochs.get((key.name, key.epoch))
         if epoch is None or key.chunk not in epoch.producing:
-            return []  # it was done, but for the rest of what follows from that
+            return  # it was done, but for the rest of what follows from that
         epoch.deaths[key.chunk] += 1
         if epoch.deaths[key.chunk] >= MAX_DEATHS:
-            return self.failed(key, error)
-        self._end_order(key)
-        return []
+            self.failed(key, error)
+        else:
+            self._end_order(key)
 
     # What they have in common
 
@@ -327,17 +325,18 @@ class ChunkStore:
         if not record.urgent:
             self._stalled.discard(record)
 
-    def _lend(self, record: Pass, chunk: int, *, urgent: bool) -> list[Instruction]:
+    def _lend(self, record: Pass, chunk: int, *, urgent: bool) -> None:
         epoch = record.epoch
         largest = max(size.chunk_bytes for size in self._sizes.values())
         brief = self._residents.is_short(epoch, chunk, largest)
         if brief and not urgent:
-            return []  # it will be asked for again
+            return  # it will be asked for again
         self._residents.pin(epoch, chunk)
         record.held.add(chunk)
         if len(record.held) == 1:
             self._holding[record] = None
-        return [Grant(record.pass_id, epoch.key(chunk), *epoch.chunks[chunk], brief)]
+        reader, number = record.pass_id
+        self.outbox.append((reader, ChunkReady(number, chunk, *epoch.chunks[chunk], brief)))
 
     def order_bytes(self, key: ChunkKey) -> int:
         """Returns the bytes to leave for a chunk."""
@@ -345,9 +344,9 @@ class ChunkStore:
         size = self._sizes[key.name] if epoch is None else epoch.size
         return pages(size.chunk_bytes)
 
-    def _produce(self, key: ChunkKey, nbytes: int, address: int) -> Produce:
+    def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
         epoch = self._epoch(key.name, key.epoch)
-        order = epoch.producing[key.chunk] = Produce(key, address, nbytes)
+        order = epoch.producing[key.chunk] = Order(key, address, nbytes)
         self._unqueue(key)
         return order
 
@@ -364,23 +363,23 @@ class ChunkStore:
         self._residents.forget(epoch)
         return epoch
 
-    def _refuse(self, key: ChunkKey, error: ChunkError) -> list[Instruction]:
+    def _refuse(self, key: ChunkKey, error: ChunkError) -> None:
         epoch = self._epoch(key.name, key.epoch)
         epoch.deaths.pop(key.chunk, None)
         epoch.failed.add(key.chunk)
         self._unqueue(key)
-        refusals: list[Instruction] = []
         for record in epoch.waiting.pop(key.chunk, {}):
             self._no_longer_wants(record, key.chunk)
-            refusals.append(Refuse(record.pass_id, key, error))
+            reader, number = record.pass_id
+            failure = ChunkFailed(pass_id=number, chunk=key.chunk, error=error)
+            self.outbox.append((reader, failure))
         self._residents.forget(epoch)
-        return refusals
 
-    def _recalls(self) -> list[Instruction]:
+    def _recall(self) -> None:
         """Somebody can't go on for want of memory: whoever holds chunks is to copy them."""
-        recalls: list[Instruction] = [Recall(record.pass_id) for record in self._holding]
+        for reader, number in (record.pass_id for record in self._holding):
+            self.outbox.append((reader, ReleaseChunks(pass_id=number)))
         self._holding.clear()
-        return recalls
 
 
 def _too_large(key: ChunkKey, nbytes: int, budget: int) -> ChunkError:

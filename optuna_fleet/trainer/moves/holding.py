@@ -92,7 +92,8 @@ class _Beginning:
 
     def is_good(self) -> bool:
         """Whether the trial can go on from it."""
-        return self.is_told() and not self.objects.changed()
+        is_past = self.objects.has_stepped and self.objects.late is None
+        return self.is_told() and not is_past and not self.objects.changed()
 
 
 class Holding:
@@ -136,7 +137,7 @@ class Holding:
         self._has_held = False  # in this epoch
         self.begin_run()
         moving.may_outlive = lambda: self._now is not None or self._kept is not None
-        steps.at_step = self._before_optimizer
+        steps.at_step, steps.at_stepped = self._before_optimizer, self._after_optimizer
         shares.at_gradients, shares.at_reduced = self._before_gradients, self._reduced
 
     def begin_run(self) -> None:
@@ -224,7 +225,9 @@ class Holding:
             if self._contents is None or len(self._contents.objects) < len(self._objects):
                 self._contents = Contents(self._objects, self._by_hand)
             state = pickle.dumps(self._state)
-            self._can_hold = len(state) <= _MOST_STATE_BYTES
+            if len(state) > _MOST_STATE_BYTES:
+                self._can_hold = False
+                self._session.remark(("large trial.state",), _too_large(len(state)))
             self._now = _Beginning(
                 place=place,
                 told=told,
@@ -267,6 +270,11 @@ class Holding:
         elif (self._is_last or self._needs_copy()) and now.is_told():
             self._copy(now)
 
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """One has stepped."""
+        if self._now is not None and any(o is optimizer for o in self._objects):
+            self._now.objects.has_stepped = True
+
     def _needs_copy(self) -> bool:
         return not self._is_plain and (self._follows is not Follows.SOMETHING or self.is_due())
 
@@ -293,7 +301,7 @@ class Holding:
         """Keep nothing: it would keep the trial's memory."""
         self._now = self._kept = self._told = self._contents = None
         self._is_in_step = False
-        self._steps.at_step = lambda: None
+        self._steps.at_step, self._steps.at_stepped = lambda: None, lambda optimizer: None
         self._shares.at_gradients, self._shares.at_reduced = lambda: None, lambda added: None
 
     def held(self) -> Held | None:
@@ -329,3 +337,11 @@ class Holding:
             step=step,
             totals=one.begun if one.told is None else one.told.parts(),
         )
+
+
+def _too_large(nbytes: int) -> str:
+    return (
+        f"`trial.state` takes {nbytes / 2**20:.1f} MiB, and is copied in each step up to 1 MiB: "
+        "should one of several ranks die, its trial goes on from its last checkpoint. "
+        "Tensors can be buffers of a module instead, of any size."
+    )

@@ -81,6 +81,8 @@ class ObjectCopies:
         others: States of other objects, by position.
         versions: Of parameters that are not copied early: they tell whether one was changed.
         late: Copies of these, if an optimizer was about to step.
+        has_stepped: One has: what it keeps has changed. Parameters need not (a rate of 0), and
+            fused optimizers change them without another version.
     """
 
     contents: Contents
@@ -91,6 +93,7 @@ class ObjectCopies:
     others: dict[int, bytes]
     versions: list[_Version]
     late: Late | None = None
+    has_stepped: bool = False
 
     @classmethod
     @torch.no_grad()

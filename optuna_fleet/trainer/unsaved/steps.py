@@ -27,6 +27,7 @@ class Steps:
         optimizers: Those that have trained.
         num_gradients: How many gradients of single parameters have arrived.
         at_step: Called before each.
+        at_stepped: Called after each, with the optimizer.
     """
 
     def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
@@ -35,6 +36,7 @@ class Steps:
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
         self.num_gradients = 0
         self.at_step: Callable[[], None] = lambda: None
+        self.at_stepped: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         self._stepped: set[int] = set()  # since the last gradient has arrived
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -64,6 +66,7 @@ class Steps:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
+        self.at_stepped(optimizer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.at_step()

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
+from optuna_fleet.checkpoints.file import CheckpointError
 from optuna_fleet.exceptions import FleetConfigError, ProtocolError
 from optuna_fleet.executor.cluster.agent.agent import Agent
 from optuna_fleet.executor.cluster.config import AgentOptions, NodeSetup, machine
@@ -68,7 +69,8 @@ def run_agent(options: AgentOptions) -> None:
     """Join the driver and serve it until it ends.
 
     Raises:
-        FleetConfigError: The driver does not want this node, or the devices do not exist.
+        FleetConfigError: The driver does not want this node, or has no data sets for it; or the
+            devices do not exist.
         ProtocolError: One of the two does not know the other's secret.
         OSError: The driver can't be reached.
         EOFError: It has ended.
@@ -111,6 +113,10 @@ def _with_data(setup: NodeSetup, invitation: Invitation) -> NodeSetup:
         channel.send(OpenTransfer())
         channel.send(GetDataSets())
         payload = Payload.written(lambda file: receive_file(channel.receive, file.write))
+    except CheckpointError as error:
+        raise FleetConfigError(
+            f"The data sets can't be fetched from the driver: {error}"
+        ) from None
     finally:
         channel.close()
     return replace(setup, pipeline=replace(setup.pipeline, payload=payload))
