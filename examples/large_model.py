@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seed=arguments.seed,
     )
     study = optuna.create_study(
-        sampler=optuna.samplers.TPESampler(seed=arguments.seed),
+        sampler=optuna.samplers.RandomSampler(seed=arguments.seed),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=3),
         storage=arguments.storage,
     )

@@ -15,7 +15,8 @@ def test_what_is_too_large_for_a_device_trains_on_several(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     storage = f"sqlite:///{tmp_path}/large.db"
-    options = ["--trials", "2", "--epochs", "1", "--memory-mb", "8", "--storage", storage]
+    options = ["--trials", "2", "--epochs", "1", "--memory-mb", "8", "--seed", "2"]
+    options += ["--storage", storage]
     ended = nursery.run(ROOT / "examples" / "large_model.py", *options, folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     (summary,) = optuna.get_all_study_summaries(storage)
