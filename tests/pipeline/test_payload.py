@@ -4,6 +4,7 @@ import gc
 import io
 import mmap
 import os
+import pickle
 import selectors
 import time
 from functools import partial
@@ -127,6 +128,16 @@ def test_nobody_can_change_the_file_that_all_read():
             change()
     os.close(file)
     assert (payload.load() == np.arange(LENGTH)).all()
+
+
+def test_a_path_that_is_another_files_by_now_is_not_opened(tmp_path):
+    payload = packed(np.arange(LENGTH))
+    pickled = pickle.dumps(payload)
+    assert (pickle.loads(pickled).load() == np.arange(LENGTH)).all()
+    os.mkfifo(tmp_path / "other")
+    with open(os.open(tmp_path / "other", os.O_RDONLY | os.O_NONBLOCK)) as other:
+        os.dup2(other.fileno(), payload.descriptor)
+        assert pickle.loads(pickled) is None
 
 
 # Lists of torchvision's data sets

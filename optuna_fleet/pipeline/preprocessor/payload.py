@@ -79,7 +79,9 @@ class Payload:
 
 def _opened(path: str) -> Payload | None:
     with suppress(OSError):  # not of this machine, or not for the eyes of this process
-        return Payload(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        found = Payload(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        if fcntl.fcntl(found.descriptor, fcntl.F_GET_SEALS) == _SEALS:
+            return found  # else it was closed, and its number is another file's
     return None
 
 
