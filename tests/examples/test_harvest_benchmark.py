@@ -44,27 +44,27 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_piece_has_the_nodes_that_change_most_in_compressed_time(
-    trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def harvest(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    harvest: Any = importlib.import_module("harvest")
-    piece = harvest.piece_of(
-        load_trace(trace), begin_s=40.0, length_s=100.0, num_nodes=2, compression=10.0
-    )
+    return importlib.import_module("harvest")
+
+
+@pytest.fixture
+def piece(harvest: Any, trace: Path) -> Any:
+    whole = load_trace(trace)
+    return harvest.piece_of(whole, begin_s=40.0, length_s=100.0, num_nodes=2, compression=10.0)
+
+
+def test_a_piece_has_the_nodes_that_change_most_in_compressed_time(
+    harvest: Any, piece: Any
+) -> None:
     assert piece.names == ("a", "c")
     changes = [(change.time_s, change.joined, change.left) for change in piece.changes()]
     assert changes == [(0, (0, 1), ()), (2, (), (0,)), (5, (0,), (1,)), (10, (), ())]
 
 
-def test_only_steps_on_idle_nodes_within_the_trace_count(
-    trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    harvest: Any = importlib.import_module("harvest")
-    piece = harvest.piece_of(
-        load_trace(trace), begin_s=40.0, length_s=100.0, num_nodes=2, compression=10.0
-    )
+def test_only_steps_on_idle_nodes_within_the_trace_count(harvest: Any, piece: Any) -> None:
     lived = harvest.Harvest(piece=piece, spec=None, max_trials=1, compression=10.0)
     node_of = {0: "0", 1: "1", 2: "0"}  # node 0 is taken after 2 s, and back after 5
     flights = {

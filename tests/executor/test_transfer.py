@@ -23,8 +23,8 @@ from optuna_fleet.checkpoints.folder import StudyFolder, is_shared, mark
 from optuna_fleet.exceptions import RetryableError, TrainerLostError
 from optuna_fleet.executor.call import launcher
 from optuna_fleet.executor.cluster.agent import main
-from optuna_fleet.executor.fleet import checkpoint_server
-from optuna_fleet.executor.fleet.checkpoint_server import CheckpointServer
+from optuna_fleet.executor.fleet import transfer_server
+from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.session import no_driver
 from optuna_fleet.wire import transfer
@@ -43,8 +43,8 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[CheckpointServer]:
-    server = CheckpointServer(tmp_path)
+def server(tmp_path: Path) -> Iterator[TransferServer]:
+    server = TransferServer(tmp_path)
     yield server
     server.close()
     assert server._at_work == {}
@@ -58,7 +58,7 @@ class Opened(Channel):
             super().send(message)
 
 
-def served_by(server: CheckpointServer) -> Channel:
+def served_by(server: TransferServer) -> Channel:
     """The other end of a connection to it."""
     ours, theirs = tcp_pair()
     server.serve(Channel(theirs, outgoing=b"1", incoming=b"2"))
@@ -106,7 +106,7 @@ def test_who_reads_the_token_shares_the_folder(tmp_path: Path) -> None:
     assert not is_shared(tmp_path, token)
 
 
-def test_a_file_gets_there_and_back(server: CheckpointServer, tmp_path: Path) -> None:
+def test_a_file_gets_there_and_back(server: TransferServer, tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path, "a study")
     files = files_of(folder, functools.partial(served_by, server))
     for data in (DATA, b"", b"1"):
@@ -133,9 +133,7 @@ def test_who_shares_the_folder_needs_no_connection(tmp_path: Path) -> None:
         "anything",
     ],
 )
-def test_what_is_no_checkpoint_of_a_run_is_refused(
-    server: CheckpointServer, request_: Any
-) -> None:
+def test_what_is_no_checkpoint_of_a_run_is_refused(server: TransferServer, request_: Any) -> None:
     channel = served_by(server)
     channel.send(request_)
     answer = channel.receive()
@@ -145,7 +143,7 @@ def test_what_is_no_checkpoint_of_a_run_is_refused(
 
 
 def test_a_node_whose_data_sets_are_refused_says_so(
-    server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "connect", lambda _: served_by(server))
     setup: Any = SimpleNamespace(pipeline=SimpleNamespace(payload=None))
@@ -155,14 +153,14 @@ def test_a_node_whose_data_sets_are_refused_says_so(
 
 
 def test_a_study_is_a_folder_of_the_drivers_whatever_its_name(
-    server: CheckpointServer, tmp_path: Path
+    server: TransferServer, tmp_path: Path
 ) -> None:
     folder = StudyFolder(tmp_path, "../../outside")
     write(files_of(folder, functools.partial(served_by, server)))
     assert [path.parent for path in tmp_path.iterdir()] == [tmp_path]
 
 
-def test_what_is_not_there_is_said(server: CheckpointServer, tmp_path: Path) -> None:
+def test_what_is_not_there_is_said(server: TransferServer, tmp_path: Path) -> None:
     folder = StudyFolder(tmp_path, "a study")
     with pytest.raises(CheckpointError, match=r"can't be read.*No such file"):
         files_of(folder, functools.partial(served_by, server)).read(
@@ -180,7 +178,7 @@ class FullDisk(io.BytesIO):
 
 
 def test_a_full_disk_of_the_drivers_is_said(
-    server: CheckpointServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: TransferServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = StudyFolder(tmp_path, "a study")
     folder.path.mkdir()
@@ -214,7 +212,7 @@ def test_a_driver_that_can_not_be_reached_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ends", ["gone", "closed", "damaged"])
 def test_half_a_file_leaves_what_was_there(
-    server: CheckpointServer, tmp_path: Path, ends: str
+    server: TransferServer, tmp_path: Path, ends: str
 ) -> None:
     folder = StudyFolder(tmp_path, "a study")
     before = Path(write(files_of(folder, functools.partial(served_by, server))))
@@ -241,13 +239,13 @@ def hears_nothing(channel: Channel) -> bool:
     return True
 
 
-def test_a_server_that_is_closed_serves_nobody(server: CheckpointServer) -> None:
+def test_a_server_that_is_closed_serves_nobody(server: TransferServer) -> None:
     server.close()
     assert hears_nothing(served_by(server))
 
 
 def test_where_no_thread_can_be_started_the_other_end_is_told(
-    server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = RuntimeError("can't start new thread")
     monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=error))
@@ -255,9 +253,9 @@ def test_where_no_thread_can_be_started_the_other_end_is_told(
 
 
 def test_who_says_nothing_is_not_waited_for(
-    server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
+    server: TransferServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optuna_fleet.executor.fleet.checkpoint_server._SILENCE_S", 0.0)
+    monkeypatch.setattr("optuna_fleet.executor.fleet.transfer_server._SILENCE_S", 0.0)
     assert hears_nothing(served_by(server))
 
 
@@ -268,13 +266,13 @@ def test_who_says_nothing_is_not_waited_for(
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """Trainers do not find the folder's token, and what they ask the driver for."""
     asked: list[type] = []
-    answer = CheckpointServer._answer
+    answer = TransferServer._answer
 
-    def noted(server: CheckpointServer, channel: Channel, request: Any) -> None:
+    def noted(server: TransferServer, channel: Channel, request: Any) -> None:
         asked.append(type(request))
         answer(server, channel, request)
 
-    monkeypatch.setattr(CheckpointServer, "_answer", noted)
+    monkeypatch.setattr(TransferServer, "_answer", noted)
     monkeypatch.setattr(launcher, "mark", lambda root: mark(root)[::-1])
     return asked
 
@@ -339,7 +337,7 @@ def test_a_disk_that_is_full_costs_the_checkpoints_alone(
         raise OSError(errno.ENOSPC, "No space left on device")
         yield
 
-    monkeypatch.setattr(checkpoint_server, "replacing", full)
+    monkeypatch.setattr(transfer_server, "replacing", full)
     undisturbed, study = optuna.create_study(), optuna.create_study()
     undisturbed.optimize(train, n_trials=1, executor=fleet)
     with fleet_of(devices=1, checkpoints=Checkpoints(tmp_path, interval_s=0.0)) as executor:

@@ -21,7 +21,6 @@ from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
 from optuna_fleet.executor.fleet.agents import Agents
-from optuna_fleet.executor.fleet.checkpoint_server import CheckpointServer
 from optuna_fleet.executor.fleet.connections import Connections
 from optuna_fleet.executor.fleet.device_faults import DeviceFaults
 from optuna_fleet.executor.fleet.exclusion import Exclusion
@@ -31,6 +30,7 @@ from optuna_fleet.executor.fleet.pipeline_reports import PipelineReports
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.sharing import ChunkSharing
 from optuna_fleet.executor.fleet.trainers import Trainers
+from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.processes import fill_standard_streams, state_in_words
@@ -96,8 +96,8 @@ class Runtime:
             stuck_s=limits.stuck_s,
             silence_s=DRIVER_LEASE_S if network.has_leases else None,
         )
-        self._checkpoint_server = CheckpointServer(self._checkpoint_dir, self._setups.data_sets)
-        self.connections.on_transfer = self._checkpoint_server.serve
+        self._transfer_server = TransferServer(self._checkpoint_dir, self._setups.data_sets)
+        self.connections.on_transfer = self._transfer_server.serve
         try:
             self.agents = Agents(
                 *(engine, self.connections, network, self.faults, self._setups.of),
@@ -391,7 +391,7 @@ class Runtime:
         """End every process and remove what is ours."""
         self.allocator.close()
         self.agents.close()
-        self._checkpoint_server.close()
+        self._transfer_server.close()
         self._setups.close()
         self._remove_private_folder()
 

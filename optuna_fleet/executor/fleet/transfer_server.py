@@ -18,7 +18,7 @@ from optuna_fleet.wire.transfer import Get, GetDataSets, Put, Refused, receive_f
 _SILENCE_S = 60.0
 
 
-class CheckpointServer:
+class TransferServer:
     """Serves each connection on a thread of its own; the driver's own thread never waits.
 
     Args:
