@@ -22,8 +22,8 @@ from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.saving import Saver, owner_of
+from optuna_fleet.trainer.data.periods import Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.data.shards import Shards as Shards
 from optuna_fleet.trainer.gradients import collectives, module_hooks
 from optuna_fleet.trainer.gradients.replicas import Replicas
 from optuna_fleet.trainer.gradients.shares import BatchShares
@@ -57,6 +57,7 @@ class Training:
         held: What this process has in memory of the run that this one inherits from.
 
     Attributes:
+        batches: See `FleetTrial.batches`.
         in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
     """
@@ -102,6 +103,7 @@ class Training:
             self._shares,
             self._split_check,
         )
+        self.batches = self._loader.batches
         module_hooks.listen(self._split_check or self._shares)
         self._state: dict[str, Any] = {}
         self._resuming: Resuming | None = None
@@ -285,13 +287,19 @@ class Training:
         check_number("num_epochs", num_epochs, least=1, whole=True)
         return self._epochs(num_epochs)
 
-    def _epochs(self, num_epochs: int) -> Iterator[int]:
+    def steps(self, num_steps: int, every: int) -> Iterator[int]:
+        """See `FleetTrial.steps`."""
+        self._session.check()
+        periods = Periods.checked(num_steps, every)
+        return self._epochs(len(periods), periods)
+
+    def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
         self.arrive()
         self._position.loop += 1
         first = 0 if self._resuming is None else self._resuming.begin_loop()
         if first is None:
             return
-        self._position.is_inside, self._position.num_epochs = True, num_epochs
+        self._position.begin(num_epochs, periods)
         for epoch in range(first, num_epochs):
             self._position.epoch = self._session.epoch = epoch
             self._within.begin_epoch()
@@ -306,7 +314,7 @@ class Training:
             self._left_behind.end_epoch(sys._getframe(1))
             if not self._goes_on_after(epoch):
                 break
-        self._position.is_inside = False
+        self._position.end()
 
     def _goes_on_after(self, epoch: int) -> bool:
         if self._split_check is not None:
@@ -373,14 +381,6 @@ class Training:
                 self._split_check.weigh(loss, weight)
             return loss
         return self._shares.weigh(loss, own)
-
-    # -- data -------------------------------------------------------------------------------------
-
-    def batches(
-        self, name: str, batch_size: int | None, *, drop_last: bool, movable: bool
-    ) -> Shards:
-        """See `FleetTrial.batches`."""
-        return self._loader.batches(name, batch_size, drop_last=drop_last, movable=movable)
 
     # -- reductions -------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
+from optuna_fleet.trainer.data.periods import Periods
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.moves.totals import Totals
@@ -24,12 +25,13 @@ class Hold(Protocol):
 
 @dataclass(slots=True)
 class EpochPosition:
-    """Where the objective is in its epochs.
+    """Where the objective is in its epochs, or in periods of its own (`FleetTrial.steps`).
 
     Attributes:
         loop: How many loops over `FleetTrial.epochs` there were, with that under way.
         epoch: The one under way, from 0.
         num_epochs: How many there will be.
+        periods: What these are, where they are no epochs of the data.
         is_inside: Whether it is in a loop over `FleetTrial.epochs`.
         reads_unprepared: Whether it has read batches before it had prepared a model.
     """
@@ -37,8 +39,17 @@ class EpochPosition:
     loop: int = 0
     epoch: int = 0
     num_epochs: int = 1
+    periods: Periods | None = None
     is_inside: bool = False
     reads_unprepared: bool = False
+
+    def begin(self, num_epochs: int, periods: Periods | None) -> None:
+        """A loop begins."""
+        self.num_epochs, self.periods, self.is_inside = num_epochs, periods, True
+
+    def end(self) -> None:
+        """It has ended."""
+        self.periods, self.is_inside = None, False
 
 
 class WithinEpoch:
