@@ -267,10 +267,8 @@ class Training:
                 "one model in stages."
             )
         self._check_no_split()
-        pipeline = make_pipeline(
-            *(model, optimizer, loss, options),
-            *(self._session, self._loader, self.device),
-        )
+        here = self._session, self._loader, self.device
+        pipeline = make_pipeline(model, optimizer, loss, options, *here)
         self.in_stages = pipeline
         self._prepared.modules.append(model)
         for position, thing in enumerate(pipeline.objects):
@@ -299,22 +297,23 @@ class Training:
         first = 0 if self._resuming is None else self._resuming.begin_loop()
         if first is None:
             return
-        self._position.begin(num_epochs, periods)
-        for epoch in range(first, num_epochs):
-            self._position.epoch = self._session.epoch = epoch
-            self._within.begin_epoch()
-            self._holding.begin_epoch()
-            self._left_behind.begin_epoch(sys._getframe(1))
-            yield epoch
-            if self.in_stages is not None:
-                self.in_stages.flush()
-            self._loader.end_epoch()
-            if epoch + 1 == num_epochs:
-                break
-            self._left_behind.end_epoch(sys._getframe(1))
-            if not self._goes_on_after(epoch):
-                break
-        self._position.end()
+        self._position.is_inside, self._position.num_epochs = True, num_epochs
+        with self._position.counting(periods):
+            for epoch in range(first, num_epochs):
+                self._position.epoch = self._session.epoch = epoch
+                self._within.begin_epoch()
+                self._holding.begin_epoch()
+                self._left_behind.begin_epoch(sys._getframe(1))
+                yield epoch
+                if self.in_stages is not None:
+                    self.in_stages.flush()
+                self._loader.end_epoch()
+                if epoch + 1 == num_epochs:
+                    break
+                self._left_behind.end_epoch(sys._getframe(1))
+                if not self._goes_on_after(epoch):
+                    break
+        self._position.is_inside = False
 
     def _goes_on_after(self, epoch: int) -> bool:
         if self._split_check is not None:

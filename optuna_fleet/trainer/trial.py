@@ -39,8 +39,8 @@ class FleetTrial(optuna.Trial):
 
     On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`,
     `epochs`, `steps`, `batches`, `totals`, `sum`, `mean`, `state`, `best_value`, `should_stop`;
-    `pipeline`.
-    One that uses none of them is a plain Optuna objective and runs unchanged, on one device.
+    `pipeline`. One that uses none of them is a plain Optuna objective and runs unchanged, on one
+    device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
@@ -43,13 +44,15 @@ class EpochPosition:
     is_inside: bool = False
     reads_unprepared: bool = False
 
-    def begin(self, num_epochs: int, periods: Periods | None) -> None:
-        """A loop begins."""
-        self.num_epochs, self.periods, self.is_inside = num_epochs, periods, True
-
-    def end(self) -> None:
-        """It has ended."""
-        self.periods, self.is_inside = None, False
+    @contextmanager
+    def counting(self, periods: Periods | None) -> Iterator[None]:
+        """These are the `periods` until the loop ends, be it that the objective leaves it."""
+        self.periods = periods
+        try:
+            yield
+        finally:
+            if self.periods is periods:  # no other loop has begun
+                self.periods = None
 
 
 class WithinEpoch:
