@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
-from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, RayCluster
+from optuna_fleet import FleetConfigError, LaunchError, RayCluster
 from optuna_fleet.executor.cluster import ray as ray_adapter
 from optuna_fleet.executor.cluster.ray import RayEngine
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.ray_nodes import RayNodes, ray_cluster
-from tests.samplers import ByNumber
 
 
 @pytest.fixture(scope="module")
@@ -164,24 +162,6 @@ def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(LaunchError, match=r"address='10\.0\.0\.9:1'.*ray start --head"):
         Hub(RayEngine(RayCluster(address="10.0.0.9:1"), AGENT[1:])).__enter__()
-
-
-def _square(trial: Any) -> float:
-    x = trial.suggest_float("x", -1, 1)
-    trial.set_user_attr("variable", os.environ.get("OPTUNA_FLEET_TOKEN"))
-    return float(x * x)
-
-
-def test_a_sweep_records_what_it_records_on_one_machine(ray_nodes: RayNodes) -> None:
-    def records(cluster: Any, **options: Any) -> list[Any]:
-        study = optuna.create_study(sampler=ByNumber())
-        with FleetExecutor(cluster=cluster, **options) as executor:
-            study.optimize(_square, n_trials=6, executor=executor)
-        return [
-            (t.number, t.state, t.params, t.value, t.user_attrs["variable"]) for t in study.trials
-        ]
-
-    assert records(RayCluster(address=ray_nodes.address)) == records("local", devices=3)
 
 
 # -- without Ray ---------------------------------------------------------------------------------

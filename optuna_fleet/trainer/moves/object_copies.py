@@ -66,7 +66,6 @@ class Contents:
         self._memory: list[int] = []
         self._firsts: list[Tensor] = []
 
-    @torch.no_grad()
     def versions(self) -> Versions:
         """Of the `others`; one that was changed has another."""
         memory = [p.data_ptr() for p in self.others]
