@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from optuna_fleet.alloc.layouts.choice import LayoutProblem, rate_of
 from optuna_fleet.alloc.layouts.distribution import (
     Workers,
     equal_distribution,
@@ -19,6 +18,7 @@ from optuna_fleet.alloc.layouts.distribution import (
     node_partition,
 )
 from optuna_fleet.alloc.layouts.flushed import FlushedLayout, FlushedProblem, best_flushed_layout
+from optuna_fleet.alloc.layouts.prediction import waves_rate
 from optuna_fleet.alloc.layouts.servers import Servers, can_be_local
 from optuna_fleet.alloc.partition import (
     DoesNotFit,
@@ -264,12 +264,9 @@ class Demand:
 
     def _rate(self, layers: Layers, partitions: Sequence[Partition]) -> float:
         """Batches per second; each virtual worker has its share of every batch."""
-        devices = tuple(stage.device for own in partitions for stage in own.stages)
-        problem = LayoutProblem(
-            layers=layers, devices=devices, links=self.links, clock_distance=self.clock_distance
-        )
         servers = Servers.LOCAL if can_be_local(partitions) else Servers.ROUND_ROBIN
-        return rate_of(problem, partitions, self.in_flight, servers) / len(partitions)
+        rate = waves_rate(partitions, layers, self.links, self.in_flight, servers)
+        return rate / len(partitions)
 
 
 class _Candidate(NamedTuple):
