@@ -57,7 +57,7 @@ FAR_WAVES = 240
 
 
 def horovod_s(layers: Layers, kinds: str, ring: Link) -> float:
-    """Seconds of a step on 4 devices of each of `kinds`: an all-reduce beside the backward pass."""
+    """Seconds of a step on 4 devices of each of `kinds`: it sends beside the backward pass."""
     num, slowest = 4 * len(kinds), min(kinds, key=SPEEDS.__getitem__)
     computed_s = sent_s = sum(layers.forward_s[slowest])
     backward = zip(layers.backward_s[slowest], layers.parameter_bytes, strict=True)
@@ -163,9 +163,7 @@ def allowed(layers: Layers, workers: Workers, links: Links, in_flight: int) -> i
     return in_flight if most == takes_no_more else min(most, in_flight)
 
 
-def table4(
-    models: dict[str, Layers], links: Links, rings: Links, hidden: float
-) -> Iterator[str]:
+def table4(models: dict[str, Layers], links: Links, rings: Links, hidden: float) -> Iterator[str]:
     """HetPipe (ED-local) as whimpy devices are added."""
     yield "| Table 4 | devices | N_m | Horovod: published | simulated | ratio "
     yield "| HetPipe: published | simulated | ratio |\n|-|-|-|-|-|-|-|-|-|\n"

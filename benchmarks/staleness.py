@@ -37,7 +37,7 @@ RATES = (0.02, 0.04, 0.08, 0.16, 0.32)
 TUNING_SEEDS = (100, 101, 102)
 NUM_TRAINED, NUM_TUNED = 1400, 1120
 DISTANCES = {"synchronous SGD": None, "D = 0": 0, "D = 4": 4}
-CHOSEN = {"synchronous SGD": 0.16, "D = 0": 0.08, "D = 4": 0.04}
+CHOSEN = {"synchronous SGD": 0.32, "D = 0": 0.08, "D = 4": 0.08}
 
 Digits = tuple[Tensor, Tensor]
 
