@@ -141,9 +141,9 @@ def test_ranks_that_part_are_told_of_before_anything_is_recorded(
 def test_ranks_that_part_are_told_of_where_no_run_can_hang() -> None:
     with (
         fleet_of(devices=2, limits=Limits(hang_s=None)) as fleet,
-        pytest.raises(TrialError, match="went different ways: rank 1 was pruned"),
+        pytest.raises(TrialError, match="rank 1 left its loop"),
     ):
-        run(fleet, is_pruned_alone, Leg((0, 1)))
+        run(fleet, leaves_an_epoch_alone, Leg((0, 1)))
 
 
 # -- without processes ----------------------------------------------------------------------------

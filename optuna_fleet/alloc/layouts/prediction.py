@@ -1,11 +1,12 @@
-"""How fast pipelines and data parallelism are expected to be."""
+"""How fast pipelines are expected to be, and what exact data parallelism takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optuna_fleet.alloc.partition import Layers, Links, Memory, StageDevice
-from optuna_fleet.wsp.credits import held_minibatches
+from optuna_fleet.alloc.layouts.servers import Servers, sync_seconds
+from optuna_fleet.alloc.partition import Layers, Links, Memory, Partition, StageDevice
+from optuna_fleet.wsp.turns import held_minibatches
 
 
 def pipeline_rate(stage_s: Sequence[float], in_flight: int) -> float:
@@ -23,12 +24,28 @@ def pipeline_rate(stage_s: Sequence[float], in_flight: int) -> float:
     return min(1 / max(stage_s), *limits)
 
 
-def flushed_rate(stage_s: Sequence[float], num_microbatches: int) -> float:
-    """Microbatches per second of a pipeline that is flushed after so many.
+def workers_rate(
+    workers: Sequence[Partition], layers: Layers, links: Links, in_flight: int, servers: Servers
+) -> float:
+    """Minibatches per second expected of virtual workers; all have the pace of the slowest.
 
-    Where all stages take as long, this is GPipe's (m / (m + k - 1)) / t.
+    A clock distance lets the fast ones run ahead for a while only.
+
+    Args:
+        workers: The stages of each.
+        layers: Whose parameters are pushed and pulled.
+        links: Ways to the servers.
+        in_flight: Minibatches in flight in each.
+        servers: Where these are.
     """
-    return num_microbatches / (sum(stage_s) + (num_microbatches - 1) * max(stage_s))
+    syncs = sync_seconds(workers, layers, links, servers)
+    alone = len(workers) == 1
+    rates = []
+    for worker, its_syncs in zip(workers, syncs, strict=True):
+        shares = [0.0 if alone else 2 * push_s / in_flight for push_s in its_syncs]
+        stage_s = [s.seconds + share for s, share in zip(worker.stages, shares, strict=True)]
+        rates.append(pipeline_rate(stage_s, in_flight))
+    return len(workers) * min(rates)
 
 
 def fits_on_each(layers: Layers, devices: Sequence[StageDevice], memory: Memory) -> bool:
@@ -44,16 +61,3 @@ def all_reduce_s(num_bytes: float, devices: Sequence[StageDevice], links: Links)
         return 0.0
     link = links.within if len({device.node for device in devices}) == 1 else links.between
     return 2 * (num - 1) * link.seconds(num_bytes / num)
-
-
-def data_parallel_rate(layers: Layers, devices: Sequence[StageDevice], links: Links) -> float:
-    """Minibatches per second of all devices together, each with one of its own at a time.
-
-    They wait for the slowest one, and nothing is sent while they compute, as measured with
-    Horovod in the paper (Table 4).
-    """
-    slowest_s = max(
-        sum(layers.forward_s[d.kind]) + sum(layers.backward_s[d.kind]) for d in devices
-    )
-    sync_s = all_reduce_s(sum(layers.parameter_bytes), devices, links)
-    return len(devices) / (slowest_s + sync_s)
