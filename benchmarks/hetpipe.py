@@ -57,7 +57,7 @@ FAR_WAVES = 240
 
 
 def horovod_s(layers: Layers, kinds: str, ring: Link) -> float:
-    """Seconds of a step on 4 devices of each of `kinds`: it sends beside the backward pass."""
+    """Seconds of a step on 4 of each of `kinds`: an all-reduce beside the backward pass."""
     num, slowest = 4 * len(kinds), min(kinds, key=SPEEDS.__getitem__)
     computed_s = sent_s = sum(layers.forward_s[slowest])
     backward = zip(layers.backward_s[slowest], layers.parameter_bytes, strict=True)

@@ -1,4 +1,4 @@
-"""Random number generators of a trial: seeded alike on every rank, saved and restored with it."""
+"""Random number generators of a trial: saved and restored with it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.seeding import seed_run
-
-
-def seed_everything(seed: int, trial_number: int) -> None:
-    """Seed ``random``, NumPy's global generator and torch (CPU and every CUDA device).
-
-    Args:
-        seed: The executor's seed, >= 0.
-        trial_number: ``trial.number``; each trial gets streams of its own.
-
-    Raises:
-        FleetConfigError: If a number is negative.
-    """
-    if seed < 0 or trial_number < 0:
-        raise FleetConfigError(
-            f"The values of `seed` and `trial_number` are {seed} and {trial_number}, "
-            f"but must be >= 0."
-        )
-    seed_run(seed, trial_number)
 
 
 def rng_state() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from optuna_fleet.alloc.layouts.flushed import (
     flushed_s,
     shares_of,
 )
-from optuna_fleet.alloc.layouts.prediction import pipeline_rate, workers_rate
+from optuna_fleet.alloc.layouts.prediction import pipeline_rate, waves_rate
 from optuna_fleet.alloc.layouts.servers import Servers, sync_seconds
 from optuna_fleet.alloc.partition import (
     DoesNotFit,
@@ -131,11 +131,14 @@ def test_virtual_workers_slow_down_each_others_transfers():
 stage_seconds = st.lists(st.floats(0.5, 2), min_size=1, max_size=5)
 
 
-@given(stage_seconds, st.integers(1, 9))
-def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight):
+@given(stage_seconds, st.integers(1, 9), st.booleans())
+def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flush):
     times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in stage_s]
-    found = VirtualWorkers([times], WaveSynchronous(in_flight)).run(60).minibatches_per_s
+    schedule = Flush(in_flight) if flush else WaveSynchronous(in_flight)
+    found = VirtualWorkers([times], schedule).run(60).minibatches_per_s
     predicted = pipeline_rate(stage_s, in_flight)
+    if flush:
+        predicted = in_flight / flushed_s(stage_s, in_flight, held=in_flight)
     assert 0.5 * predicted <= found <= 1.4 * predicted
 
 
@@ -149,8 +152,8 @@ def test_a_straggler_makes_pipelines_worth_it():
         )
         for n in (8, 4)
     )
-    fast = workers_rate(pipelines, layers, Links(), 3, Servers.LOCAL)
-    assert fast > 1.3 * workers_rate(whole, layers, Links(), 3, Servers.ROUND_ROBIN)
+    fast = waves_rate(pipelines, layers, Links(), 3, Servers.LOCAL)
+    assert fast > 1.3 * waves_rate(whole, layers, Links(), 3, Servers.ROUND_ROBIN)
 
 
 # -- batches in parts -----------------------------------------------------------------------------

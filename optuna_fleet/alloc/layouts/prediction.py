@@ -24,28 +24,29 @@ def pipeline_rate(stage_s: Sequence[float], in_flight: int) -> float:
     return min(1 / max(stage_s), *limits)
 
 
-def workers_rate(
+def waves_rate(
     workers: Sequence[Partition], layers: Layers, links: Links, in_flight: int, servers: Servers
 ) -> float:
-    """Minibatches per second expected of virtual workers; all have the pace of the slowest.
+    """Minibatches per second of virtual workers without flushes; all go as fast as the slowest.
 
     A clock distance lets the fast ones run ahead for a while only.
 
     Args:
         workers: The stages of each.
-        layers: Whose parameters are pushed and pulled.
-        links: Ways to the servers.
-        in_flight: Minibatches in flight in each.
-        servers: Where these are.
+        layers: What their layers cost.
+        links: Ways between the devices.
+        in_flight: Minibatches in flight in each, which are a wave.
+        servers: Where the parameters are.
     """
-    syncs = sync_seconds(workers, layers, links, servers)
-    alone = len(workers) == 1
-    rates = []
-    for worker, its_syncs in zip(workers, syncs, strict=True):
-        shares = [0.0 if alone else 2 * push_s / in_flight for push_s in its_syncs]
-        stage_s = [s.seconds + share for s, share in zip(worker.stages, shares, strict=True)]
-        rates.append(pipeline_rate(stage_s, in_flight))
-    return len(workers) * min(rates)
+    syncs = [[0.0] * len(worker.stages) for worker in workers]
+    if len(workers) > 1:
+        pushes = sync_seconds(workers, layers, links, servers)
+        syncs = [[2 * push_s / in_flight for push_s in worker] for worker in pushes]
+    stage_s = [
+        [stage.seconds + sync_s for stage, sync_s in zip(worker.stages, its_syncs, strict=True)]
+        for worker, its_syncs in zip(workers, syncs, strict=True)
+    ]
+    return len(workers) * min(pipeline_rate(times, in_flight) for times in stage_s)
 
 
 def fits_on_each(layers: Layers, devices: Sequence[StageDevice], memory: Memory) -> bool:

@@ -19,7 +19,7 @@ from optuna_fleet.alloc.layouts.distribution import (
     node_partition,
 )
 from optuna_fleet.alloc.layouts.flushed import FlushedLayout, FlushedProblem, best_flushed_layout
-from optuna_fleet.alloc.layouts.prediction import workers_rate
+from optuna_fleet.alloc.layouts.prediction import waves_rate
 from optuna_fleet.alloc.layouts.servers import Servers, can_be_local
 from optuna_fleet.alloc.partition import (
     DoesNotFit,
@@ -261,7 +261,7 @@ class Demand:
     def _rate(self, layers: Layers, partitions: Sequence[Partition]) -> float:
         """Batches per second; each virtual worker has its share of every batch."""
         servers = Servers.LOCAL if can_be_local(partitions) else Servers.ROUND_ROBIN
-        rate = workers_rate(partitions, layers, self.links, self.in_flight, servers)
+        rate = waves_rate(partitions, layers, self.links, self.in_flight, servers)
         return rate / len(partitions)
 
 
