@@ -69,9 +69,9 @@ class FleetRunner:
         try:
             with driver.interrupts:
                 driver.run()
-            report = runtime.pipeline_report() if options.pipeline else None
-            used = driver.pipeline_log.finish(report, time.time()) if report else None
-            self.summary = driver.tally.summary(used)
+            stats = runtime.pipeline_stats() if options.pipeline else None
+            used = driver.pipeline_log.finish(stats, time.time()) if stats else None
+            self.summary = driver.tally.summary(used, runtime.sharing.reason)
             compat.fleet_logger.info(str(self.summary))
         except KeyboardInterrupt as interrupt:
             # Where we waited says nothing, and a notebook would show each frame's lines.

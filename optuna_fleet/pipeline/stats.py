@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +138,28 @@ class PipelineStats:
     def sharing_factor(self) -> float:
         """Samples consumed per sample preprocessed; 0.0 before the first."""
         return self.consumed / self.preprocessed if self.preprocessed else 0.0
+
+    def since(self, last: PipelineStats) -> PipelineStats:
+        """Returns what was done after ``last``; what is so now stays as it is."""
+        done = {name: getattr(self, name) - getattr(last, name) for name in _DONE}
+        return replace(self, **done, use=self.use.since(last.use))
+
+    def plus(self, other: PipelineStats) -> PipelineStats:
+        """Returns both together: two nodes' pipelines."""
+        names = (*_DONE, *_NOW)
+        both = {name: getattr(self, name) + getattr(other, name) for name in names}
+        fastest = max(self.link_bytes_per_s, other.link_bytes_per_s)
+        return replace(self, **both, link_bytes_per_s=fastest, use=self.use.plus(other.use))
+
+    def gone(self) -> PipelineStats:
+        """Returns what counts on when the node is gone: what was done, not what it had."""
+        nothing: dict[str, Any] = dict.fromkeys(_NOW, 0)
+        return replace(self, **nothing)
+
+
+_NOW = ("resident_bytes", "lent_bytes", "decoded_bytes", "spilled_bytes")
+_DONE = tuple(
+    each.name
+    for each in fields(PipelineStats)
+    if each.name not in (*_NOW, "peak_bytes", "link_bytes_per_s", "use")
+)

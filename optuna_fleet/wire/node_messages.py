@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from optuna_fleet.pipeline.exchange.plan import Peer
-from optuna_fleet.pipeline.stats import PipelineUse
+from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Settings
 
@@ -222,12 +222,6 @@ class PipelineNotice:
     text: str
 
 
-_COUNTED = (
-    *("preprocessed", "consumed", "repeated", "num_skipped", "num_lost", "busy_s"),
-    *("num_received", "received_bytes"),
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineReport:
     """What the node's shared pipeline has done since its start.
@@ -235,46 +229,13 @@ class PipelineReport:
     Sent when asked for, and by itself now and then while trials read.
 
     Attributes:
-        preprocessed: Samples preprocessed.
-        consumed: Samples delivered to trials.
-        resident_bytes: Bytes of preprocessed data in memory now.
-        repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
-        num_skipped: Samples that raised and whose place others took, in all epochs.
-        num_lost: Preprocessors that died.
-        use: How preprocessors and readers spent their time, and how full the queues were.
-        busy_s: Seconds preprocessors spent on chunks, summed over them.
+        stats: That.
         num_most: Preprocessors that there may be.
-        num_received: Samples that came from other nodes.
-        received_bytes: Bytes of these.
-        link_bytes_per_s: How fast the fastest of their chunks came.
-        exchange: How nodes shared chunks, and why; "" if they did not.
         is_answer: It was asked for.
         agent: Who sends it.
     """
 
-    preprocessed: int = 0
-    consumed: int = 0
-    resident_bytes: int = 0
-    repeated: int = 0
-    num_skipped: int = 0
-    num_lost: int = 0
-    use: PipelineUse = field(default_factory=PipelineUse)
-    busy_s: float = 0.0
+    agent: str
+    stats: PipelineStats = field(default_factory=PipelineStats)
     num_most: int = 0
-    num_received: int = 0
-    received_bytes: int = 0
-    link_bytes_per_s: float = 0.0
-    exchange: str = ""
     is_answer: bool = False
-    agent: str = ""
-
-    def since(self, last: PipelineReport) -> PipelineReport:
-        """What came after `last`."""
-        counted = {name: getattr(self, name) - getattr(last, name) for name in _COUNTED}
-        return replace(self, use=self.use.since(last.use), **counted)
-
-    def plus(self, other: PipelineReport) -> PipelineReport:
-        """Both together: the pipelines of two nodes."""
-        names = (*_COUNTED, "resident_bytes", "num_most")
-        added = {name: getattr(self, name) + getattr(other, name) for name in names}
-        return replace(self, use=self.use.plus(other.use), **added)

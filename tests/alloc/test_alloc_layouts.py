@@ -1,4 +1,4 @@
-"""Virtual workers: who gets which devices, where weights are, and when pipelines are worth it."""
+"""Virtual workers: who gets which devices, where weights are, and how fast that is."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc.layouts.choice import LayoutProblem, best_layout, layouts
-from optuna_fleet.alloc.layouts.contention import partitions_under_load
+from optuna_fleet.alloc.layouts.contention import best_partitions, partitions_under_load
 from optuna_fleet.alloc.layouts.distribution import (
     equal_distribution,
     hybrid_distribution,
@@ -20,7 +19,7 @@ from optuna_fleet.alloc.layouts.flushed import (
     flushed_s,
     shares_of,
 )
-from optuna_fleet.alloc.layouts.prediction import flushed_rate, pipeline_rate
+from optuna_fleet.alloc.layouts.prediction import pipeline_rate, waves_rate
 from optuna_fleet.alloc.layouts.servers import Servers, sync_seconds
 from optuna_fleet.alloc.partition import (
     DoesNotFit,
@@ -30,14 +29,13 @@ from optuna_fleet.alloc.partition import (
     Memory,
     PartitionProblem,
     StageDevice,
-    Versions,
     best_partition,
 )
 from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers
-from optuna_fleet.wsp.schedules import Alone, Flush, WaveSynchronous
+from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
 
 SPEEDS = {"V": 112, "R": 123, "G": 48, "Q": 40}
-WEIGHTLESS = Memory(copies=0, versions=Versions.NONE)
+WEIGHTLESS = Memory(copies=0, keeps_versions=False)
 MEMORY = {"V": 12, "R": 24, "G": 6, "Q": 8}
 
 
@@ -138,51 +136,24 @@ def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flus
     times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in stage_s]
     schedule = Flush(in_flight) if flush else WaveSynchronous(in_flight)
     found = VirtualWorkers([times], schedule).run(60).minibatches_per_s
-    predicted = (flushed_rate if flush else pipeline_rate)(stage_s, in_flight)
+    predicted = pipeline_rate(stage_s, in_flight)
+    if flush:
+        predicted = in_flight / flushed_s(stage_s, in_flight, held=in_flight)
     assert 0.5 * predicted <= found <= 1.4 * predicted
 
 
-def test_a_model_that_fits_on_no_device_gets_a_pipeline():
-    problem = LayoutProblem(layers=layers_of(8, kept=4.0), devices=nodes("VR"))
-    layout = best_layout(problem)
-    assert layout.workers
-    assert "does not fit on each device" in layout.reason
-    for worker in layout.workers:
-        assert all(stage.memory_bytes <= stage.device.memory_bytes for stage in worker.stages)
-
-
-def test_equal_devices_and_a_small_model_train_data_parallel():
-    problem = LayoutProblem(
-        layers=layers_of(8, cut=100.0), devices=nodes("V"), links=Links(within=Link(bytes_per_s=1))
-    )
-    layout = best_layout(problem)
-    assert (layout.policy, layout.workers) == ("data parallel", ())
-
-
 def test_a_straggler_makes_pipelines_worth_it():
-    # Data parallelism waits for Q; pipelines give it fewer layers.
-    problem = LayoutProblem(layers=layers_of(24), devices=nodes("VQ"))
-    by_policy = {layout.policy: layout for layout in layouts(problem)}
-    assert best_layout(problem).workers
-    assert by_policy["ED"].minibatches_per_s > 1.3 * by_policy["data parallel"].minibatches_per_s
-    measured = replace(problem, data_parallel_rate=100.0)
-    assert best_layout(measured).policy == "data parallel"
-
-
-def test_exact_weights_mean_flushes_which_cost_time():
-    problem = LayoutProblem(layers=layers_of(24, kept=0.5), devices=nodes("VQ"))
-    exact = best_layout(replace(problem, clock_distance=None))
-    assert exact.minibatches_per_s < best_layout(problem).minibatches_per_s
-
-
-def test_more_devices_than_layers_train_in_smaller_pipelines():
-    layout = best_layout(LayoutProblem(layers=layers_of(3, kept=5.0), devices=nodes("VR", 2)))
-    assert max(len(worker.stages) for worker in layout.workers) <= 3
-
-
-def test_what_fits_nowhere_says_so():
-    with pytest.raises(DoesNotFit, match="More devices"):
-        best_layout(LayoutProblem(layers=layers_of(8, kept=1e3), devices=nodes("VR")))
+    # Whole models wait for Q; pipelines give it fewer layers.
+    layers, devices = layers_of(24), nodes("VQ")
+    whole, pipelines = (
+        best_partitions(
+            PartitionProblem(layers=layers, devices=devices, in_flight=3),
+            equal_distribution(devices, n),
+        )
+        for n in (8, 4)
+    )
+    fast = waves_rate(pipelines, layers, Links(), 3, Servers.LOCAL)
+    assert fast > 1.3 * waves_rate(whole, layers, Links(), 3, Servers.ROUND_ROBIN)
 
 
 # -- batches in parts -----------------------------------------------------------------------------
@@ -202,7 +173,7 @@ def flushed(kinds, *, num_parts=4, num_layers=8, **more):
         devices=devices,
         num_parts=num_parts,
         links=WIRES,
-        memory=Memory(copies=2, versions=Versions.NONE),
+        memory=Memory(copies=2, keeps_versions=False),
         **options,
     )
 
@@ -302,7 +273,7 @@ def test_no_shares_end_earlier(part_s, more):
 @pytest.mark.parametrize("pace", [(1.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (2.0, 1.0, 3.0, 1.0)])
 def test_a_flush_takes_about_as_long_as_the_simulator_says(pace, held):
     times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in pace]
-    simulated = VirtualWorkers([times], Alone(Flush(8)))
+    simulated = VirtualWorkers([times], Flush(8))
     for stage in simulated._workers[0].stages:
         stage.turns.credit = min(stage.turns.credit, held)
     batch_s = 8 / simulated.run(8).minibatches_per_s

@@ -14,16 +14,15 @@ import pytest
 from optuna_fleet.executor.call.pipeline_log import MIN_SPAN_S, PipelineLog
 from optuna_fleet.executor.call.summary import Tally
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.stats import PipelineUse
+from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import PIPELINE_PREFIX, PipelineSpan
 from optuna_fleet.visualization import plot_timeline
 from optuna_fleet.visualization.lane import Curve
-from optuna_fleet.wire.node_messages import PipelineReport
 from tests.fleets import Leg, Noise, fleet_of, small_model, train
 
 
-def report(seconds: float, *, stalled: float = 0.25, **more: Any) -> PipelineReport:
+def stats(seconds: float, *, stalled: float = 0.25, **more: Any) -> PipelineStats:
     """Two preprocessors for so many seconds, busy for half of them; one reader."""
     use = PipelineUse(
         active_s=seconds,
@@ -36,15 +35,15 @@ def report(seconds: float, *, stalled: float = 0.25, **more: Any) -> PipelineRep
         ready_s=3 * seconds,
         window_s=4 * seconds,
     )
-    return PipelineReport(use=use, **more)
+    return PipelineStats(use=use, **more)
 
 
 def test_a_span_is_what_came_since_the_last_one() -> None:
     spans: list[PipelineSpan] = []
-    log = PipelineLog(spans.append, report(100.0), began=1000.0)
-    log.note(report(101.0), 1001.0)  # too early
-    log.note(report(104.0), 1004.0)
-    log.finish(report(104.5), 1005.0)
+    log = PipelineLog(spans.append, stats(100.0), began=1000.0)
+    log.note(stats(101.0), 1001.0)  # too early
+    log.note(stats(104.0), 1004.0)
+    log.finish(stats(104.5), 1005.0)
     assert [(s.start, s.end) for s in spans] == [(1000.0, 1004.0), (1004.0, 1005.0)]
     for span in spans:
         assert (span.num_preprocessors, span.busy, span.blocked) == (2.0, 0.5, 0.125)
@@ -53,34 +52,34 @@ def test_a_span_is_what_came_since_the_last_one() -> None:
 
 def test_time_without_readers_is_no_span() -> None:
     spans: list[PipelineSpan] = []
-    log = PipelineLog(spans.append, report(1.0), began=0.0)
-    log.note(report(1.0), 5.0)
-    log.note(report(4.0), 10.0)
-    log.finish(report(4.0), 20.0)
+    log = PipelineLog(spans.append, stats(1.0), began=0.0)
+    log.note(stats(1.0), 5.0)
+    log.note(stats(4.0), 10.0)
+    log.finish(stats(4.0), 20.0)
     assert [(s.start, s.end) for s in spans] == [(5.0, 10.0)]
 
 
 @pytest.mark.parametrize(("hours", "most"), [(0.01, 32), (10, 450), (100, 650)])
 def test_long_sweeps_have_few_spans(hours: float, most: int) -> None:
     spans: list[PipelineSpan] = []
-    log = PipelineLog(spans.append, PipelineReport(), began=0.0)
+    log = PipelineLog(spans.append, PipelineStats(), began=0.0)
     now = 0.0
     while now < 3600 * hours:
         now += MIN_SPAN_S
-        log.note(report(now), now)
+        log.note(stats(now), now)
     assert 0.01 * most < len(spans) <= most
     assert all(a.end == b.start for a, b in itertools.pairwise(spans))
 
 
 def test_the_call_has_only_its_own_share() -> None:
-    log = PipelineLog(lambda span: None, report(100.0, preprocessed=10, consumed=20), began=0.0)
-    log.note(report(110.0, preprocessed=15, consumed=25), 10.0)
-    used = log.finish(report(120.0, preprocessed=40, consumed=70), 20.0)
+    log = PipelineLog(lambda span: None, stats(100.0, preprocessed=10, consumed=20), began=0.0)
+    log.note(stats(110.0, preprocessed=15, consumed=25), 10.0)
+    used = log.finish(stats(120.0, preprocessed=40, consumed=70), 20.0)
     assert (used.preprocessed, used.consumed, used.use.active_s) == (30, 50, 20.0)
 
 
 def test_the_summary_says_where_the_bottleneck_is() -> None:
-    summary = Tally().summary(report(10.0, preprocessed=10, consumed=40))
+    summary = Tally().summary(stats(10.0, preprocessed=10, consumed=40))
     assert (summary.preprocessed, summary.consumed, summary.sharing_factor) == (10, 40, 4.0)
     assert (
         "sharing factor 4.0; preprocessors (2.0 on average) were busy for 50% of their time and "
@@ -93,9 +92,9 @@ def test_the_summary_says_where_the_bottleneck_is() -> None:
 
 
 def test_what_went_wrong_in_the_pipeline_is_in_the_summary() -> None:
-    before = report(5.0, num_skipped=2, num_lost=1, repeated=30)
+    before = stats(5.0, num_skipped=2, num_lost=1, repeated=30)
     log = PipelineLog(lambda span: None, before, began=0.0)
-    used = log.finish(report(9.0, num_skipped=5, num_lost=2, repeated=70), 9.0)
+    used = log.finish(stats(9.0, num_skipped=5, num_lost=2, repeated=70), 9.0)
     summary = str(Tally().summary(used))
     assert (
         "; samples skipped: 3, preprocessors that died: 1, samples preprocessed again: 40"

@@ -56,6 +56,7 @@ from optuna_fleet.executor.fleet.startup import Startup
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.spec import PipelineSetup
+from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Settings
@@ -543,14 +544,15 @@ def test_a_node_out_of_the_engines_reach_that_does_not_start_is_lost(
 def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
     runtime: Runtime,
 ) -> None:
+    stats = PipelineStats(preprocessed=3, resident_bytes=5)
     for name in ("1st", "2nd"):
         if name != "1st":
             die(runtime, KILLED)
             join(runtime, name)
         trainer_ready(runtime)
-        hear(runtime, PipelineReport(preprocessed=3, resident_bytes=5, agent=agent(runtime)))
-    assert runtime.last_report.preprocessed == 6
-    assert runtime.last_report.resident_bytes == 5
+        hear(runtime, PipelineReport(stats=stats, agent=agent(runtime)))
+    assert runtime.last_stats.preprocessed == 6
+    assert runtime.last_stats.resident_bytes == 5
     assert len(runtime._reports.last) == 1
 
 

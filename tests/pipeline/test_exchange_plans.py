@@ -15,7 +15,7 @@ from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.exchange.cost import Measured, choose, peak
 from optuna_fleet.pipeline.exchange.plan import Peer, Plan
 from optuna_fleet.pipeline.spec import ChunkKey
-from optuna_fleet.pipeline.stats import PipelineUse
+from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.pipeline.wire import encode
 from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
 
@@ -141,19 +141,19 @@ def joined(exchange, count):
     return sharing, agents
 
 
-def report(agent, **more):
+def report(agent, num_most=4, **more):
     values = {
-        "agent": agent,
         "preprocessed": 1000,
         "consumed": 4000,
         "busy_s": 10.0,
-        "num_most": 4,
         "num_received": 1000,
         "received_bytes": 10**8,
         "link_bytes_per_s": 1e9,
         "use": PipelineUse(active_s=10.0, starved_s=5.0),
     }
-    return PipelineReport(**{**values, **more})
+    return PipelineReport(
+        agent=agent, num_most=num_most, stats=PipelineStats(**{**values, **more})
+    )
 
 
 def test_a_node_alone_shares_with_nobody():

@@ -1,11 +1,12 @@
-"""How fast pipelines and data parallelism are expected to be."""
+"""How fast pipelines are expected to be, and what exact data parallelism takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optuna_fleet.alloc.partition import Layers, Links, Memory, StageDevice
-from optuna_fleet.wsp.credits import held_minibatches
+from optuna_fleet.alloc.layouts.servers import Servers, sync_seconds
+from optuna_fleet.alloc.partition import Layers, Links, Memory, Partition, StageDevice
+from optuna_fleet.wsp.turns import held_minibatches
 
 
 def pipeline_rate(stage_s: Sequence[float], in_flight: int) -> float:
@@ -23,12 +24,29 @@ def pipeline_rate(stage_s: Sequence[float], in_flight: int) -> float:
     return min(1 / max(stage_s), *limits)
 
 
-def flushed_rate(stage_s: Sequence[float], num_microbatches: int) -> float:
-    """Microbatches per second of a pipeline that is flushed after so many.
+def waves_rate(
+    workers: Sequence[Partition], layers: Layers, links: Links, in_flight: int, servers: Servers
+) -> float:
+    """Minibatches per second of virtual workers without flushes; all go as fast as the slowest.
 
-    Where all stages take as long, this is GPipe's (m / (m + k - 1)) / t.
+    A clock distance lets the fast ones run ahead for a while only.
+
+    Args:
+        workers: The stages of each.
+        layers: What their layers cost.
+        links: Ways between the devices.
+        in_flight: Minibatches in flight in each, which are a wave.
+        servers: Where the parameters are.
     """
-    return num_microbatches / (sum(stage_s) + (num_microbatches - 1) * max(stage_s))
+    syncs = [[0.0] * len(worker.stages) for worker in workers]
+    if len(workers) > 1:
+        pushes = sync_seconds(workers, layers, links, servers)
+        syncs = [[2 * push_s / in_flight for push_s in worker] for worker in pushes]
+    stage_s = [
+        [stage.seconds + sync_s for stage, sync_s in zip(worker.stages, its_syncs, strict=True)]
+        for worker, its_syncs in zip(workers, syncs, strict=True)
+    ]
+    return len(workers) * min(pipeline_rate(times, in_flight) for times in stage_s)
 
 
 def fits_on_each(layers: Layers, devices: Sequence[StageDevice], memory: Memory) -> bool:
@@ -44,16 +62,3 @@ def all_reduce_s(num_bytes: float, devices: Sequence[StageDevice], links: Links)
         return 0.0
     link = links.within if len({device.node for device in devices}) == 1 else links.between
     return 2 * (num - 1) * link.seconds(num_bytes / num)
-
-
-def data_parallel_rate(layers: Layers, devices: Sequence[StageDevice], links: Links) -> float:
-    """Minibatches per second of all devices together, each with one of its own at a time.
-
-    They wait for the slowest one, and nothing is sent while they compute, as measured with
-    Horovod in the paper (Table 4).
-    """
-    slowest_s = max(
-        sum(layers.forward_s[d.kind]) + sum(layers.backward_s[d.kind]) for d in devices
-    )
-    sync_s = all_reduce_s(sum(layers.parameter_bytes), devices, links)
-    return len(devices) / (slowest_s + sync_s)

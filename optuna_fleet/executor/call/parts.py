@@ -86,7 +86,7 @@ class Parts:
             launcher=launcher,
             handovers=Handovers(runtime.send, calls.interrupt, rehearse, launcher.call_off),
             watchdog=Watchdog(job.options.limits, runtime.process_state),
-            pipeline_log=PipelineLog(ledger.record_span, runtime.last_report, time.time()),
+            pipeline_log=PipelineLog(ledger.record_span, runtime.last_stats, time.time()),
             call_log=CallLog.of(ledger, proposals),
         )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.sampler_bridge.ledger import PipelineSpan
-from optuna_fleet.wire.node_messages import PipelineReport
 
 MIN_SPAN_S = 2.0
 """No span is shorter, except the last."""
@@ -16,34 +16,34 @@ little more than as many of them (630 for 100 hours)."""
 
 
 class PipelineLog:
-    """Turns reports, which count from the start of the fleet, into spans. Pure.
+    """Turns counts since the start of the fleet into spans. Pure.
 
     Args:
         record: Given each span.
-        base: The report at the beginning of the call.
+        base: What had been done when the call began.
         began: When that was, in seconds since the epoch.
     """
 
     def __init__(
-        self, record: Callable[[PipelineSpan], None], base: PipelineReport, began: float
+        self, record: Callable[[PipelineSpan], None], base: PipelineStats, began: float
     ) -> None:
         self._record = record
         self._base = self._last = base
         self._began = self._noted = began
 
-    def note(self, report: PipelineReport, now: float) -> None:
-        """A report came in; it ends a span if enough time has passed."""
+    def note(self, stats: PipelineStats, now: float) -> None:
+        """So much was done by now; that ends a span if enough time has passed."""
         if now - self._noted >= max(MIN_SPAN_S, (now - self._began) / RESOLUTION):
-            self._end_span(report, now)
+            self._end_span(stats, now)
 
-    def finish(self, report: PipelineReport, now: float) -> PipelineReport:
+    def finish(self, stats: PipelineStats, now: float) -> PipelineStats:
         """The call is over; returns what the pipeline did for it."""
-        self._end_span(report, now)
-        return report.since(self._base)
+        self._end_span(stats, now)
+        return stats.since(self._base)
 
-    def _end_span(self, report: PipelineReport, now: float) -> None:
-        use = report.use.since(self._last.use)
-        start, self._noted, self._last = self._noted, now, report
+    def _end_span(self, stats: PipelineStats, now: float) -> None:
+        use = stats.use.since(self._last.use)
+        start, self._noted, self._last = self._noted, now, stats
         if use.active_s <= 0.0:
             return  # nobody read
         self._record(

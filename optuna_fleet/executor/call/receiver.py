@@ -113,7 +113,7 @@ class Receiver:
             case NodeLost():
                 return self._node_lost(message)
             case PipelineReport():
-                parts.pipeline_log.note(self._runtime.last_report, time.time())
+                parts.pipeline_log.note(self._runtime.last_stats, time.time())
             case Heartbeat():
                 parts.watchdog.hear(message)
             case CheckpointFailed() if message.run_id in self._runs:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from optuna_fleet.executor.call.device_log import DeviceLog
 from optuna_fleet.executor.call.moves import Moves
-from optuna_fleet.pipeline.stats import PipelineUse
+from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge.ledger import Decision
 from optuna_fleet.wire.messages import Usage
-from optuna_fleet.wire.node_messages import PipelineReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -37,6 +36,7 @@ class FleetSummary:
             train. 0 if none was measured.
         pipeline: What the shared pipeline did for this call, how its processes spent their time,
             how full its queues were and what went wrong; None without a pipeline.
+        exchange: How nodes shared its chunks, and why; "" if they did not.
         left_out: Nodes and devices that get no more trials because they kept failing, and why.
     """
 
@@ -52,7 +52,8 @@ class FleetSummary:
     decisions: tuple[Decision, ...]
     rescales: int
     move_s: float
-    pipeline: PipelineReport | None
+    pipeline: PipelineStats | None
+    exchange: str = ""
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -116,7 +117,7 @@ class FleetSummary:
             if self.pipeline.num_received:
                 yield (
                     f"{self.pipeline.num_received} of the samples came from other nodes "
-                    f"({self.pipeline.exchange})"
+                    f"({self.exchange})"
                 )
         if self.pipeline and (trouble := _trouble(self.pipeline)):
             yield trouble
@@ -150,7 +151,7 @@ class Tally:
         self.probing_s += usage.probing_s if probe else 0.0
         self.profiling_s += usage.profiling_s
 
-    def summary(self, pipeline: PipelineReport | None) -> FleetSummary:
+    def summary(self, pipeline: PipelineStats | None, exchange: str = "") -> FleetSummary:
         """The summary of everything added, up to now."""
         there_s = self.devices.there_s(time.time())
         return FleetSummary(
@@ -167,6 +168,7 @@ class Tally:
             rescales=self.rescales,
             move_s=_mean(self.moves.seconds),
             pipeline=pipeline,
+            exchange=exchange,
             left_out=dict(self.left_out),
         )
 
@@ -185,12 +187,12 @@ def _in_words(use: PipelineUse) -> str:
     )
 
 
-def _trouble(report: PipelineReport) -> str:
+def _trouble(stats: PipelineStats) -> str:
     """What went wrong in the pipeline without failing a trial."""
     counted = {
-        "samples skipped": report.num_skipped,
-        "preprocessors that died": report.num_lost,
-        "samples preprocessed again": report.repeated,
+        "samples skipped": stats.num_skipped,
+        "preprocessors that died": stats.num_lost,
+        "samples preprocessed again": stats.repeated,
     }
     return ", ".join(f"{what}: {number}" for what, number in counted.items() if number)
 

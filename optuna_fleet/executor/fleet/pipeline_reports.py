@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 
+from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.wire.node_messages import PipelineReport
 
 
@@ -18,7 +19,7 @@ class PipelineReports:
 
     def __init__(self) -> None:
         self.last: dict[str, PipelineReport] = {}
-        self._past = PipelineReport()
+        self._past = PipelineStats()
 
     def take(self, report: PipelineReport) -> None:
         """An agent reports."""
@@ -27,12 +28,13 @@ class PipelineReports:
     def node_lost(self, agent: str) -> None:
         """An agent is gone; what its pipeline has done counts on."""
         if report := self.last.pop(agent, None):
-            self._past = self._past.plus(replace(report, resident_bytes=0))
+            self._past = self._past.plus(report.stats.gone())
 
     @property
-    def total(self) -> PipelineReport:
+    def total(self) -> PipelineStats:
         """Of all nodes, lost ones included."""
-        return functools.reduce(PipelineReport.plus, self.last.values(), self._past)
+        each = (report.stats for report in self.last.values())
+        return functools.reduce(PipelineStats.plus, each, self._past)
 
     @property
     def are_there(self) -> bool:

@@ -10,7 +10,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.options import Limits
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import fill_standard_streams, state_in_words
 from optuna_fleet.resources import Fleet
 from optuna_fleet.sampler_bridge.compat import fleet_logger
@@ -365,11 +365,11 @@ class Runtime:
         return True
 
     @property
-    def last_report(self) -> PipelineReport:
+    def last_stats(self) -> PipelineStats:
         """What the pipelines of all nodes had done, lost ones included, when last heard of."""
-        return replace(self._reports.total, exchange=self.sharing.reason)
+        return self._reports.total
 
-    def pipeline_report(self) -> PipelineReport | None:
+    def pipeline_stats(self) -> PipelineStats | None:
         """Ask the pipelines what they have done by now."""
         asked = [node.agent for node in self.nodes]
         self._reports.ask()
@@ -380,7 +380,7 @@ class Runtime:
             return self._reports.have_answered(a for a in asked if self.nodes.get(a))
 
         self._wait_until(have_answered, _REPORT_LIMIT_S)
-        return self.last_report if self._reports.are_there else None
+        return self.last_stats if self._reports.are_there else None
 
     def close_if_owner(self) -> None:
         """`close`, unless this is a fork of the process that started the fleet."""

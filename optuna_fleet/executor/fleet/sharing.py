@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from optuna_fleet.pipeline.exchange.cost import Measured, choose
 from optuna_fleet.pipeline.exchange.plan import MOST_PEERS, Peer, Plan, Scheme
+from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.wire.node_messages import PipelineReport, ShareChunks
 
 
@@ -89,26 +90,28 @@ class ChunkSharing:
 
 def measured_of(reports: list[PipelineReport]) -> Measured | None:
     """Returns the rates of nodes, in this order; None while they can't be known."""
-    made = [report for report in reports if report.preprocessed and report.busy_s]
-    received = [report for report in reports if report.num_received]
+    stats = [report.stats for report in reports]
+    made = [each for each in stats if each.preprocessed and each.busy_s]
+    received = [each for each in stats if each.num_received]
     if not made or not received:
         return None
-    sample_s = sum(r.busy_s for r in made) / sum(r.preprocessed for r in made)
+    sample_s = sum(each.busy_s for each in made) / sum(each.preprocessed for each in made)
     rates = (
-        report.num_most * (report.preprocessed / report.busy_s if report in made else 1 / sample_s)
-        for report in reports
+        report.num_most * (each.preprocessed / each.busy_s if each in made else 1 / sample_s)
+        for report, each in zip(reports, stats, strict=True)
     )
-    total = sum(report.num_received for report in received)
+    total = sum(each.num_received for each in received)
     return Measured(
         samples_per_s=tuple(rates),
         sample_s=sample_s,
-        wanted_per_s=max(_wanted_per_s(report) for report in reports),
-        sample_bytes=sum(report.received_bytes for report in received) / total,
-        bytes_per_s=max(report.link_bytes_per_s for report in received),
+        wanted_per_s=max(map(_wanted_per_s, stats)),
+        sample_bytes=sum(each.received_bytes for each in received) / total,
+        bytes_per_s=max(each.link_bytes_per_s for each in received),
     )
 
 
-def _wanted_per_s(report: PipelineReport) -> float:
+def _wanted_per_s(stats: PipelineStats) -> float:
     """What the trials of a node take while data are there."""
-    fed_s = max(report.use.active_s - report.use.starved_s, 0.01 * report.use.active_s, 1e-3)
-    return (report.preprocessed + report.num_received) / fed_s
+    active_s, starved_s = stats.use.active_s, stats.use.starved_s
+    fed_s = max(active_s - starved_s, 0.01 * active_s, 1e-3)
+    return (stats.preprocessed + stats.num_received) / fed_s

@@ -15,8 +15,8 @@ from optuna_fleet.exceptions import FleetError, PreprocessingError
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.exchange.peers import PATIENCE_S, Answer, AskForChunk, Peers
 from optuna_fleet.pipeline.exchange.plan import Plan
-from optuna_fleet.pipeline.messages import Advance, ClosePass
 from optuna_fleet.pipeline.reader.client import PipelineClient
+from optuna_fleet.pipeline.reader.opened import OpenedPass
 from optuna_fleet.pipeline.spec import ChunkKey, count_chunks
 from optuna_fleet.wire.channel import Channel
 
@@ -39,8 +39,8 @@ class Giver:
         self._client = PipelineClient(reader, peers.spec)
         self._news = news
         self._look_ahead = look_ahead
-        self._asked: dict[Channel, tuple[int, ChunkKey]] = {}  # passes, one for each chunk
-        self._ahead: dict[int, ChunkKey] = {}
+        self._asked: dict[Channel, tuple[OpenedPass, ChunkKey]] = {}  # a pass for each chunk
+        self._ahead: dict[OpenedPass, ChunkKey] = {}
         self._ahead_to: dict[tuple[str, int], int] = {}
         self._selector = selectors.EpollSelector()  # may be registered with by another thread
 
@@ -83,24 +83,24 @@ class Giver:
 
     def _hear(self, channel: Channel, question: str | AskForChunk) -> None:
         if isinstance(question, str):
-            number, size = self._open(ChunkKey(question, 0, 0))
-            self._close(number)
-            channel.post(Answer(chunk_size=size))
+            opened = self._open(ChunkKey(question, 0, 0))
+            opened.close()
+            channel.post(Answer(chunk_size=opened.chunk_size))
             return
         key = question.key
-        number, size = self._open(key)
+        opened = self._open(key)
         is_finished = self._peers.spec.dataset(key.name).finish is None
-        if (size, is_finished) != (question.chunk_size, question.is_finished):
-            self._close(number)
+        if (opened.chunk_size, is_finished) != (question.chunk_size, question.is_finished):
+            opened.close()
             channel.post(Answer())
             return
-        self._asked[channel] = number, key
-        self._client.advance(Advance(number, self._beyond(key), needed=(key.chunk,)))
+        self._asked[channel] = opened, key
+        opened.advance(self._beyond(key), needed=[key.chunk])
         self._refuse_others()
-        for chunk in self._next_own(key, size):
-            ahead, _ = self._open(key)
+        for chunk in self._next_own(key, opened.chunk_size):
+            ahead = self._open(key)
             self._ahead[ahead] = key._replace(chunk=chunk)
-            self._client.advance(Advance(ahead, self._beyond(key), ahead=(chunk,)))
+            ahead.advance(self._beyond(key), ahead=[chunk])
 
     def _refuse_others(self) -> None:
         for channel, (_, key) in list(self._asked.items()):
@@ -121,15 +121,15 @@ class Giver:
         """Sends what the broker has lent."""
         # All at once: what came in while one is looked at would be news of another, seen already.
         self._client.hear()
-        for number, key in list(self._ahead.items()):
-            if self._client.has(number, key.chunk):
-                del self._ahead[number]
-                self._close(number)  # there it is, until it is asked for
-        for channel, (number, key) in list(self._asked.items()):
-            if not channel.has_unsent and self._client.has(number, key.chunk):
+        for opened, key in list(self._ahead.items()):
+            if opened.has(key.chunk):
+                del self._ahead[opened]
+                opened.close()  # there it is, until it is asked for
+        for channel, (opened, key) in list(self._asked.items()):
+            if not channel.has_unsent and opened.has(key.chunk):
                 data = None  # if it can't be made, who asked for it will see why
                 with contextlib.suppress(PreprocessingError):
-                    data = self._client.take(number, key.chunk).memory
+                    data = opened.take(key.chunk).memory
                 self._answer(channel, data)
 
     def _answer(self, channel: Channel, data: memoryview | None) -> None:
@@ -149,15 +149,11 @@ class Giver:
 
     def _end_pass(self, channel: Channel) -> None:
         if channel in self._asked:
-            self._close(self._asked.pop(channel)[0])
+            self._asked.pop(channel)[0].close()
 
-    def _open(self, key: ChunkKey) -> tuple[int, int]:
-        number, size, _ = self._client.open_pass(key.name, key.epoch, self._beyond(key))
-        return number, size
+    def _open(self, key: ChunkKey) -> OpenedPass:
+        return self._client.open_pass(key.name, key.epoch, self._beyond(key))
 
     def _beyond(self, key: ChunkKey) -> int:
         """A place behind the last chunk: the broker makes none on account of a pass there."""
         return 2 * self._peers.spec.dataset(key.name).num_samples
-
-    def _close(self, number: int) -> None:
-        self._client.close_pass(ClosePass(pass_id=number, num_consumed=0, waited_s=0.0))

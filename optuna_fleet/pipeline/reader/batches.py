@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.pipeline.chunks.view import Part, cut_alike
-from optuna_fleet.pipeline.messages import Advance, ClosePass
 from optuna_fleet.pipeline.reader.plan import ReadPlan, Span
 
 if TYPE_CHECKING:
@@ -95,8 +94,8 @@ class _Reading:
         self._client = client
         self._plan = plan
         self._spans = list(plan.spans)
-        self._pass: _Pass | None = None
-        self._ended: _Pass | None = None
+        self._reader: _SpanReader | None = None
+        self._ended: _SpanReader | None = None
         self.consumed = 0
 
     def parts(self, step: int) -> list[Part]:
@@ -107,23 +106,23 @@ class _Reading:
         while True:
             first, last = self._spans[0].positions(*asked)
             if first < last:
-                self._pass = self._pass or self._begin(step)
-                parts += self._pass.parts(step)
+                self._reader = self._reader or self._begin(step)
+                parts += self._reader.parts(step)
             if len(self._spans) == 1 or stop + self._spans[0].shift <= self._spans[0].last:
                 return parts
             del self._spans[0]
-            self._ended, self._pass = self._pass, None  # its parts are still to be read
+            self._ended, self._reader = self._reader, None  # its parts are still to be read
 
-    def _begin(self, step: int) -> _Pass:
+    def _begin(self, step: int) -> _SpanReader:
         continues = self._plan.continues or len(self._spans) > 1
-        return _Pass(self._client, self._plan, self._spans[0], step, continues=continues)
+        return _SpanReader(self._client, self._plan, self._spans[0], step, continues=continues)
 
     def close(self) -> None:
         """Ends what is open and reports it."""
         self._close_ended()
-        if self._pass is not None:
-            self._pass.close(self.consumed)
-            self._pass, self.consumed = None, 0
+        if self._reader is not None:
+            self._reader.close(self.consumed)
+            self._reader, self.consumed = None, 0
 
     def _close_ended(self) -> None:
         if self._ended is not None:
@@ -131,8 +130,8 @@ class _Reading:
             self._ended, self.consumed = None, 0
 
 
-class _Pass:
-    """A pass over one epoch, as the agent sees it.
+class _SpanReader:
+    """The steps of a pass through one epoch.
 
     Keeps the chunks of the current step, asks for those of the next, gives back the rest as soon
     as the user has no view of them, or a few steps later.
@@ -146,9 +145,7 @@ class _Pass:
         self._span = span
         self._waited_s = client.waited_s
         start, _ = span.positions(step * plan.batch_size, plan.num_samples)
-        self._number, self._chunk_size, self._num_ahead = client.open_pass(
-            plan.name, span.epoch, start, continues=continues
-        )
+        self._opened = client.open_pass(plan.name, span.epoch, start, continues=continues)
         self._asked: set[int] = set()
         self._over: dict[int, int] = {}  # chunks that were needed, and for how many steps not
         self._cursor = 0
@@ -161,10 +158,10 @@ class _Pass:
         self._read_to = stop
         needed = self._chunks(start, stop)
         self._advance(needed, self._next_chunks(step, needed))
-        size = self._chunk_size
+        size = self._opened.chunk_size
         return [
             (
-                self._client.take(self._number, chunk),
+                self._opened.take(chunk),
                 max(start - chunk * size, 0),
                 min(stop - chunk * size, size),
             )
@@ -173,17 +170,14 @@ class _Pass:
 
     def close(self, num_consumed: int) -> None:
         """Ends the pass and reports it."""
-        self._client.close_pass(
-            ClosePass(
-                pass_id=self._number,
-                num_consumed=num_consumed,
-                waited_s=self._client.waited_s - self._waited_s,
-                end=-(-self._read_to // self._chunk_size),
-            )
+        self._opened.close(
+            num_consumed=num_consumed,
+            waited_s=self._client.waited_s - self._waited_s,
+            end=-(-self._read_to // self._opened.chunk_size),
         )
 
     def _chunks(self, start: int, stop: int) -> range:
-        size = self._chunk_size
+        size = self._opened.chunk_size
         return range(start // size, -(-stop // size)) if stop > start else range(0)
 
     def _next_chunks(self, step: int, needed: range) -> list[int]:
@@ -195,46 +189,39 @@ class _Pass:
         self._looked = last
         for later in range(step + 1, self._plan.num_steps):
             start, stop = self._span.positions(*self._plan.positions(later))
-            if start >= self._span.last or len(found) >= self._num_ahead:
+            if start >= self._span.last or len(found) >= self._opened.num_ahead:
                 break
             for chunk in self._chunks(start, stop):
                 if chunk > last:
                     found.append(chunk)
                     last = chunk
-        return found[: self._num_ahead]
+        return found[: self._opened.num_ahead]
 
     def _advance(self, needed: range, ahead: list[int]) -> None:
         """Tells the agent what changed, if anything did."""
-        missing = [
-            chunk
-            for chunk in needed
-            if chunk not in self._asked or not self._client.arrived(self._number, chunk)
-        ]
+        missing = [chunk for chunk in needed if not self._has_arrived(chunk)]
         cursor = needed[0] if needed else self._cursor
         released = self._let_go(cursor)
         if not missing and not ahead and not released and cursor == self._cursor:
             return
         self._asked.update(missing, ahead)
         self._cursor = cursor
-        self._client.advance(
-            Advance(
-                pass_id=self._number,
-                cursor=cursor,
-                needed=tuple(missing),
-                ahead=tuple(ahead),
-                released=tuple(released),
-            )
-        )
+        self._opened.advance(cursor, needed=missing, ahead=ahead, released=released)
+
+    def _has_arrived(self, chunk: int) -> bool:
+        if chunk in self._asked and not self._opened.has(chunk):
+            self._client.hear()
+        return chunk in self._asked and self._opened.has(chunk)
 
     def _let_go(self, cursor: int) -> list[int]:
         """Lets go of what is needed no more; of what the user has views of, later."""
         for chunk in [chunk for chunk in self._asked if chunk < cursor]:
             self._asked.discard(chunk)
             self._over[chunk] = 0
-        released = self._client.let_go(self._number, self._over, patient=True)
+        released = self._opened.let_go(self._over, patient=True)
         for chunk in released:
             del self._over[chunk]
         late = [chunk for chunk, steps in self._over.items() if steps >= _PATIENCE]
-        released += self._client.let_go(self._number, late, patient=False)
+        released += self._opened.let_go(late, patient=False)
         self._over = {c: steps + 1 for c, steps in self._over.items() if c not in late}
         return released

@@ -22,7 +22,7 @@ class Fetching:
     """Orders chunks from other nodes; those that do not come are to be made here.
 
     Args:
-        peers: The nodes that share chunks with this one.
+        peers: The nodes that share chunks with this one; None if there are none.
         pool: Who asks them.
         memory_bytes: The budget.
 
@@ -30,7 +30,7 @@ class Fetching:
         failed: Orders for chunks that did not come.
     """
 
-    def __init__(self, peers: Peers, pool: PreprocessorPool, memory_bytes: int) -> None:
+    def __init__(self, peers: Peers | None, pool: PreprocessorPool, memory_bytes: int) -> None:
         self._peers = peers
         self._pool = pool
         self._most_bytes = FETCHED_SHARE * memory_bytes
@@ -42,11 +42,11 @@ class Fetching:
 
         Not where memory is so short that nodes could wait for each other's.
         """
-        return nbytes <= self._most_bytes and self._peers.source(key) is not None
+        return nbytes <= self._most_bytes and self._source(key) is not None
 
     def has_room(self) -> bool:
         """Returns whether one more could be asked for."""
-        if not (self._peers.share() and self._pool.has_room()):
+        if self._peers is None or not (self._peers.share() and self._pool.has_room()):
             return False
         flying = sum(order.max_bytes for order, _ in self._flying.values())
         return flying < self._most_bytes
@@ -54,7 +54,7 @@ class Fetching:
     def order(self, order: Order, chunk_size: int) -> None:
         """Has a chunk asked for."""
         key, address, max_bytes = order
-        source = self._peers.source(key)
+        source = self._source(key)
         self._flying[key] = order, source
         self._pool.give(
             ProduceChunk(
@@ -77,8 +77,11 @@ class Fetching:
         if key not in self._flying:
             return False
         order, source = self._flying.pop(key)
-        if is_gone and source is not None:
+        if is_gone and source is not None and self._peers is not None:
             self._peers.leave_out(source)
         if has_failed:
             self.failed.append(order)
         return True
+
+    def _source(self, key: ChunkKey) -> Peer | None:
+        return None if self._peers is None else self._peers.source(key)

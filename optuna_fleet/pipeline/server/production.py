@@ -111,7 +111,6 @@ class Production:
         self._made: dict[tuple[str, int, int], bytearray] = {}
         self.notices = Notices(budgets, spec)
         self._peers = peers
-        self._fetching: Fetching | None = None
         new_pool = partial(
             PreprocessorPool,
             spawn=spawn,
@@ -124,11 +123,9 @@ class Production:
             after=after,
             clock=clock,
         )
-        self.pool = new_pool(limit=setup.num_preprocessors)
-        self.pools = [self.pool]
-        if peers is not None:
-            self.pools.append(new_pool(limit=NUM_FETCHERS))
-            self._fetching = Fetching(peers, self.pools[1], budgets.memory_bytes)
+        self.pool, fetchers = new_pool(limit=setup.num_preprocessors), new_pool(limit=NUM_FETCHERS)
+        self.pools = [self.pool, fetchers]
+        self._fetching = Fetching(peers, fetchers, budgets.memory_bytes)
         self._staffing = Staffing(setup.num_preprocessors, is_adaptive=setup.is_adaptive)
         self._meter = Meter(clock())
         self._looked_s = float("-inf")
@@ -164,15 +161,16 @@ class Production:
         pool.target = self._staffing.number
         while self._sizing.is_wanted and pool.has_room():
             pool.give(self._sizing.order())
-        fetching, accepts = self._fetching, self._accepts
-        while fetching and fetching.failed and pool.has_room():
+        fetching = self._fetching
+        while fetching.failed and pool.has_room():
             self._make(fetching.failed.popleft())
-        while pool.has_room() or (fetching and fetching.has_room()):
-            order = self._store.assign(accepts if fetching else None)
+        while pool.has_room() or fetching.has_room():
+            order = self._store.assign(None if self._peers is None else self._accepts)
             if order is None:
                 break
             if self._is_elsewhere(order.key):
-                self._fetch(order)
+                size = self._store.chunk_size(order.key.name, order.key.epoch)
+                fetching.order(order, size)
             else:
                 self._make(order)
         self._look()
@@ -184,18 +182,11 @@ class Production:
         self._staffing.ended(self.pool.num_running)
 
     def _is_elsewhere(self, key: ChunkKey) -> bool:
-        if self._fetching is None:
-            return False
         return self._fetching.is_elsewhere(key, self._store.order_bytes(key))
 
     def _accepts(self, key: ChunkKey) -> bool:
         """Whether somebody is free to make this chunk, or to fetch it."""
-        assert self._fetching is not None
         return (self._fetching if self._is_elsewhere(key) else self.pool).has_room()
-
-    def _fetch(self, order: Order) -> None:
-        assert self._fetching is not None
-        self._fetching.order(order, self._store.chunk_size(order.key.name, order.key.epoch))
 
     def _make(self, order: Order) -> None:
         key = order.key
@@ -284,28 +275,28 @@ class Production:
             case ChunkFetched():
                 self._fetched(message)
             case ChunkNotFetched(key=key, is_gone=is_gone):
-                assert self._fetching is not None
                 self._fetching.settle(key, has_failed=True, is_gone=is_gone)
             case SampleMeasured():
                 self._set_size(message)
             case ChunkProduced():
                 self._produced(message)
-            case ChunkOutgrew():
-                if self._fetching is not None:
-                    self._fetching.settle(message.key, has_failed=False)
-                self._decoded.publish(message.key, message.key.name, ())
-                self._store.outgrew(message.key, message.nbytes)
-            case DiskFailed():
-                if self._fetching is not None:
-                    self._fetching.settle(message.key, has_failed=False)
-                self._decoded.publish(message.key, message.key.name, ())
-                self.notices.disk_failed(message.reason)
-                self._store.disk_failed(message.key)
-            case ChunkNotProduced():
-                self._decoded.publish(message.key, message.key.name, ())
-                self._store.failed(message.key, message.error)
+            case ChunkOutgrew(key=key, nbytes=nbytes):
+                self._end_order(key)
+                self._store.outgrew(key, nbytes)
+            case DiskFailed(key=key, reason=reason):
+                self._end_order(key)
+                self.notices.disk_failed(reason)
+                self._store.disk_failed(key)
+            case ChunkNotProduced(key=key, error=error):
+                self._end_order(key)
+                self._store.failed(key, error)
             case _:
                 raise ProtocolError(f"A preprocessor sent an unexpected {message!r}.")
+
+    def _end_order(self, key: ChunkKey) -> None:
+        """What an order was lent comes back."""
+        self._fetching.settle(key, has_failed=False)
+        self._decoded.publish(key, key.name, ())
 
     def _set_size(self, message: SampleMeasured) -> None:
         self._sizing.measured(message)
@@ -337,7 +328,6 @@ class Production:
 
     def _fetched(self, message: ChunkFetched) -> None:
         key, counts = message.key, self._counts
-        assert self._fetching is not None
         self._fetching.settle(key, has_failed=False)
         size = self._store.chunk_size(key.name, key.epoch)
         counts.num_received += min(size, self._lengths[key.name] - key.chunk * size)
@@ -359,9 +349,7 @@ class Production:
         if key is not None and self._sizing.is_measuring(key.name):
             if (guess := self._sizing.lost(key)) is not None:
                 self._set_size(guess)
-        elif key is not None and not (
-            self._fetching and self._fetching.settle(key, has_failed=True)
-        ):
+        elif key is not None and not self._fetching.settle(key, has_failed=True):
             self._decoded.publish(key, key.name, ())
             error = ChunkError(summary=_DIED.format(name=key.name))
             self._store.lost(key, error)

@@ -322,22 +322,12 @@ class Agent:
     def _report(self, *, is_answer: bool) -> PipelineReport:
         if self._pipeline is None:
             return PipelineReport(is_answer=is_answer, agent=self._name)
-        stats, setup = self._pipeline.stats(), self._setup.pipeline
+        setup = self._setup.pipeline
         return PipelineReport(
-            busy_s=stats.busy_s,
-            num_most=setup.num_preprocessors if setup else 0,
-            num_received=stats.num_received,
-            received_bytes=stats.received_bytes,
-            link_bytes_per_s=stats.link_bytes_per_s,
-            preprocessed=stats.preprocessed,
-            consumed=stats.consumed,
-            resident_bytes=stats.resident_bytes,
-            repeated=stats.repeated,
-            num_skipped=stats.num_skipped,
-            num_lost=stats.num_lost,
-            use=stats.use,
-            is_answer=is_answer,
             agent=self._name,
+            stats=self._pipeline.stats(),
+            num_most=setup.num_preprocessors if setup else 0,
+            is_answer=is_answer,
         )
 
     def _start_store(self) -> None:
