@@ -39,12 +39,14 @@ from optuna_fleet.integrations.transformers import (  # noqa: E402
     PruningCallback,
 )
 from tests.fleets import Leg, fleet_of  # noqa: E402
+from tests.nursery import preloading  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")
 ]
 
 EPOCHS, BATCH_SIZE = 3, 8
+PRELOADED = {each.__module__ for each in (Trainer, BertForSequenceClassification, GPT2LMHeadModel)}
 WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(30))]
 
 
@@ -208,7 +210,7 @@ def pipeline() -> Any:
 
 @pytest.fixture(scope="module")
 def three(pipeline: Any) -> Iterator[Any]:
-    with fleet_of(devices=3, pipeline=pipeline) as fleet:
+    with preloading(*PRELOADED), fleet_of(devices=3, pipeline=pipeline) as fleet:
         yield fleet
 
 
