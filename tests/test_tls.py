@@ -92,6 +92,22 @@ def secured() -> Iterator[Welcomed]:
     made.close()
 
 
+def test_short_messages_of_the_handshake_do_not_wait(
+    secured: Welcomed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one would wait for 40 ms until the first is acknowledged."""
+    seen, init = [], TlsSocket.__init__
+
+    def noting(self: TlsSocket, sock: socket.socket, context: ssl.SSLContext) -> None:
+        seen.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        init(self, sock, context)
+
+    monkeypatch.setattr(TlsSocket, "__init__", noting)
+    for channel in secured.pair():
+        channel.close()
+    assert seen == [1, 1]
+
+
 def through(relay: Relay, welcomed: Welcomed) -> Invitation:
     return replace(welcomed.invitation, addresses=(relay.address,))
 

@@ -55,7 +55,6 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket, *, outgoing: bytes, incoming: bytes) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(None)
         self._sock = sock
         self._sending = threading.Lock()
@@ -274,6 +273,7 @@ def _enter(host: str, port: int, invitation: Invitation) -> Channel:
     limit_s = HANDSHAKE_LIMIT_S / len(invitation.addresses)
     sock = socket.create_connection((host, port), timeout=limit_s)
     try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(HANDSHAKE_LIMIT_S)
         if invitation.fingerprint is not None:
             sock = connect_tls(sock, invitation.fingerprint)

@@ -23,8 +23,7 @@ from optuna_fleet.executor.cluster.engine import Engine
 from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.cluster.ray import ray_module
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine
-from optuna_fleet.executor.cluster.slurm.harvest import HarvestEngine
-from optuna_fleet.executor.cluster.slurm.harvesting import PilotJob
+from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
 from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.wire.invitation import Invitation

@@ -9,8 +9,7 @@ import pytest
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.slurm import pilots
-from optuna_fleet.executor.cluster.slurm.harvest import HarvestEngine
-from optuna_fleet.executor.cluster.slurm.harvesting import PilotJob
+from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
 from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.slurm_lab import NODES, SlurmLab

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -85,6 +87,12 @@ class Sweep:
         return self._log.read_text()
 
 
+def give_notice(agent: Forked) -> None:
+    """A first SIGTERM, to the process on the other side that it waits for."""
+    (there,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    os.kill(int(there), signal.SIGTERM)
+
+
 class Capture:
     """Collects what passes a node."""
 
@@ -104,7 +112,7 @@ class Capture:
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """A sweep of five nodes, three of which were cut off in its midst, and one crashed."""
+    """A sweep of five nodes: in its midst three were cut off, one crashed, one is to leave."""
 
     sweep: Sweep
     losses: list[Any]
@@ -119,6 +127,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterat
         _, stays, hears, speaks, alone, crashes = nodes
 
         def strike() -> None:
+            give_notice(sweep.agents[stays.name])
             hears.cut_off(hears=True)
             speaks.cut_off(speaks=True)
             alone.cut_off()
@@ -136,6 +145,7 @@ def test_no_fault_of_nodes_costs_a_result(struck: Struck, undisturbed: list[Any]
     assert_allclose(struck.losses, undisturbed, rtol=1e-10)
     for node in struck.sweep.nodes[2:]:
         assert f"Node {node.name} was lost" in struck.sweep.log
+    assert f"Node {struck.sweep.nodes[1].name} leaves at" in struck.sweep.log
 
 
 def test_nodes_end_by_themselves_cut_off_or_not(struck: Struck) -> None:

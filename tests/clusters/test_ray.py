@@ -7,19 +7,17 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
-from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, RayCluster
+from optuna_fleet import FleetConfigError, LaunchError, RayCluster
 from optuna_fleet.executor.cluster import ray as ray_adapter
 from optuna_fleet.executor.cluster.ray import RayEngine
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.ray_nodes import RayNodes, ray_cluster
-from tests.samplers import ByNumber
 
 
 @pytest.fixture(scope="module")
@@ -166,24 +164,6 @@ def test_an_address_where_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
         Hub(RayEngine(RayCluster(address="10.0.0.9:1"), AGENT[1:])).__enter__()
 
 
-def _square(trial: Any) -> float:
-    x = trial.suggest_float("x", -1, 1)
-    trial.set_user_attr("variable", os.environ.get("OPTUNA_FLEET_TOKEN"))
-    return float(x * x)
-
-
-def test_a_sweep_records_what_it_records_on_one_machine(ray_nodes: RayNodes) -> None:
-    def records(cluster: Any, **options: Any) -> list[Any]:
-        study = optuna.create_study(sampler=ByNumber())
-        with FleetExecutor(cluster=cluster, **options) as executor:
-            study.optimize(_square, n_trials=6, executor=executor)
-        return [
-            (t.number, t.state, t.params, t.value, t.user_attrs["variable"]) for t in study.trials
-        ]
-
-    assert records(RayCluster(address=ray_nodes.address)) == records("local", devices=3)
-
-
 # -- without Ray ---------------------------------------------------------------------------------
 
 
@@ -200,31 +180,34 @@ def test_numbers_are_checked(option: str) -> None:
 
 
 @pytest.fixture
-def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RayEngine]:
     monkeypatch.setattr(ray_adapter, "ray_module", lambda: None)
 
+    def engine_of(*, on_gpus: bool, **options: int) -> RayEngine:
+        engine = RayEngine(RayCluster(**options), AGENT[1:])
+        engine._on_gpus = on_gpus
+        return engine
 
-def share(cluster: RayCluster, cpus: int, gpus: int = 0, *, on_gpus: bool) -> tuple[int, int]:
-    return cluster.share_of({"CPU": cpus, "GPU": gpus}, on_gpus=on_gpus)
-
-
-def test_an_actor_reserves_all_gpus_or_else_all_cpus(no_ray: None) -> None:
-    assert share(RayCluster(), 16, 4, on_gpus=True) == (0, 4)
-    assert share(RayCluster(), 16, 4, on_gpus=False) == (16, 0)
-    assert RayCluster().share_of({}, on_gpus=True) == (0, 1)
-    assert RayCluster().share_of({}, on_gpus=False) == (1, 0)
+    return engine_of
 
 
-def test_an_actor_reserves_what_was_asked_for(no_ray: None) -> None:
-    cluster = RayCluster(cpus_per_node=2, gpus_per_node=3)
-    assert share(cluster, 16, 4, on_gpus=True) == (2, 3)
-    assert share(cluster, 16, on_gpus=False) == (2, 0)
-    assert cluster.share_of({}, on_gpus=True) == (2, 3)
+def test_an_actor_reserves_all_gpus_or_else_all_cpus(engine: Any) -> None:
+    on_gpus, on_cpus = engine(on_gpus=True), engine(on_gpus=False)
+    assert on_gpus._share({"CPU": 16.0, "GPU": 4.0}) == (0, 4)
+    assert on_cpus._share({"CPU": 16.0, "GPU": 4.0}) == (16, 0)
+    assert on_gpus._share({}) == (0, 1)
+    assert on_cpus._share({}) == (1, 0)
 
 
-def test_a_node_with_less_than_was_asked_for_is_not_used(no_ray: None) -> None:
-    engine = RayEngine(RayCluster(cpus_per_node=2, gpus_per_node=2), AGENT[1:])
-    engine._on_gpus = True
+def test_an_actor_reserves_what_was_asked_for(engine: Any) -> None:
+    asked = {"cpus_per_node": 2, "gpus_per_node": 3}
+    for node in ({"CPU": 16.0, "GPU": 4.0}, {}):
+        assert engine(on_gpus=True, **asked)._share(node) == (2, 3)
+        assert engine(on_gpus=False, **asked)._share(node) == (2, 0)
+
+
+def test_a_node_with_less_than_was_asked_for_is_not_used(engine: Any) -> None:
+    asked = engine(on_gpus=True, cpus_per_node=2, gpus_per_node=2)
     nodes = [{"CPU": 16.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 2.0}, {}]
-    assert not any(engine._fits({"Resources": node}) for node in nodes)
-    assert engine._fits({"Resources": {"CPU": 2.0, "GPU": 2.0}})
+    assert not any(asked._fits({"Resources": node}) for node in nodes)
+    assert asked._fits({"Resources": {"CPU": 2.0, "GPU": 2.0}})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
+from optuna_fleet.executor.cluster.slurm import cluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine, check_allocation
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.slurm_lab import NODES
@@ -121,14 +123,23 @@ def test_scancel_ends_all(allocate, slurm) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_is_a_notice(allocate, number: int) -> None:
+def test_a_signal_is_a_notice(allocate, number: int, monkeypatch) -> None:
     others = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of tests before this one
+    monkeypatch.setattr(cluster, "_SAME_NOTICE_S", math.inf)
     with hub_of(allocate("--nodelist=node1,node2"), notice_s=50.0) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
-        os.kill(os.getpid(), number)
+        for same in (number, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), same)
         hub.wait_for(lambda: len(hub.departures) == 2)
         assert all(0 < (d.by or 0.0) - time.time() <= 50 for d in hub.departures)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # a second one is meant
+        ends: list[int] = []
+        with monkeypatch.context() as later:
+            later.setattr(cluster, "_SAME_NOTICE_S", -1.0)
+            later.setattr(os, "kill", lambda pid, number: ends.append(number))
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGTERM)  # it is meant
+        assert ends == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.signal(signal.SIGTERM, others) is signal.SIG_DFL
 
 

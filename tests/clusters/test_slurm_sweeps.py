@@ -15,9 +15,9 @@ import optuna
 import pytest
 from optuna.trial import FrozenTrial
 
-from optuna_fleet import FleetExecutor, HarvestCluster, SlurmCluster
+from optuna_fleet import FleetExecutor, HarvestCluster
 from optuna_fleet.cli import main
-from tests.clusters import requeued
+from tests.clusters import recorded
 from tests.clusters.slurm_lab import NODES, SlurmLab
 from tests.waiting import until
 
@@ -74,22 +74,6 @@ def opens() -> Iterator[Callable[[Path, str], None]]:
         logging.getLogger("optuna").removeHandler(handler)
 
 
-def test_an_allocation_loses_a_node(
-    allocate: Callable[..., str], slurm: SlurmLab, tmp_path: Path
-) -> None:
-    allocate("--nodelist=node1,node2")
-    crashed: list[str] = []
-
-    def crash(trial: FrozenTrial) -> None:
-        if not crashed:
-            crashed.append(trial.user_attrs["node"])
-            slurm.crash(crashed[0])
-            (tmp_path / "gate").touch()
-
-    found = nodes_of_sweep(SlurmCluster(), crash, tmp_path / "gate")
-    assert found == {"node1", "node2"}
-
-
 def test_all_pilots_are_preempted_and_come_back(
     slurm: SlurmLab, tmp_path: Path, opens: Callable[[Path, str], None]
 ) -> None:
@@ -107,38 +91,34 @@ def test_all_pilots_are_preempted_and_come_back(
     slurm.wait_for(lambda: not slurm.queue())
 
 
-def test_a_sweep_that_is_preempted_and_requeued_records_what_it_would_have(
+def test_a_sweep_that_is_cancelled_preempted_and_requeued_records_what_it_would_have(
     slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    options = ["--requeue", "--partition=low", "--exclusive", "--output=out"]
-    assert main(["submit", *options, sys.executable, "-m", "tests.clusters.requeued"]) == 0
-    (job,) = slurm.queue()
     midst, out = Path("midst"), Path("out")
+    cancelled = submit(slurm, "cancelled")
+    slurm.wait_for(midst.exists)
+    slurm.run("scancel", cancelled)
+    slurm.wait_for(lambda: not slurm.queue())
+    midst.unlink()
+    job = submit(slurm, "out")
     slurm.wait_for(midst.exists)
     slurm.submit("true", "--partition=high", "--nodes=4", "--exclusive")
     slurm.wait_for(lambda: "its trials move away" in out.read_text())
     Path("told").touch()
     slurm.wait_for(lambda: job not in slurm.queue())
     said = out.read_text()
-    assert re.search("go on, [1-9] of them from a checkpoint", said), said
+    assert len(re.findall("go on, [1-9] of them from a checkpoint", said)) == 2, said
     for raw in ("Traceback", "srun:", "STEP"):
         assert raw not in said
-    assert records(optuna.load_study(study_name="s", storage="sqlite:///s.db")) == pytest.approx(
-        records(requeued.run(None)), rel=1e-10
-    )
+    study = optuna.load_study(study_name="s", storage="sqlite:///s.db")
+    assert recorded.numbers_of(study) == pytest.approx(recorded.undisturbed(), rel=1e-10)
 
 
-def records(study: optuna.Study) -> list[float]:
-    return [
-        number
-        for t in study.trials
-        for number in (
-            t.state.value,
-            *t.params.values(),
-            *t.intermediate_values.keys(),
-            *t.intermediate_values.values(),
-            *t.user_attrs["losses"],
-        )
-    ]
+def submit(slurm: SlurmLab, output: str) -> str:
+    """Submit the sweep, or what is left of it; return the job's number."""
+    options = ["--requeue", "--partition=low", "--exclusive", f"--output={output}"]
+    assert main(["submit", *options, sys.executable, "-m", "tests.clusters.requeued"]) == 0
+    (job,) = slurm.queue()
+    return job

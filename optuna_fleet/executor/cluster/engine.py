@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from optuna_fleet.processes import cause_of_death
 from optuna_fleet.wire.invitation import Invitation
 
 
@@ -51,6 +52,12 @@ class Departure:
     by: float | None = None
     exit_code: int | None = None
     is_replaced: bool = False
+
+
+def agent_ended(node: str, exit_code: int, *, is_replaced: bool) -> Departure:
+    """That of a node whose agent has ended with this exit code, or by a signal, negated."""
+    cause = f"its agent ended with {cause_of_death(exit_code)}"
+    return Departure(node=node, cause=cause, exit_code=exit_code, is_replaced=is_replaced)
 
 
 class Engine(Protocol):

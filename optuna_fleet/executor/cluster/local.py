@@ -15,10 +15,16 @@ from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.cores import cores_set_aside
 from optuna_fleet.executor.cluster.devices import find_fleet
-from optuna_fleet.executor.cluster.engine import Departure, Engine, Network, Readable
+from optuna_fleet.executor.cluster.engine import (
+    Departure,
+    Engine,
+    Network,
+    Readable,
+    agent_ended,
+)
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.fleet_runner import FleetRunner
-from optuna_fleet.processes import ModuleProcess, cause_of_death
+from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import cpu_count
 from optuna_fleet.wire.invitation import Invitation
 
@@ -123,8 +129,7 @@ class LocalEngine(Engine):
         for node, process, code in ended:
             process.close()
             self._start(node)
-            cause = f"its agent ended with {cause_of_death(code or 0)}"
-            departures.append(Departure(node=node, cause=cause, exit_code=code, is_replaced=True))
+            departures.append(agent_ended(node, code or 0, is_replaced=True))
         return departures
 
     def readables(self) -> Iterable[Readable]:

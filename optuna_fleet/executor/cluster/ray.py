@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import operator
-import os
-import queue
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.engine import Departure, Network
-from optuna_fleet.executor.cluster.news import News, TellsNews
+from optuna_fleet.executor.cluster.agent.placed import Placed
+from optuna_fleet.executor.cluster.asking import AsksScheduler
+from optuna_fleet.executor.cluster.engine import Departure, Network, agent_ended
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.fleet_runner import FleetRunner
-from optuna_fleet.processes import cause_of_death, dying_with_parent
-from optuna_fleet.wire.invitation import Invitation
 
 _LOOK_EVERY_S = 2.0
-_END_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +65,6 @@ class RayCluster:
         engine = RayEngine(self, agent, options.device_type)
         return FleetRunner(options, engine, Network(host="", has_leases=True, more_may_join=True))
 
-    def share_of(self, node: Mapping[str, float], *, on_gpus: bool) -> tuple[int, int]:
-        """CPUs and GPUs that an actor reserves of what a node has; of nothing, the least."""
-        cpus, gpus = (max(1, int(node.get(name, 0))) for name in ("CPU", "GPU"))
-        if on_gpus:
-            return self.cpus_per_node or 0, self.gpus_per_node or gpus
-        return self.cpus_per_node or cpus, 0
-
 
 def ray_module() -> Any:
     """Ray, or a `FleetConfigError` that says how to install it."""
@@ -92,18 +76,8 @@ def ray_module() -> Any:
         raise FleetConfigError(f"{needs}: `pip install 'optuna-fleet[ray]'`.") from error
 
 
-class Placed:
-    """An actor, in a process of its own on some node."""
-
-    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Start the agent, which dies with this process; return its exit code."""
-        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-        given = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        return subprocess.call(dying_with_parent(sys.executable, *arguments), env=given)
-
-
-class RayEngine(TellsNews):
-    """Starts agents on the nodes of a Ray cluster. All but `open` calls Ray on a thread.
+class RayEngine(AsksScheduler):
+    """Starts agents on the nodes of a Ray cluster.
 
     Args:
         cluster: Which nodes, and how much of each.
@@ -114,31 +88,19 @@ class RayEngine(TellsNews):
     def __init__(
         self, cluster: RayCluster, agent: Sequence[str], device_type: str | None = None
     ) -> None:
+        super().__init__("Ray", every_s=_LOOK_EVERY_S)
         self._cluster, self._agent, self._device_type = cluster, agent, device_type
-        self._thread: threading.Thread | None = None
+        self._actors: dict[str, tuple[Any, Future[int]]] = {}  # and their ends
+        self._ray = ray_module()
 
-    def open(self, invitation: Invitation) -> None:
+    def expected(self) -> Iterable[str]:
         """See `Engine`."""
-        self._ray, self._environment = ray_module(), invitation.environment()
-        self._wanted = self._cluster.num_nodes
-        self._actors: dict[str, Any] = {}
+        return tuple(self._actors)
+
+    def _prepare(self) -> None:
         self._waiting: list[Any] = []
         self._awaited: tuple[int, list[str]] = 0, []  # how many, besides which nodes
-        self._left_out: set[str] = set()
-        self._orders: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self.news = News()
         self._is_ours = not self._ray.is_initialized()
-        try:
-            self._connect()
-            self._place()
-        except BaseException:
-            self._leave()
-            self.news.close()
-            raise
-        self._thread = threading.Thread(target=self._serve, name="optuna-fleet-ray", daemon=True)
-        self._thread.start()
-
-    def _connect(self) -> None:
         address = self._cluster.address
         try:
             if self._is_ours:
@@ -150,44 +112,22 @@ class RayEngine(TellsNews):
             ) from error
         has_gpus = self._cluster.gpus_per_node or self._ray.cluster_resources().get("GPU")
         self._on_gpus = (self._device_type or ("cuda" if has_gpus else "cpu")) == "cuda"
+        self._place()
 
-    def want(self, nodes: int | None) -> None:
-        """See `Engine`: agents that are there stay."""
-        numbers = [n for n in (nodes, self._cluster.num_nodes) if n is not None]
-        self._wanted = min(numbers, default=None)
-        self._orders.put(lambda: None)
-
-    def expected(self) -> Iterable[str]:
-        """See `Engine`."""
-        return tuple(self._actors)
-
-    def end(self, node: str, *, for_good: bool = False) -> None:
-        """See `Engine`."""
-        self._left_out.update([node] * for_good)
-        self._orders.put(lambda: node in self._actors and self._ray.kill(self._actors[node]))
-
-    def close(self) -> None:
-        """See `Engine`."""
-        if self._thread is not None:
-            self._orders.put(None)
-            self._thread.join(_END_LIMIT_S)
-            self._thread = None
-            self.news.close()
-
-    # -- on the thread ----------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        try:
-            while True:
-                with contextlib.suppress(queue.Empty):
-                    if (order := self._orders.get(timeout=_LOOK_EVERY_S)) is None:
-                        break
-                    order()
-                self._place()
-        except Exception as error:
-            self.news.tell(LaunchError(f"Ray can't place agents any more: {error}"))
-        finally:
-            self._leave()
+    def _look(self, to_end: Sequence[str]) -> None:
+        for actor, _ in (self._actors[node] for node in to_end if node in self._actors):
+            self._ray.kill(actor)
+        ended = {name: end for name, (_, end) in self._actors.items() if end.done()}
+        for name in ended:
+            del self._actors[name]
+        self._place()
+        for name, end in ended.items():
+            is_replaced = name in self._actors
+            if error := end.exception():
+                cause = f"its Ray actor died: {str(error).splitlines()[-1].strip()}"
+                self.news.tell(Departure(node=name, cause=cause, is_replaced=is_replaced))
+            else:
+                self.news.tell(agent_ended(name, end.result(), is_replaced=is_replaced))
 
     def _place(self) -> None:
         if not self._ray.is_initialized():  # then it would start another cluster to look at
@@ -196,7 +136,8 @@ class RayEngine(TellsNews):
         usable = {
             f"{n['NodeManagerHostname']}-{n['NodeID'][:8]}": n for n in filter(self._fits, nodes)
         }
-        wanted = len(usable) if self._wanted is None else self._wanted
+        numbers = [n for n in (self._wanted, self._cluster.num_nodes) if n is not None]
+        wanted = min(numbers, default=len(usable))
         if self._thread is None and not (usable or wanted):
             cpus, gpus = self._share({})
             raise LaunchError(
@@ -214,24 +155,11 @@ class RayEngine(TellsNews):
     def _start(self, name: str, node: Mapping[str, Any]) -> None:
         cpus, gpus = share = self._share(node["Resources"])
         affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        where = affinity(node["NodeID"], soft=False)
-        actor = self._actors[name] = self._actor(share, scheduling_strategy=where)
+        actor = self._actor(share, scheduling_strategy=affinity(node["NodeID"], soft=False))
         devices = ["--device-type=cuda"] if gpus else ["--device-type=cpu", f"--devices={cpus}"]
-        end = actor.run.remote(
-            [*self._agent, "--name", name, *devices], self._environment
-        ).future()
-        end.add_done_callback(lambda end: self._orders.put(lambda: self._ended(name, end)))
-
-    def _ended(self, name: str, end: Future[int]) -> None:
-        del self._actors[name]
-        error = end.exception()
-        code = None if error else end.result()
-        cause = f"its Ray actor died: {str(error).splitlines()[-1].strip()}"
-        if code is not None:
-            cause = f"its agent ended with {cause_of_death(code)}"
-        self._place()
-        is_replaced = name in self._actors
-        self.news.tell(Departure(node=name, cause=cause, exit_code=code, is_replaced=is_replaced))
+        run = actor.run.remote([*self._agent, "--name", name, *devices], self._environment)
+        self._actors[name] = actor, run.future()
+        self._actors[name][1].add_done_callback(lambda end: self._woken.set())
 
     def _await(self, number: int, nodes: list[str]) -> None:
         """Have so many actors wait for nodes beside these."""
@@ -242,8 +170,13 @@ class RayEngine(TellsNews):
             elsewhere = {"ray.io/node-id": f"!in({','.join(nodes)})"}
             self._waiting = [self._actor(least, label_selector=elsewhere) for _ in range(number)]
 
-    def _share(self, resources: Mapping[str, float]) -> tuple[int, int]:
-        return self._cluster.share_of(resources, on_gpus=self._on_gpus)
+    def _share(self, node: Mapping[str, float]) -> tuple[int, int]:
+        """CPUs and GPUs that an actor reserves of what a node has; of nothing, the least."""
+        cluster = self._cluster
+        cpus, gpus = (max(1, int(node.get(name, 0))) for name in ("CPU", "GPU"))
+        if self._on_gpus:
+            return cluster.cpus_per_node or 0, cluster.gpus_per_node or gpus
+        return cluster.cpus_per_node or cpus, 0
 
     def _fits(self, node: Mapping[str, Any]) -> bool:
         there = (node["Resources"].get(name, 0) for name in ("CPU", "GPU"))
@@ -255,7 +188,8 @@ class RayEngine(TellsNews):
 
     def _leave(self) -> None:
         if self._ray.is_initialized():
-            for actor in (*self._actors.values(), *self._waiting):
+            for actor in (*(actor for actor, _ in self._actors.values()), *self._waiting):
                 self._ray.kill(actor)
             if self._is_ours:
                 self._ray.shutdown()
+        self._actors.clear()

@@ -152,6 +152,7 @@ class Listener:
         if len(self._applicants) >= _MAX_APPLICANTS:
             self._refuse(self._applicants[0], "was one of too many at once")
         sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._certificate is not None:
             sock = TlsSocket(sock, self._certificate.context)
         applicant = _Applicant(

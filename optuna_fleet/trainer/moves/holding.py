@@ -32,13 +32,14 @@ from optuna_fleet.trainer.moves.moving import Moving
 from optuna_fleet.trainer.moves.object_copies import Contents, ObjectCopies
 from optuna_fleet.trainer.moves.sums_exchange import SumsExchange, Told
 from optuna_fleet.trainer.moves.totals import Sums, Totals
-from optuna_fleet.trainer.randomness import rng_state
+from optuna_fleet.trainer.randomness import FrequentStates
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.wire.messages import Place
 
 _MOST_STATE_BYTES = 2**20  # of `trial.state`: more would take longer than many steps
 _WHOLE_SHARE = 0.025  # of the time, for copies of what optimizers change
+_LOOK_EVERY = 7  # steps; a prime, or what is done in every other step might be missed
 
 
 class Follows(enum.IntEnum):
@@ -129,6 +130,7 @@ class Holding:
         self._totals = totals
         self._saver = saver
         self._exchange = SumsExchange()
+        self._generators = FrequentStates()
         self._contents: Contents | None = None  # of the objects, in this epoch
         self._kept: _Beginning | None = None  # copied as a whole
         self._copied_at, self._copies_s = 0.0, deque([0.0], maxlen=2)
@@ -150,6 +152,7 @@ class Holding:
         self._follows = Follows.UNKNOWN  # on any rank that this one knows of
         self._is_plain = False  # nothing follows on any rank, as all have heard
         self._is_last = self._is_in_step = False
+        self._num_steps = 0  # whose beginnings were kept
         self._num_added: int | None = None  # to the totals, when gradients were reduced
         self._counts: tuple[int, int] | None = None  # when an optimizer was to step
         if group_size() == 1:
@@ -233,7 +236,7 @@ class Holding:
                 told=told,
                 begun=self._totals.begun,
                 objects=ObjectCopies.of(self._contents, with_gradients=self._steps.are_pending),
-                rng=rng_state(),
+                rng=self._generators.now(),
                 state=state,
                 history=dict(self._session.reports.values),
             )
@@ -264,10 +267,13 @@ class Holding:
         self._counts = self._count()
         if (now := self._now) is None:
             return
-        if changed := now.objects.changed():
+        is_copied = self._is_last or self._needs_copy()
+        is_due = self._num_steps % _LOOK_EVERY == 0
+        self._num_steps += 1
+        if (is_copied or is_due) and (changed := now.objects.changed()):
             self._by_hand |= changed
             self._now = self._contents = None
-        elif (self._is_last or self._needs_copy()) and now.is_told():
+        elif is_copied and now.is_told():
             self._copy(now)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

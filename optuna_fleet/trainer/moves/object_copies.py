@@ -17,7 +17,26 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-_Version = tuple[int, int, float]
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Of parameters: where each lies, its number of changes, its first number.
+
+    The last shows changes by way of ``parameter.data``, which has no version.
+    """
+
+    memory: list[int]
+    changes: list[int]
+    firsts: Tensor
+
+    def are(self, others: Versions) -> bool:
+        """Whether nothing was changed, as far as can be told quickly."""
+        is_alike = self.memory == others.memory and self.changes == others.changes
+        return is_alike and torch.equal(self.firsts, others.firsts)
+
+    def each(self) -> list[tuple[int, int, float]]:
+        """One by one."""
+        return list(zip(self.memory, self.changes, self.firsts.tolist(), strict=True))
 
 
 class Contents:
@@ -47,16 +66,14 @@ class Contents:
         self._memory: list[int] = []
         self._firsts: list[Tensor] = []
 
-    @torch.no_grad()
-    def versions(self) -> list[_Version]:
+    def versions(self) -> Versions:
         """Of the `others`; one that was changed has another."""
         memory = [p.data_ptr() for p in self.others]
         if memory != self._memory:
             self._firsts = [_first(p) for p in self.others]
             self._memory = memory
-        # The number shows changes by way of `parameter.data`, which has no version.
-        firsts = torch.cat(self._firsts).tolist() if memory else []
-        return list(zip(memory, [p._version for p in self.others], firsts, strict=True))
+        firsts = torch.cat(self._firsts) if memory else torch.empty(0)
+        return Versions(memory, [p._version for p in self.others], firsts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +108,7 @@ class ObjectCopies:
     trained: list[tuple[Tensor, bool, Tensor | None]]
     groups: list[tuple[Optimizer, list[dict[str, Any]]]]
     others: dict[int, bytes]
-    versions: list[_Version]
+    versions: Versions
     late: Late | None = None
     has_stepped: bool = False
 
@@ -131,8 +148,11 @@ class ObjectCopies:
         """Ids of the parameters that are not what they were, and of which there is no copy."""
         if self.late is not None:
             return set()
-        known = zip(self.contents.others, self.versions, self.contents.versions(), strict=True)
-        return {id(p) for p, then, now in known if then != now}
+        now = self.contents.versions()
+        if self.versions.are(now):
+            return set()
+        known = zip(self.contents.others, self.versions.each(), now.each(), strict=True)
+        return {id(p) for p, then, version in known if then != version}
 
     @torch.no_grad()
     def copy_late(self, spare: Late | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.metadata
 import os
 import pickle
@@ -37,6 +39,7 @@ _ENVIRONMENT = {
     # A trial that resumes goes on bit for bit; has to be set before cuBLAS is first used.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
+_NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # in a memory file
 
 
 def environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
@@ -96,11 +99,14 @@ def run_agent(options: AgentOptions) -> None:
         pass  # the answer to ours takes long
     if isinstance(setup, Refused):
         raise FleetConfigError(setup.problem)
-    if problem := _missing(setup):
-        channel.send(Refused(problem=problem))
-        raise FleetConfigError(problem)
-    _adopt(setup, host)
-    setup = _with_data(setup, options.invitation)
+    try:
+        _check_paths(setup)
+        _adopt(setup, host)
+        setup = _with_data(setup, options.invitation)
+    except FleetConfigError as error:
+        with contextlib.suppress(OSError):  # it is gone
+            channel.send(Refused(problem=str(error)))
+        raise
     Agent(channel, options.invitation, agent, host, setup, options.notice_s).serve()
 
 
@@ -117,20 +123,25 @@ def _with_data(setup: NodeSetup, invitation: Invitation) -> NodeSetup:
         raise FleetConfigError(
             f"The data sets can't be fetched from the driver: {error}"
         ) from None
+    except (MemoryError, OSError) as error:
+        if getattr(error, "errno", errno.ENOMEM) not in _NO_ROOM:
+            raise
+        raise FleetConfigError(
+            f"{socket.gethostname()} has no memory for the data sets ({error!r}): give the node "
+            "more, or data sets that read their samples from files."
+        ) from None
     finally:
         channel.close()
     return replace(setup, pipeline=replace(setup.pipeline, payload=payload))
 
 
-def _missing(setup: NodeSetup) -> str:
-    """What this node lacks of what the script needs, in words, or ""."""
+def _check_paths(setup: NodeSetup) -> None:
     missing = [path for path in setup.needed if not os.path.exists(path)]
-    if not missing:
-        return ""
-    return (
-        f"{socket.gethostname()} has no {', '.join(missing)}, where the script runs or imports "
-        "from. Give all nodes the same paths: a shared file system, or the same image."
-    )
+    if missing:
+        raise FleetConfigError(
+            f"{socket.gethostname()} has no {', '.join(missing)}, where the script runs or "
+            "imports from. Give all nodes the same paths: a shared file system, or the same image."
+        )
 
 
 def _adopt(setup: NodeSetup, host: str) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -14,18 +11,13 @@ from dataclasses import replace
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.cluster.news import News
-from optuna_fleet.executor.cluster.slurm.commands import (
-    ask_jobs,
-    departures_of,
-    in_a_step,
-    is_of_ending,
-)
-from optuna_fleet.processes import cause_of_death, outlet
+from optuna_fleet.executor.cluster.slurm.commands import ask_jobs, departures_of
+from optuna_fleet.executor.cluster.slurm.step import Step, show
+from optuna_fleet.processes import cause_of_death
 
 _MOST_RESTARTS = 3
 _RESTART_AFTER_S = 1.0
 _END_LIMIT_S = 5.0
-_KILL_LIMIT_S = 2.0
 _LAST_LINES = 5
 
 
@@ -51,10 +43,10 @@ class Allocation:
         self._agent = agent
         self._environment = environment
         # The srun of each node's agent; None until it has begun.
-        self._steps: dict[str, subprocess.Popen[str] | None] = dict.fromkeys(nodes)
+        self._steps: dict[str, Step | None] = dict.fromkeys(nodes)
         self._num_restarts: Counter[str] = Counter()
         self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running: set[Step] = set()
         self._closed = threading.Event()
         self._notice: tuple[str, float] | None = None
         self._ending: tuple[str, float] | None = None
@@ -92,7 +84,7 @@ class Allocation:
             running = list(self._running)
         deadline = time.monotonic() + _END_LIMIT_S
         for step in running:
-            _end(step, max(0.0, deadline - time.monotonic()))
+            step.end(max(0.0, deadline - time.monotonic()))
         self.news.close()
 
     # -- on threads -------------------------------------------------------------------------------
@@ -141,41 +133,26 @@ class Allocation:
         if not (self._steps or self._closed.is_set()):
             self.news.tell(LaunchError(problem))
 
-    def _started(self, nodes: Sequence[str]) -> subprocess.Popen[str] | None:
-        where = (f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}")
+    def _started(self, nodes: Sequence[str]) -> Step | None:
         with self._lock:
             if self._closed.is_set():
                 return None
-            step = subprocess.Popen(
-                in_a_step(self._agent, *where),
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=outlet(sys.__stdout__),
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # a Ctrl-C is for the driver
-            )
+            step = Step(self._agent, nodes, self._environment)
             self._running.add(step)
             self._steps |= dict.fromkeys(nodes, step)
             return step
 
-    def _listen(self, step: subprocess.Popen[str]) -> list[str]:
+    def _listen(self, step: Step) -> list[str]:
         """What srun says last; what the agents print goes where the driver prints."""
-        assert step.stderr is not None
         said: list[str] = []
-        with step.stderr as lines:
-            for line in lines:
-                if is_of_ending(line):  # the driver says so itself
-                    continue
-                if not line.startswith("srun: ") or (
-                    line.startswith("srun: error: ") and not self._is_ending()
-                ):
-                    said = [*said[1 - _LAST_LINES :], line]
-                    with contextlib.suppress(OSError, ValueError, AttributeError):
-                        print(line, end="", file=sys.__stderr__, flush=True)
-                for departure in departures_of(line):
-                    self._left(departure)
+        for line in step.lines():
+            if not line.startswith("srun: ") or (
+                line.startswith("srun: error: ") and not self._is_ending()
+            ):
+                said = [*said[1 - _LAST_LINES :], line]
+                show(line)
+            for departure in departures_of(line):
+                self._left(departure)
         return said
 
     def _is_ending(self) -> bool:
@@ -207,12 +184,3 @@ class Allocation:
         else:
             self._left(Departure(node=node, cause=""))
             self._tell_if_last("")
-
-
-def _end(step: subprocess.Popen[str], patience_s: float) -> None:
-    for end, limit_s in ((step.terminate, patience_s), (step.kill, _KILL_LIMIT_S)):
-        try:
-            step.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            end()
-    step.wait()

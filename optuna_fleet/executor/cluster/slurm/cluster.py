@@ -27,6 +27,8 @@ from optuna_fleet.executor.fleet_runner import FleetRunner
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.invitation import Invitation
 
+_SAME_NOTICE_S = 1.0  # Slurm may signal the driver, and the batch script, which signals it too
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmCluster:
@@ -108,6 +110,7 @@ class SlurmEngine(TellsNews):
         self._notice_s = notice_s
         self._allocation: Allocation | None = None
         self._handlers: dict[int, Any] = {}
+        self._noticed_at: float | None = None
 
     def open(self, invitation: Invitation) -> None:
         """See `Engine`."""
@@ -119,19 +122,23 @@ class SlurmEngine(TellsNews):
         nodes = node_names(os.environ.get("SLURM_JOB_NODELIST", ""))
         self._allocation = Allocation(self._job, self._agent, environment, nodes)
         self.news = self._allocation.news
+        self._noticed_at = None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGUSR1, signal.SIGTERM):
                 if signal.getsignal(number) is signal.SIG_DFL:
                     self._handlers[number] = signal.signal(number, self._notice)
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
-        """Slurm, or the batch script, says that the job is to end; a second SIGTERM is meant."""
-        after = {signal.SIGUSR1: signal.SIG_IGN, signal.SIGTERM: signal.SIG_DFL}
-        for heeded in self._handlers:  # others' are theirs
-            signal.signal(heeded, after[signal.Signals(heeded)])
-        if self._allocation is not None:
-            cause = f"job {self._job} got {signal.Signals(number).name}"
-            self._allocation.end(cause, by=time.time() + self._notice_s)
+        """Slurm, or the batch script, says that the job is to end; a later SIGTERM is meant."""
+        now = time.monotonic()
+        if self._noticed_at is None:
+            self._noticed_at = now
+            if self._allocation is not None:
+                cause = f"job {self._job} got {signal.Signals(number).name}"
+                self._allocation.end(cause, by=time.time() + self._notice_s)
+        elif number == signal.SIGTERM and now - self._noticed_at > _SAME_NOTICE_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def want(self, nodes: int | None) -> None:
         """See `Engine`: there are as many as there are."""

@@ -6,20 +6,17 @@ import math
 import os
 import shlex
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from optuna_fleet.arguments import check_number, check_that, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.engine import Network
-from optuna_fleet.executor.cluster.news import TellsNews
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.cluster.slurm.commands import agent_command
-from optuna_fleet.executor.cluster.slurm.harvesting import Harvest, PilotJob
+from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
 from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
 from optuna_fleet.executor.fleet_runner import FleetRunner
-from optuna_fleet.wire.invitation import Invitation
 
 _LONGEST_RENEWAL_S = 300.0
 
@@ -98,49 +95,3 @@ class HarvestCluster:
         }
         named = [f"--{name}={value}" for name, value in given.items() if value is not None]
         return named + ["--exclusive"] * self.exclusive + shlex.split(self.sbatch)
-
-
-class HarvestEngine(TellsNews):
-    """Has a `Harvest` from its opening to its closing.
-
-    Args:
-        limits: How many pilots.
-        job: What each of them is.
-        check_s: Seconds between two looks at Slurm's queue.
-    """
-
-    def __init__(self, limits: PilotLimits, job: PilotJob, check_s: float = 15.0) -> None:
-        self._limits = limits
-        self._job = job
-        self._check_s = check_s
-        self._harvest: Harvest | None = None
-
-    def open(self, invitation: Invitation) -> None:
-        """See `Engine`."""
-        self._harvest = Harvest(self._limits, self._job, self._check_s, invitation)
-        self.news = self._harvest.news
-        self._harvest.start()
-
-    def want(self, nodes: int | None) -> None:
-        """See `Engine`: pilots that wait are cancelled; those that run are not replaced."""
-        harvest = self._harvest
-        if harvest is not None and harvest.pilots.wanted != nodes:
-            harvest.pilots.wanted = nodes
-            harvest.woken.set()
-
-    def expected(self) -> Iterable[str]:
-        """See `Engine`."""
-        pilots = self._harvest.pilots if self._harvest else None
-        return [pilots.name_of(job) for job in list(pilots.running)] if pilots else []
-
-    def end(self, node: str, *, for_good: bool = False) -> None:
-        """See `Engine`: each pilot is a node of its own, and is never started again."""
-        if self._harvest:
-            self._harvest.to_end.append(node)
-            self._harvest.woken.set()
-
-    def close(self) -> None:
-        """See `Engine`."""
-        if self._harvest:
-            self._harvest.close()
-            self._harvest = None

@@ -1,0 +1,67 @@
+"""One srun of agents: how it is started, what it says, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from optuna_fleet.executor.cluster.slurm.commands import in_a_step, is_of_ending
+from optuna_fleet.processes import outlet
+
+_KILL_LIMIT_S = 2.0
+
+
+class Step:
+    """An srun with an agent on each of its nodes.
+
+    Args:
+        agent: Command line of an agent, but for its name.
+        nodes: Those.
+        environment: Of srun.
+
+    Raises:
+        OSError: It can't be started.
+    """
+
+    def __init__(
+        self, agent: Sequence[str], nodes: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
+        self._process = subprocess.Popen(
+            in_a_step(agent, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=outlet(sys.__stdout__),
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a Ctrl-C is for the driver
+        )
+        self.wait = self._process.wait
+
+    def lines(self) -> Iterator[str]:
+        """What it says, and the agents, until all have ended."""
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                if not is_of_ending(line):  # the driver says so itself
+                    yield line
+
+    def end(self, patience_s: float) -> None:
+        """Wait so long for its end, then end it."""
+        for end, limit_s in (
+            (self._process.terminate, patience_s),
+            (self._process.kill, _KILL_LIMIT_S),
+        ):
+            try:
+                self.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                end()
+        self.wait()
+
+
+def show(line: str) -> None:
+    """Print it where the driver prints."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        print(line, end="", file=sys.__stderr__, flush=True)

@@ -1,0 +1,107 @@
+"""One sweep on every kind of cluster, whose nodes fail and are taken: it has the same records.
+
+On nodes that reach each other by a network only it is `test_nodes_apart`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from optuna_fleet import FleetExecutor, HarvestCluster, LocalCluster, RayCluster, SlurmCluster
+from tests.clusters import recorded
+from tests.clusters.ray_nodes import ray_cluster
+from tests.clusters.slurm_lab import SlurmLab
+from tests.executor.test_nodes import runtime_of
+from tests.fleets import small_pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Three nodes of one device each; how one of them fails, by its name and its agent's pid.
+
+    A SIGTERM is a notice, unless agents are children of the driver.
+    """
+
+    cluster: Any
+    devices: int | None = 1
+    has_notices: bool = True
+    crash: Callable[[str, int], object] = lambda name, pid: os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _local(request: pytest.FixtureRequest) -> Iterator[Case]:
+    yield Case(cluster=LocalCluster(nodes=3), has_notices=False)
+
+
+@contextlib.contextmanager
+def _slurm(request: pytest.FixtureRequest) -> Iterator[Case]:
+    lab: SlurmLab = request.getfixturevalue("slurm")
+    request.getfixturevalue("allocate")("--nodelist=node1,node2,node3")
+    yield Case(cluster=SlurmCluster(), crash=lambda name, pid: lab.crash(name))
+
+
+@contextlib.contextmanager
+def _harvest(request: pytest.FixtureRequest) -> Iterator[Case]:
+    lab: SlurmLab = request.getfixturevalue("slurm")
+    folder: Path = request.getfixturevalue("tmp_path")
+    cluster = HarvestCluster(partition="low", max_nodes=3, logs=folder)
+    yield Case(cluster=cluster, crash=lambda name, pid: lab.crash(name))
+    lab.wait_for(lambda: not lab.queue())
+
+
+@contextlib.contextmanager
+def _ray(request: pytest.FixtureRequest) -> Iterator[Case]:
+    with ray_cluster(cpus=(0, 1, 1, 1)) as nodes:
+
+        def crash(name: str, pid: int) -> None:
+            [node] = [n for n in nodes.cluster.worker_nodes if name.endswith(n.node_id[:8])]
+            nodes.remove(node)
+
+        yield Case(cluster=RayCluster(address=nodes.address), devices=None, crash=crash)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[float]:
+    return recorded.undisturbed()
+
+
+@pytest.mark.parametrize("kind", [_local, _slurm, _harvest, _ray])
+def test_no_node_that_fails_or_is_taken_costs_a_result(
+    kind: Any, request: pytest.FixtureRequest, undisturbed: list[float], log: io.StringIO
+) -> None:
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    with (
+        kind(request) as case,
+        FleetExecutor(
+            small_pipeline(), devices=case.devices, device_type="cpu", cluster=case.cluster
+        ) as fleet,
+    ):
+        names: list[str] = []
+        idle = optuna.create_study()
+        while not fleet._runner._runtime or len(runtime_of(fleet).trainers.have_served) < 3:
+            idle.optimize(lambda trial: 0.0, n_trials=3, executor=fleet)
+
+        def disturb(number: int, epoch: int) -> None:
+            """Take a node in the midst of a trial, with notice; then have another one fail."""
+            if epoch == 2 * (len(names) + 1) < 6:
+                node = next(n for n in runtime_of(fleet).nodes if n.name not in names)
+                names.append(node.name)
+                if epoch == 2:
+                    os.kill(node.pid, signal.SIGTERM)
+                else:
+                    case.crash(node.name, node.pid)
+
+        assert recorded.run(fleet, act=disturb) == pytest.approx(undisturbed, rel=1e-10)
+    taken, failed = names
+    assert (f"Node {taken} leaves at" in log.getvalue()) is case.has_notices
+    assert f"Node {failed} was lost" in log.getvalue()
