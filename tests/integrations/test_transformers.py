@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import optuna
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -344,6 +346,13 @@ def test_a_trainer_class_of_ones_own_with_weights_of_its_own(three: Any, tmp_pat
     one, other = (trial.user_attrs["seen"]["history"] for trial in (alone, wide))
     norms = [[e["grad_norm"] for e in history if "grad_norm" in e] for history in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-10)
+
+
+@pytest.mark.skipif(
+    "with_kwargs" not in inspect.signature(register_module_forward_hook).parameters,
+    reason="this torch tells of no keyword arguments",
+)
+def test_weights_that_are_not_told_of_are_found(three: Any, tmp_path: Path) -> None:
     flown(three, objective_of("classifier", tmp_path, NotTold), Leg((0,)))
     assert [event for event in three.events if isinstance(event, WidthLimited)]
 
