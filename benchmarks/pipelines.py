@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers
-from optuna_fleet.wsp.schedules import Alone, Flush, WaveSynchronous
+from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
 
 NUM_LAYERS = 6
 STEPS = {True: 12, False: 40}  # with flushes, without
@@ -147,8 +147,8 @@ def simulated(case: Case, layer_s: float, cuts: list[int]) -> float:
         waves = WaveSynchronous(case.in_flight, case.distance or 0)
         outcome = VirtualWorkers([times] * case.workers, waves).run(200)
         return outcome.minibatches_per_s / case.workers
-    schedule = (Flush if case.flush else WaveSynchronous)(case.in_flight)
-    outcome = VirtualWorkers([times], Alone(schedule)).run(200)
+    alone = WaveSynchronous(case.in_flight, None)
+    outcome = VirtualWorkers([times], Flush(case.in_flight) if case.flush else alone).run(200)
     return outcome.minibatches_per_s / (case.in_flight if case.flush else 1)
 
 

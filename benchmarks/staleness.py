@@ -28,16 +28,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from optuna_fleet import FleetExecutor, SharedPipeline
-from optuna_fleet.trainer.pipeline_parallel.blueprint import Blueprint
-from optuna_fleet.trainer.pipeline_parallel.in_process import InProcess, Workers
 from optuna_fleet.wsp.schedules import WaveSynchronous
+from tests.trainer.in_process import Blueprint, InProcess, Workers
 
 BATCH_SIZE, IN_FLIGHT, NUM_EPOCHS, FALLS_AFTER = 32, 4, 57, 40
 RATES = (0.02, 0.04, 0.08, 0.16, 0.32)
 TUNING_SEEDS = (100, 101, 102)
 NUM_TRAINED, NUM_TUNED = 1400, 1120
 DISTANCES = {"synchronous SGD": None, "D = 0": 0, "D = 4": 4}
-CHOSEN = {"synchronous SGD": 0.16, "D = 0": 0.08, "D = 4": 0.04}
+CHOSEN = {"synchronous SGD": 0.32, "D = 0": 0.08, "D = 4": 0.08}
 
 Digits = tuple[Tensor, Tensor]
 
@@ -102,7 +101,7 @@ def stale_epoch(net: nn.Sequential, batches: list[Digits], rate: float, distance
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate / 2),
     )
     transport = InProcess()
-    workers = Workers.of(blueprint, transport)
+    workers = Workers(blueprint, transport)
 
     def part(worker: int, number: int) -> Digits:
         x, y = batches[number - 1]

@@ -105,9 +105,9 @@ class Limits:
         return min(least_s, _LONGEST_COLLECTIVE_S)
 
     @property
-    def heartbeat_s(self) -> float | None:
-        """Seconds between two signs of life; None if nobody looks at them."""
+    def heartbeat_s(self) -> float:
+        """Seconds between two signs of life: without limits, too, ranks that part show in them."""
         if self.hang_s is None:
-            return _LONGEST_HEARTBEAT_S if self.trial_memory_bytes is not None else None
+            return _LONGEST_HEARTBEAT_S
         wanted_s = max(self.hang_s / NUM_HEARTBEATS, _SHORTEST_HEARTBEAT_S)
         return min(wanted_s, _LONGEST_HEARTBEAT_S)

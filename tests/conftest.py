@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -17,6 +18,8 @@ from tests import leftovers
 from tests.fleets import fleet_of
 from tests.nursery import Nursery, processes_start_afresh
 
+gc.disable()  # while modules are imported, of which nothing is to be freed
+
 # On a busy machine an example may take any time, and so may its making.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -27,6 +30,15 @@ hypothesis.settings.load_profile("untimed")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor is it looked at again and again
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries complain of what they find in the end
 
 
 @pytest.fixture(scope="session", autouse=True)

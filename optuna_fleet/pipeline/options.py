@@ -79,7 +79,8 @@ def _complaint(name: str, value: Any, options: Collection[str]) -> str:
     return (
         f"Data set {name!r} is of type {type(value).__name__}, but a SharedPipeline needs "
         f"{needed}: all trials share one order of its samples, and an iterable can't be read by "
-        "index."
+        "index. Write it to a file that has an index, once (docs/recipes.md, 'A stream of data'), "
+        "or read it in the objective by a DataLoader, each trial for itself on one device."
     )
 
 

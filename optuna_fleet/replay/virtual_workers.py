@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from optuna_fleet.wsp.credits import held_minibatches
 from optuna_fleet.wsp.schedules import Schedule
-from optuna_fleet.wsp.turns import Pass, Turn, Turns
+from optuna_fleet.wsp.turns import Pass, Turn, Turns, held_minibatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,7 +259,7 @@ class Ledger:
 
     def show_under_way(self, num_trials: int, num_devices: int) -> None:
         """Show in the progress bar what is at work: it may be long until a trial ends."""
-        text = f"{num_trials} trials on {num_devices} devices"
+        text = f"{num_trials} trials on {num_devices} devices" if num_trials else ""
         compat.show_beside_bar(self._progress_bar, text)
 
     def record_span(self, span: PipelineSpan) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from optuna_fleet.exceptions import TrialError
+from optuna_fleet.executor.deciding.convergence import Convergence
+
 
 class Reports:
     """The values of one trial: the first of each step, as the study keeps them.
@@ -38,6 +41,19 @@ class Reports:
     def is_best_before_last(self, value: float) -> bool:
         """Whether `value` is the best of the reported ones, and not the last of them."""
         return value == self.best and value != next(reversed(self.values.values()))
+
+    def have_converged(self, criterion: Convergence) -> bool:
+        """Whether they meet the criterion.
+
+        Raises:
+            TrialError: There are none.
+        """
+        if not self.values:
+            raise TrialError(
+                "trial.should_stop() was called before anything was reported: call "
+                "trial.report(value, step) first."
+            )
+        return criterion.is_reached(list(self.values.values()), maximize=self._sign > 0)
 
     def _note(self, value: float, step: int) -> bool:
         if step in self.values:

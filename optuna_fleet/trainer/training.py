@@ -22,8 +22,8 @@ from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.saving import Saver, owner_of
+from optuna_fleet.trainer.data.periods import Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.data.shards import Shards as Shards
 from optuna_fleet.trainer.gradients import collectives, module_hooks
 from optuna_fleet.trainer.gradients.replicas import Replicas
 from optuna_fleet.trainer.gradients.shares import BatchShares
@@ -57,6 +57,7 @@ class Training:
         held: What this process has in memory of the run that this one inherits from.
 
     Attributes:
+        batches: See `FleetTrial.batches`.
         in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
     """
@@ -102,6 +103,7 @@ class Training:
             self._shares,
             self._split_check,
         )
+        self.batches = self._loader.batches
         module_hooks.listen(self._split_check or self._shares)
         self._state: dict[str, Any] = {}
         self._resuming: Resuming | None = None
@@ -265,10 +267,8 @@ class Training:
                 "one model in stages."
             )
         self._check_no_split()
-        pipeline = make_pipeline(
-            *(model, optimizer, loss, options),
-            *(self._session, self._loader, self.device),
-        )
+        here = self._session, self._loader, self.device
+        pipeline = make_pipeline(model, optimizer, loss, options, *here)
         self.in_stages = pipeline
         self._prepared.modules.append(model)
         for position, thing in enumerate(pipeline.objects):
@@ -285,27 +285,34 @@ class Training:
         check_number("num_epochs", num_epochs, least=1, whole=True)
         return self._epochs(num_epochs)
 
-    def _epochs(self, num_epochs: int) -> Iterator[int]:
+    def steps(self, num_steps: int, every: int) -> Iterator[int]:
+        """See `FleetTrial.steps`."""
+        self._session.check()
+        periods = Periods.checked(num_steps, every)
+        return self._epochs(len(periods), periods)
+
+    def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
         self.arrive()
         self._position.loop += 1
         first = 0 if self._resuming is None else self._resuming.begin_loop()
         if first is None:
             return
         self._position.is_inside, self._position.num_epochs = True, num_epochs
-        for epoch in range(first, num_epochs):
-            self._position.epoch = self._session.epoch = epoch
-            self._within.begin_epoch()
-            self._holding.begin_epoch()
-            self._left_behind.begin_epoch(sys._getframe(1))
-            yield epoch
-            if self.in_stages is not None:
-                self.in_stages.flush()
-            self._loader.end_epoch()
-            if epoch + 1 == num_epochs:
-                break
-            self._left_behind.end_epoch(sys._getframe(1))
-            if not self._goes_on_after(epoch):
-                break
+        with self._position.counting(periods):
+            for epoch in range(first, num_epochs):
+                self._position.epoch = self._session.epoch = epoch
+                self._within.begin_epoch()
+                self._holding.begin_epoch()
+                self._left_behind.begin_epoch(sys._getframe(1))
+                yield epoch
+                if self.in_stages is not None:
+                    self.in_stages.flush()
+                self._loader.end_epoch()
+                if epoch + 1 == num_epochs:
+                    break
+                self._left_behind.end_epoch(sys._getframe(1))
+                if not self._goes_on_after(epoch):
+                    break
         self._position.is_inside = False
 
     def _goes_on_after(self, epoch: int) -> bool:
@@ -373,14 +380,6 @@ class Training:
                 self._split_check.weigh(loss, weight)
             return loss
         return self._shares.weigh(loss, own)
-
-    # -- data -------------------------------------------------------------------------------------
-
-    def batches(
-        self, name: str, batch_size: int | None, *, drop_last: bool, movable: bool
-    ) -> Shards:
-        """See `FleetTrial.batches`."""
-        return self._loader.batches(name, batch_size, drop_last=drop_last, movable=movable)
 
     # -- reductions -------------------------------------------------------------------------------
 

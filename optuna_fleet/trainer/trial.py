@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.distributions import BaseDistribution
 
-from optuna_fleet.exceptions import TrialError
 from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.choices import suggest
@@ -22,9 +21,10 @@ from optuna_fleet.wire.packing import is_primitive, plain
 if TYPE_CHECKING:
     import torch
 
+    from optuna_fleet.trainer.data.shards import Shards
     from optuna_fleet.trainer.moves.totals import Totals
     from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
-    from optuna_fleet.trainer.training import Shards, Training
+    from optuna_fleet.trainer.training import Training
 
 _SET_BY_OPTUNA = {
     "relative_search_space",
@@ -38,8 +38,9 @@ class FleetTrial(optuna.Trial):
     """An `optuna.Trial` whose every method is carried out on the real study, in the driver.
 
     On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`,
-    `epochs`, `batches`, `totals`, `sum`, `mean`, `state`, `best_value`, `should_stop`; `pipeline`.
-    One that uses none of them is a plain Optuna objective and runs unchanged, on one device.
+    `epochs`, `steps`, `batches`, `totals`, `sum`, `mean`, `state`, `best_value`, `should_stop`;
+    `pipeline`. One that uses none of them is a plain Optuna objective and runs unchanged, on one
+    device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
@@ -54,13 +55,7 @@ class FleetTrial(optuna.Trial):
     # -- Optuna -----------------------------------------------------------------------------------
 
     def suggest_float(
-        self,
-        name: str,
-        low: float,
-        high: float,
-        *,
-        step: float | None = None,
-        log: bool = False,
+        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
     ) -> float:
         """See `optuna.Trial.suggest_float`."""
         return self._session.call("trial", "suggest_float", name, low, high, step=step, log=log)  # type: ignore[no-any-return]
@@ -229,13 +224,7 @@ class FleetTrial(optuna.Trial):
             NotImplementedError: The study has several objectives, where Optuna takes no reports.
         """
         criterion = Convergence(patience=patience, min_improvement=min_improvement)
-        values = list(self._reports("should_stop").values.values())
-        if not values:
-            raise TrialError(
-                "trial.should_stop() was called before anything was reported: call "
-                "trial.report(value, step) first."
-            )
-        return criterion.is_reached(values, maximize=bool(self._session.run.maximize))
+        return self._reports("should_stop").have_converged(criterion)
 
     def _reports(self, asked_by: str) -> Reports:
         run = self._session.run
@@ -355,6 +344,17 @@ class FleetTrial(optuna.Trial):
         converged.
         """
         return self._training.epochs(num_epochs)
+
+    def steps(self, num_steps: int, *, every: int) -> Iterator[int]:
+        """Iterate over periods of `every` training steps, of `num_steps` in all.
+
+        As over `epochs`: between two periods a trial may be checkpointed and moved. In a period
+        `batches` of training data has so many (the last period may have fewer), and goes on where
+        the period before has ended: in the same epoch of the data, or over its end in the next.
+        Other data sets are read whole. Keep to one batch size in a loop, or samples are left out
+        or repeated. Plans and progress count its periods as epochs.
+        """
+        return self._training.steps(num_steps, every)
 
     def batches(
         self,

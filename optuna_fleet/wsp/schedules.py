@@ -52,19 +52,20 @@ class WaveSynchronous:
 
     Attributes:
         wave_size: m = N_m = s_local + 1, minibatches in flight.
-        clock_distance: D, how many waves a virtual worker may be ahead of the slowest one.
+        clock_distance: D, how many waves a virtual worker may be ahead of the slowest one; None
+            for one that is alone, whose clock stands at 0.
 
     Raises:
         ValueError: `wave_size` is below 1, or `clock_distance` below 0.
     """
 
     wave_size: int
-    clock_distance: int = 0
+    clock_distance: int | None = 0
 
     def __post_init__(self) -> None:
         if self.wave_size < 1:
             raise ValueError(f"The value of `wave_size` is {self.wave_size}, but must be >= 1.")
-        if self.clock_distance < 0:
+        if self.clock_distance is not None and self.clock_distance < 0:
             raise ValueError(
                 f"The value of `clock_distance` is {self.clock_distance}, but must be >= 0."
             )
@@ -75,16 +76,22 @@ class WaveSynchronous:
 
     def least_clock(self, number: int) -> int:
         """Only p = (c + 2) m with c >= D ever demands more than the minibatch before it."""
+        if self.clock_distance is None:
+            return 0
         return max(0, number // self.wave_size - 1 - self.clock_distance)
 
     @property
     def global_staleness(self) -> int:
         """s_global: most of the latest updates of another virtual worker that may be missing."""
+        assert self.clock_distance is not None
         return (self.clock_distance + 2) * self.wave_size - 2
 
     def check_start(self, number: int, tag: Tag) -> None:
         """The published bounds, and what follows from them."""
         m = self.wave_size
+        if self.clock_distance is None:
+            _demand(tag == Tag(self.least_local(number), 0), "local staleness", number, tag)
+            return
         _demand(max(0, number - m) <= tag.local < number, "local staleness", number, tag)
         _demand(tag.clock >= self.least_clock(number), "clock distance", number, tag)
         missing = number - 1 - tag.clock * m
@@ -97,54 +104,25 @@ class WaveSynchronous:
 class Flush:
     """All minibatches of a wave have the weights that the waves before it led to (as in GPipe).
 
+    A virtual worker that is flushed waits for no clock.
+
     Attributes:
         wave_size: Microbatches of one update of the weights.
     """
 
     wave_size: int
 
-    @property
-    def clock_distance(self) -> int:
-        """Virtual workers that are flushed together are at the same wave."""
-        return 0
-
     def least_local(self, number: int) -> int:
         """All of the waves before its own."""
         return (number - 1) // self.wave_size * self.wave_size
 
     def least_clock(self, number: int) -> int:
-        """All waves before its own."""
-        return (number - 1) // self.wave_size
-
-    def check_start(self, number: int, tag: Tag) -> None:
-        """There is nothing to choose."""
-        exact = Tag(self.least_local(number), self.least_clock(number))
-        _demand(tag == exact, "flush", number, tag)
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """A schedule of one virtual worker, which has no others to wait for: the clock stands at 0."""
-
-    of: WaveSynchronous | Flush
-
-    @property
-    def wave_size(self) -> int:
-        """As of several."""
-        return self.of.wave_size
-
-    def least_local(self, number: int) -> int:
-        """As of several."""
-        return self.of.least_local(number)
-
-    def least_clock(self, number: int) -> int:
-        """None but its own."""
+        """There are no servers."""
         return 0
 
     def check_start(self, number: int, tag: Tag) -> None:
-        """Exactly the updates that it must have."""
-        exact = Tag(self.of.least_local(number), 0)
-        _demand(tag == exact, "local staleness", number, tag)
+        """There is nothing to choose."""
+        _demand(tag == Tag(self.least_local(number), 0), "flush", number, tag)
 
 
 def tag_of(schedule: Schedule, number: int, clock: int) -> Tag:

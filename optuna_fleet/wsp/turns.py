@@ -1,4 +1,4 @@
-"""What a stage does next: one forward, one backward, within its credit."""
+"""What a stage does next: one forward, one backward, and no more held than it has memory for."""
 
 from __future__ import annotations
 
@@ -82,6 +82,21 @@ class Turns:
         else:
             _demand_next(turn, self.backward_done)
             self.backward_done = turn.number
+
+
+def held_minibatches(stage: int, num_stages: int, in_flight: int) -> int:
+    """Most minibatches that are between their forward and backward pass on a stage.
+
+    A minibatch comes back after at most two turns of each later stage, so more would not keep the
+    pipeline fuller. Stages admit no more forward passes than this; first come, first served, as in
+    the paper (section 4), would pile up to ``in_flight`` on every stage but the last.
+
+    Args:
+        stage: Place in the pipeline, from 0.
+        num_stages: Stages of the pipeline, k.
+        in_flight: Minibatches in the whole pipeline, N_m.
+    """
+    return min(in_flight, 2 * (num_stages - 1 - stage) + 1)
 
 
 def _demand_next(turn: Turn, latest: int) -> None:

@@ -1,4 +1,4 @@
-"""Virtual workers: who gets which devices, where weights are, and when pipelines are worth it."""
+"""Virtual workers: who gets which devices, where weights are, and how fast that is."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optuna_fleet.alloc.layouts.contention import partitions_under_load
+from optuna_fleet.alloc.layouts.contention import best_partitions, partitions_under_load
 from optuna_fleet.alloc.layouts.distribution import (
     equal_distribution,
     hybrid_distribution,
@@ -19,7 +19,7 @@ from optuna_fleet.alloc.layouts.flushed import (
     flushed_s,
     shares_of,
 )
-from optuna_fleet.alloc.layouts.prediction import pipeline_rate
+from optuna_fleet.alloc.layouts.prediction import pipeline_rate, waves_rate
 from optuna_fleet.alloc.layouts.servers import Servers, sync_seconds
 from optuna_fleet.alloc.partition import (
     DoesNotFit,
@@ -29,14 +29,13 @@ from optuna_fleet.alloc.partition import (
     Memory,
     PartitionProblem,
     StageDevice,
-    Versions,
     best_partition,
 )
 from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers
-from optuna_fleet.wsp.schedules import Alone, Flush, WaveSynchronous
+from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
 
 SPEEDS = {"V": 112, "R": 123, "G": 48, "Q": 40}
-WEIGHTLESS = Memory(copies=0, versions=Versions.NONE)
+WEIGHTLESS = Memory(copies=0, keeps_versions=False)
 MEMORY = {"V": 12, "R": 24, "G": 6, "Q": 8}
 
 
@@ -143,6 +142,20 @@ def test_predictions_are_about_what_the_simulator_finds(stage_s, in_flight, flus
     assert 0.5 * predicted <= found <= 1.4 * predicted
 
 
+def test_a_straggler_makes_pipelines_worth_it():
+    # Whole models wait for Q; pipelines give it fewer layers.
+    layers, devices = layers_of(24), nodes("VQ")
+    whole, pipelines = (
+        best_partitions(
+            PartitionProblem(layers=layers, devices=devices, in_flight=3),
+            equal_distribution(devices, n),
+        )
+        for n in (8, 4)
+    )
+    fast = waves_rate(pipelines, layers, Links(), 3, Servers.LOCAL)
+    assert fast > 1.3 * waves_rate(whole, layers, Links(), 3, Servers.ROUND_ROBIN)
+
+
 # -- batches in parts -----------------------------------------------------------------------------
 
 WIRES = Links(within=Link(bytes_per_s=100.0), between=Link(bytes_per_s=10.0))
@@ -160,7 +173,7 @@ def flushed(kinds, *, num_parts=4, num_layers=8, **more):
         devices=devices,
         num_parts=num_parts,
         links=WIRES,
-        memory=Memory(copies=2, versions=Versions.NONE),
+        memory=Memory(copies=2, keeps_versions=False),
         **options,
     )
 
@@ -260,7 +273,7 @@ def test_no_shares_end_earlier(part_s, more):
 @pytest.mark.parametrize("pace", [(1.0, 1.0), (1.0, 2.0), (1.0, 1.0, 1.0), (2.0, 1.0, 3.0, 1.0)])
 def test_a_flush_takes_about_as_long_as_the_simulator_says(pace, held):
     times = [StageTimes(forward_s=s / 3, backward_s=2 * s / 3) for s in pace]
-    simulated = VirtualWorkers([times], Alone(Flush(8)))
+    simulated = VirtualWorkers([times], Flush(8))
     for stage in simulated._workers[0].stages:
         stage.turns.credit = min(stage.turns.credit, held)
     batch_s = 8 / simulated.run(8).minibatches_per_s

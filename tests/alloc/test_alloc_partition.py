@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optuna_fleet.alloc.layouts.contention import best_partitions
 from optuna_fleet.alloc.partition import (
     DoesNotFit,
     Layers,
@@ -16,13 +17,10 @@ from optuna_fleet.alloc.partition import (
     Memory,
     PartitionProblem,
     StageDevice,
-    Versions,
     best_partition,
     largest_in_flight,
 )
-from optuna_fleet.alloc.partition.alike import best_partitions
 from optuna_fleet.alloc.partition.formulation import best_partition_by_mip, orders
-from optuna_fleet.alloc.partition.in_flight import partitions_by_in_flight
 from optuna_fleet.alloc.partition.problem import partition_of
 
 
@@ -154,7 +152,7 @@ def test_the_first_stage_holds_most_minibatches_so_it_gets_the_large_device():
         layers=layers,
         devices=(small, large),
         in_flight=3,
-        memory=Memory(copies=0, versions=Versions.NONE),
+        memory=Memory(copies=0, keeps_versions=False),
     )
     found = best_partition(problem)
     assert [stage.device for stage in found.stages] == [large, small]
@@ -162,19 +160,19 @@ def test_the_first_stage_holds_most_minibatches_so_it_gets_the_large_device():
 
 
 @pytest.mark.parametrize(
-    ("versions", "copies"),
-    [(Versions.NONE, (2, 2)), (Versions.HELD, (2 + 3, 2 + 1)), (Versions.IN_FLIGHT, (6, 6))],
+    ("keeps_versions", "copies"),
+    [(False, 2), (True, 6)],
 )
-def test_weights_are_kept_in_several_versions(versions, copies):
+def test_weights_are_kept_in_several_versions(keeps_versions, copies):
     devices = tuple(StageDevice(index=i, node=0, kind="a") for i in range(2))
     problem = PartitionProblem(
         layers=layers_of([1.0, 1.0], parameters=5.0, kept=1.0),
         devices=devices,
         in_flight=4,
-        memory=Memory(versions=versions),
+        memory=Memory(keeps_versions=keeps_versions),
     )
     needed = [stage.memory_bytes for stage in best_partition(problem).stages]
-    assert needed == [5.0 * copies[0] + 3.0, 5.0 * copies[1] + 1.0]
+    assert needed == [5.0 * copies + 3.0, 5.0 * copies + 1.0]
 
 
 def test_the_most_minibatches_in_flight_that_fit():
@@ -191,16 +189,16 @@ def test_the_most_minibatches_in_flight_that_fit():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3))
-def test_the_partition_for_each_number_in_flight_is_the_best(seed, num_devices):
+def test_one_more_in_flight_would_not_fit(seed, num_devices):
     problem = random_problem(seed, num_devices, 6, tight=2.0, in_flight=1)
     try:
-        found = partitions_by_in_flight(problem)
+        most = largest_in_flight(problem)
     except DoesNotFit:
         return
-    for in_flight, partition in enumerate(found, start=1):
-        best = best_partition(replace(problem, in_flight=in_flight))
-        assert partition.fits
-        assert partition.slowest_s == pytest.approx(best.slowest_s)
+    assert best_partition(replace(problem, in_flight=most)).fits
+    if most < 2 * num_devices - 1:
+        with pytest.raises(DoesNotFit):
+            best_partition(replace(problem, in_flight=most + 1))
 
 
 def test_alike_virtual_workers_get_their_own_devices():

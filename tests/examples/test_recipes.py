@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
+import os
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 import sklearn.linear_model
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import tests.fleets
-from optuna_fleet import SharedPipeline
+from optuna_fleet import FleetExecutor, SharedPipeline
 from tests.fleets import Leg, Noise, fleet_of, small_model, small_pipeline
 
 TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
@@ -67,8 +68,9 @@ def recipe(title: str, **names: Any) -> dict[str, Any]:
     found = {
         "torch": torch,
         "optuna": optuna,
-        "math": math,
-        "itertools": itertools,
+        "np": np,
+        "os": os,
+        "pickle": pickle,
         "make_model": make_model,
         "step": step,
         "evaluate": evaluate,
@@ -107,6 +109,29 @@ def test_a_recipe_gives_the_same_anywhere(title: str, num_reports: int) -> None:
         assert len(alone) == num_reports
         for legs in ([Leg((0, 1, 2))], [Leg((0, 1), 2), Leg((2,))]):
             assert flown(fleet, names["objective"], *legs) == pytest.approx(alone, rel=1e-10)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Can be read once."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = iter(samples)
+
+    def __iter__(self) -> Any:
+        return self.samples
+
+
+def test_a_stream_is_written_once(tmp_path: Path) -> None:
+    make_pipeline = recipe("A stream of data", FOLDER=str(tmp_path))["make_pipeline"]
+    sets = [[noise[index] for index in range(len(noise))] for noise in (Noise(41), Noise(20))]
+    make_pipeline(*map(Stream, sets))
+    with fleet_of(devices=2, pipeline=make_pipeline(Stream([]), Stream([]))) as fleet:
+        of_stream = tests.fleets.run(fleet, tests.fleets.train, Leg((0, 1)))
+    study = optuna.create_study()
+    inline = FleetExecutor(SharedPipeline(train=sets[0], val=sets[1]), cluster="inline")
+    study.optimize(tests.fleets.train, n_trials=1, executor=inline)
+    losses = study.trials[0].user_attrs["losses"]
+    assert of_stream.user_attrs["losses"] == pytest.approx(losses, rel=1e-10)
 
 
 def test_what_a_writer_shows_after_a_move(tmp_path: Path) -> None:

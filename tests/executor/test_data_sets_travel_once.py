@@ -81,8 +81,8 @@ def places_of_data(pid: int) -> list[str]:
     line_of_maps = re.compile(r"(\w+)-(\w+) r\S+ \S+ \S+ (\d+) *(.*)")
     with open(f"/proc/{pid}/mem", "rb", 0) as memory:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-            if (match := line_of_maps.match(line)) is None or "arena" in line:
-                continue
+            if (match := line_of_maps.match(line)) is None or "arena" in line or ".so" in line:
+                continue  # torch's libraries take gigabytes
             begin, end = (int(number, 16) for number in match.groups()[:2])
             if end - begin < NBYTES:
                 continue

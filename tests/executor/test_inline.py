@@ -16,6 +16,7 @@ from optuna_fleet import Convergence, FleetConfigError, FleetExecutor
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.inline import InlineCluster
 from optuna_fleet.sampler_bridge.call_records import calls_of
+from optuna_fleet.sampler_bridge.ledger import device_spans_of
 from tests.executor.test_same_results import losses_of
 from tests.fleets import Leg, small_pipeline, train
 
@@ -93,6 +94,7 @@ def test_what_is_no_exception_leaves_no_running_trial(kind: type[BaseException])
     assert [t.state.name for t in study.trials] == ["FAIL"]
     ending = "interrupted" if kind is KeyboardInterrupt else "failed"
     assert [call.ending for call in calls_of(study)] == [ending]
+    assert [span.end is None for span in device_spans_of(study)] == [False]
     study.optimize(lambda trial: 1.0, n_trials=1, executor=fleet)
     assert [t.state.name for t in study.trials] == ["FAIL", "COMPLETE"]
 

@@ -367,6 +367,7 @@ def test_progress_bar(fleet: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "5/5" in err
     assert "100%" in err
     assert "Best trial" in err
+    assert "0 trials" not in err
 
 
 def test_log_lines(fleet: Any, log: io.StringIO) -> None:

@@ -76,7 +76,7 @@ def test_a_policy_changes_who_flies_where_and_nothing_else(
 
 def test_elastic_takes_an_objective_of_the_users(expected: list[Any]) -> None:
     allocator = ElasticAllocator(objective=lambda candidate, m: m**0.5, forward_looking_s=60)
-    policy = policies.Own(allocator=allocator, paradigm="elastic")
+    policy = policies.Own(allocator=allocator, paradigm="elastic", time_limit_s=600.0)
     for losses, alike in zip(losses_of(policy, short_or_in_stages), expected, strict=True):
         assert losses == pytest.approx(alike, rel=1e-10)
 
@@ -97,7 +97,7 @@ def test_a_predictor_is_asked_and_may_fail(caplog: pytest.LogCaptureFixture) -> 
 
 def test_elastic_moves_a_trial_in_mid_sweep_and_its_losses_stay() -> None:
     study, alone = optuna.create_study(), optuna.create_study()
-    with fleet_of(devices=2, policy=policies.Elastic(rescale_s=0.0)) as fleet:
+    with fleet_of(devices=2, policy=policies.Elastic(rescale_s=0.0, time_limit_s=600.0)) as fleet:
         await_trainers(fleet, 2)
         study.optimize(lambda trial: train(trial, epochs=12), n_trials=1, executor=fleet)
         assert fleet.summary.rescales >= 1
@@ -121,7 +121,7 @@ class Telling:
 
 def test_plans_are_told_how_long_trials_go_on_and_how_many_are_to_come() -> None:
     study = optuna.create_study()
-    policy = policies.Own(allocator=Telling())
+    policy = policies.Own(allocator=Telling(), time_limit_s=600.0)
     with FleetExecutor(small_pipeline(), devices=1, device_type="cpu", policy=policy) as fleet:
         study.optimize(lambda trial: train(trial, epochs=12), n_trials=2, executor=fleet)
         assert fleet.summary is not None

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from optuna.trial import TrialState
 from torch import nn
 
-from optuna_fleet import TrialError
+from optuna_fleet import Limits, TrialError
 from optuna_fleet.events import Ending
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.ranks import out_of_step, parted
 from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
 from optuna_fleet.wire.messages import Ended, Progress
 from optuna_fleet.wire.packing import pack, pack_error, unpack_error
-from tests.fleets import Leg, num_wrong, small_model, train_epoch
+from tests.fleets import Leg, fleet_of, num_wrong, run, small_model, train_epoch
 
 ON_THREE = [Leg((0, 1, 2))]
 
@@ -136,6 +136,14 @@ def test_ranks_that_part_are_told_of_before_anything_is_recorded(
     assert trial.state is TrialState.FAIL
     assert trial.intermediate_values == {}
     assert trial.values is None
+
+
+def test_ranks_that_part_are_told_of_where_no_run_can_hang() -> None:
+    with (
+        fleet_of(devices=2, limits=Limits(hang_s=None)) as fleet,
+        pytest.raises(TrialError, match="rank 1 left its loop"),
+    ):
+        run(fleet, leaves_an_epoch_alone, Leg((0, 1)))
 
 
 # -- without processes ----------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_nobody_waits_for_a_trial_that_can_not_be_moved(
 
     study = optuna.create_study()
     paradigm = POLICIES[policy]().paradigm
-    own = Own(allocator=Restless(), paradigm=paradigm)
+    own = Own(allocator=Restless(), paradigm=paradigm, time_limit_s=600.0)
     with FleetExecutor(small_pipeline(), devices=3, device_type="cpu", policy=own) as fleet:
         study.optimize(objective, n_trials=2, executor=fleet)
     assert len(flights_of(study)[0]) == 1
@@ -105,7 +105,8 @@ def counts_samples(trial: Any, *, flag: Path) -> float:
 
 def test_what_is_trained_without_prepare_is_never_moved(tmp_path: Path, log: io.StringIO) -> None:
     study = optuna.create_study()
-    own = Own(allocator=Restless(), paradigm=POLICIES["elastic"]().paradigm)
+    elastic = POLICIES["elastic"]().paradigm
+    own = Own(allocator=Restless(), paradigm=elastic, time_limit_s=600.0)
     with FleetExecutor(
         small_pipeline(),
         devices=3,

@@ -61,7 +61,8 @@ def records(trial: Any, *, folder: Path, distance: int, slow_s: float) -> float:
     pipeline._note = observe
     rounds, batches = [], []
     for _ in trial.epochs(3):
-        for images, labels in trial.batches("train", batch_size=BATCH, drop_last=True):
+        # 20 batches are more waves than the clock distance lets anybody be ahead.
+        for images, labels in trial.batches("train", batch_size=2, drop_last=True):
             batches.append((images.clone(), labels.clone()))
             pipeline.step(images, labels)
         losses = torch.stack(pipeline.flush()).tolist()
@@ -127,7 +128,7 @@ def repeated(
     return plus(weights, *of_waves(last))
 
 
-@pytest.mark.parametrize(("distance", "slow_s"), [(0, 0.0), (2, 0.01)])
+@pytest.mark.parametrize(("distance", "slow_s"), [(0, 0.0), (4, 0.01)])
 def test_the_order_that_came_about_gives_the_same_weights_on_one_device(
     fleet: Any, tmp_path: Path, distance: int, slow_s: float
 ) -> None:
@@ -139,6 +140,7 @@ def test_the_order_that_came_about_gives_the_same_weights_on_one_device(
     for one in left["rounds"]:
         stages = [rank["tags"] for rank in one["told"]]
         assert len({tuple(map(tuple, tags)) for tags in stages}) >= 2
+        assert any(clock > 0 for tags in stages for *_, clock in tags)  # all have pulled
         weights = repeated(weights, one, wave_size=3, num_workers=2)
     furthest = max((left["last"][name] - w).abs().max().item() for name, w in weights.items())
     assert furthest <= 1e-14

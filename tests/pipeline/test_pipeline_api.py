@@ -67,7 +67,7 @@ def test_names_that_tell(name):
     ("arguments", "message"),
     [
         ({}, "at least one data set"),
-        ({"train": Endless()}, "'train' is of type Endless.*map-style"),
+        ({"train": Endless()}, "'train' is of type Endless.*map-style.*docs/recipes.md"),
         ({"train": EndlessWithLength()}, "'train' is of type EndlessWithLength.*map-style"),
         ({"train": iter([1])}, "map-style"),
         ({"train": []}, "'train' is empty"),

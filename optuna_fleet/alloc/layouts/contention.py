@@ -13,10 +13,14 @@ from optuna_fleet.alloc.partition import (
     Links,
     Partition,
     PartitionProblem,
+    Stage,
+    StageDevice,
+    best_partition,
 )
-from optuna_fleet.alloc.partition.alike import best_partitions
 
 _ROUNDS = 12
+
+_Shape = tuple[tuple[int, str, float], ...]
 
 
 def partitions_under_load(problem: PartitionProblem, workers: Workers) -> tuple[Partition, ...]:
@@ -43,6 +47,43 @@ def partitions_under_load(problem: PartitionProblem, workers: Workers) -> tuple[
             break
         slower = (slower + next_slower) / 2
     return found
+
+
+def best_partitions(
+    problem: PartitionProblem, workers: Sequence[tuple[StageDevice, ...]]
+) -> tuple[Partition, ...]:
+    """The best partition of each virtual worker.
+
+    Args:
+        problem: Its `devices` are not looked at.
+        workers: Devices of each virtual worker.
+
+    Raises:
+        DoesNotFit: One of them has none.
+    """
+    found: dict[_Shape, Partition] = {}
+    for devices in workers:
+        if _shape_of(devices) not in found:
+            found[_shape_of(devices)] = best_partition(replace(problem, devices=devices))
+    return tuple(_on_devices(found[_shape_of(devices)], devices) for devices in workers)
+
+
+def _shape_of(devices: Sequence[StageDevice]) -> _Shape:
+    """What a partition depends on."""
+    return tuple(sorted((d.node, d.kind, d.memory_bytes) for d in devices))
+
+
+def _on_devices(partition: Partition, devices: Sequence[StageDevice]) -> Partition:
+    """The same partition on devices of the same shape."""
+    left = sorted(devices)
+
+    def moved(stage: Stage) -> Stage:
+        shape = _shape_of([stage.device])
+        own = next(device for device in left if _shape_of([device]) == shape)
+        left.remove(own)
+        return replace(stage, device=own)
+
+    return Partition(stages=tuple(map(moved, partition.stages)))
 
 
 def _slowed(links: Links, times: float) -> Links:

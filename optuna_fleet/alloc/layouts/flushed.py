@@ -20,10 +20,9 @@ from optuna_fleet.alloc.partition import (
     Partition,
     PartitionProblem,
     StageDevice,
-    Versions,
     best_partition,
 )
-from optuna_fleet.wsp.credits import held_minibatches
+from optuna_fleet.wsp.turns import held_minibatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ class FlushedProblem:
     devices: tuple[StageDevice, ...]
     num_parts: int
     links: Links = field(default_factory=Links)
-    memory: Memory = field(default_factory=lambda: Memory(versions=Versions.NONE))
+    memory: Memory = field(default_factory=lambda: Memory(keeps_versions=False))
     may_replicate: bool = True
     exchanged_bytes: float = 0.0
 

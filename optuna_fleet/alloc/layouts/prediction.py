@@ -1,4 +1,4 @@
-"""How fast pipelines and data parallelism are expected to be."""
+"""How fast pipelines are expected to be, and what exact data parallelism takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from optuna_fleet.alloc.layouts.servers import Servers, sync_seconds
 from optuna_fleet.alloc.partition import Layers, Links, Memory, Partition, StageDevice
-from optuna_fleet.wsp.credits import held_minibatches
+from optuna_fleet.wsp.turns import held_minibatches
 
 
 def pipeline_rate(stage_s: Sequence[float], in_flight: int) -> float:

@@ -11,7 +11,6 @@ from optuna_fleet.alloc.partition.problem import (
     PartitionProblem,
     Stage,
     StageDevice,
-    Versions,
 )
 from optuna_fleet.alloc.partition.search import best_partition
 
@@ -25,7 +24,6 @@ __all__ = [
     "PartitionProblem",
     "Stage",
     "StageDevice",
-    "Versions",
     "best_partition",
     "largest_in_flight",
 ]

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from optuna_fleet.alloc.partition.problem import (
     DoesNotFit,
-    Partition,
     PartitionProblem,
     partition_of,
 )
@@ -17,7 +16,7 @@ def largest_in_flight(problem: PartitionProblem) -> int:
     """Most minibatches in flight for which some partition fits (section 4: Max_m), at most 2k - 1.
 
     More than 2k - 1 would keep the pipeline no fuller: see
-    :func:`optuna_fleet.wsp.credits.held_minibatches`.
+    :func:`optuna_fleet.wsp.turns.held_minibatches`.
 
     Args:
         problem: Its `in_flight` is not looked at.
@@ -25,23 +24,15 @@ def largest_in_flight(problem: PartitionProblem) -> int:
     Raises:
         DoesNotFit: Not even one minibatch fits.
     """
-    return len(partitions_by_in_flight(problem))
-
-
-def partitions_by_in_flight(problem: PartitionProblem) -> tuple[Partition, ...]:
-    """The best partition for 1, 2, ... minibatches in flight, as far as there is memory.
-
-    Raises:
-        DoesNotFit: Not even one minibatch fits.
-    """
-    found = [best_partition(replace(problem, in_flight=1))]
-    for in_flight in range(2, 2 * len(problem.devices)):
+    best = best_partition(replace(problem, in_flight=1))
+    most = 2 * len(problem.devices) - 1
+    for in_flight in range(2, most + 1):
         fuller = replace(problem, in_flight=in_flight)
-        # Fewer partitions fit: as long as the best one does, it stays the best.
-        best = found[-1]
-        same = partition_of(fuller, tuple(stage.device for stage in best.stages), best.cuts)
-        try:
-            found.append(same if same.fits else best_partition(fuller))
-        except DoesNotFit:
-            break
-    return tuple(found)
+        # As long as the best one fits, it need not be looked for.
+        devices = tuple(stage.device for stage in best.stages)
+        if not partition_of(fuller, devices, best.cuts).fits:
+            try:
+                best = best_partition(fuller)
+            except DoesNotFit:
+                return in_flight - 1
+    return most

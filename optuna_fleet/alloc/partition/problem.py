@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import Enum
-
-from typing_extensions import assert_never
 
 from optuna_fleet.alloc.partition.layers import Layers
 from optuna_fleet.exceptions import FleetError
-from optuna_fleet.wsp.credits import held_minibatches
+from optuna_fleet.wsp.turns import held_minibatches
 
 
 class DoesNotFit(FleetError):  # noqa: N818 - names what is the matter, as AllocationFailed does
@@ -58,23 +55,6 @@ class Links:
         return self.within if one.node == other.node else self.between
 
 
-class Versions(Enum):
-    """How many versions of its weights a stage keeps beside the newest one.
-
-    Attributes:
-        NONE: The pipeline is flushed before weights change.
-        HELD: One for each minibatch that it holds (section 4: w_p stays until the backward pass
-            of p), as the paper counts.
-        IN_FLIGHT: One for each minibatch in flight, on every stage: late stages hold fewer, but
-            know updates that no minibatch may see yet, so that all stages have the same weights.
-            This is what the engine keeps.
-    """
-
-    NONE = "none"
-    HELD = "held"
-    IN_FLIGHT = "in flight"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """What a stage takes: weights in several copies, and what its minibatches keep.
@@ -82,23 +62,13 @@ class Memory:
     Attributes:
         copies: Copies of the weights whatever is in flight: the newest, their gradients, and what
             an optimizer keeps (1 more for momentum, 2 for Adam).
-        versions: How many more there are.
+        keeps_versions: Whether there is one more for each minibatch in flight, as without flushes.
+            Late stages hold fewer minibatches (the paper counts these), but know updates that no
+            minibatch may see yet, so that all stages have the same weights.
     """
 
     copies: float = 2.0
-    versions: Versions = Versions.IN_FLIGHT
-
-    def copies_with(self, held: int, in_flight: int) -> float:
-        """Copies of the weights on a stage that holds so many of the minibatches in flight."""
-        match self.versions:
-            case Versions.NONE:
-                return self.copies
-            case Versions.HELD:
-                return self.copies + held
-            case Versions.IN_FLIGHT:
-                return self.copies + in_flight
-            case _:
-                assert_never(self.versions)
+    keeps_versions: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +118,7 @@ class PartitionProblem:
     def bytes_of(self, stage: int, parameter_bytes: float, kept_bytes: float) -> float:
         """Memory that a stage takes, by what its layers do."""
         held = self.held(stage)
-        copies = self.memory.copies_with(held, self.in_flight)
+        copies = self.memory.copies + (self.in_flight if self.memory.keeps_versions else 0)
         return parameter_bytes * copies + kept_bytes * held
 
 

@@ -211,7 +211,7 @@ class Watchdog:
         parts = [f"rank {rank}: {heartbeat.where if heartbeat else 'gave no sign of life'}"]
         if heartbeat is not None:
             parts.append(f"after {heartbeat.progress.num_batches} batches")
-        if heartbeat is not None and silent_s > 2 * (self._limits.heartbeat_s or 0):
+        if heartbeat is not None and silent_s > 2 * self._limits.heartbeat_s:
             parts.append(f"no sign of life for {silent_s:.3g} s")
         return ", ".join([*parts, *([outside] if outside else [])])
 

@@ -86,13 +86,13 @@ def _recorded(loop: Loop) -> Iterator[CallLog]:
     ending = "failed"
     try:
         yield log
-        devices.end(time.time())
         ending = "done"
     except KeyboardInterrupt:
         ending = "interrupted"
         raise
     finally:
         log.end(ending, loop.proposals.num_asked)
+        devices.end(time.time())
 
 
 def _order(number: int, trial_id: int, seed: int, loop: Loop) -> RunTrial:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ _MOVABLE = (
     "An epoch took {seconds:.0f} s, and a trial moves to other devices at the end of one only. It "
     'can do so between two batches with trial.batches("train", ..., movable=True), if that is the '
     "first thing that the epoch reads, and the loop keeps its sums in trial.totals, and what else "
-    "it carries from batch to batch in trial.state."
+    "it carries from batch to batch in trial.state. Or cut epochs: trial.steps(n, every=...)."
 )
 
 
@@ -274,18 +275,22 @@ class ShardLoader:
     ) -> Any:
         assert self._pipeline is not None
         rank, world_size = self._place
-        return self._pipeline.read(
+        read = partial(
+            self._pipeline.read,
             name,
-            epoch=epoch,
             origin=origin,
             batch_size=batch_size,
             rank=rank,
             world_size=world_size,
             drop_last=drop_last,
             dummy=True,
-            first_step=first_step,
-            continues=self._position.epoch + 1 < self._position.num_epochs,
         )
+        now, periods = self._position.epoch, self._position.periods
+        if periods is None or not self._pipeline.spec.dataset(name).shuffled:
+            goes_on = now + 1 < self._position.num_epochs
+            return read(epoch=epoch, first_step=first_step, continues=goes_on)
+        head = epoch if self._pipeline.rolls(name) else None
+        return periods.batches(read, now, first_step, head=head)
 
     def _check_order(self, name: str, has_epochs: bool) -> None:
         if not has_epochs or self._position.is_inside:
@@ -316,14 +321,17 @@ class ShardLoader:
         if is_first:
             self.reached_after_s = time.perf_counter() - self._session.began
         self._has_reached_training = trains
-        self._samples_per_epoch = samples = self._pipeline.spec.dataset(name).num_samples
+        samples = self._pipeline.spec.dataset(name).num_samples
+        periods = self._position.periods
+        per_period = samples if periods is None else periods.every * min(batch_size, samples)
+        self._samples_per_epoch = per_period
         self._tell_reached(
             FirstBatchRequested(
                 run_id=self._run.run_id,
                 structure=self._structure(name, batch_size),
                 resumable=self._position.is_inside,
                 batch_size=batch_size,
-                samples_per_epoch=samples,
+                samples_per_epoch=per_period,
                 max_epochs=max_epochs,
                 min_devices=self.bounds.min_devices,
                 max_devices=self.bounds.max_devices,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Protocol
 
+from optuna_fleet.trainer.data.periods import Periods
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.moves.totals import Totals
@@ -24,12 +26,13 @@ class Hold(Protocol):
 
 @dataclass(slots=True)
 class EpochPosition:
-    """Where the objective is in its epochs.
+    """Where the objective is in its epochs, or in periods of its own (`FleetTrial.steps`).
 
     Attributes:
         loop: How many loops over `FleetTrial.epochs` there were, with that under way.
         epoch: The one under way, from 0.
         num_epochs: How many there will be.
+        periods: What these are, where they are no epochs of the data.
         is_inside: Whether it is in a loop over `FleetTrial.epochs`.
         reads_unprepared: Whether it has read batches before it had prepared a model.
     """
@@ -37,8 +40,19 @@ class EpochPosition:
     loop: int = 0
     epoch: int = 0
     num_epochs: int = 1
+    periods: Periods | None = None
     is_inside: bool = False
     reads_unprepared: bool = False
+
+    @contextmanager
+    def counting(self, periods: Periods | None) -> Iterator[None]:
+        """These are the `periods` until the loop ends, be it that the objective leaves it."""
+        self.periods = periods
+        try:
+            yield
+        finally:
+            if self.periods is periods:  # no other loop has begun
+                self.periods = None
 
 
 class WithinEpoch:

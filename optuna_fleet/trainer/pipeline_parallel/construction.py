@@ -23,7 +23,7 @@ from optuna_fleet.trainer.pipeline_parallel.stage import Observer, PipelineStage
 from optuna_fleet.trainer.pipeline_parallel.statistics import Statistics
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
 from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
-from optuna_fleet.wsp.schedules import Alone, Flush, Schedule, WaveSynchronous
+from optuna_fleet.wsp.schedules import Flush, Schedule, WaveSynchronous
 
 
 class Construction:
@@ -82,9 +82,10 @@ class Construction:
     def schedule(self) -> Schedule:
         """When a minibatch may start."""
         if self._options.is_flushed:
-            return Alone(Flush(len(self.parts)))
-        waves = WaveSynchronous(self._options.in_flight, self._options.clock_distance or 0)
-        return waves if self.placed.num_workers > 1 else Alone(waves)
+            return Flush(len(self.parts))
+        is_alone = self.placed.num_workers == 1
+        distance = None if is_alone else self._options.clock_distance
+        return WaveSynchronous(self._options.in_flight, distance)
 
     def stage(self, observer: Observer) -> PipelineStage:
         """Begins with the module's weights, and minibatch 1."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optuna_fleet.trainer.nested import map_tensors, to_device
+from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss, leaf_of
 from optuna_fleet.trainer.pipeline_parallel.statistics import leaves_something
 
@@ -76,7 +76,7 @@ def _measure(
             output = layer(given)
             result = output if loss is None else loss(output, targets)
         middle = _now(device)
-        outputs = [t for t in _tensors(result) if t.requires_grad]
+        outputs = [t for t in tensors_in(result) if t.requires_grad]
         if outputs:
             torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
         timed.append((middle - began, _now(device) - middle))
@@ -86,7 +86,7 @@ def _measure(
     cost = LayerCost(
         forward_s=min(forward_s for forward_s, _ in timed),
         backward_s=min(backward_s for _, backward_s in timed),
-        output_bytes=float(sum(t.nbytes for t in _tensors(output))),
+        output_bytes=float(sum(t.nbytes for t in tensors_in(output))),
         parameter_bytes=float(sum(parameters.values())),
         kept_bytes=float(sum(kept.values())),
     )
@@ -108,12 +108,6 @@ def _counting_kept(layer: nn.Module) -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         yield kept
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(values, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
 
 
 def _now(device: torch.device) -> float:

@@ -18,7 +18,6 @@ class FlushedWeights:
         parameters: Of the stage, by name.
         optimizer: Of these alone; steps when a wave's last backward pass is done. One that looks
             at all gradients of a model together would see a part.
-            None where there is nothing to train.
         wave_size: Microbatches of a step.
         before_step: Called with the parameters before each step, with all gradients there.
     """
@@ -26,9 +25,9 @@ class FlushedWeights:
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
         wave_size: int,
-        before_step: Callable[[Mapping[str, nn.Parameter]], object] = lambda parameters: None,
+        before_step: Callable[[Mapping[str, nn.Parameter]], object],
     ) -> None:
         self._before_step = before_step
         self._parameters = parameters
@@ -67,9 +66,8 @@ class FlushedWeights:
             parameter.grad = gradient if before is None else before + gradient
         if number % self._wave_size == 0:
             self._before_step(self._parameters)
-            if self._optimizer is not None:
-                self._optimizer.step()
-                self._optimizer.zero_grad(set_to_none=True)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
             self._stepped = number
 
     def latest(self) -> Tensors:

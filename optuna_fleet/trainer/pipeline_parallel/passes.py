@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from optuna_fleet.trainer.nested import map_tensors
+from optuna_fleet.trainer.nested import map_tensors, tensors_in
 from optuna_fleet.trainer.pipeline_parallel.messages import Targets, Tensors
 
 Loss = Callable[[Any, Any], Tensor]
@@ -69,8 +69,8 @@ class StageModule:
             output = self._loss(output, targets.values)
             if targets.weight != 1.0:
                 output = output * targets.weight
-        received = () if self._is_first else tuple(_floating(leaves))
-        held = HeldPass(weights=weights, received=received, sent=tuple(_floating(output)))
+        received = () if self._is_first else _floating(leaves)
+        held = HeldPass(weights=weights, received=received, sent=_floating(output))
         return map_tensors(output, torch.Tensor.detach), held
 
     def backward(
@@ -108,14 +108,6 @@ def _can_have_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _floating(values: Any) -> list[Tensor]:
+def _floating(values: Any) -> tuple[Tensor, ...]:
     """Floating-point tensors, also complex ones, in a fixed order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if _can_have_gradient(tensor):
-            found.append(tensor)
-        return tensor
-
-    map_tensors(values, note)
-    return found
+    return tuple(tensor for tensor in tensors_in(values) if _can_have_gradient(tensor))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from optuna_fleet.alloc.layouts.contention import partitions_under_load
 from optuna_fleet.alloc.layouts.distribution import (
     Workers,
     equal_distribution,
@@ -29,8 +30,6 @@ from optuna_fleet.alloc.partition import (
     Partition,
     PartitionProblem,
     StageDevice,
-    Versions,
-    best_partition,
 )
 from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost
 
@@ -251,16 +250,13 @@ class Demand:
         self, layers: Layers, workers: Workers, in_flight: int, held: int
     ) -> tuple[Partition, ...]:
         memory = self.memory
-        if memory.versions is Versions.IN_FLIGHT:  # as many as are in flight, however few are held
+        if memory.keeps_versions:  # as many as are in flight, however few are held
             waves = self.clock_distance + 3 if len(workers) > 1 else 0
             memory = replace(memory, copies=memory.copies + in_flight - held + waves)
-        problems = (
-            PartitionProblem(
-                layers=layers, devices=devices, in_flight=held, links=self.links, memory=memory
-            )
-            for devices in workers
+        problem = PartitionProblem(
+            layers=layers, devices=workers[0], in_flight=held, links=self.links, memory=memory
         )
-        return tuple(map(best_partition, problems))
+        return partitions_under_load(problem, workers)
 
     def _rate(self, layers: Layers, partitions: Sequence[Partition]) -> float:
         """Batches per second; each virtual worker has its share of every batch."""
@@ -296,9 +292,7 @@ def memory_of(optimizer: torch.optim.Optimizer, *, is_flushed: bool) -> Memory:
     states = _STATES.get(kind, 2)
     if kind == "SGD" and not any(group["momentum"] for group in optimizer.param_groups):
         states = 0
-    if is_flushed:
-        return Memory(copies=2 + states, versions=Versions.NONE)
-    return Memory(copies=3 + states, versions=Versions.IN_FLIGHT)
+    return Memory(copies=(2 if is_flushed else 3) + states, keeps_versions=not is_flushed)
 
 
 def blocks_of(model: nn.Sequential, *, may_part_ties: bool) -> tuple[int, ...]:

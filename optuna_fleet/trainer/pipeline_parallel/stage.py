@@ -23,9 +23,8 @@ from optuna_fleet.trainer.pipeline_parallel.messages import (
 )
 from optuna_fleet.trainer.pipeline_parallel.passes import HeldPass, Loss, StageModule
 from optuna_fleet.trainer.pipeline_parallel.versions import Weights
-from optuna_fleet.wsp.credits import held_minibatches
 from optuna_fleet.wsp.schedules import Schedule, Tag, tag_of
-from optuna_fleet.wsp.turns import Pass, Turn, Turns
+from optuna_fleet.wsp.turns import Pass, Turn, Turns, held_minibatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,20 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.pipeline_parallel.messages import Tensors
-
-
-class UpdateRule(Protocol):
-    """What to add to the weights after a minibatch."""
-
-    def __call__(self, weights: Tensors, gradients: Tensors) -> dict[str, Tensor]:
-        """The updates of those parameters that have a gradient, by the weights it was taken at."""
 
 
 class SgdRule:

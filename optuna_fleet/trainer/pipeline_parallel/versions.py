@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optuna_fleet.trainer.pipeline_parallel.messages import Snapshot, Tensors
 from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
-from optuna_fleet.trainer.pipeline_parallel.updates import UpdateRule, added
+from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule, added
 from optuna_fleet.wsp.schedules import Tag
 
 
@@ -58,7 +58,7 @@ class VersionedWeights:
     """
 
     def __init__(
-        self, initial: Tensors, rule: UpdateRule, wave_size: int, client: ServerClient | None
+        self, initial: Tensors, rule: SgdRule, wave_size: int, client: ServerClient | None
     ) -> None:
         self._rule = rule
         self._wave_size = wave_size
