@@ -428,7 +428,7 @@ def multilabel_margin(outputs: Tensor, labels: Tensor) -> Tensor:
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "l1": lambda x, y: F.l1_loss(x, hot(x, y)),
-    "mse": lambda x, y: F.mse_loss(x, hot(x, y)),
+    "mse": lambda x, y: F.mse_loss(x.float(), hot(x, y).float()),  # torch 2.4 has no other on CPUs
     "smooth_l1": lambda x, y: F.smooth_l1_loss(x, hot(x, y)),
     "huber": lambda x, y: F.huber_loss(x, hot(x, y), delta=0.5),
     "cross_entropy": F.cross_entropy,

@@ -21,6 +21,9 @@ from tests.fleets import Leg, await_trainers, fleet_of
 pytestmark = [
     pytest.mark.filterwarnings("ignore:reduction. 'mean' divides"),  # the default of KLDivLoss
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch.compile
+    # What torch 2.4 says of its own torch.compile, and of its own activation checkpointing.
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast.* is deprecated"),
 ]
 
 # Three first, so that what went wrong there has consequences; then one stays and another joins.
@@ -105,7 +108,9 @@ def test_sums_within_an_evaluation_are_of_all_ranks(usual_fleet: Any, log: Any) 
     study, alone = optuna.create_study(), optuna.create_study()
     study.optimize(objectives.sums_in_each_step, n_trials=1, executor=usual_fleet)
     assert log.getvalue().count("goes on from its last checkpoint, on 2 devices at most") == 1
-    assert widths(study)[0][-2:] == [4, 2]
+    flown = widths(study)[0]
+    # Before torch 2.7 trainers start anew after that: fewer are there at first.
+    assert set(flown[flown.index(4) + 1 :]) <= {1, 2}
     usual_fleet.script = {0: [Leg((0,))]}
     alone.optimize(objectives.sums_in_each_step, n_trials=1, executor=usual_fleet)
     expected = alone.trials[0].user_attrs["seen"]

@@ -31,7 +31,7 @@ from optuna_fleet.trainer.groups import group_size
 _MOST_AHEAD = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: torch.compile of torch 2.4 keeps weak references to these
 class Share:
     """A rank's part of a batch.
 
