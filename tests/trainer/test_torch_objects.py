@@ -15,6 +15,7 @@ from torch.optim.swa_utils import SWALR
 from optuna_fleet.checkpoints.file import Owner
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
+from optuna_fleet.trainer.checkpoints.states import state_of
 
 
 def all_of(module: Any, base: type, *besides: type) -> list[Any]:
@@ -70,7 +71,7 @@ def through_a_file(path: Path, *objects: Any) -> list[dict[str, Any]]:
     content = Checkpoint(
         loop=1,
         epoch=1,
-        objects=[thing.state_dict() for thing in objects],
+        objects=[state_of(thing) for thing in objects],
         state={},
         rng=[],
         history={},
@@ -112,6 +113,7 @@ def test_an_optimizer_goes_on(tmp_path: Path, kind: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.filterwarnings("ignore:To get the last learning rate")
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # torch 2.4, itself
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_goes_on(tmp_path: Path, name: str) -> None:
     def start() -> tuple[Any, Any]:

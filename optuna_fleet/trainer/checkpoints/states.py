@@ -19,7 +19,11 @@ import torch
 def state_of(thing: Any) -> dict[str, Any]:
     """Its `state_dict`, without the ``_orig_mod`` of compiled modules in the keys."""
     with _uncompiled(thing) as own:
-        return own.state_dict()  # type: ignore[no-any-return]
+        state: dict[str, Any] = own.state_dict()
+    if isinstance(thing, torch.optim.swa_utils.SWALR):
+        # In torch 2.4 a function, which its constructor sets and no checkpoint takes.
+        state.pop("anneal_func", None)
+    return state
 
 
 def load_state(thing: Any, state: dict[str, Any]) -> None:
