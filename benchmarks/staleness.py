@@ -19,7 +19,10 @@ import argparse
 import statistics
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import optuna
 import torch

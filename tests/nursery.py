@@ -29,9 +29,9 @@ from typing import IO, Any, NoReturn
 import pytest
 
 from optuna_fleet.alloc import IsolatedAllocator
+from optuna_fleet.executor.cluster import config
 from optuna_fleet.executor.cluster.agent.command import _START
 from optuna_fleet.executor.cluster.agent.main import environment
-from optuna_fleet.executor.cluster.config import modules_to_preload
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
 
 AGENT = "optuna_fleet.executor.cluster.agent.main"
@@ -184,6 +184,14 @@ def processes_start_afresh() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def preloading(*modules: str) -> Iterator[None]:
+    """Agents that join import these once for their trainers, and nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config, "modules_to_preload", lambda: modules)
+        yield
+
+
+@contextlib.contextmanager
 def _started_by(methods: Mapping[type, Any]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for kind, method in methods.items():
@@ -257,7 +265,9 @@ class Forked:
 
 def main(orders_fd: int) -> NoReturn:
     """Fork what is ordered until the tests end."""
-    preload((AGENT, SERVER, SOLVER, "mip", *modules_to_preload()))
+    # Agents are told to import torchvision, as collected tests have.
+    torchvision = ("torchvision.models", "torchvision.transforms.v2")
+    preload((AGENT, SERVER, SOLVER, "mip", *torchvision, *config.modules_to_preload()))
     nest = Nest()
     nest.listen(socket.socket(fileno=orders_fd))
     while True:

@@ -16,7 +16,7 @@ from tests.chaos.faults import KINDS
 from tests.chaos.harness import Result, differences, drawn, playable, run, storage_for
 from tests.nursery import Nursery
 
-NUM_TRIALS = 10
+NUM_TRIALS = 8
 
 SWEEPS: dict[str, list[str]] = {
     "deaths": [
@@ -28,8 +28,6 @@ SWEEPS: dict[str, list[str]] = {
         "kill a preprocessor",
         "kill the solver at work",
         "kill the agent",
-    ],
-    "deaths at any time": [
         "kill a trainer at any time",
         "kill a preprocessor at any time",
         "kill any process at any time",

@@ -19,6 +19,7 @@ from optuna_fleet import FleetExecutor, HarvestCluster
 from optuna_fleet.cli import main
 from tests.clusters import recorded
 from tests.clusters.slurm_lab import NODES, SlurmLab
+from tests.nursery import preloading
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,8 @@ def nodes_of_sweep(cluster: Any, disturb: Callable[[FrozenTrial], None], gate: P
     Only the first ends before there is the file `gate`.
     """
     study = optuna.create_study()
-    with FleetExecutor(cluster=cluster, devices=1, device_type="cpu") as fleet:
+    # Nobody needs torch: to import it takes an agent seconds.
+    with preloading(), FleetExecutor(cluster=cluster, devices=1, device_type="cpu") as fleet:
         study.optimize(
             functools.partial(objective, gate=gate),
             n_trials=NUM_TRIALS,

@@ -19,6 +19,7 @@ from optuna_fleet.events import WidthLimited
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.integrations.lightning import FleetStrategy
 from tests.fleets import Leg, Noise, fleet_of, small_model
+from tests.nursery import preloading
 
 # Objectives have the filters too, and Lightning much to say of the machine.
 pytestmark = [
@@ -107,7 +108,7 @@ def by_hand(trial: Any) -> float:
 def three() -> Iterator[Any]:
     # The last batch of 41 samples has one, which some ranks have a stand-in for.
     data = SharedPipeline(train=Noise(41, augment=True), val=Noise(20), val_tiny=Noise(1))
-    with fleet_of(devices=3, pipeline=data) as fleet:
+    with preloading("lightning.pytorch"), fleet_of(devices=3, pipeline=data) as fleet:
         yield fleet
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import optuna
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -39,12 +41,14 @@ from optuna_fleet.integrations.transformers import (  # noqa: E402
     PruningCallback,
 )
 from tests.fleets import Leg, fleet_of  # noqa: E402
+from tests.nursery import preloading  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("UserWarning", "FutureWarning")
 ]
 
 EPOCHS, BATCH_SIZE = 3, 8
+PRELOADED = {each.__module__ for each in (Trainer, BertForSequenceClassification, GPT2LMHeadModel)}
 WORDS = ["[PAD]", "[UNK]", *(f"w{number}" for number in range(30))]
 
 
@@ -208,7 +212,7 @@ def pipeline() -> Any:
 
 @pytest.fixture(scope="module")
 def three(pipeline: Any) -> Iterator[Any]:
-    with fleet_of(devices=3, pipeline=pipeline) as fleet:
+    with preloading(*PRELOADED), fleet_of(devices=3, pipeline=pipeline) as fleet:
         yield fleet
 
 
@@ -342,6 +346,13 @@ def test_a_trainer_class_of_ones_own_with_weights_of_its_own(three: Any, tmp_pat
     one, other = (trial.user_attrs["seen"]["history"] for trial in (alone, wide))
     norms = [[e["grad_norm"] for e in history if "grad_norm" in e] for history in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-10)
+
+
+@pytest.mark.skipif(
+    "with_kwargs" not in inspect.signature(register_module_forward_hook).parameters,
+    reason="this torch tells of no keyword arguments",
+)
+def test_weights_that_are_not_told_of_are_found(three: Any, tmp_path: Path) -> None:
     flown(three, objective_of("classifier", tmp_path, NotTold), Leg((0,)))
     assert [event for event in three.events if isinstance(event, WidthLimited)]
 

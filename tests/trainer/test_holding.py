@@ -467,6 +467,21 @@ def test_what_is_often_changed_by_hand_is_copied_early() -> None:
     same(dict(held.checkpoint.objects[0]), dict(known[0]))
 
 
+def test_what_is_changed_by_hand_in_every_other_step_is_noticed_where_nothing_is_copied() -> None:
+    loop = Loop()
+    for number in range(30):
+        loop.rank.begin(number)
+        if number % 2 and number > 9:
+            loop.model[0].weight.data.mul_(0.5)
+        loop.train()
+    loop.rank.begin(30)
+    known = loop.states()
+    loop.model[0].weight.data.mul_(0.5)
+    held = loop.rank.held()
+    assert held.place == (1, 0, 30)
+    same(dict(held.checkpoint.objects[0]), dict(known[0]))
+
+
 @pytest.mark.parametrize("why", ["state", "size", "optimizer"])
 def test_what_can_not_be_copied_is_not_held(why: str) -> None:
     model = net()

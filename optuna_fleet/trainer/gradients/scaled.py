@@ -32,17 +32,21 @@ def drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:
 
     Such a quotient lies between the loss and the sums that it is made of: among scalars.
     """
+    if loss.grad_fn is not None:
+        _clean(loss.grad_fn, is_unweighted)
+
+
+def _clean(node: Any, is_unweighted: Tensor) -> None:
+    """Clean what a node of scalars hands on, and those of scalars that it hands it to."""
+    following = [function for function, _ in node.next_functions]
 
     def cleaned(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        for function, grad in zip(following, grads, strict=True):
+            if function is not None and grad is not None and not grad.shape:
+                _clean(function, is_unweighted)
         return tuple(
             None if grad is None else torch.where(is_unweighted, torch.zeros_like(grad), grad)
             for grad in grads
         )
 
-    nodes = [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or any(item.shape for item in node._input_metadata):
-            continue
-        node.register_hook(cleaned)
-        nodes += [function for function, _ in node.next_functions]
+    node.register_hook(cleaned)
