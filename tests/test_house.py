@@ -125,5 +125,17 @@ def test_the_driver_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_benchmarks_find_what_they_share_with_tests() -> None:
+    found = 0
+    for path in (ROOT.parent / "benchmarks").glob("*.py"):
+        if not any(name.split(".")[0] == "tests" for name in imported(path)):
+            continue
+        found += 1
+        before = path.read_text().split("from tests")[0]
+        starts = "sys.path.insert" in before or f"python -m benchmarks.{path.stem}" in before
+        assert starts, f"python {path.name} can't start"
+    assert found
+
+
 def test_no_example_of_a_property_has_a_deadline() -> None:
     assert hypothesis.settings().deadline is None

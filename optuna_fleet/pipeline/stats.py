@@ -100,7 +100,7 @@ class PipelineStats:
         busy_s: Seconds preprocessors spent on chunks, summed over them.
         waited_s: Seconds trainers waited for data, summed over them.
         resident_bytes: Bytes of the chunks in memory now.
-        peak_bytes: The most that it has been.
+        peak_bytes: The most that it has been, on any one node.
         num_dropped: Chunks dropped to make room.
         num_lost: Preprocessors that died.
         repeated: Samples of ``preprocessed`` that had been preprocessed before and dropped.
@@ -148,8 +148,8 @@ class PipelineStats:
         """Returns both together: two nodes' pipelines."""
         names = (*_DONE, *_NOW)
         both = {name: getattr(self, name) + getattr(other, name) for name in names}
-        fastest = max(self.link_bytes_per_s, other.link_bytes_per_s)
-        return replace(self, **both, link_bytes_per_s=fastest, use=self.use.plus(other.use))
+        most = {name: max(getattr(self, name), getattr(other, name)) for name in _MOST}
+        return replace(self, **both, **most, use=self.use.plus(other.use))
 
     def gone(self) -> PipelineStats:
         """Returns what counts on when the node is gone: what was done, not what it had."""
@@ -158,8 +158,7 @@ class PipelineStats:
 
 
 _NOW = ("resident_bytes", "lent_bytes", "decoded_bytes", "spilled_bytes")
+_MOST = ("peak_bytes", "link_bytes_per_s")
 _DONE = tuple(
-    each.name
-    for each in fields(PipelineStats)
-    if each.name not in (*_NOW, "peak_bytes", "link_bytes_per_s", "use")
+    each.name for each in fields(PipelineStats) if each.name not in (*_NOW, *_MOST, "use")
 )

@@ -351,8 +351,8 @@ class FleetTrial(optuna.Trial):
         As over `epochs`: between two periods a trial may be checkpointed and moved. In a period
         `batches` of training data has so many (the last period may have fewer), and goes on where
         the period before has ended: in the same epoch of the data, or over its end in the next.
-        Other data sets are read whole. Keep to one batch size in a loop, or samples are left out
-        or repeated. Plans and progress count its periods as epochs.
+        What is not shuffled is read whole. Keep to one batch size in a loop, or samples are left
+        out or repeated. Plans and progress count its periods as epochs.
         """
         return self._training.steps(num_steps, every)
 

@@ -185,7 +185,10 @@ class _Sweep:
     def _start(self) -> subprocess.Popen[str] | Forked:
         checkpoints = str(self._folder / "checkpoints")
         (self._folder / "sweep.py").write_text(_COMMAND)
-        command = [str(self._folder / "sweep.py"), self._url, checkpoints, str(self._num_trials)]
+        # On a busy machine all that is slow would count as stuck, if that were soon noticed.
+        hangs = any(fault.kind.startswith("stop ") for fault in self._faults)
+        command = [str(self._folder / "sweep.py"), self._url, checkpoints]
+        command += [str(self._num_trials), "6" if hangs else "120"]
         environment = {
             **os.environ,
             SOCKET: str(self._folder / "demon"),

@@ -107,13 +107,13 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
 
 
 def main() -> None:
-    """Run the sweep, or what is left of it: ``url, checkpoint folder, number of trials``."""
+    """Run the sweep, or what is left of it: ``url, checkpoint folder, trials, hang_s``."""
     faulthandler.register(signal.SIGUSR1)
-    url, checkpoints, num_trials = sys.argv[1:]
+    url, checkpoints, num_trials, hang_s = sys.argv[1:]
     fleet_logger.addFilter(_reach_gone)
     reach("begin")
     segments = leftovers.shared_memory()
-    with _fleet(checkpoints) as fleet:
+    with _fleet(checkpoints, float(hang_s)) as fleet:
         _study(url).optimize(
             objective,
             n_trials=int(num_trials),
@@ -145,7 +145,7 @@ def _study(url: str) -> Any:
             )
 
 
-def _fleet(checkpoints: str) -> FleetExecutor:
+def _fleet(checkpoints: str, hang_s: float) -> FleetExecutor:
     return FleetExecutor(
         SharedPipeline(train=WatchedNoise(_TRAIN, augment=True), val=Noise(_VAL)),
         devices=4,
@@ -153,6 +153,6 @@ def _fleet(checkpoints: str) -> FleetExecutor:
         policy=policies.Own(allocator=WatchedAllocator(), paradigm="elastic"),
         max_trials=3,  # so that there are devices to share out
         checkpoints=Checkpoints(checkpoints, interval_s=0.0),
-        limits=Limits(max_restarts=100, hang_s=3.0),
+        limits=Limits(max_restarts=100, hang_s=hang_s),
         seed=5,
     )

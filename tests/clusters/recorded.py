@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ NUM_TRIALS = 4
 
 def objective(trial: Any, *, before: Callable[[int], object] = lambda epoch: None) -> float:
     """Train; do something before each epoch."""
+    assert "OPTUNA_FLEET_TOKEN" not in os.environ  # it would be told by whoever logs variables
     model = small_model()
     lr = trial.suggest_float("lr", 0.001, 0.05)
     model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr, momentum=0.9))

@@ -544,7 +544,7 @@ def test_a_node_out_of_the_engines_reach_that_does_not_start_is_lost(
 def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
     runtime: Runtime,
 ) -> None:
-    stats = PipelineStats(preprocessed=3, resident_bytes=5)
+    stats = PipelineStats(preprocessed=3, resident_bytes=5, peak_bytes=7)
     for name in ("1st", "2nd"):
         if name != "1st":
             die(runtime, KILLED)
@@ -553,6 +553,7 @@ def test_what_a_lost_node_has_preprocessed_counts_but_not_what_it_had_in_memory(
         hear(runtime, PipelineReport(stats=stats, agent=agent(runtime)))
     assert runtime.last_stats.preprocessed == 6
     assert runtime.last_stats.resident_bytes == 5
+    assert runtime.last_stats.peak_bytes == 7  # of a node, not of what there was never at once
     assert len(runtime._reports.last) == 1
 
 

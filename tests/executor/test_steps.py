@@ -11,12 +11,13 @@ import optuna
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import DataRequested
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge.ledger import flights_of
-from optuna_fleet.trainer.data.periods import Periods
+from optuna_fleet.trainer.data.periods import Periods, Start
 from tests.fleets import Leg, Noise, ask_to_move, evaluate, fleet_of, num_wrong, run, small_model
 
 SIZE, BATCH = 41, 8  # 6 steps an epoch
@@ -165,13 +166,62 @@ def six_steps(epoch: int, first_step: int = 0, continues: bool = False) -> list[
     return [(epoch, step, continues) for step in range(first_step, 6)]
 
 
-def test_a_period_goes_on_in_the_data_or_begins_where_others_are() -> None:
+def test_a_period_goes_on_in_the_data() -> None:
     periods = Periods(16, 4)
     goes_on = [(1, step, True) for step in (2, 3, 4, 5)]
-    assert list(periods.batches(six_steps, 2, 0, head=None)) == goes_on
-    assert list(periods.batches(six_steps, 2, 3, head=None)) == goes_on[3:]
-    assert list(periods.batches(six_steps, 3, 0, head=None)) == [(2, s, False) for s in range(4)]
-    assert list(periods.batches(six_steps, 2, 0, head=7)) == [(7, s, True) for s in range(4)]
+    assert list(periods.batches(six_steps, 2, 0, Start())) == goes_on
+    assert list(periods.batches(six_steps, 2, 3, Start())) == goes_on[3:]
+    assert list(periods.batches(six_steps, 3, 0, Start())) == [(2, s, False) for s in range(4)]
+    rolls = [(7, 4, True), (7, 5, True), (8, 0, False), (8, 1, False)]
+    assert list(periods.batches(six_steps, 2, 0, Start(epoch=7, step=4))) == rolls
+
+
+def counts_samples(trial: Any) -> float:
+    """Trains on 3 of the 40 batches of an epoch at a time, four times on all of them."""
+    model = nn.Linear(1, 1)
+    model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    counts = torch.zeros(200)
+    for _ in trial.steps(160, every=3):
+        for images, numbers in trial.batches("train", 5):
+            optimizer.zero_grad()
+            model(images).mean().backward()
+            optimizer.step()
+            counts[numbers[: trial.shard_size]] += 1
+    trial.set_user_attr("counts", trial.sum(counts).tolist())
+    return 0.0
+
+
+class Indices(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(1), index
+
+
+def test_data_that_roll_are_all_read() -> None:
+    with fleet_of(devices=2, pipeline=SharedPipeline(train=Indices(), order="rolling")) as fleet:
+        counts = run(fleet, counts_samples, Leg((0, 1))).user_attrs["counts"]
+    assert sum(counts) == 160 * 5
+    assert min(counts) >= 3
+
+
+def two_loops(trial: Any) -> float:
+    """Loops over as many epochs and periods, after a look at the data."""
+    model = small_model()
+    trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    for loop in ([0], trial.epochs(2), trial.steps(8, every=4)):
+        for _ in loop:
+            for name in ("val", "train", "val"):
+                next(iter(trial.batches(name, BATCH)))
+    return 0.0
+
+
+def test_plans_know_how_long_each_loop_is(fleet: Any) -> None:
+    run(fleet, two_loops, Leg((0,)))
+    models = [event.model for event in fleet.events if isinstance(event, DataRequested)]
+    told = [(model.samples_per_epoch, model.max_epochs) for model in models]
+    assert told == [(20, None), (SIZE, None), (SIZE, 2), (EVERY * BATCH, 2)]
 
 
 def test_plans_know_how_long_it_is(fleet: Any) -> None:

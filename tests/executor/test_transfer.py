@@ -149,7 +149,7 @@ def test_a_node_whose_data_sets_are_refused_says_so(
     monkeypatch.setattr(main, "connect", lambda _: served_by(server))
     setup: Any = SimpleNamespace(pipeline=SimpleNamespace(payload=None))
     invitation: Any = None
-    with pytest.raises(FleetConfigError, match=r"data sets can't be fetched .* There are none"):
+    with pytest.raises(FleetConfigError, match=r"\w can't fetch the data sets .* There are none"):
         main._with_data(setup, invitation)
 
 

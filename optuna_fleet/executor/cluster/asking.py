@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.news import News, TellsNews
@@ -34,22 +33,29 @@ class AsksScheduler(TellsNews):
     def __init__(self, name: str, *, every_s: float, gap_s: float = 0.0) -> None:
         self._name, self._every_s, self._gap_s = name, every_s, gap_s
         self._thread: threading.Thread | None = None
+        self._stuck: threading.Thread | None = None
 
     def _prepare(self) -> None:
         """Begin anew, before there is a thread."""
 
-    def _look(self, to_end: Sequence[str]) -> None:
-        """Tell `news` what is new, place what is missing, end the agents of these nodes.
+    def _look(self) -> None:
+        """Tell `news` what is new, place what is missing, end the agents of `_ends`.
 
         An exception is the end of placing agents.
         """
         raise NotImplementedError
+
+    def _ends(self) -> list[str]:
+        """Nodes whose agents are to be ended; each is told once, so ask when it can be done."""
+        return [self._to_end.popleft() for _ in range(len(self._to_end))]
 
     def _leave(self) -> None:
         """End all agents; also after a `_prepare` that failed."""
 
     def open(self, invitation: Invitation) -> None:
         """See `Engine`."""
+        if self._stuck is not None:
+            self._stuck.join()  # what it still does is not to be mixed with what comes now
         self.news, self._environment = News(), invitation.environment()
         self._wanted: int | None = None
         self._left_out: set[str] = set()
@@ -69,9 +75,9 @@ class AsksScheduler(TellsNews):
         try:
             while not self._closed.is_set():
                 self._woken.clear()
-                self._look([self._to_end.popleft() for _ in range(len(self._to_end))])
-                self._closed.wait(self._gap_s)
-                self._woken.wait(self._every_s)
+                self._look()
+                if not self._closed.wait(self._gap_s):
+                    self._woken.wait(self._every_s)
         except Exception as error:
             self.news.tell(LaunchError(f"{self._name} can't place agents any more: {error}"))
         finally:
@@ -98,6 +104,7 @@ class AsksScheduler(TellsNews):
             self._woken.set()
             thread.join(_END_LIMIT_S)
             if thread.is_alive():
+                self._stuck = thread
                 self._is_stuck()
             self.news.close()
 

@@ -114,8 +114,8 @@ class RayEngine(AsksScheduler):
         self._on_gpus = (self._device_type or ("cuda" if has_gpus else "cpu")) == "cuda"
         self._place()
 
-    def _look(self, to_end: Sequence[str]) -> None:
-        for actor, _ in (self._actors[node] for node in to_end if node in self._actors):
+    def _look(self) -> None:
+        for actor, _ in (self._actors[node] for node in self._ends() if node in self._actors):
             self._ray.kill(actor)
         ended = {name: end for name, (_, end) in self._actors.items() if end.done()}
         for name in ended:

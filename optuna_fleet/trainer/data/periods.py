@@ -11,6 +11,15 @@ from optuna_fleet.arguments import check_number
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Where a data set begins to be read: a sample of an epoch, at a step of the loop."""
+
+    epoch: int = 0
+    origin: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Periods:
     """A trial's steps, cut into periods.
 
@@ -33,26 +42,20 @@ class Periods:
         return -(-self.num_steps // self.every)
 
     def batches(
-        self, read: Callable[..., Any], period: int, first_step: int, *, head: int | None
+        self, read: Callable[..., Any], period: int, first_step: int, start: Start
     ) -> PeriodBatches:
-        """The batches of a period.
+        """The batches of a period, which go on where those of the period before have ended.
 
         Args:
             read: Returns the batches of an epoch, given `epoch`, `first_step` and `continues`.
             period: Which, from 0.
             first_step: The period's batches to skip.
-            head: The epoch to begin with, for a data set that rolls: then a period begins where
-                other trials are. None for one that goes on where the period before has ended.
+            start: Where the data set has begun to be read.
         """
-        begin = period * self.every
-        steps = range(begin, min(begin + self.every, self.num_steps))
-        shift = 0 if head is None else begin
-        return PeriodBatches(
-            read,
-            range(steps.start - shift + first_step, steps.stop - shift),
-            num_steps=self.num_steps - shift,
-            first_epoch=head or 0,
-        )
+        begin = period * self.every - start.step
+        num_steps = self.num_steps - start.step
+        steps = range(begin + first_step, min(begin + self.every, num_steps))
+        return PeriodBatches(read, steps, num_steps=num_steps, first_epoch=start.epoch)
 
 
 class PeriodBatches:

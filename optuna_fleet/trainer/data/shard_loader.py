@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.data.feed import feed
+from optuna_fleet.trainer.data.reading import Reading
 from optuna_fleet.trainer.data.shards import Shards
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
-from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
 from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Session, Yielded
@@ -85,12 +84,14 @@ class ShardLoader:
         self._modules = modules
         self._within = within
         self._position = within.position
+        self._reading = Reading(pipeline, within.position) if pipeline else None
         self.split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
         self._reached: FirstBatchRequested | None = None  # as told last
         self._seeded_for: tuple[int, int] | None = None
         self._samples_per_epoch = 0
+        self._trained_loop: int | None = None  # the last, of which these are
         self._epoch_began = time.perf_counter()
         self._read_outside: Counter[str] = Counter()
         self._timed_pass: int | None = None
@@ -132,7 +133,8 @@ class ShardLoader:
 
     def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
         """Number of global batches in an epoch."""
-        return len(self._pass(name, batch_size, drop_last, self._position.epoch, 0))
+        assert self._reading is not None
+        return len(self._reading.batches(name, batch_size, drop_last, self._place))
 
     def read(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> Iterator[Any]:
         """Yield this rank's shards, on the trial's device."""
@@ -177,6 +179,7 @@ class ShardLoader:
 
     def _open(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> _Pass:
         assert self._pipeline is not None
+        assert self._reading is not None
         if not self._modules and not self._position.reads_unprepared:
             self._position.reads_unprepared, self.bounds = True, Bounds(max_devices=1)
             self._session.remark(["unprepared"], _UNPREPARED)
@@ -196,13 +199,16 @@ class ShardLoader:
         if goes_on:  # with the generator that the checkpoint has
             self._seeded_for = (self._position.loop, self._position.epoch)
         arguments = (name, batch_size, drop_last)
-        batches = self._pass(*arguments, *self._begin(name), first)
+        start = self._reading.start(*arguments, self._run.rank)
+        batches = self._reading.batches(*arguments, self._place, start, first)
         width = self._run.world_size
         return _Pass(arguments, self._num_passes, batches, first, is_shuffled, can_leave, width)
 
     def begin_run(self) -> None:
         """Another run goes on here, or the first one."""
         self._has_trained = False
+        if self._reading is not None:
+            self._reading.begin_run()
         self.stopwatch = Stopwatch(self._run.measure, self._device)
         if isinstance(self._pipeline, PipelineClient):
             self._pipeline.at_wait = self.stopwatch.wait
@@ -214,7 +220,8 @@ class ShardLoader:
         if self.stopwatch.active:
             self._timed_pass = one.number
             self.stopwatch.start()
-        rest = self._pass(*one.arguments, self._position.epoch, 0, step)
+        assert self._reading is not None
+        rest = self._reading.batches(*one.arguments, self._place, first_step=step)
         return replace(one, batches=rest, first=step, world_size=self._run.world_size)
 
     def _close(self, one: _Pass) -> None:
@@ -254,44 +261,6 @@ class ShardLoader:
             if isinstance(layer, _BatchNorm)
         )
 
-    def _begin(self, name: str) -> tuple[int, int]:
-        """The epoch to read, and the sample in it to begin with, the same on all ranks."""
-        assert self._pipeline is not None
-        if not self._pipeline.rolls(name):
-            return self._position.epoch, 0
-        assert isinstance(self._pipeline, PipelineClient)
-        head = self._pipeline.head(name) if self._run.rank == 0 else (0, 0)
-        epoch, origin = of_first_rank(head)
-        return epoch, origin
-
-    def _pass(
-        self,
-        name: str,
-        batch_size: int,
-        drop_last: bool,
-        epoch: int,
-        origin: int,
-        first_step: int = 0,
-    ) -> Any:
-        assert self._pipeline is not None
-        rank, world_size = self._place
-        read = partial(
-            self._pipeline.read,
-            name,
-            origin=origin,
-            batch_size=batch_size,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-            dummy=True,
-        )
-        now, periods = self._position.epoch, self._position.periods
-        if periods is None or not self._pipeline.spec.dataset(name).shuffled:
-            goes_on = now + 1 < self._position.num_epochs
-            return read(epoch=epoch, first_step=first_step, continues=goes_on)
-        head = epoch if self._pipeline.rolls(name) else None
-        return periods.batches(read, now, first_step, head=head)
-
     def _check_order(self, name: str, has_epochs: bool) -> None:
         if not has_epochs or self._position.is_inside:
             return
@@ -308,22 +277,31 @@ class ShardLoader:
     def _reach(self, name: str, batch_size: int, *, movable: bool) -> None:
         """Tells what the trial trains on; if it evaluates first, once more when it trains.
 
-        And in each further loop over `FleetTrial.epochs`, how long that goes on.
+        And in each further loop how long that goes on, and how long its epochs are.
         """
         assert self._pipeline is not None
-        trains = self._pipeline.spec.dataset(name).shuffled
-        max_epochs = self._position.num_epochs if self._position.is_inside else None
+        dataset, position = self._pipeline.spec.dataset(name), self._position
+        trains, samples = dataset.shuffled, dataset.num_samples
+        periods = position.periods
+        per_period = samples if periods is None else periods.every * min(batch_size, samples)
+        max_epochs = position.num_epochs if position.is_inside else None
+        if trains and position.loop != self._trained_loop:
+            self._trained_loop, self._samples_per_epoch = position.loop, per_period
         is_first = self.reached_after_s is None
         if not is_first and (self._has_reached_training or not trains):
-            if self._reached and max_epochs not in (None, self._reached.max_epochs):
-                self._tell_reached(replace(self._reached, resumable=True, max_epochs=max_epochs))
+            if self._reached and max_epochs is not None:
+                told = replace(
+                    self._reached,
+                    resumable=True,
+                    max_epochs=max_epochs,
+                    samples_per_epoch=self._samples_per_epoch,
+                )
+                if told != self._reached:
+                    self._tell_reached(told)
             return
         if is_first:
             self.reached_after_s = time.perf_counter() - self._session.began
         self._has_reached_training = trains
-        samples = self._pipeline.spec.dataset(name).num_samples
-        periods = self._position.periods
-        per_period = samples if periods is None else periods.every * min(batch_size, samples)
         self._samples_per_epoch = per_period
         self._tell_reached(
             FirstBatchRequested(

@@ -121,7 +121,7 @@ def _with_data(setup: NodeSetup, invitation: Invitation) -> NodeSetup:
         payload = Payload.written(lambda file: receive_file(channel.receive, file.write))
     except CheckpointError as error:
         raise FleetConfigError(
-            f"The data sets can't be fetched from the driver: {error}"
+            f"{socket.gethostname()} can't fetch the data sets from the driver: {error}"
         ) from None
     except (MemoryError, OSError) as error:
         if getattr(error, "errno", errno.ENOMEM) not in _NO_ROOM:

@@ -64,15 +64,15 @@ class HarvestEngine(AsksScheduler):
         self._mine = (f"--name={self._job_name}", f"--user={getpass.getuser()}")
         self._has_pilots = self._is_troubled = False
 
-    def _look(self, to_end: Sequence[str]) -> None:
+    def _look(self) -> None:
         self._pilots.wanted = self._wanted
         try:
-            self._see_and_submit(to_end)
+            self._see_and_submit()
             self._is_troubled = False
         except LaunchError as error:
             self._struggle(error)
 
-    def _see_and_submit(self, to_end: Sequence[str]) -> None:
+    def _see_and_submit(self) -> None:
         pilots = self._pilots
         if self._has_pilots:
             for departure in pilots.see(ask_jobs(*self._mine), time.time()):
@@ -87,7 +87,7 @@ class HarvestEngine(AsksScheduler):
         if numbers := pilots.to_cancel(time.time()):
             with contextlib.suppress(LaunchError):  # they have just ended
                 ask("scancel", *numbers)
-        pilots.lose(to_end)
+        pilots.lose(self._ends())
         for _ in range(pilots.missing(time.time())):
             if not self._closed.is_set():
                 self._submit()

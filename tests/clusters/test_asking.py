@@ -1,0 +1,127 @@
+"""The thread that asks a scheduler: what it must not lose, and when it must not wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster import asking
+from optuna_fleet.executor.cluster.asking import AsksScheduler
+from optuna_fleet.executor.cluster.slurm import harvesting
+from optuna_fleet.executor.cluster.slurm.commands import Job
+from optuna_fleet.executor.cluster.slurm.harvesting import HarvestEngine, PilotJob
+from optuna_fleet.executor.cluster.slurm.pilots import PilotLimits
+from optuna_fleet.wire.invitation import Invitation
+
+INVITATION = Invitation(addresses=(("127.0.0.1", 1),), secret=bytes(32))
+
+
+class Noting(AsksScheduler):
+    """Notes what it is to do."""
+
+    def __init__(self, look: Callable[[], object] = lambda: None) -> None:
+        super().__init__("Nobody", every_s=1e6)
+        self.noted: list[str] = []
+        self._when_it_looks = look
+
+    def _prepare(self) -> None:
+        self.noted.append("prepare")
+
+    def _look(self) -> None:
+        self.noted.append("look")
+        self._when_it_looks()
+
+    def _leave(self) -> None:
+        self.noted.append("leave")
+
+    def _is_stuck(self) -> None:
+        self.noted.append("stuck")
+
+
+def test_nobody_waits_for_the_next_look_of_one_that_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Closing(threading.Event):
+        """That of waking up: it is closed just before it is cleared for the next look."""
+
+        def clear(self) -> None:
+            engine._closed.set()
+            super().clear()
+
+        def wait(self, timeout: float | None = None) -> bool:
+            engine.noted.append("wait")
+            return True
+
+    engine = Noting()
+    monkeypatch.setattr(engine, "_prepare", lambda: setattr(engine, "_woken", Closing()))
+    engine.open(INVITATION)
+    assert engine._thread is not None
+    engine._thread.join()
+    engine.close()
+    assert engine.noted == ["look", "leave"]
+
+
+def test_one_that_is_opened_again_waits_for_what_it_still_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks, answers = threading.Event(), threading.Event()
+
+    class Thread(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            if timeout is None:
+                answers.set()
+            super().join(timeout)
+
+    def wait() -> None:
+        looks.set()
+        answers.wait()
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    engine = Noting(wait)
+    engine.open(INVITATION)
+    looks.wait()
+    monkeypatch.setattr(asking, "_END_LIMIT_S", 0.0)
+    engine.close()
+    monkeypatch.undo()
+    try:
+        engine.open(INVITATION)
+        assert engine.noted[:5] == ["prepare", "look", "stuck", "leave", "prepare"]
+    finally:
+        answers.set()
+        engine.close()
+
+
+def test_a_node_that_is_lost_while_slurm_does_not_answer_is_given_back_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pilot = Job(number="7", state="RUNNING", nodes=("node1",))
+    answers: list[list[Job]] = []
+    commands: list[tuple[str, ...]] = []
+
+    def queue(*options: str) -> list[Job]:
+        if not answers:
+            raise LaunchError("`squeue` failed: Unable to contact slurm controller")
+        return answers.pop(0)
+
+    monkeypatch.setattr(harvesting, "ask_jobs", queue)
+    monkeypatch.setattr(harvesting, "ask", lambda *command, **_: commands.append(command))
+    monkeypatch.setattr(HarvestEngine, "_run", lambda self: None)  # the test is the thread
+    job = PilotJob(agent=("agent",), options=(), logs=tmp_path)
+    engine: Any = HarvestEngine(PilotLimits(most=1, renewal_s=0.0), job)
+    engine.open(INVITATION)
+    engine._look()  # submits one
+    answers.append([pilot])
+    engine._look()
+    engine.end("node1")
+    engine._look()
+    assert ("scancel", "7") not in commands
+    for _ in range(2):  # the first of them is in case that it ends by itself
+        answers.append([pilot])
+        engine._look()
+    assert ("scancel", "7") in commands
+    engine.close()
