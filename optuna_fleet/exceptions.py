@@ -30,6 +30,10 @@ class TrainerLostError(RetryableError):
     """A trainer process died, or lost its peers, while it ran a trial."""
 
 
+class PipelineLostError(RetryableError):
+    """The process that serves the shared pipeline has ended; in a sweep, with it its node."""
+
+
 class PeersLostError(FleetError):
     """Other ranks of the trial have died: this one has nothing to wait for."""
 

@@ -160,6 +160,10 @@ class Nursery:
             socket.send_fds(self._way(), [pickle.dumps(order)], fds)
         return Forked(status)
 
+    def begin(self) -> None:
+        """Start the process that forks the others, which the first of them does otherwise."""
+        self._way()
+
     def _way(self) -> socket.socket:
         if self._orders is None:
             self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

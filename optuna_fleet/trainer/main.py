@@ -21,6 +21,7 @@ from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import (
     FleetError,
     LaunchError,
+    PipelineLostError,
     RetryableError,
     TrialError,
     is_for_want_of_peers,
@@ -159,6 +160,7 @@ class Trainer:
             raise
         except RetryableError as trouble:
             ending, error, alone, way_out = Ending.ABORTED, pack_error(trouble), True, ""
+            self._is_spent = isinstance(trouble, PipelineLostError)
         except BaseException as raised:
             ending = _ending_of(raised, session.run)
             error = pack_error(_explained(raised, training))

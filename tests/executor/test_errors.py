@@ -7,6 +7,7 @@ import io
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -677,6 +678,32 @@ def test_a_killed_agent_costs_nothing_but_time(tmp_path: Path, log: io.StringIO)
         study.optimize(train, n_trials=2, executor=fleet)
         assert states(study) == dict.fromkeys(range(4), COMPLETE)
     assert "its agent ended with signal SIGKILL" in log.getvalue()
+
+
+def cut_off(trial: Any, *, folder: Path) -> float:
+    """Train; the agent's end of the pipeline is gone once, and the agent not yet."""
+    model = trial.prepare(small_model())
+    for epoch in trial.epochs(3):
+        if epoch == 1 and not (folder / "cut").exists():
+            (folder / "cut").touch()
+            trial._open_training()._pipeline._sock.shutdown(socket.SHUT_RDWR)
+        for images, labels in trial.batches("train", batch_size=10):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+        trial.report(epoch, epoch)
+    return 1.0
+
+
+def test_an_agent_whose_end_is_seen_by_a_trainer_first_costs_its_trial_nothing(
+    tmp_path: Path, log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+    with fleet_of(
+        devices=1, limits=Limits(max_restarts=1), checkpoints=Checkpoints(interval_s=0.0)
+    ) as fleet:
+        study.optimize(functools.partial(cut_off, folder=tmp_path), n_trials=1, executor=fleet)
+    assert states(study) == {0: COMPLETE}
+    assert sorted(study.trials[0].intermediate_values) == [0, 1, 2]
+    assert "The shared pipeline is gone" in log.getvalue()
 
 
 # -- what the constructor refuses ----------------------------------------------------------------

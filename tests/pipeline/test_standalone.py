@@ -30,6 +30,7 @@ from optuna_fleet.pipeline.standalone import admission, standalone
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.standalone.standalone import PipelineHandle
 from tests import leftovers
+from tests.nursery import Nursery
 
 SIZE = 150
 READ, COUNT = b"r", b"c"
@@ -65,6 +66,12 @@ class Telling(Dataset[Any]):
 def new_pipeline(**more: Any) -> SharedPipeline:
     datasets = {"train": Augmented(SIZE), "val": Augmented(20)}
     return SharedPipeline(num_preprocessors=2, seed=3, **datasets, **more)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nursery_is_there(nursery: Nursery) -> None:
+    """Or its descriptor would be among what a test has left."""
+    nursery.begin()
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ class PipelineClient:
         """Tells the agent.
 
         Raises:
-            FleetError: It is gone.
+            PipelineLostError: It is gone.
         """
         try:
             wire.send(self._sock, message)
@@ -139,7 +139,7 @@ class PipelineClient:
         """Takes in what the agent says until something is so.
 
         Raises:
-            FleetError: It is gone.
+            PipelineLostError: It is gone.
         """
         if arrived():
             return

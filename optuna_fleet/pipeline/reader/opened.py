@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from optuna_fleet.exceptions import FleetError, PreprocessingError
+from optuna_fleet.exceptions import PipelineLostError, PreprocessingError
 from optuna_fleet.pipeline.chunks.view import ChunkView
 from optuna_fleet.pipeline.messages import (
     Advance,
@@ -117,7 +117,7 @@ class OpenedPass:
         closing = ClosePass(
             pass_id=self._number, num_consumed=num_consumed, waited_s=waited_s, end=end
         )
-        with suppress(FleetError):
+        with suppress(PipelineLostError):
             self._client.send(closing)
 
     def hear(self, message: FromAgent) -> None:
@@ -159,9 +159,9 @@ class OpenedPass:
         return self._client.mapping
 
 
-def agent_gone() -> FleetError:
+def agent_gone() -> PipelineLostError:
     """Returns the error for when nobody serves the pipeline any more."""
-    return FleetError(
+    return PipelineLostError(
         "The shared pipeline is gone: the process that serves it (in a sweep, the agent of this "
         "node) has ended or was killed. What it printed tells why."
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from optuna_fleet.exceptions import FleetConfigError, FleetError
+from optuna_fleet.exceptions import FleetConfigError, FleetError, PipelineLostError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.spec import PipelineSetup, PipelineSpec
 from optuna_fleet.pipeline.standalone.admission import Address
@@ -197,7 +197,8 @@ class PipelineReader:
                 del data
         except FleetError as error:
             self._check()
-            if type(error) is FleetError and self._server and not self._server.is_alive():
+            is_lost = isinstance(error, PipelineLostError)
+            if is_lost and self._server and not self._server.is_alive():
                 raise _gone(self._server) from error
             raise
 
