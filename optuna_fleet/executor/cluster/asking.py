@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 
 from optuna_fleet.exceptions import LaunchError
@@ -12,7 +13,7 @@ from optuna_fleet.wire.invitation import Invitation
 _END_LIMIT_S = 5.0
 
 
-class AsksScheduler(TellsNews):
+class AsksScheduler(TellsNews, ABC):
     """The part of an `Engine` that looks at its scheduler now and then, and when woken.
 
     What begins with an underscore is for the engine that is made of it. `_look` and `_leave` are
@@ -38,12 +39,12 @@ class AsksScheduler(TellsNews):
     def _prepare(self) -> None:
         """Begin anew, before there is a thread."""
 
+    @abstractmethod
     def _look(self) -> None:
         """Tell `news` what is new, place what is missing, end the agents of `_ends`.
 
         An exception is the end of placing agents.
         """
-        raise NotImplementedError
 
     def _ends(self) -> list[str]:
         """Nodes whose agents are to be ended; each is told once, so ask when it can be done."""
