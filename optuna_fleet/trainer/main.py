@@ -9,7 +9,6 @@ import os
 import pickle
 import socket
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -48,7 +47,6 @@ from optuna_fleet.wire.messages import (
     RunTrial,
     TrainerReady,
     TrainerUnfit,
-    Usage,
 )
 from optuna_fleet.wire.node_messages import KeepObjective, ProcessId, Quit
 from optuna_fleet.wire.packing import pack, pack_error, plain, unpack_objective
@@ -118,14 +116,7 @@ class Trainer:
             with sending_heartbeats(session, run.heartbeat_s):
                 return self._run_in(session)
         except LaunchError as error:
-            return Ended(
-                run_id=run.run_id,
-                rank=run.rank,
-                device=self._device.index,
-                time_s=time.monotonic(),
-                ending=Ending.ABORTED,
-                error=pack_error(error),
-            )
+            return session.ended(Ending.ABORTED, error=pack_error(error))
 
     def _run_in(self, session: Session) -> Ended | None:
         run = session.run
@@ -170,26 +161,18 @@ class Trainer:
             self._is_spent = has_device_failed or is_out_of_memory(raised)
             self._hold(training, ending)
         session.leave(way_out)
-        ended_s = time.monotonic()  # not of this process only, and nobody can set it
-        usage = Usage()
-        if training is not None:
-            usage = training.end(alone=alone, is_needed=self._held is not None)
-            self._is_spent = self._is_spent or training.is_stuck
-        if session.waits:
-            return None
-        return Ended(
-            run_id=session.run.run_id,
-            rank=session.run.rank,
-            device=self._device.index,
-            time_s=ended_s,
-            ending=ending,
+        ended = session.ended(
+            ending,
             value=value,
             error=error,
-            progress=session.progress,
             has_device_failed=has_device_failed,
-            usage=usage,
             holds=None if self._held is None else self._held.place,
         )
+        if training is not None:
+            usage = training.end(alone=alone, is_needed=self._held is not None)
+            ended = replace(ended, usage=usage)
+            self._is_spent = self._is_spent or training.is_stuck
+        return None if session.waits else ended
 
     def _hold(self, training: Training | None, ending: Ending) -> None:
         """Keep what the trial can go on with, if this rank has outlived others."""

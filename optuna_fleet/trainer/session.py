@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import PeersLostError, TrainerLostError
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.moves.stop_line import StopLine
@@ -178,6 +179,18 @@ class Session:
             way_out: See `Progress`.
         """
         self._left_at = replace(self.progress, way_out=way_out)
+
+    def ended(self, ending: Ending, **fields: Any) -> Ended:
+        """The message that this rank's part in the run has ended, just now."""
+        return Ended(
+            run_id=self.run.run_id,
+            rank=self.run.rank,
+            device=self.device,
+            time_s=time.monotonic(),  # not of this process only, and nobody can set it
+            ending=ending,
+            progress=self.progress,
+            **fields,
+        )
 
     def unwind(self, why: type[Yielded | DriverGoneError]) -> NoReturn:
         """Raise `why`, and again at all that the objective asks for if it catches that."""

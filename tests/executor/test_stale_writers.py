@@ -59,7 +59,7 @@ class Stale:
 
         def epochs(number: int) -> Iterator[int]:
             for epoch in own_epochs(number):
-                trial._training._saver.finish()  # or the next one would be passed over
+                trial._training.parts.saver.finish()  # or the next one would be passed over
                 if epoch == 2 and not self.first.exists():
                     self.first.write_bytes(pickle.dumps(trial._session.run))
                     os.kill(os.getpid(), signal.SIGKILL)

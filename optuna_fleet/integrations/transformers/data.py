@@ -56,7 +56,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            self.shares.append(self._trial._training._shares.present)
+            self.shares.append(self._trial._training.parts.shares.present)
             yield self._chosen(batch)
 
     def _chosen(self, batch: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Periods of so many steps each: they go on where the one before has ended, over epochs' ends."""
+"""Where an objective is in its epochs, or in periods of steps, which go on over their ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -91,3 +92,34 @@ class PeriodBatches:
             )
             yield from islice(batches, num_read)
             steps = steps[num_read:]
+
+
+@dataclass(slots=True)
+class EpochPosition:
+    """Where the objective is in its epochs, or in periods of its own (`FleetTrial.steps`).
+
+    Attributes:
+        loop: How many loops over `FleetTrial.epochs` there were, with that under way.
+        epoch: The one under way, from 0.
+        num_epochs: How many there will be.
+        periods: What these are, where they are no epochs of the data.
+        is_inside: Whether it is in a loop over `FleetTrial.epochs`.
+        reads_unprepared: Whether it has read batches before it had prepared a model.
+    """
+
+    loop: int = 0
+    epoch: int = 0
+    num_epochs: int = 1
+    periods: Periods | None = None
+    is_inside: bool = False
+    reads_unprepared: bool = False
+
+    @contextmanager
+    def counting(self, periods: Periods | None) -> Iterator[None]:
+        """These are the `periods` until the loop ends, be it that the objective leaves it."""
+        self.periods = periods
+        try:
+            yield
+        finally:
+            if self.periods is periods:  # no other loop has begun
+                self.periods = None

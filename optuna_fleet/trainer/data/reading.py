@@ -7,9 +7,8 @@ from typing import Any
 
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.data.periods import Start
+from optuna_fleet.trainer.data.periods import EpochPosition, Start
 from optuna_fleet.trainer.groups import of_first_rank
-from optuna_fleet.trainer.moves.within_epoch import EpochPosition
 
 
 class Reading:

@@ -18,16 +18,16 @@ from optuna_fleet.events import RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.data.feed import feed
 from optuna_fleet.trainer.data.reading import Reading
-from optuna_fleet.trainer.data.shards import Shards
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
-from optuna_fleet.trainer.gradients.shares import BatchShares, Share
+from optuna_fleet.trainer.gradients.shares import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.seeding import seed_gpu
-from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
+from optuna_fleet.trainer.widths import Bounds
 from optuna_fleet.wire.messages import FirstBatchRequested, RunTrial, Trained
 
 _LONG_S = 120.0
@@ -55,36 +55,61 @@ class _Pass:
     world_size: int
 
 
+class Shards:
+    """What `FleetTrial.batches` returns: one epoch's batches, this rank's share of each."""
+
+    def __init__(
+        self, loader: ShardLoader, name: str, batch_size: int, drop_last: bool, movable: bool
+    ) -> None:
+        self._loader = loader
+        self._arguments = (name, batch_size, drop_last)
+        self._movable = movable
+
+    def __len__(self) -> int:
+        """Number of steps in the epoch, the same on every rank."""
+        return self._loader.num_steps(*self._arguments)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.read(*self._arguments, self._movable)
+
+
 class ShardLoader:
     """What `FleetTrial.batches` does.
 
+    Args:
+        parts: Of the training.
+        pipeline: Where samples come from.
+        modules: Those that were prepared so far.
+        within: Told of each step; may leave a pass there.
+        split_check: Shown each batch that is trained on.
+
     Attributes:
         reached_after_s: When the objective first asked for data; None before.
+        bounds: On how many devices it may train.
         gives_whole_batches: Each rank gets all of a batch, as if it were alone.
     """
 
     def __init__(
         self,
-        session: Session,
+        parts: Parts,
         pipeline: PipelineClient | InlineClient | None,
-        device: torch.device,
         modules: list[torch.nn.Module],
         within: WithinEpoch,
-        shares: BatchShares,
         split_check: SplitCheck | None,
     ) -> None:
-        self.shares = shares
         self.reached_after_s: float | None = None
         self.bounds = Bounds()
         self.gives_whole_batches = False
-        self._session = session
-        session.collectives = lambda: self.shares.collectives
+        self._parts = parts
+        self._session = parts.session
+        self._shares = parts.shares
+        self._position = parts.position
+        self._device = parts.device
+        self._session.collectives = lambda: self._shares.collectives
         self._pipeline = pipeline
-        self._device = device
         self._modules = modules
         self._within = within
-        self._position = within.position
-        self._reading = Reading(pipeline, within.position) if pipeline else None
+        self._reading = Reading(pipeline, parts.position) if pipeline else None
         self.split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
@@ -105,8 +130,7 @@ class ShardLoader:
     @property
     def _place(self) -> tuple[int, int]:
         """This rank among those that share a batch, and their number."""
-        run = self._run
-        return (0, 1) if self.gives_whole_batches else (run.rank, run.world_size)
+        return (0, 1) if self.gives_whole_batches else (self._run.rank, self._run.world_size)
 
     def batches(
         self, name: str, batch_size: int | None, *, drop_last: bool, movable: bool = False
@@ -145,7 +169,7 @@ class ShardLoader:
         finally:
             self._close(one)
         if movable:  # while all ranks are here: some may not look at the totals
-            self._within.totals.merge()
+            self._parts.totals.merge()
 
     def _read(self, one: _Pass) -> Generator[Any, None, int | None]:
         """Yield what is left of a pass; return the step that another run goes on with, if any."""
@@ -165,7 +189,7 @@ class ShardLoader:
                 if batch.local_size == 0 and not in_step:
                     continue
                 share = Share(batch.local_size, batch.global_size)
-                self.shares.hand_out(one.number, share, data, lockstep=in_step, trains=trains)
+                self._shares.hand_out(one.number, share, data, lockstep=in_step, trains=trains)
                 timed = self.stopwatch.active and trains and one.number == self._timed_pass
                 if trains:
                     self._begin_step(data, batch.global_size, one.batches)
@@ -173,7 +197,8 @@ class ShardLoader:
                 if trains:
                     self._tell_trained()
                 if timed:
-                    self._measure(batch.global_size)
+                    if (rate := self.stopwatch.stop(batch.global_size)) is not None:
+                        self._tell_rate(rate)
                     self.stopwatch.start()
         return None
 
@@ -225,7 +250,7 @@ class ShardLoader:
         return replace(one, batches=rest, first=step, world_size=self._run.world_size)
 
     def _close(self, one: _Pass) -> None:
-        self.shares.close(one.number)
+        self._shares.close(one.number)
         if one.can_leave:
             self._within.end_pass()
         if self.split_check is not None:
@@ -333,10 +358,8 @@ class ShardLoader:
         return self._reached is not None
 
     def _tell_reached(self, reached: FirstBatchRequested) -> None:
-        run = self._run
-        self._reached = replace(reached, run_id=run.run_id)
-        if run.rank == 0:
-            self._session.send(self._reached)
+        self._reached = replace(reached, run_id=self._run.run_id)
+        self._tell(self._reached)
 
     def _structure(self, name: str, batch_size: int) -> str:
         """What decides the rate on devices of one type: parameter shapes, batch size, data."""
@@ -346,11 +369,6 @@ class ShardLoader:
             for key, parameter in module.named_parameters():
                 digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
         return digest.hexdigest()[:16]
-
-    def _measure(self, samples: int) -> None:
-        rate = self.stopwatch.stop(samples)
-        if rate is not None:
-            self._tell_rate(rate)
 
     def end_epoch(self) -> None:
         """An epoch without a training batch has a pace too: others wait for its rate."""
@@ -363,13 +381,16 @@ class ShardLoader:
             self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
 
     def _tell_trained(self) -> None:
-        if self._run.rank == 0 and not self._has_trained:
-            self._session.send(Trained(run_id=self._run.run_id))
-        self._has_trained = True
+        if not self._has_trained:
+            self._has_trained = True
+            self._tell(Trained(run_id=self._run.run_id))
 
     def _tell_rate(self, samples_per_s: float) -> None:
+        self._tell(RateMeasured(run_id=self._run.run_id, samples_per_s=samples_per_s))
+
+    def _tell(self, message: FirstBatchRequested | Trained | RateMeasured) -> None:
         if self._run.rank == 0:
-            self._session.send(RateMeasured(run_id=self._run.run_id, samples_per_s=samples_per_s))
+            self._session.send(message)
 
 
 def _is_trained(module: torch.nn.Module) -> bool:

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.narrowing import go_on_with_fewer
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.pipeline_parallel.placement import blocks_of
 from optuna_fleet.trainer.pipeline_parallel.placing import Surroundings
-from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.session import Yielded
+from optuna_fleet.trainer.widths import Bounds
 
 
 def make_pipeline(
@@ -25,9 +25,8 @@ def make_pipeline(
     optimizer: Any,
     loss: Callable[[Any, Any], Any],
     given: Mapping[str, Any],
-    session: Session,
+    parts: Parts,
     loader: ShardLoader,
-    device: torch.device,
 ) -> Pipeline:
     """Make it, as the options `given` say; `loader` tells which devices the trial can use.
 
@@ -36,7 +35,7 @@ def make_pipeline(
     """
     _check(model, optimizer)
     options = PipelineOptions(**given)
-    run = session.run
+    session, run = parts.session, parts.run
     num_blocks = len(blocks_of(model, may_part_ties=options.is_flushed))
     bounds = Bounds.checked(options.min_devices, options.max_devices, run, spans_types=True)
     workers = options.most_workers
@@ -72,18 +71,16 @@ def make_pipeline(
         loss,
         options=options,
         surroundings=Surroundings(
-            device=device,
+            device=parts.device,
             rank=run.rank,
             most_devices=min(most, run.num_of_all_types),
             are_alike=run.are_alike,
             seed=(run.seed, run.number),
             check=session.check,
-            begin=loader.shares.begin,
+            begin=parts.shares.begin,
             count=session.count,
             need=need,
-            go_on_with_fewer=lambda why, max_devices: go_on_with_fewer(
-                session, why, min_devices=bounds.min_devices, max_devices=max_devices
-            ),
+            go_on_with_fewer=parts.shares.on_too_wide,
         ),
     )
 
