@@ -10,11 +10,12 @@ from optuna_fleet.checkpoints.file import CheckpointError, Owner
 from optuna_fleet.events import CheckpointSaved
 from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
 from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.session import DriverGoneError, Session
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
 
-Make = Callable[[], checkpoint.Checkpoint]
+Make = Callable[[], Checkpoint]
 
 
 def owner_of(run: RunTrial) -> Owner:
@@ -35,8 +36,8 @@ class Saver:
         self._owner = owner_of(session.run)
         self._thread: threading.Thread | None = None
         self._has_failed = False
-        self._best: checkpoint.Snapshot | None = None
-        self._written_best: checkpoint.Snapshot | None = None
+        self._best: Checkpoint | None = None
+        self._written_best: Checkpoint | None = None
 
     @property
     def _run(self) -> RunTrial:
@@ -108,7 +109,7 @@ class Saver:
         except Exception as error:
             self._failed(error)
 
-    def _best_of(self, value: float) -> checkpoint.Snapshot | None:
+    def _best_of(self, value: float) -> Checkpoint | None:
         """What `keep_best` has copied when `value` was reported, in this run or an earlier one."""
         for path in self._run.bests if self._best is None else ():
             with suppress(CheckpointError, RetryableError):
@@ -119,14 +120,14 @@ class Saver:
                     return checkpoint.snapshot(found)
         return self._best
 
-    def _copied(self, make: Make) -> checkpoint.Snapshot | None:
+    def _copied(self, make: Make) -> Checkpoint | None:
         try:
             return checkpoint.snapshot(make())
         except Exception as error:
             self._failed(error)
             return None
 
-    def _write(self, copy: checkpoint.Snapshot, best: checkpoint.Snapshot | None) -> None:
+    def _write(self, copy: Checkpoint, best: Checkpoint | None) -> None:
         try:
             if best is not None and best is not self._written_best:
                 # First: no checkpoint tells of a report of which nothing is kept.
@@ -138,7 +139,7 @@ class Saver:
             return
         self._tell(CheckpointSaved(run_id=self._run.run_id, epoch=copy.epoch, location=location))
 
-    def _save(self, content: checkpoint.Snapshot, position: tuple[int, ...], kind: str) -> str:
+    def _save(self, content: Checkpoint, position: tuple[int, ...], kind: str) -> str:
         return self.files.write(
             position, kind, lambda file: checkpoint.write(file, content, self._owner)
         )
