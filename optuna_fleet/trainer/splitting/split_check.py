@@ -175,11 +175,11 @@ class SplitCheck:
         whole, *parts = (float(one) for one in weights)
         shares = [1.0, *(part / whole if whole else math.nan for part in parts)]
         sizes = worlds.constants.sizes
-        one, first, second = (
-            loss * (share * sizes[0] / size) if share else torch.zeros_like(loss).detach()
-            for loss, share, size in zip(losses, shares, sizes, strict=True)
-        )
-        worlds.know(loss, (one, first, second))
+        weighted = [
+            one * (share * sizes[0] / size) if share else torch.zeros_like(one).detach()
+            for one, share, size in zip(losses, shares, sizes, strict=True)
+        ]
+        worlds.know(loss, weighted)
 
     def _compare(self, losses: Counterparts) -> None:
         worlds = self._worlds

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,8 @@ _NUMBERS: frozenset[type] = frozenset({bool, int, float, NoneType})
 _MOST_TENSORS = 64
 _CLOSED = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 _OPEN = (dict, list, tuple, set, MethodType, BuiltinMethodType, CellType, functools.partial)
+_FOR_BATCHES = "trial.totals or trial.state, or read without movable=True"
+_FOR_EPOCHS = "trial.state, or use trial.best_value and trial.should_stop(patience=...)"
 _CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a `class` statement
 
 
@@ -97,7 +99,9 @@ class LeftBehind:
             return
         self._num_epochs += 1
         with contextlib.suppress(Exception):
-            self._tell_of_variables(frame, self._first, begun)
+            loop, first, second = looping_frame(frame), self._first.variables, begun.variables
+            if loop is not None and first is not None and second is not None:
+                self._tell_of_variables(loop, first, second, "epoch", _FOR_EPOCHS)
         with contextlib.suppress(Exception):
             self._tell_of_objects(frame, self._first, begun)
 
@@ -110,30 +114,26 @@ class LeftBehind:
             if loop is None:
                 return
             if len(self._batches) == _NUM_EPOCHS:
-                self._tell_of_batches(loop, *self._batches)
+                others = ["what `enumerate` counts"] if Loop(loop).enumerates else []
+                first, second = self._batches
+                self._tell_of_variables(loop, first, second, "batch", _FOR_BATCHES, others)
             self._batches.append(Variables.of(loop))
 
-    def _tell_of_batches(self, loop: FrameType, first: Variables, second: Variables) -> None:
-        names = [f"`{name}`" for name in carried(loop, first, second, marks_in(self._kept()))]
-        names += ["what `enumerate` counts"] if Loop(loop).enumerates else []
+    def _tell_of_variables(
+        self,
+        loop: FrameType,
+        first: Variables,
+        begun: Variables,
+        each: str,
+        keep_in: str,
+        others: Sequence[str] = (),
+    ) -> None:
+        names = [f"`{name}`" for name in carried(loop, first, begun, marks_in(self._kept()))]
         place = _place_of(loop)
         self._tell(
-            "Local variables that change from batch to batch begin",
-            {name: f"{name} {place}" for name in names},
-            f" ({place}). Keep them in trial.totals or trial.state, or read without movable=True.",
-        )
-
-    def _tell_of_variables(self, frame: FrameType, first: _Seen, begun: _Seen) -> None:
-        loop = looping_frame(frame)
-        if loop is None or first.variables is None or begun.variables is None:
-            return
-        names = carried(loop, first.variables, begun.variables, marks_in(self._kept()))
-        place = _place_of(loop)
-        self._tell(
-            "Local variables that change from epoch to epoch begin",
-            {f"`{name}`": f"{name} {place}" for name in names},
-            f" ({place}). Keep them in trial.state, or use trial.best_value and "
-            "trial.should_stop(patience=...).",
+            f"Local variables that change from {each} to {each} begin",
+            {name: f"{name} {place}" for name in [*names, *others]},
+            f" ({place}). Keep them in {keep_in}.",
         )
 
     def _tell_of_objects(self, frame: FrameType, first: _Seen, begun: _Seen) -> None:
