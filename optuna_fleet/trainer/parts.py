@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from optuna_fleet.trainer.checkpoints.saving import Saver
-from optuna_fleet.trainer.data.periods import EpochPosition
+from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.session import Session

@@ -43,12 +43,6 @@ class Prepared:
     ) -> None:
         """Take more of them.
 
-        Args:
-            objects: What the objective gives.
-            resuming: What they go on from.
-            is_alone: There is one rank, so far.
-            is_checked: Whether their losses can be split is still looked at.
-
         Raises:
             FleetConfigError: One has no state that can be saved, or is a wrapper that trains
                 data parallel itself, or there is none.

@@ -21,7 +21,7 @@ from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.saving import Saver, owner_of
-from optuna_fleet.trainer.data.periods import EpochPosition, Periods
+from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.gradients import collectives, module_hooks
 from optuna_fleet.trainer.gradients.replicas import Replicas
@@ -51,9 +51,6 @@ class Training:
     Joins the trial's process group, so every rank of a trial must make one.
 
     Args:
-        session: This rank's calls.
-        pipeline: Where samples come from.
-        kind: Of this rank's device.
         held: What this process has in memory of the run that this one inherits from.
 
     Attributes:

@@ -13,7 +13,7 @@ from torch import nn
 
 from optuna_fleet.trainer import groups
 from optuna_fleet.trainer.checkpoints.saving import Saver
-from optuna_fleet.trainer.data.periods import EpochPosition
+from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.moves import holding

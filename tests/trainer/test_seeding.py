@@ -13,7 +13,7 @@ import torch
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.trainer.data import shard_loader
-from optuna_fleet.trainer.data.periods import EpochPosition
+from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.moves.stop_line import StopLine

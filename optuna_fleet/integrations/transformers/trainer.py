@@ -13,8 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations.transformers.arguments import arguments_of, check_arguments
-from optuna_fleet.integrations.transformers.data import Evaluation, Loader, Merged
-from optuna_fleet.integrations.transformers.losses import Part
+from optuna_fleet.integrations.transformers.data import Evaluation, Loader, Merged, Part
 from optuna_fleet.integrations.transformers.progress import Progress
 from optuna_fleet.trainer.trial import FleetTrial
 

@@ -73,9 +73,6 @@ class Checkpoint:
 def snapshot(checkpoint: Checkpoint) -> Checkpoint:
     """Copy a checkpoint to the CPU's memory, fit to be written; nothing changes it there.
 
-    Args:
-        checkpoint: Tensors on any device; they become CPU tensors.
-
     Raises:
         FleetConfigError: If ``trial.state`` or a ``state_dict`` holds a type that can't be loaded
             safely; names the key.

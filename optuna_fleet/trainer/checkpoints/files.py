@@ -19,12 +19,7 @@ from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, Refused, receive_
 
 
 class RunFiles:
-    """Reads and writes the checkpoints of one run's study; the paths are those on the driver.
-
-    Args:
-        run: The run.
-        dial: Makes another connection to the driver.
-    """
+    """Reads and writes the checkpoints of one run's study; the paths are those on the driver."""
 
     def __init__(self, run: RunTrial, dial: Callable[[], Channel]) -> None:
         self._run = run
@@ -35,11 +30,6 @@ class RunFiles:
         self, position: tuple[int, ...], kind: str, write: Callable[[IO[bytes]], None]
     ) -> str:
         """Write one of this run's checkpoints, whole or not at all; return where it is.
-
-        Args:
-            position: See `FileName`.
-            kind: See `FileName`.
-            write: Writes it into a file.
 
         Raises:
             CheckpointError: It can't be written, or not be sent to the driver.

@@ -23,10 +23,6 @@ class Resuming:
 
     Once when they are there, so that the objective sees them as they were, and once more when the
     training goes on: what came after `prepare` began anew (weights, a scheduler's first rate).
-
-    Args:
-        saved: What to go on from.
-        parts: Of the training.
     """
 
     def __init__(self, saved: checkpoint.Checkpoint, parts: Parts) -> None:

@@ -19,7 +19,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.data.feed import feed
-from optuna_fleet.trainer.data.reading import Reading
+from optuna_fleet.trainer.data.reading import Asked, Reading
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.shares import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
@@ -46,7 +46,7 @@ _MOVABLE = (
 class _Pass:
     """One pass over batches, from the step `first` on."""
 
-    arguments: tuple[str, int, bool]
+    asked: Asked
     number: int
     batches: Any
     first: int
@@ -58,30 +58,21 @@ class _Pass:
 class Shards:
     """What `FleetTrial.batches` returns: one epoch's batches, this rank's share of each."""
 
-    def __init__(
-        self, loader: ShardLoader, name: str, batch_size: int, drop_last: bool, movable: bool
-    ) -> None:
+    def __init__(self, loader: ShardLoader, asked: Asked, *, movable: bool) -> None:
         self._loader = loader
-        self._arguments = (name, batch_size, drop_last)
+        self._asked = asked
         self._movable = movable
 
     def __len__(self) -> int:
         """Number of steps in the epoch, the same on every rank."""
-        return self._loader.num_steps(*self._arguments)
+        return self._loader.num_steps(self._asked)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._loader.read(*self._arguments, self._movable)
+        return self._loader.read(self._asked, movable=self._movable)
 
 
 class ShardLoader:
     """What `FleetTrial.batches` does.
-
-    Args:
-        parts: Of the training.
-        pipeline: Where samples come from.
-        modules: Those that were prepared so far.
-        within: Told of each step; may leave a pass there.
-        split_check: Shown each batch that is trained on.
 
     Attributes:
         reached_after_s: When the objective first asked for data; None before.
@@ -150,19 +141,19 @@ class ShardLoader:
         batch_size = self._batch_size if batch_size is None else batch_size
         assert batch_size is not None
         check_that("movable", movable, is_a(bool), "be True or False")
-        shards = Shards(self, name, batch_size, drop_last, movable)
+        shards = Shards(self, Asked(name, batch_size, drop_last), movable=movable)
         len(shards)  # checks the arguments
         self._batch_size = batch_size
         return shards
 
-    def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
+    def num_steps(self, asked: Asked) -> int:
         """Number of global batches in an epoch."""
         assert self._reading is not None
-        return len(self._reading.batches(name, batch_size, drop_last, self._place))
+        return len(self._reading.batches(asked, self._place))
 
-    def read(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> Iterator[Any]:
+    def read(self, asked: Asked, *, movable: bool) -> Iterator[Any]:
         """Yield this rank's shards, on the trial's device."""
-        one = self._open(name, batch_size, drop_last, movable)
+        one = self._open(asked, movable=movable)
         try:
             while (step := (yield from self._read(one))) is not None:
                 one = self._go_on(one, step)
@@ -174,7 +165,7 @@ class ShardLoader:
     def _read(self, one: _Pass) -> Generator[Any, None, int | None]:
         """Yield what is left of a pass; return the step that another run goes on with, if any."""
         assert self._pipeline is not None
-        finish = self._pipeline.finisher(one.arguments[0])
+        finish = self._pipeline.finisher(one.asked.name)
         with closing(feed(one.batches, self._device, finish)) as fed:
             for step, (batch, data) in enumerate(fed, one.first):
                 self._session.check_unwinding()
@@ -202,16 +193,17 @@ class ShardLoader:
                     self.stopwatch.start()
         return None
 
-    def _open(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> _Pass:
+    def _open(self, asked: Asked, *, movable: bool) -> _Pass:
         assert self._pipeline is not None
         assert self._reading is not None
         if not self._modules and not self._position.reads_unprepared:
             self._position.reads_unprepared, self.bounds = True, Bounds(max_devices=1)
             self._session.remark(["unprepared"], _UNPREPARED)
+        name = asked.name
         rolls = self._pipeline.rolls(name)
         can_leave = movable and not rolls and not self.gives_whole_batches
         can_leave = self._within.begin_pass(movable=can_leave)
-        self._reach(name, batch_size, movable=can_leave)
+        self._reach(name, asked.batch_size, movable=can_leave)
         is_shuffled = self._pipeline.spec.dataset(name).shuffled
         self._check_order(name, is_shuffled and not rolls)
         self._num_passes += 1
@@ -223,11 +215,10 @@ class ShardLoader:
             self._session.cannot_join("the epoch begins with another pass than at first")
         if goes_on:  # with the generator that the checkpoint has
             self._seeded_for = (self._position.loop, self._position.epoch)
-        arguments = (name, batch_size, drop_last)
-        start = self._reading.start(*arguments, self._run.rank)
-        batches = self._reading.batches(*arguments, self._place, start, first)
+        start = self._reading.start(asked, self._run.rank)
+        batches = self._reading.batches(asked, self._place, start, first)
         width = self._run.world_size
-        return _Pass(arguments, self._num_passes, batches, first, is_shuffled, can_leave, width)
+        return _Pass(asked, self._num_passes, batches, first, is_shuffled, can_leave, width)
 
     def begin_run(self) -> None:
         """Another run goes on here, or the first one."""
@@ -246,7 +237,7 @@ class ShardLoader:
             self._timed_pass = one.number
             self.stopwatch.start()
         assert self._reading is not None
-        rest = self._reading.batches(*one.arguments, self._place, first_step=step)
+        rest = self._reading.batches(one.asked, self._place, first_step=step)
         return replace(one, batches=rest, first=step, world_size=self._run.world_size)
 
     def _close(self, one: _Pass) -> None:

@@ -24,8 +24,12 @@ from torch.utils import _pytree as pytree
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.gradients.collectives import share_of_sum
-from optuna_fleet.trainer.gradients.scaled import Scaled, drop_nans
-from optuna_fleet.trainer.gradients.tensor_owners import Places, owners_behind
+from optuna_fleet.trainer.gradients.tensor_owners import (
+    Places,
+    Scaled,
+    drop_nans,
+    owners_behind,
+)
 from optuna_fleet.trainer.groups import group_size
 
 _MOST_AHEAD = 64

@@ -54,8 +54,6 @@ class Held:
     Attributes:
         run_id: Of the run that has lost other ranks.
         place: The step that the trial can go on with.
-        checkpoint: What it needs for that.
-        saver: Can write it.
     """
 
     run_id: int
@@ -95,12 +93,7 @@ class _Beginning:
 
 
 class Holding:
-    """Keeps the beginning of the step that this rank is at, and the last one copied as a whole.
-
-    Args:
-        parts: Of the training.
-        moving: Told whether this rank holds anything.
-    """
+    """Keeps the beginning of the step that this rank is at, and the last one copied as a whole."""
 
     def __init__(self, parts: Parts, moving: Moving) -> None:
         self._parts = parts

@@ -45,14 +45,6 @@ class Contents:
     Args:
         objects: What was prepared.
         by_hand: Ids of the parameters that an objective changes by itself.
-
-    Attributes:
-        objects: As given.
-        modules: All modules in these.
-        optimizers: Those that were prepared.
-        parameters: All of them.
-        by_hand: Those of the ids.
-        others: The other parameters.
     """
 
     def __init__(self, objects: Sequence[Any], by_hand: Container[int]) -> None:
@@ -115,12 +107,7 @@ class ObjectCopies:
     @classmethod
     @torch.no_grad()
     def of(cls, contents: Contents, *, with_gradients: bool) -> ObjectCopies:
-        """Copy what a step may change before any optimizer steps.
-
-        Args:
-            contents: Of what was prepared.
-            with_gradients: There are some that it will go on with.
-        """
+        """Copy what a step may change before any optimizer steps."""
         return cls(
             contents=contents,
             buffers=[

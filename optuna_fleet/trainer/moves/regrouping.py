@@ -23,13 +23,7 @@ from optuna_fleet.wire.messages import Leaving, Release, RunTrial, Usage
 
 
 class Regrouping:
-    """One rank's way from group to group.
-
-    Args:
-        parts: Of the training.
-        moving: Makes its checkpoints.
-        prepared: What is trained.
-    """
+    """One rank's way from group to group."""
 
     def __init__(self, parts: Parts, moving: Moving, prepared: Prepared) -> None:
         self._parts = parts

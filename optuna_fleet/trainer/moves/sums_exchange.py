@@ -37,12 +37,7 @@ class SumsExchange:
         self._room = _LEAST_BYTES
 
     def tell(self, own: Sums, note: int) -> Told:
-        """Begin to tell the others, and to hear of them.
-
-        Args:
-            own: This rank's sums.
-            note: A number besides.
-        """
+        """Begin to tell the others, and to hear of them."""
         row = torch.frombuffer(self._row(own, note), dtype=torch.uint8)
         rows = torch.empty(group_size(), len(row), dtype=torch.uint8)
         return Told(rows, dist.all_gather(list(rows.unbind()), row, async_op=True))

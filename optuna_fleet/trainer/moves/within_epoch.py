@@ -99,11 +99,6 @@ class WithinEpoch:
     def come_to(self, step: int, number: int, *, is_last: bool) -> bool:
         """A step is about to begin, which the caller's caller's caller has asked for.
 
-        Args:
-            step: The step.
-            number: Of the pass.
-            is_last: It is the last one of the pass.
-
         Returns:
             Whether another run goes on here: the step is still to be read.
         """

@@ -41,9 +41,7 @@ class Agreement:
     the mean of what virtual workers have changed; others stay what they are, to the bit.
 
     Args:
-        part: The stage's layers.
         optimizer: Whose momenta differ between virtual workers; None if they do not.
-        share: Of this virtual worker.
     """
 
     def __init__(

@@ -31,11 +31,7 @@ class Construction:
 
     Args:
         model: The whole one; layers of other stages have no memory.
-        optimizer: Of this stage's parameters.
-        loss: Of a batch.
         names: Of all parameters that are trained.
-        options: What the user gave.
-        placed: Which stage this is.
 
     Attributes:
         rule: From gradients to updates; None where the optimizer steps.

@@ -15,11 +15,6 @@ class Noise:
     """Seeds each layer's forward pass from (seed, minibatch, layer).
 
     The generators are then what they were, as objectives draw from them too.
-
-    Args:
-        layers: By their place in the model.
-        device: Where they compute.
-        seed: Of the trial.
     """
 
     def __init__(

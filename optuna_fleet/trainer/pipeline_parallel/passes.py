@@ -52,13 +52,7 @@ class StageModule:
     def forward(
         self, weights: Tensors, values: Any, targets: Targets | None
     ) -> tuple[Any, HeldPass]:
-        """Return what goes on, or of the last stage its loss, and what to keep.
-
-        Args:
-            weights: Are used in place of the module's.
-            values: Tensors, also nested in dicts, lists and tuples.
-            targets: Of the last stage; else None.
-        """
+        """Return what goes on, or of the last stage its loss, and what to keep."""
         leaves = values if self._is_first else map_tensors(values, leaf_of)
         # A copy, as the module may change it in place: neither a leaf nor what the stage before
         # keeps may change.
@@ -76,12 +70,7 @@ class StageModule:
     def backward(
         self, held: HeldPass, gradients: tuple[Tensor | None, ...]
     ) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
-        """Return gradients by the weights that have one, and by what was received.
-
-        Args:
-            held: Of the forward pass.
-            gradients: By what was sent; of the last stage none.
-        """
+        """Return gradients by the weights that have one, and by what was received."""
         outputs, chosen = [], []
         given = gradients if self._loss is None else (None,)
         for tensor, gradient in zip(held.sent, given, strict=True):

@@ -60,12 +60,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Where the ranks of a trial are.
-
-    Attributes:
-        nodes: Of each rank.
-        memory_bytes: Of each rank's device.
-    """
+    """Where the ranks of a trial are."""
 
     nodes: tuple[int, ...]
     memory_bytes: tuple[float, ...]

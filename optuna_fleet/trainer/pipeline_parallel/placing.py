@@ -41,8 +41,6 @@ class Surroundings:
     """Of a pipeline: this rank, and its trial.
 
     Attributes:
-        device: Where this rank computes.
-        rank: Of this process.
         most_devices: That the trial can have.
         are_alike: All devices of the fleet are of one type.
         seed: Of the trial's random numbers.
@@ -70,15 +68,8 @@ class Placed:
     """This rank's stage of the model.
 
     Attributes:
-        placement: Of all stages.
-        directory: Who is on which rank.
-        address: Of this rank's stage.
-        part: Its layers, on its device.
-        edges: To other processes; None if there are none.
         columns: The same layers of virtual workers that step together; None if there are none.
         ties: What its layers share with each other and those of other stages.
-        noise: Of its layers.
-        rank: Of this process.
     """
 
     placement: Placement
@@ -150,13 +141,6 @@ def place(
     holding: Holding, loss: Loss, batch: tuple[Any, Any], demand: Demand, around: Surroundings
 ) -> Placed:
     """Measure the layers with some samples, and keep those of one stage; all ranks call it.
-
-    Args:
-        holding: The whole model, of which the rest is dropped.
-        loss: Of its output and the targets.
-        batch: Inputs and targets of one minibatch.
-        demand: What its pipeline takes.
-        around: This rank.
 
     Raises:
         FleetConfigError: The devices have too little memory.

@@ -30,11 +30,8 @@ class ParameterServer:
     faster.
 
     Args:
-        address: Of the server.
         weights: w_0 of the piece; is copied.
-        num_workers: Virtual workers that push.
         clock_distance: D; what was pushed may be one wave further apart.
-        transport: To stages.
     """
 
     def __init__(

@@ -21,9 +21,7 @@ class ServerClient:
     """Pushes waves piece by piece, and puts snapshots together from their pieces.
 
     Args:
-        address: Of the stage.
         pieces: Piece -> names of its parameters, for each piece of the stage.
-        transport: To the servers.
     """
 
     def __init__(

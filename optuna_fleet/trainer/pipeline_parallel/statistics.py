@@ -37,9 +37,7 @@ class Statistics:
     """Those of this rank's layers.
 
     Args:
-        part: The layers.
         worker: This virtual worker: those before it have earlier parts of each batch.
-        num_workers: Virtual workers.
     """
 
     def __init__(self, part: nn.Module, worker: int, num_workers: int) -> None:

@@ -19,10 +19,6 @@ Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 class Holding:
     """What this rank has of a model and its optimizer: all of it until it keeps a part.
 
-    Args:
-        model: The whole model.
-        optimizer: Of parameters of it.
-
     Attributes:
         settle: Called before the state is looked at.
     """
