@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.messages import StageAddress, Tensors
-from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of, part_of
+from optuna_fleet.trainer.pipeline_parallel.whole import parameters_of, part_of
 
 BUFFER = "buffer "
 _MOMENTUM = "momentum of "

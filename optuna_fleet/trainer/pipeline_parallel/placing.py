@@ -19,17 +19,15 @@ from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import gloo_group, group_size
 from optuna_fleet.trainer.pipeline_parallel.agreement import names_by_piece
 from optuna_fleet.trainer.pipeline_parallel.columns import Columns, parted
-from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
+from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs, measured_links
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
-from optuna_fleet.trainer.pipeline_parallel.link_speed import measured_links
 from optuna_fleet.trainer.pipeline_parallel.messages import Gradients, Message, StageAddress
 from optuna_fleet.trainer.pipeline_parallel.noise import Noise
-from optuna_fleet.trainer.pipeline_parallel.parts import part_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placement import WIRE, Demand, Placement, Ranks
 from optuna_fleet.trainer.pipeline_parallel.tied import Shared, Ties, shared_parameters
-from optuna_fleet.trainer.pipeline_parallel.whole import Holding
+from optuna_fleet.trainer.pipeline_parallel.whole import Holding, part_of
 
 _logger = logging.getLogger(__name__)
 

@@ -1,12 +1,13 @@
 """The state of a model in stages, as that of the whole: checkpoints have it whatever the stages.
 
-Any number of stages can go on with it, as can one device, and who loads the best model.
+Any number of stages can go on with it, as can one device, and who loads the best model. Names stay
+those of the whole, whatever part of the model a parameter is in.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +15,17 @@ import torch
 from torch import nn
 
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+def part_of(model: nn.Sequential, first: int, end: int) -> nn.Sequential:
+    """Layers `first` up to, without, `end`, as they are in `model`."""
+    layers = list(model._modules.items())[first:end]  # `named_children` gives repeated ones once
+    return nn.Sequential(OrderedDict((name, layer) for name, layer in layers if layer is not None))
+
+
+def parameters_of(part: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Parameters that are trained."""
+    return {name: p for name, p in part.named_parameters() if p.requires_grad}
 
 
 class Holding:
