@@ -98,7 +98,9 @@ class Trainer:
                     collect = message.gc_after_trial
                     is_last = self._is_spent or not self._clean_up(collect=collect)
                     if self._session is not None and self._session.run.rehearses:
-                        self._inbox.send(_not_ready(self._session))
+                        device = self._device.index
+                        not_ready = Rehearsed(run_id=message.run_id, device=device, is_ready=False)
+                        self._inbox.send(not_ready)
                     elif ended is not None:
                         self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
@@ -140,7 +142,10 @@ class Trainer:
             self._adopt_numbers()
             seed_run(run.seed, run.number)
             _join_group(run, self._device, open_training)
-            returned = _called(objective, FleetTrial(session, open_training), session)
+            try:
+                returned = objective(FleetTrial(session, open_training))
+            finally:
+                session.check()  # what was to unwind it does so, whatever it made of that
             way_out = "returned"
             session.leave(way_out)
             value = _finished(returned, training)
@@ -305,10 +310,6 @@ def ailment_of(device: Device) -> str:
     return ""
 
 
-def _not_ready(session: Session) -> Rehearsed:
-    return Rehearsed(run_id=session.run.run_id, device=session.device, is_ready=False)
-
-
 def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Training]) -> None:
     """Make ``torch.distributed`` mean this trial from the objective's first line on."""
     if run.world_size > 1:
@@ -317,14 +318,6 @@ def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Train
         from optuna_fleet.trainer.groups import join_group_of
 
         join_group_of(run, device.type)
-
-
-def _called(objective: Any, trial: FleetTrial, session: Session) -> Any:
-    """Call the objective; what was to unwind it does so, whatever the objective made of that."""
-    try:
-        return objective(trial)
-    finally:
-        session.check()
 
 
 def _ending_of(raised: BaseException, run: RunTrial) -> Ending:

@@ -24,7 +24,7 @@ from optuna_fleet.trainer.checkpoints.saving import Saver, owner_of
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.gradients import collectives, module_hooks
-from optuna_fleet.trainer.gradients.replicas import Replicas
+from optuna_fleet.trainer.gradients.replicas import are_apart
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
 from optuna_fleet.trainer.moves.holding import Held, Holding
@@ -106,7 +106,7 @@ class Training:
         if kind == "cpu":  # with a GPU, a process that has lost peers ends
             self._within.hold = self._holding.begin_step
         self._regrouping = Regrouping(self.parts, self._moving, self._prepared)
-        self._replicas = Replicas(self._objects, session.warn)
+        self._are_apart = False  # the ranks, as the user was told
         self._left_behind = LeftBehind(
             self._objects if self._run.rank == 0 else (),  # the others hold the same
             self.parts.state,
@@ -300,7 +300,8 @@ class Training:
             self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
         decision = self._session.ask(EndEpoch, epoch=epoch)
-        self._replicas.check()
+        if not self._are_apart:
+            self._are_apart = are_apart(self._objects, self._session.warn)
         if decision is EpochDecision.YIELD and self._moving.has_left():
             self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:

@@ -26,6 +26,7 @@ from optuna_fleet.trainer.gradients import collectives, gradient_sync
 from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import GroupSpec
+from optuna_fleet.trainer.randomness import rng_state
 
 CPU = torch.device("cpu")
 ODD_TYPES = (
@@ -421,7 +422,7 @@ def rng(spec: GroupSpec) -> list[Any]:
     with group(spec):
         torch.manual_seed(spec.rank)
         np.random.seed(spec.rank)
-        states = checkpoint.gather_rng()
+        states = checkpoint.gather(rng_state())
         before = (torch.rand(1).item(), np.random.rand())
         torch.rand(3)
         checkpoint.restore_rng(states)

@@ -20,7 +20,7 @@ from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
-from optuna_fleet.trainer.randomness import rng_state, set_rng_state
+from optuna_fleet.trainer.randomness import set_rng_state
 from optuna_fleet.trainer.splitting import tracked
 
 Read = Callable[[Any], bytes | bytearray]
@@ -167,11 +167,6 @@ def _same(value: Any, other: Any) -> bool:
         both_nan = math.isnan(value) and math.isnan(other)
         return both_nan or math.isclose(value, other, rel_tol=1e-12)
     return bool(value == other)
-
-
-def gather_rng() -> list[dict[str, Any]]:
-    """``rng_state`` of every rank of the default group, on every rank."""
-    return gather(rng_state())
 
 
 def gather(own: dict[str, Any]) -> list[dict[str, Any]]:

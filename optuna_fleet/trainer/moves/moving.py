@@ -15,6 +15,7 @@ from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.whole import WholeModel, are_in_stages, gathered
+from optuna_fleet.trainer.randomness import rng_state
 from optuna_fleet.wire.calls import IsAmongBest
 from optuna_fleet.wire.packing import pack, plain
 
@@ -85,7 +86,7 @@ class Moving:
         return stop
 
     def _stopped(self, step: int | None) -> Stop:
-        rng = checkpoint.gather_rng()
+        rng = checkpoint.gather(rng_state())
         totals = [] if step is None else checkpoint.gather(self._parts.totals.own)
         return Stop(step=step, rng=rng, totals=totals)
 

@@ -111,13 +111,13 @@ class ObjectCopies:
         return cls(
             contents=contents,
             buffers=[
-                (module, name, _clone(buffer))
+                (module, name, _cloned(buffer))
                 for module in contents.modules
                 for name, buffer in module._buffers.items()
             ],
             early=[(p, p.clone()) for p in contents.by_hand],
             trained=[
-                (p, p.requires_grad, _clone(p.grad) if with_gradients else None)
+                (p, p.requires_grad, _cloned(p.grad) if with_gradients else None)
                 for p in contents.parameters
             ],
             groups=[
@@ -222,7 +222,3 @@ def _fit(copies: list[Tensor], live: list[Tensor]) -> bool:
 
 def _cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
