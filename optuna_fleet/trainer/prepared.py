@@ -91,7 +91,7 @@ class Prepared:
         if is_alone:
             self._single.append(module)
         else:
-            make_data_parallel(module, self._parts.shares, self._parts.device)
+            make_data_parallel(module, self._parts.shares)
 
     def check_alike(self) -> None:
         """All ranks have prepared the same.

@@ -18,9 +18,8 @@ from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
-from optuna_fleet.trainer.checkpoints.saving import Saver, owner_of
+from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.gradients import collectives, module_hooks
@@ -88,7 +87,7 @@ class Training:
             steps=Steps(self._objects, session.warn),
             shares=self._shares,
             totals=self.totals,
-            saver=Saver(session, RunFiles(session.run, session.dial)),
+            saver=Saver(session),
         )
         self._prepared = Prepared(self.parts)
         self._resuming: Resuming | None = None
@@ -149,10 +148,7 @@ class Training:
 
     def _resume(self) -> int:
         """Read the newest good checkpoint; return how many were passed over."""
-        run = self._run
-        saved, problems = checkpoint.load_newest(
-            run.checkpoints, owner_of(run), run.parameters, self.parts.saver.files.read
-        )
+        saved, problems = self.parts.saver.newest()
         for problem in problems:
             self._session.warn(problem)
         if saved is not None:
@@ -335,14 +331,10 @@ class Training:
             return False
         self._holding.begin_run()
         if self._run.world_size > 1:
-            self._use_several()
+            self._check_no_split()
+            self._prepared.attach_all()  # what was prepared on one device trains on several
         self._loader.begin_run()
         return True
-
-    def _use_several(self) -> None:
-        """What was prepared on one device trains on several."""
-        self._check_no_split()
-        self._prepared.attach_all()
 
     def _check_no_split(self) -> None:
         if self._split_check is not None:

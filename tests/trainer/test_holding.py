@@ -63,7 +63,7 @@ class Rank:
             steps=self.steps,
             shares=self.shares,
             totals=self.totals,
-            saver=Saver(self.session, None),  # type: ignore[arg-type]
+            saver=Saver(self.session),
         )
         self.holding = Holding(parts, SimpleNamespace())  # type: ignore[arg-type]
         self.holding.is_due = lambda: True  # type: ignore[method-assign]
@@ -82,7 +82,7 @@ class Rank:
 @pytest.fixture(autouse=True)
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(holding, "outlives_peers", lambda: True)
-    monkeypatch.setattr(Saver, "__init__", lambda self, session, files: None)
+    monkeypatch.setattr(Saver, "__init__", lambda self, session: None)
     groups.join_group(
         GroupSpec(rank=0, world_size=1, prefix="", store_host="", store_port=None), "gloo", 30
     )

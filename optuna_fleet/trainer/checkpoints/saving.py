@@ -1,4 +1,4 @@
-"""Makes the checkpoints of one run: copied at once, written while training goes on."""
+"""The checkpoints of one run: copied at once, written while training goes on, and read."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
 Make = Callable[[], Checkpoint]
 
 
-def owner_of(run: RunTrial) -> Owner:
-    """Whose the checkpoints of a run are."""
-    return Owner(study=run.study_name, trial=run.number)
-
-
 class Saver:
-    """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial.
+    """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial."""
 
-    Attributes:
-        files: Those of the run under way.
-    """
-
-    def __init__(self, session: Session, files: RunFiles) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self.files = files
-        self._owner = owner_of(session.run)
+        self._owner = Owner(study=session.run.study_name, trial=session.run.number)
+        self.begin_run()
         self._thread: threading.Thread | None = None
         self._has_failed = False
         self._best: Checkpoint | None = None
         self._written_best: Checkpoint | None = None
 
+    def begin_run(self) -> None:
+        """What comes now is of the run that is under way now."""
+        self._files = RunFiles(self._run, self._session.dial)
+
     @property
     def _run(self) -> RunTrial:
         return self._session.run
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """Read the newest good one that the trial has; see `checkpoint.load_newest`."""
+        run = self._run
+        return checkpoint.load_newest(
+            run.checkpoints, self._owner, run.parameters, self._files.read
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -114,7 +116,7 @@ class Saver:
         for path in self._run.bests if self._best is None else ():
             with suppress(CheckpointError, RetryableError):
                 known = self._run.parameters
-                found = checkpoint.load(path, self._owner, known, self.files.read)
+                found = checkpoint.load(path, self._owner, known, self._files.read)
                 # One newer than the checkpoint that the trial went on with may be of another.
                 if next(reversed(found.history.values())) == value:
                     return checkpoint.snapshot(found)
@@ -140,7 +142,7 @@ class Saver:
         self._tell(CheckpointSaved(run_id=self._run.run_id, epoch=copy.epoch, location=location))
 
     def _save(self, content: Checkpoint, position: tuple[int, ...], kind: str) -> str:
-        return self.files.write(
+        return self._files.write(
             position, kind, lambda file: checkpoint.write(file, content, self._owner)
         )
 

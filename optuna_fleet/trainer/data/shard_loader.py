@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -341,12 +341,20 @@ class ShardLoader:
                 f"samples: each epoch is one batch of {samples}."
             )
 
-    def tell_least(self, num_devices: int) -> bool:
-        """The trial needs so many devices; return whether the driver hears of it."""
+    def need(self, num_devices: int) -> NoReturn:
+        """Leave the objective, which is to begin anew on no fewer devices.
+
+        Raises:
+            FleetConfigError: It reads no batches, and so can have no more devices.
+        """
         self.bounds = replace(self.bounds, min_devices=num_devices)
         if self._reached is not None:
             self._tell_reached(replace(self._reached, min_devices=num_devices))
-        return self._reached is not None
+            self._session.unwind(Yielded)
+        raise FleetConfigError(
+            f"The model does not fit on {self._run.world_size} devices, but on {num_devices}. A "
+            "trial can have several only if its batches come from trial.batches()."
+        )
 
     def _tell_reached(self, reached: FirstBatchRequested) -> None:
         self._reached = replace(reached, run_id=self._run.run_id)

@@ -30,9 +30,7 @@ _FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early in the 
 _TAGS = 3  # what is summed over hundreds of ranks must be exact in half precision
 
 
-def make_data_parallel(
-    module: torch.nn.Module, shares: BatchShares, device: torch.device
-) -> torch.nn.Module:
+def make_data_parallel(module: torch.nn.Module, shares: BatchShares) -> torch.nn.Module:
     """Train `module` data-parallel over the default group; call it on all ranks alike.
 
     Parameters and buffers are made equal to those of rank 0, BatchNorm is synchronised, and from
@@ -51,7 +49,6 @@ def make_data_parallel(
     if group_size() == 1:
         return module
     _check_initialised(module)
-    module.to(device)
     check_same(module)
     _broadcast([*module.parameters(), *module.buffers()])
     attach(module, shares)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from optuna_fleet.events import Ending
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.groups import join_group_of
 from optuna_fleet.trainer.moves.moving import Moving, Stop
 from optuna_fleet.trainer.parts import Parts
@@ -78,7 +77,7 @@ class Regrouping:
     def _begin(self, run: RunTrial) -> None:
         self._parts.shares.begin_run()
         self._session.begin(run)
-        self._parts.saver.files = RunFiles(run, self._session.dial)
+        self._parts.saver.begin_run()
         join_group_of(run, self._parts.device.type)
         self._moving.begin_run()
 

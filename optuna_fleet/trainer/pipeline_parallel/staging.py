@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +15,6 @@ from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.pipeline_parallel.placement import blocks_of
-from optuna_fleet.trainer.pipeline_parallel.placing import Surroundings
-from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.widths import Bounds
 
 
@@ -56,33 +54,8 @@ def make_pipeline(
         )
     loader.bounds = replace(bounds, max_devices=most)
     loader.gives_whole_batches = True
-
-    def need(num_devices: int) -> NoReturn:
-        if loader.tell_least(num_devices):
-            session.unwind(Yielded)
-        raise FleetConfigError(
-            f"The model does not fit on {run.world_size} devices, but on {num_devices}. A trial "
-            "can have several only if its batches come from trial.batches()."
-        )
-
-    return Pipeline(
-        model,
-        optimizer,
-        loss,
-        options=options,
-        surroundings=Surroundings(
-            device=parts.device,
-            rank=run.rank,
-            most_devices=min(most, run.num_of_all_types),
-            are_alike=run.are_alike,
-            seed=(run.seed, run.number),
-            check=session.check,
-            begin=parts.shares.begin,
-            count=session.count,
-            need=need,
-            go_on_with_fewer=parts.shares.on_too_wide,
-        ),
-    )
+    options = replace(options, max_devices=min(most, run.num_of_all_types))
+    return Pipeline(model, optimizer, loss, options, parts, loader.need)
 
 
 def _check(model: Any, optimizer: Any) -> None:

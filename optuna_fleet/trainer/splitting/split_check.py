@@ -145,7 +145,7 @@ class SplitCheck:
             if self._depth == 1 or self._shares.is_found:
                 self._unclear = sizes if len({*sizes, self._last_size}) > 1 else []
         if self._worlds is not None:
-            self._worlds.enter(module, inputs)
+            self._worlds.enter()
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """See `module_hooks.Listener`."""

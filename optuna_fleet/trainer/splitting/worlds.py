@@ -320,15 +320,15 @@ class Worlds(TorchFunctionMode):
 
     # -- modules ----------------------------------------------------------------------------------
 
-    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """See `module_hooks.Listener`."""
+    def enter(self) -> None:
+        """A prepared module is called."""
         self._depth += 1
         if self._depth == 1:
             # Off the stack, if it is the last there: compiled modules look at it.
             self._was_on_stack = self._leave_stack()
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        """See `module_hooks.Listener`."""
+        """It has ended; see `module_hooks.Listener`."""
         if self._depth == 1 and not self.is_over and outputs is not None:
             self._tried(self._cut_outputs, module, inputs, outputs)
         self._depth -= 1
