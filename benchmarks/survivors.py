@@ -252,10 +252,10 @@ def alternates(
     model, optimizer = prepared(trial, width, kind, lr=1e-4)
     copies_each(trial, every)
     within = trial._training._within
-    hold = within.hold
+    hold = within._hold
     times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for epoch in trial.epochs(2 + epochs):
-        within.hold = hold if epoch % 2 else (lambda place, *, is_last: None)
+        within._hold = hold if epoch % 2 else None
         began = time.perf_counter(), time.process_time()
         for images, labels in trial.batches("train", batch_size=BATCH, movable=True):
             optimizer.zero_grad()

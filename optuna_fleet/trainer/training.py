@@ -91,8 +91,20 @@ class Training:
         )
         self._prepared = Prepared(self.parts)
         self._resuming: Resuming | None = None
+        self._left_behind = LeftBehind(
+            self._objects if self._run.rank == 0 else (),  # the others hold the same
+            self.parts.state,
+            self.parts.steps.optimizers,
+            session.remark,
+        )
+        self._holding = Holding(self.parts)
         self._within = WithinEpoch(
-            self.parts, leave=self._leave_within, resume=self._resume_within
+            self.parts,
+            at_step=self._left_behind.begin_batch,
+            # With a GPU, a process that has lost peers ends.
+            hold=self._holding.begin_step if kind == "cpu" else None,
+            leave=self._leave_within,
+            resume=self._resume_within,
         )
         self._split_check = self._new_split_check()
         module_hooks.listen(self._split_check or self._shares)
@@ -100,19 +112,9 @@ class Training:
             self.parts, pipeline, self._prepared.modules, self._within, self._split_check
         )
         self.batches = self._loader.batches
-        self._moving = Moving(self.parts)
-        self._holding = Holding(self.parts, self._moving)
-        if kind == "cpu":  # with a GPU, a process that has lost peers ends
-            self._within.hold = self._holding.begin_step
+        self._moving = Moving(self.parts, self._holding)
         self._regrouping = Regrouping(self.parts, self._moving, self._prepared)
         self._are_apart = False  # the ranks, as the user was told
-        self._left_behind = LeftBehind(
-            self._objects if self._run.rank == 0 else (),  # the others hold the same
-            self.parts.state,
-            self.parts.steps.optimizers,
-            session.remark,
-        )
-        self._within.at_step = self._left_behind.begin_batch
         if self._run.inherits is not None:
             self._inherit(held)
         else:

@@ -65,7 +65,7 @@ class Rank:
             totals=self.totals,
             saver=Saver(self.session),
         )
-        self.holding = Holding(parts, SimpleNamespace())  # type: ignore[arg-type]
+        self.holding = Holding(parts)
         self.holding.is_due = lambda: True  # type: ignore[method-assign]
 
     def begin(self, step: int, epoch: int = 0, *, is_last: bool = False) -> None:

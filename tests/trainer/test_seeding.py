@@ -77,7 +77,13 @@ def loader_of(
         totals=Totals(shares, device, lambda own: [own]),
         saver=None,  # type: ignore[arg-type]
     )
-    within = WithinEpoch(parts, leave=lambda step: False, resume=lambda: (0, False))
+    within = WithinEpoch(
+        parts,
+        at_step=lambda frame: None,
+        hold=None,
+        leave=lambda step: False,
+        resume=lambda: (0, False),
+    )
     loader = ShardLoader(parts, client, modules, within, None)
     return loader, position
 

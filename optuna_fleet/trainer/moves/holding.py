@@ -26,7 +26,6 @@ from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.checkpoints.states import remainder_of, state_of
 from optuna_fleet.trainer.groups import group_size, outlives_peers
-from optuna_fleet.trainer.moves.moving import Moving
 from optuna_fleet.trainer.moves.object_copies import Contents, ObjectCopies
 from optuna_fleet.trainer.moves.sums_exchange import SumsExchange, Told
 from optuna_fleet.trainer.moves.totals import Sums
@@ -95,7 +94,7 @@ class _Beginning:
 class Holding:
     """Keeps the beginning of the step that this rank is at, and the last one copied as a whole."""
 
-    def __init__(self, parts: Parts, moving: Moving) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._session = parts.session
         self._steps = parts.steps
@@ -110,11 +109,15 @@ class Holding:
         self._can_hold = self._can_copy = True
         self._has_held = False  # in this epoch
         self.begin_run()
-        moving.may_outlive = lambda: self._now is not None or self._kept is not None
         self._steps.at_step = self._before_optimizer
         self._steps.at_stepped = self._after_optimizer
         self._shares.at_gradients = self._before_gradients
         self._shares.at_reduced = self._reduced
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept."""
+        return self._now is None and self._kept is None
 
     def begin_run(self) -> None:
         """Another group of ranks goes on here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.states import remainder_of, state_of
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import of_first_rank
+from optuna_fleet.trainer.moves.holding import Holding
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.whole import WholeModel, are_in_stages, gathered
 from optuna_fleet.trainer.randomness import rng_state
@@ -36,16 +37,12 @@ class Stop:
 
 
 class Moving:
-    """Makes the checkpoints of one rank's training.
+    """Makes the checkpoints of one rank's training; who is `holding` may outlive rank 0."""
 
-    Attributes:
-        may_outlive: This rank may have to take rank 0's place.
-    """
-
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, holding: Holding) -> None:
         self._parts = parts
         self._saver = parts.saver
-        self.may_outlive: Callable[[], bool] = lambda: False
+        self._holding = holding
         self._num_fit = 0  # objects of which a checkpoint was made
 
     def save(self, step: int | None = None) -> None:
@@ -127,7 +124,7 @@ class Moving:
 
     def _keep_best(self) -> None:
         with gathered(self._parts.objects):
-            if self._parts.objects and (self._parts.run.rank == 0 or self.may_outlive()):
+            if self._parts.objects and (self._parts.run.rank == 0 or not self._holding.is_empty):
                 self._saver.keep_best(self._as_it_is)
 
     def leave_final(self, value: Any) -> None:

@@ -5,18 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
 
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.wire.messages import Place
-
-
-class Hold(Protocol):
-    """Keeps what a step begins with."""
-
-    def __call__(self, place: Place, *, is_last: bool) -> object:
-        """Called before the step."""
 
 
 class WithinEpoch:
@@ -27,13 +19,13 @@ class WithinEpoch:
 
     Args:
         parts: Of the training; its position is kept up to date by whoever counts epochs.
+        at_step: Called with who asks for a batch, before a step of a pass that can be left.
+        hold: Called with such a step, where it can be left: the trial may have to go back there.
         leave: Leaves at a step of the epoch; returns if that can't be, or if another run goes on
             here: whether that is so.
         resume: Puts back what the checkpoint has; returns what `first_step` does.
 
     Attributes:
-        at_step: Called with who asks for a batch, before a step of a pass that can be left.
-        hold: Called with such a step, where it can be left: the trial may have to go back there.
         can_be_joined: Between the objective's beginning, or an epoch's, and the next step to stop
             at, nothing was done that all ranks must do.
         is_movable: This epoch could be, or could have been, left in its midst.
@@ -43,6 +35,8 @@ class WithinEpoch:
         self,
         parts: Parts,
         *,
+        at_step: Callable[[FrameType], object],
+        hold: Callable[..., object] | None,
         leave: Callable[[int], bool],
         resume: Callable[[], tuple[int, bool]],
     ) -> None:
@@ -50,8 +44,8 @@ class WithinEpoch:
         self._position = parts.position
         self._leave = leave
         self._resume = resume
-        self.at_step: Callable[[FrameType], object] = lambda frame: None
-        self.hold: Hold = lambda place, *, is_last: None
+        self._at_step = at_step
+        self._hold = hold
         self.is_movable = False
         self.can_be_joined = True
         self._begun_at: tuple[int, int] | None = None
@@ -102,13 +96,14 @@ class WithinEpoch:
         Returns:
             Whether another run goes on here: the step is still to be read.
         """
-        self.at_step(sys._getframe(3))  # not kept, with all that it refers to
+        self._at_step(sys._getframe(3))  # not kept, with all that it refers to
         # A batch that was not trained on when the next one was asked for may be so later.
         self._reads_ahead |= self._num_gradients == self._parts.steps.num_gradients
         self._num_gradients = self._parts.steps.num_gradients
         if self._reads_ahead or not self._parts.shares.reads_only(number):
             return False
-        self.hold(self._place(step), is_last=is_last)
+        if self._hold is not None:
+            self._hold(self._place(step), is_last=is_last)
         following = self._place(step + 1)
         if self._stop_line.is_reached(self._place(step), following):
             line = self._stop_line
