@@ -19,8 +19,7 @@ from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.moves import holding
 from optuna_fleet.trainer.moves.holding import Held, Holding
 from optuna_fleet.trainer.moves.object_copies import Contents, ObjectCopies
-from optuna_fleet.trainer.moves.sums_exchange import SumsExchange
-from optuna_fleet.trainer.moves.totals import Totals
+from optuna_fleet.trainer.moves.totals import SumsExchange, Totals
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.unsaved.steps import Steps

@@ -27,8 +27,7 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.checkpoints.states import remainder_of, state_of
 from optuna_fleet.trainer.groups import group_size, outlives_peers
 from optuna_fleet.trainer.moves.object_copies import Contents, ObjectCopies
-from optuna_fleet.trainer.moves.sums_exchange import SumsExchange, Told
-from optuna_fleet.trainer.moves.totals import Sums
+from optuna_fleet.trainer.moves.totals import Sums, SumsExchange, Told
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.randomness import FrequentStates
 from optuna_fleet.wire.messages import Place

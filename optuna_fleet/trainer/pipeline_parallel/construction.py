@@ -11,14 +11,13 @@ from torch import nn
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.groups import group_size, wire_device
-from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, names_by_piece
+from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, Statistics, names_by_piece
 from optuna_fleet.trainer.pipeline_parallel.messages import ServerAddress
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placing import Placed
 from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer, ServerClient
 from optuna_fleet.trainer.pipeline_parallel.stage import Observer, PipelineStage
-from optuna_fleet.trainer.pipeline_parallel.statistics import Statistics
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
 from optuna_fleet.trainer.pipeline_parallel.versions import (
     FlushedWeights,

@@ -18,8 +18,8 @@ from optuna_fleet.alloc.partition import Link, Links
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import gloo_group
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
+from optuna_fleet.trainer.pipeline_parallel.agreement import leaves_something
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss, leaf_of
-from optuna_fleet.trainer.pipeline_parallel.statistics import leaves_something
 
 _REPEATS = 3
 _NUM_BYTES = 2**20  # of a long message

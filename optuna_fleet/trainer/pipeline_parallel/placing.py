@@ -24,8 +24,7 @@ from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs,
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
 from optuna_fleet.trainer.pipeline_parallel.messages import Gradients, Message, StageAddress
-from optuna_fleet.trainer.pipeline_parallel.noise import Noise
-from optuna_fleet.trainer.pipeline_parallel.passes import Loss
+from optuna_fleet.trainer.pipeline_parallel.passes import Loss, Noise
 from optuna_fleet.trainer.pipeline_parallel.placement import WIRE, Demand, Placement, Ranks
 from optuna_fleet.trainer.pipeline_parallel.tied import Shared, Ties, shared_parameters
 from optuna_fleet.trainer.pipeline_parallel.whole import Holding, part_of
