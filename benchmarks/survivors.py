@@ -98,7 +98,7 @@ def copies_each(trial: Any, every: int | None) -> None:
     """Have parameters copied before each so many steps, where a loop needs that."""
     if every is not None:
         steps = itertools.count()
-        trial._training._holding.is_due = lambda: next(steps) % every == 0
+        trial._training.holding.is_due = lambda: next(steps) % every == 0
 
 
 def trains(
@@ -268,7 +268,7 @@ def alternates(
                 add_up(trial, loss)
         ended = time.perf_counter(), time.process_time()
         times[bool(epoch % 2)].append((ended[0] - began[0], ended[1] - began[1]))
-    trial.set_user_attr("plain", trial._training._holding._is_plain)
+    trial.set_user_attr("plain", trial._training.holding._is_plain)
     for name, which in (("ms", 0), ("cpu_ms", 1)):
         spent = ([1e3 * one[which] / EPOCH for one in times[with_][1:]] for with_ in (False, True))
         trial.set_user_attr(name, [statistics.median(some) for some in spent])

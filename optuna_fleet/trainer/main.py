@@ -183,7 +183,7 @@ class Trainer:
         """Keep what the trial can go on with, if this rank has outlived others."""
         if ending is Ending.DISCONNECTED and training is not None:
             with contextlib.suppress(Exception):  # it goes on from its checkpoint
-                self._held = training.held()
+                self._held = training.holding.held()
 
     def _release(self, order: Release) -> None:
         """What is held is needed as a checkpoint, or not at all."""
@@ -355,7 +355,7 @@ def _finished(value: Any, training: Training | None) -> bytes:
         TrialError: It can't be pickled.
     """
     if training is not None:
-        training.leave_final_checkpoint(value)
+        training.moving.leave_final(value)
     try:
         return pack(plain(value))
     except Exception as error:

@@ -54,6 +54,8 @@ class Training:
 
     Attributes:
         parts: What it is made of.
+        moving: Makes its checkpoints.
+        holding: Keeps what this rank can go on with if it loses others.
         batches: See `FleetTrial.batches`.
         in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
@@ -91,18 +93,13 @@ class Training:
         )
         self._prepared = Prepared(self.parts)
         self._resuming: Resuming | None = None
-        self._left_behind = LeftBehind(
-            self._objects if self._run.rank == 0 else (),  # the others hold the same
-            self.parts.state,
-            self.parts.steps.optimizers,
-            session.remark,
-        )
-        self._holding = Holding(self.parts)
+        self._left_behind = LeftBehind(self.parts)
+        self.holding = Holding(self.parts)
         self._within = WithinEpoch(
             self.parts,
             at_step=self._left_behind.begin_batch,
             # With a GPU, a process that has lost peers ends.
-            hold=self._holding.begin_step if kind == "cpu" else None,
+            hold=self.holding.begin_step if kind == "cpu" else None,
             leave=self._leave_within,
             resume=self._resume_within,
         )
@@ -112,8 +109,8 @@ class Training:
             self.parts, pipeline, self._prepared.modules, self._within, self._split_check
         )
         self.batches = self._loader.batches
-        self._moving = Moving(self.parts, self._holding)
-        self._regrouping = Regrouping(self.parts, self._moving, self._prepared)
+        self.moving = Moving(self.parts, self.holding)
+        self._regrouping = Regrouping(self.parts, self.moving, self._prepared)
         self._are_apart = False  # the ranks, as the user was told
         if self._run.inherits is not None:
             self._inherit(held)
@@ -122,7 +119,7 @@ class Training:
             join_group_of(session.run, kind)
             if self._run.checkpoints:
                 self._check_alike(num_damaged)
-        self._moving.begin_run()
+        self.moving.begin_run()
 
     def _inherit(self, held: Held | None) -> None:
         """Go on with what rank 0 holds of a run that has lost others."""
@@ -175,8 +172,8 @@ class Training:
             alone: The other ranks may not be at their end.
             is_needed: They are gone, and the trial goes on with what this process holds.
         """
-        self._moving.end()
-        self._holding.end()
+        self.moving.end()
+        self.holding.end()
         if self.in_stages is not None:
             self.in_stages.close(alone=alone)
         self.parts.steps.close()
@@ -189,10 +186,6 @@ class Training:
             leave_group()
         return self._usage()
 
-    def held(self) -> Held | None:
-        """What the trial can go on with, if this run has lost other ranks."""
-        return self._holding.held()
-
     def _usage(self) -> Usage:
         """Where the time went in this run."""
         waited_s = self._pipeline.waited_s if self._pipeline else 0.0
@@ -202,10 +195,6 @@ class Training:
             profiling_s=self._loader.stopwatch.total_s,
             data_wait_s=spent_s,
         )
-
-    def leave_final_checkpoint(self, value: Any) -> None:
-        """The objective returned `value`: leave its weights behind, if they are among the best."""
-        self._moving.leave_final(value)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -280,7 +269,7 @@ class Training:
             for epoch in range(first, num_epochs):
                 self._position.epoch = self._session.epoch = epoch
                 self._within.begin_epoch()
-                self._holding.begin_epoch()
+                self.holding.begin_epoch()
                 self._left_behind.begin_epoch(sys._getframe(1))
                 yield epoch
                 if self.in_stages is not None:
@@ -300,10 +289,10 @@ class Training:
         decision = self._session.ask(EndEpoch, epoch=epoch)
         if not self._are_apart:
             self._are_apart = are_apart(self._objects, self._session.warn)
-        if decision is EpochDecision.YIELD and self._moving.has_left():
+        if decision is EpochDecision.YIELD and self.moving.has_left():
             self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:
-            self._moving.save()
+            self.moving.save()
         return decision is not EpochDecision.STOP
 
     # -- moves within an epoch --------------------------------------------------------------------
@@ -328,10 +317,10 @@ class Training:
         """Leave at that step; return whether another run goes on here, if not by leaving."""
         if self._split_check is not None:
             self._split_check.end_step()
-        self._holding.settle()
+        self.holding.settle()
         if not self._regrouping.stop(step, self._usage, can_join=self._within.can_be_joined):
             return False
-        self._holding.begin_run()
+        self.holding.begin_run()
         if self._run.world_size > 1:
             self._check_no_split()
             self._prepared.attach_all()  # what was prepared on one device trains on several

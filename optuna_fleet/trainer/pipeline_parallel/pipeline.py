@@ -29,7 +29,7 @@ from optuna_fleet.trainer.pipeline_parallel.stage import PassDone, PipelineStage
 from optuna_fleet.trainer.pipeline_parallel.tied import shared_bytes
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
 from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
-from optuna_fleet.trainer.pipeline_parallel.whole import Holding, WholeModel, WholeOptimizer
+from optuna_fleet.trainer.pipeline_parallel.whole import HeldModel, WholeModel, WholeOptimizer
 from optuna_fleet.wsp.turns import Pass, Turn
 
 
@@ -56,7 +56,7 @@ class Pipeline:
         self._parts = parts
         self._need = need
         self._names = tuple(name for name, _ in model.named_parameters())
-        self._holding = Holding(model, optimizer)
+        self._holding = HeldModel(model, optimizer)
         self._holding.settle = self.flush
         if not options.is_flushed:
             SgdRule(optimizer, ())  # refuses others

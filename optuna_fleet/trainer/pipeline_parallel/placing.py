@@ -27,7 +27,7 @@ from optuna_fleet.trainer.pipeline_parallel.messages import Gradients, Message, 
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss, Noise
 from optuna_fleet.trainer.pipeline_parallel.placement import WIRE, Demand, Placement, Ranks
 from optuna_fleet.trainer.pipeline_parallel.tied import Shared, Ties, shared_parameters
-from optuna_fleet.trainer.pipeline_parallel.whole import Holding, part_of
+from optuna_fleet.trainer.pipeline_parallel.whole import HeldModel, part_of
 
 Need = Callable[[int], NoReturn]
 """Has the trial begin anew on so many devices."""
@@ -112,7 +112,7 @@ class Placed:
 
 
 def place(
-    holding: Holding,
+    holding: HeldModel,
     loss: Loss,
     batch: tuple[Any, Any],
     demand: Demand,
@@ -150,7 +150,7 @@ def place(
 
 
 def _keep(
-    holding: Holding,
+    holding: HeldModel,
     shared: list[Shared],
     placement: Placement,
     directory: Directory,

@@ -28,7 +28,7 @@ def parameters_of(part: nn.Module) -> Mapping[str, nn.Parameter]:
     return {name: p for name, p in part.named_parameters() if p.requires_grad}
 
 
-class Holding:
+class HeldModel:
     """What this rank has of a model and its optimizer: all of it until it keeps a part.
 
     Attributes:
@@ -151,7 +151,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 class WholeModel:
     """The model among what a trial has prepared."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: HeldModel) -> None:
         self.holding = holding
         self.state_dict = holding.model_state
         self.load_state_dict = holding.load_model
@@ -160,7 +160,7 @@ class WholeModel:
 class WholeOptimizer:
     """The optimizer among what a trial has prepared."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: HeldModel) -> None:
         self.state_dict = holding.optimizer_state
         self.load_state_dict = holding.load_optimizer
 

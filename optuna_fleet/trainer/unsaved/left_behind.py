@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.unsaved.carried import Variables, carried, marks_in
 from optuna_fleet.trainer.unsaved.loops import Loop, looping_frame, users_frames, variables_of
 
@@ -52,26 +53,11 @@ class _Seen:
 
 
 class LeftBehind:
-    """Looks at the first two epochs of a loop, and at the first batches of a movable one.
+    """Looks at the first two epochs of a loop, and at the first batches of a movable one."""
 
-    Args:
-        objects: What was prepared so far; grows while the objective runs.
-        state: What else is checkpointed.
-        optimizers: Those that have trained: what else they train is told of already.
-        remark: Given what a sentence is about, and the sentence.
-    """
-
-    def __init__(
-        self,
-        objects: Collection[Any],
-        state: dict[str, Any],
-        optimizers: Collection[torch.optim.Optimizer],
-        remark: Callable[[list[str], str], None],
-    ) -> None:
-        self._objects = objects
-        self._state = state
-        self._optimizers = optimizers
-        self._remark = remark
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._objects = parts.objects if parts.run.rank == 0 else []  # others hold the same
         self._first: _Seen | None = None
         self._begun: _Seen | None = None
         self._num_epochs = 0
@@ -160,7 +146,7 @@ class LeftBehind:
         names = [name for name, key in keys.items() if key not in self._told]
         self._told.update(keys.values())
         if names:
-            self._remark(
+            self._parts.session.remark(
                 [keys[name] for name in names],
                 f"{what} anew when the trial moves to other devices or is resumed: "
                 f"{', '.join(names)}{end}",
@@ -172,14 +158,14 @@ class LeftBehind:
         return [thing for thing in self._objects if isinstance(thing, torch.nn.Module)]
 
     def _kept(self) -> list[Any]:
-        return [thing for thing, _ in _reachable({"": self._state}).values()]
+        return [thing for thing, _ in _reachable({"": self._parts.state}).values()]
 
     def _things(self, frame: FrameType) -> list[tuple[Any, str]]:
         """What the variables of the user's functions lead to, but for what is checkpointed."""
         variables: dict[str, Any] = {}
         for each in users_frames(frame):
             variables = variables_of(each) | variables
-        kept = _reachable({"objects": list(self._objects), "state": self._state})
+        kept = _reachable({"objects": list(self._objects), "state": self._parts.state})
         found = _reachable(variables, without=_NUMBERS)
         return [
             (thing, f"`{name}` ({type(variables[name]).__name__})")
@@ -209,9 +195,9 @@ class LeftBehind:
         shapes += [_shapes(module.parameters()) for module in self._modules()]
         shapes += [_shapes(t for t in tensors if t.requires_grad) for tensors in prepared]
         known = {tensor.data_ptr() for tensors in prepared for tensor in tensors}
-        trained = {
-            p.data_ptr() for o in self._optimizers for g in o.param_groups for p in g["params"]
-        }
+        # What other optimizers train is told of already (`Steps`).
+        groups = [group for o in self._parts.steps.optimizers for group in o.param_groups]
+        trained = {p.data_ptr() for group in groups for p in group["params"]}
         for thing, name in things:
             tensors = _tensors(thing)
             is_module = issubclass(type(thing), torch.nn.Module)
