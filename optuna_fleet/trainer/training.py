@@ -177,6 +177,7 @@ class Training:
         if self.in_stages is not None:
             self.in_stages.close(alone=alone)
         self.parts.steps.close()
+        self._shares.end()
         if self._split_check is not None:
             self._split_check.close()
         self.parts.saver.finish()  # or the file would appear when nobody expects it any more

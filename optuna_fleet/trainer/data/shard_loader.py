@@ -96,7 +96,8 @@ class ShardLoader:
         self._shares = parts.shares
         self._position = parts.position
         self._device = parts.device
-        self._session.collectives = lambda: self._shares.collectives
+        shares = parts.shares  # alone: the session outlives what is trained
+        parts.session.collectives = lambda: shares.collectives
         self._pipeline = pipeline
         self._modules = modules
         self._within = within

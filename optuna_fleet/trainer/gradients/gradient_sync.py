@@ -17,6 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
@@ -254,14 +255,19 @@ class _Reducer:
         self._task = None
 
 
-def hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call `hook` each time that a backward pass has added to a parameter's gradient."""
+def hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `hook` each time that a backward pass has added to a parameter's gradient.
+
+    While what it refers to leads to the parameter, neither is ever freed: Python's collector does
+    not see that a parameter has the hook.
+    """
     # A frozen parameter takes no hook, but keeps one, and may be unfrozen in a later epoch.
     frozen = not param.requires_grad
     param.requires_grad_(True)
-    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     if frozen:
         param.requires_grad_(False)
+    return handle
 
 
 def _set_grad(param: Tensor, view: Tensor) -> None:
