@@ -11,7 +11,7 @@ GATHER_S = 0.15
 """For so long others are waited for that may come."""
 
 AWAIT_S = 1.0
-"""For so long in all those that are known to come."""
+"""For so long in all those that are known to come, while trials run."""
 
 LEAVE_S = 0.5
 """For so long trials that have left a node that goes wait for the others there."""
@@ -33,7 +33,7 @@ class Joins:
 
         Args:
             events: What has changed.
-            at_once: No trial runs yet: tell all.
+            at_once: No trial has run yet: tell all.
         """
         is_first = not self._held
         self._held += events

@@ -65,7 +65,8 @@ class Receiver:
         self._runtime, self._runs = parts.runtime, parts.runs
         self._exclusion = parts.runtime.exclusion
         self._evaluator = evaluator
-        self._joins, self._endings = Joins(lambda: self._runtime.are_starting), Endings()
+        self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting)
+        self._endings = Endings()
         self._node_faults = NodeFaults()
         self._may_grow = not parts.runtime.may_grow
 
@@ -236,7 +237,7 @@ class Receiver:
         return news
 
     def _change_fleet(self, events: list[Event]) -> list[Event]:
-        return self._joins.held_back(events, at_once=not self._runs)
+        return self._joins.held_back(events, at_once=not self._parts.launcher.launched)
 
     # -- what no message tells --------------------------------------------------------------------
 
