@@ -36,7 +36,7 @@ class Fleet:
             calls=RunCalls(world_size=2),
         )
 
-    def rehearse(self, launch: Launch, *, follows: int, answers: Any) -> None:
+    def rehearse(self, launch: Launch, follows: int, answers: Any) -> None:
         assert follows == 5
         self.rehearsals[launch.devices[-1]] = launch.run_id
 

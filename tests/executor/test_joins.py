@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from optuna_fleet.events import DeviceGone, DeviceJoined, RunLingers
-from optuna_fleet.executor.call.gathering import AWAIT_S, GATHER_S, LEAVE_S, Endings, Joins
+from optuna_fleet.events import DeviceGone, DeviceJoined
+from optuna_fleet.executor.call.waits import AWAIT_S, GATHER_S, Deadlines, Joins
 from optuna_fleet.resources import Device
 
 A, B = (DeviceJoined(device=Device(index=i, node=i, kind="cpu")) for i in range(2))
@@ -61,19 +61,24 @@ def test_where_nothing_runs_a_device_is_told_of_at_once() -> None:
     assert joins.held_back([A], at_once=True) == [A]
 
 
-def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first() -> None:
+def test_a_wait_begins_once_is_told_of_once_when_it_is_over_and_can_be_dropped() -> None:
     clock = Clock()
-    endings = Endings(clock)
-    endings.rank_ended(7, is_last=False)
-    endings.rank_ended(8, is_last=False)
+    waits = Deadlines(clock)
+    waits.begin(7, GATHER_S)
+    waits.begin(8, GATHER_S)
     clock.now += GATHER_S / 2
-    endings.rank_ended(7, is_last=False)
-    endings.rank_ended(8, is_last=True)
-    assert (endings.due(), endings.soonest()) == ([], [100.0 + GATHER_S])
+    waits.begin(7, GATHER_S)
+    waits.drop(8)
+    assert (waits.take_expired(), waits.soonest()) == ([], [100.0 + GATHER_S])
     clock.now += GATHER_S
-    assert endings.due() == [RunLingers(run_id=7)]
-    assert (endings.due(), endings.soonest()) == ([], [])
-    endings.leaves(9)
-    assert endings.soonest() == [clock.now + LEAVE_S]
-    endings.rank_ended(9, is_last=True)
-    assert endings.soonest() == []
+    assert (waits.take_expired(), waits.take_expired(), waits.soonest()) == ([7], [], [])
+    waits.drop(7)
+
+
+def test_a_device_that_is_given_more_time_keeps_the_less_that_it_had() -> None:
+    clock = Clock()
+    waits = Deadlines(clock)
+    waits.give([1, 2], 3.0)
+    waits.give([2, 3], 10.0)
+    clock.now += 3.0
+    assert (waits.take_expired(), waits.soonest()) == ([1, 2], [110.0])

@@ -33,12 +33,12 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.calls import RunCalls
-from optuna_fleet.executor.call.deadlines import Deadlines
-from optuna_fleet.executor.call.handovers import Handovers
+from optuna_fleet.executor.call.handovers import Handovers, Start
 from optuna_fleet.executor.call.launcher import Launcher
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.waits import Deadlines
 from optuna_fleet.executor.call.watchdog import Limits
 from optuna_fleet.executor.cluster import cores
 from optuna_fleet.executor.cluster.agent import main
@@ -838,8 +838,7 @@ def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> N
         handovers=Handovers(no_order, no_order, no_order, no_order),
         runs={1: before},
     )
-    evaluator: Any = None
-    assert Receiver(parts, evaluator).take(died(0, out_of_memory=True)) == []
+    assert Receiver(parts).take(died(0, out_of_memory=True)) == []
     assert before.remaining() == [1]
 
 
@@ -856,8 +855,7 @@ def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
         handovers.rank_ended(run, Ended(rank=rank, device=rank, **fields))
     runtime = SimpleNamespace(exclusion=None, may_grow=False)
     parts: Any = SimpleNamespace(runtime=runtime, handovers=handovers, runs={1: run})
-    evaluator: Any = None
-    Receiver(parts, evaluator).take(NodeLeaving(text="", devices=(0, 1)))
+    Receiver(parts).take(NodeLeaving(text="", devices=(0, 1)))
     assert [(device, order.saves) for device, order in sent] == [(0, True), (1, False)]
 
 
@@ -906,7 +904,9 @@ def launcher_of(runtime: Any, folder: Any) -> Launcher:
         maximize=False,
     )
     retention: Any = SimpleNamespace(folder=folder, keeps_any=False, drop=folder.drop)
-    return Launcher(runtime, job, retention, adopted=())
+    ledger: Any = SimpleNamespace(suggested=lambda number: {})
+    proposals: Any = mock.MagicMock(adopted=tuple)
+    return Launcher(runtime, job, retention, ledger, proposals)
 
 
 def has_objective(launcher: Launcher, *nodes: int) -> None:
@@ -919,14 +919,14 @@ def test_a_node_is_sent_the_objective_once_and_runs_wait_for_it(tmp_path: Path) 
     runtime: Any = FakeRuntime()
     launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
     for device in DEVICES:
-        launcher.launch(launch(device, device), trial_id=device, parameters={})
+        launcher.launch(Start(launch=launch(device, device)), saves=False)
     assert [to for to, _ in runtime.told] == ["agent of 0", "agent of 1"]
     assert runtime.sent == []
     launcher.objective_kept(ObjectiveKept(agent="agent of 1", objective_id=7, path="/of/another"))
     has_objective(launcher, 1)
     assert runtime.sent == [(2, 2), (3, 3)]
     assert [order.objective_at for order in runtime.orders] == ["/of/1", "/of/1"]
-    launcher.launch(launch(8, 2), trial_id=8, parameters={})
+    launcher.launch(Start(launch=launch(8, 2)), saves=False)
     assert runtime.sent == [(2, 2), (3, 3), (2, 8)]
     has_objective(launcher, 0)
     assert runtime.sent[3:] == [(0, 0), (1, 1)]
@@ -937,7 +937,7 @@ def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: P
     runtime, folder = FakeRuntime(), runtimes.StudyFolder(tmp_path, "study")
     launcher = launcher_of(runtime, folder)
     has_objective(launcher)
-    launcher.launch(launch(1, 0), trial_id=1, parameters={})
+    launcher.launch(Start(launch=launch(1, 0)), saves=False)
     folder.path.mkdir()
     names = [f"trial-1.1-{epoch}.0123abcd-0.pt" for epoch in (3, 4, 5, 6)]
     for name in [*names, "trial-1.1-2.0123abcd-0.best.pt", "trial-2.1-1.0123abcd-0.pt"]:
@@ -945,7 +945,7 @@ def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: P
     paths = [str(folder.path / name) for name in names]
     for told, want in [(None, []), (paths[2], paths[2::-1]), ("there", ["there"])]:
         begun = replace(launch(1, 0), checkpoint=told)
-        launcher.launch(begun, trial_id=1, parameters={})
+        launcher.launch(Start(launch=begun), saves=False)
         assert list(runtime.orders[-1].checkpoints) == want
 
 
@@ -953,8 +953,8 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     """Its successor would be busy with a run that nobody knows any more."""
     runtime: Any = FakeRuntime()
     launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
-    launcher.launch(launch(1, 0, 1), trial_id=1, parameters={})
-    launcher.launch(launch(2, 2, 3), trial_id=2, parameters={})
+    launcher.launch(Start(launch=launch(1, 0, 1)), saves=False)
+    launcher.launch(Start(launch=launch(2, 2, 3)), saves=False)
     launcher.trainer_died(1)
     has_objective(launcher)
     runtime.rendezvous.ready(store_of("agent"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from optuna_fleet.events import CheckpointSaved, Launch
 from optuna_fleet.executor.call.runs import RunRecord
@@ -20,13 +20,6 @@ from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.messages import CheckpointFailed, Ended, Place, Rehearsed, Release
 
 Answers = dict[int, tuple[str, Reply]]
-
-
-class Rehearse(Protocol):
-    """Sends the order to rehearse."""
-
-    def __call__(self, launch: Launch, *, follows: int, answers: Answers) -> None:
-        """To the last device of this launch; the answers are those to the beginning's calls."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,7 +109,7 @@ class Handovers:
     Args:
         send: Sends an order to the trainer of a device.
         interrupt: Has a run stop, where those of its ranks wait that stay.
-        rehearse: See `Rehearse`.
+        rehearse: Orders the last device of a launch to rehearse, to join the run of this id.
         call_off: Forgets an order to rehearse, if it was not sent.
     """
 
@@ -124,7 +117,7 @@ class Handovers:
         self,
         send: Callable[[int, Any], None],
         interrupt: Callable[[RunRecord, tuple[int, ...]], None],
-        rehearse: Rehearse,
+        rehearse: Callable[[Launch, int, Answers], None],
         call_off: Callable[[int], None],
     ) -> None:
         self._send = send
@@ -170,7 +163,7 @@ class Handovers:
         )
         others = (other for other in devices if other != device)
         launch = replace(launch, run_id=order, devices=(*others, device), checkpoint=None)
-        self._rehearse(launch, follows=run.launch.run_id, answers=run.calls.beginning)
+        self._rehearse(launch, run.launch.run_id, run.calls.beginning)
 
     def _leave_rehearsal(self, device: int) -> None:
         """None is needed there any more."""

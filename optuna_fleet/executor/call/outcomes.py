@@ -11,7 +11,7 @@ from typing import Any
 from optuna_fleet.events import Event, ProposalsExhausted, StartRound
 from optuna_fleet.exceptions import StorageLostError, TrainerLostError
 from optuna_fleet.executor.call.runs import RunRecord, decision_of
-from optuna_fleet.executor.call.summary import Tally
+from optuna_fleet.executor.call.tally import Tally
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals

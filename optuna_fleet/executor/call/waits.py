@@ -1,20 +1,54 @@
-"""Devices that join, and ranks that end, at nearly the same time: one plan serves all of them."""
+"""How long is waited: for devices that join at nearly the same time, for what is to end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from optuna_fleet.events import DeviceJoined, Event, RunLingers
+from optuna_fleet.events import DeviceJoined, Event
 
 GATHER_S = 0.15
-"""For so long others are waited for that may come."""
+"""For so long others are waited for that may come, or end: one plan serves all of them."""
 
 AWAIT_S = 1.0
 """For so long in all those that are known to come."""
 
 LEAVE_S = 0.5
 """For so long trials that have left a node that goes wait for the others there."""
+
+
+class Deadlines:
+    """Of devices, or runs, by their number and the clock."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._until: dict[int, float] = {}
+
+    def give(self, numbers: Iterable[int], grace_s: float) -> None:
+        """Let each have so many seconds from now, or fewer if it had fewer."""
+        until = self._clock() + grace_s
+        for number in numbers:
+            self._until[number] = min(until, self._until.get(number, until))
+
+    def begin(self, number: int, grace_s: float) -> None:
+        """Let this one have so many seconds from now, unless it had some."""
+        self._until.setdefault(number, self._clock() + grace_s)
+
+    def drop(self, number: int) -> None:
+        """This one needs no more time."""
+        self._until.pop(number, None)
+
+    def take_expired(self) -> list[int]:
+        """Forget and return those whose time is over."""
+        now = self._clock()
+        expired = [number for number, until in self._until.items() if now >= until]
+        for number in expired:
+            del self._until[number]
+        return expired
+
+    def soonest(self) -> list[float]:
+        """The next one, if there is any."""
+        return sorted(self._until.values())[:1]
 
 
 class Joins:
@@ -57,34 +91,3 @@ class Joins:
     def _all(self) -> list[Event]:
         events, self._held = self._held, []
         return events
-
-
-class Endings:
-    """Tells of runs that take longer to end than others can wait."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._until: dict[int, float] = {}
-
-    def rank_ended(self, run_id: int, *, is_last: bool) -> None:
-        """A rank has ended; the first begins the wait, the last ends it."""
-        if is_last:
-            self._until.pop(run_id, None)
-        else:
-            self._until.setdefault(run_id, self._clock() + GATHER_S)
-
-    def leaves(self, run_id: int) -> None:
-        """A run is told to leave a node that goes; others may be, too."""
-        self._until.setdefault(run_id, self._clock() + LEAVE_S)
-
-    def due(self) -> list[Event]:
-        """Runs that have been waited for; each is named once."""
-        now = self._clock()
-        late = [run_id for run_id, until in self._until.items() if now >= until]
-        for run_id in late:
-            del self._until[run_id]
-        return [RunLingers(run_id=run_id) for run_id in late]
-
-    def soonest(self) -> list[float]:
-        """When the next is due, if there is any."""
-        return [min(self._until.values())] if self._until else []
