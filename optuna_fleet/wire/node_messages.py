@@ -11,6 +11,9 @@ from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Settings
 
+SIGN_EVERY_S = 1.0
+"""Seconds between two signs of life."""
+
 # -- hello ----------------------------------------------------------------------------------------
 
 

@@ -23,8 +23,7 @@ from optuna_fleet import (
     SharedPipeline,
 )
 from optuna_fleet.exceptions import is_of_device
-from optuna_fleet.executor.fleet.device_faults import DeviceFaults
-from optuna_fleet.executor.fleet.node_faults import NodeFaults
+from optuna_fleet.executor.fleet.faults import DeviceFaults, NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
 from optuna_fleet.trainer.main import ailment_of

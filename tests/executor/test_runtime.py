@@ -40,19 +40,20 @@ from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.waits import Deadlines
 from optuna_fleet.executor.call.watchdog import Limits
-from optuna_fleet.executor.cluster import cores
 from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.agent.main import versions
-from optuna_fleet.executor.cluster.config import AgentOptions, NodeSetup, machine
+from optuna_fleet.executor.cluster.config import (
+    AgentOptions,
+    NodeSetup,
+    machine,
+    pipeline_setup,
+)
 from optuna_fleet.executor.cluster.engine import Departure, Network
-from optuna_fleet.executor.fleet import agents
 from optuna_fleet.executor.fleet import runtime as runtimes
 from optuna_fleet.executor.fleet.agents import NOTICE_S
-from optuna_fleet.executor.fleet.leases import LEASE_S
-from optuna_fleet.executor.fleet.nodes import CAUSE_LIMIT_S, Nodes
+from optuna_fleet.executor.fleet.nodes import CAUSE_LIMIT_S, LEASE_S, Nodes, Startup
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.runtime import Runtime
-from optuna_fleet.executor.fleet.startup import Startup
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.spec import PipelineSetup
@@ -158,13 +159,11 @@ class FakeHub:
     def give_up(self, agent: str) -> None:
         self.agents.pop(agent, None)
 
-    def close(self) -> None:
+    def give_signs(self) -> None:
         pass
 
-
-@pytest.fixture(autouse=True)
-def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "giving_signs", lambda channels: lambda: None)
+    def close(self) -> None:
+        pass
 
 
 def new_runtime(engine: Any, folder: Path | None, *, has_leases: bool = False) -> Runtime:
@@ -1013,7 +1012,7 @@ def pipeline_of(kind: str = "cpu", **more: Any) -> PipelineSetup:
     pipeline = SharedPipeline(train=[1.0], finish=halve, **more)
     visible = "" if kind == "cpu" else "0"
     devices = [Device(index=index, node=0, kind=kind, visible=visible) for index in range(2)]
-    return cores.pipeline_setup(pipeline.packed(), devices, cores=12)
+    return pipeline_setup(pipeline.packed(), devices, cores=12)
 
 
 def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything() -> None:

@@ -28,7 +28,7 @@ from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord, model_of
 from optuna_fleet.executor.call.waits import GATHER_S, LEAVE_S, Deadlines, Joins
 from optuna_fleet.executor.call.watchdog import Broken, Hung
-from optuna_fleet.executor.fleet.node_faults import NodeFaults
+from optuna_fleet.executor.fleet.faults import NodeFaults
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.wire.calls import EndEpoch, RankCall, Report
 from optuna_fleet.wire.messages import (

@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.agent.agent import SIGN_EVERY_S
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import NodeSetup, machine
 from optuna_fleet.executor.cluster.engine import Departure, Engine, Network, Readable
 from optuna_fleet.executor.fleet.connections import Connections
-from optuna_fleet.executor.fleet.device_faults import DeviceFaults
-from optuna_fleet.executor.fleet.leases import LEASE_S, giving_signs
-from optuna_fleet.executor.fleet.nodes import Node, Nodes
-from optuna_fleet.executor.fleet.startup import Startup
+from optuna_fleet.executor.fleet.faults import DeviceFaults
+from optuna_fleet.executor.fleet.nodes import LEASE_S, Node, Nodes, Startup
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import (
+    SIGN_EVERY_S,
     AgentJoining,
     ConnectionEnded,
     NodeLeaving,
@@ -87,7 +85,8 @@ class Agents:
         self._leaving: set[str] = set()  # of whose nodes that was told; no two are alike
         self._wanted: int | None = None
         engine.open(connections.invitation)
-        self._stop_signs = giving_signs(connections.agents) if network.has_leases else None
+        if network.has_leases:
+            connections.give_signs()
         for name in engine.expected():
             self._await(name)
 
@@ -324,8 +323,6 @@ class Agents:
 
     def close(self) -> None:
         """End all agents."""
-        if self._stop_signs is not None:
-            self._stop_signs()
         for node in self.nodes:
             self.tell(node.agent, Quit())
         for name in self._engine.expected():

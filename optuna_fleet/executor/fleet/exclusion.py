@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.fleet.agents import Agents
-from optuna_fleet.executor.fleet.device_faults import DeviceFaults
+from optuna_fleet.executor.fleet.faults import DeviceFaults
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.wire.node_messages import LeaveOut
 

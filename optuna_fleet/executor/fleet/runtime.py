@@ -21,13 +21,11 @@ from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
 from optuna_fleet.executor.fleet.agents import Agents
 from optuna_fleet.executor.fleet.connections import Connections
-from optuna_fleet.executor.fleet.device_faults import DeviceFaults
 from optuna_fleet.executor.fleet.exclusion import Exclusion
-from optuna_fleet.executor.fleet.leases import DRIVER_LEASE_S
-from optuna_fleet.executor.fleet.nodes import Node, Nodes
-from optuna_fleet.executor.fleet.pipeline_reports import PipelineReports
+from optuna_fleet.executor.fleet.faults import DeviceFaults
+from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S, Node, Nodes
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
-from optuna_fleet.executor.fleet.sharing import ChunkSharing
+from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.options import Limits

@@ -32,6 +32,7 @@ from optuna_fleet.resources import Device
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import (
+    SIGN_EVERY_S,
     KeepObjective,
     KillTrainer,
     LeaveOut,
@@ -51,7 +52,6 @@ from optuna_fleet.wire.node_messages import (
     TrainerStarted,
 )
 
-SIGN_EVERY_S = 1.0
 _END_LIMIT_S = 2.0
 _REPORT_EVERY_S = 2.0
 _STORE = -1  # what `Backoff` knows it by, beside the devices

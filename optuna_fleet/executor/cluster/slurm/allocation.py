@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.asking import News
 from optuna_fleet.executor.cluster.engine import Departure
-from optuna_fleet.executor.cluster.news import News
 from optuna_fleet.executor.cluster.slurm.commands import ask_jobs, departures_of
 from optuna_fleet.executor.cluster.slurm.step import Step, show
 from optuna_fleet.processes import cause_of_death

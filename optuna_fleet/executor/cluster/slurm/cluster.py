@@ -14,8 +14,8 @@ from typing import Any
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.cluster.asking import TellsNews
 from optuna_fleet.executor.cluster.engine import Network
-from optuna_fleet.executor.cluster.news import TellsNews
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.cluster.slurm.allocation import Allocation
 from optuna_fleet.executor.cluster.slurm.commands import (
