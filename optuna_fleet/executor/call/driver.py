@@ -48,8 +48,10 @@ class Driver:
         parts = self._parts
         self._events += self._receiver.growth()
         self._devices.begin(self._runtime.nodes.devices.values(), time.time())
-        live, devices = self._runtime.trainers.live, self._runtime.agents.devices
-        self._events += [DeviceJoined(device=devices[d]) for d in live]
+        trainers, devices = self._runtime.trainers, self._runtime.agents.devices
+        # One that the last call has killed has a successor, which joins.
+        there = [device for device in trainers.live if not trainers.is_killed(device)]
+        self._events += [DeviceJoined(device=devices[d]) for d in there]
         for number in parts.proposals.adopted():
             parts.ledger.note_restart(number)
         try:
