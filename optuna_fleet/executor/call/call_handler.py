@@ -26,8 +26,6 @@ class CallHandler:
 
     Args:
         send: Sends an answer, or a question, to the trial on a device.
-        ledger: The study's.
-        retention: Of the study's checkpoints.
         in_process: The trial is in this process: it gets errors as they were raised, and nobody
             else has to wait for a slow sampler.
     """
@@ -49,11 +47,7 @@ class CallHandler:
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
     def take(self, run: RunRecord, call: RankCall | Remark | AtStep) -> int | None:
-        """Take a call and answer it, unless it asks what to do after an epoch.
-
-        Returns:
-            That epoch; its answer is due later.
-        """
+        """Take a call and answer it; or return the epoch of one that asks what to do after it."""
         if isinstance(call, Remark):
             self._warn(run.launch.number, call)
             return None

@@ -107,7 +107,6 @@ class Handovers:
     """Knows which ranks wait, and who must write a checkpoint before anything is lost.
 
     Args:
-        send: Sends an order to the trainer of a device.
         interrupt: Has a run stop, where those of its ranks wait that stay.
         rehearse: Orders the last device of a launch to rehearse, to join the run of this id.
         call_off: Forgets an order to rehearse, if it was not sent.
@@ -133,12 +132,9 @@ class Handovers:
     # -- before a run stops -----------------------------------------------------------------------
 
     def interrupt(self, run: RunRecord, devices: Collection[int], busy: Collection[int]) -> None:
-        """Have a run stop, once those that are to join it on idle devices are ready.
+        """Have a run stop, as its trial is to have these devices.
 
-        Args:
-            run: Which.
-            devices: Those that its trial is to have.
-            busy: Where runs are.
+        Once those that are to join it are ready, on devices where no run is `busy`.
         """
         own = run.launch.devices
         stays = tuple(rank for rank, device in enumerate(own) if device in devices)
@@ -371,9 +367,6 @@ def agreed(holds: Mapping[int, Place]) -> tuple[int, ...]:
     Of the steps that are to be held, each rank holds the last one that it knows all to have come
     to, the dead included. So the furthest that any holds is the right one: before it nothing is
     missing. Others, which have not heard in time, hold the one before.
-
-    Args:
-        holds: The step of each that holds any, by device.
     """
     furthest = max(holds.values(), default=None)
     return tuple(sorted(device for device, place in holds.items() if place == furthest))

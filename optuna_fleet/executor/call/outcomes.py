@@ -6,18 +6,20 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from optuna_fleet.events import Event, ProposalsExhausted, StartRound
 from optuna_fleet.exceptions import StorageLostError, TrainerLostError
-from optuna_fleet.executor.call.runs import RunRecord, decision_of
+from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.tally import Tally
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.ledger import Decision, Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 
 
+@dataclass(slots=True)
 class Outcomes:
     """Those of one call.
 
@@ -26,20 +28,16 @@ class Outcomes:
             trials that fly are done.
     """
 
-    def __init__(
-        self, ledger: Ledger, proposals: Proposals, retention: CheckpointRetention, tally: Tally
-    ) -> None:
-        self.failure: BaseException | None = None
-        self._ledger = ledger
-        self._proposals = proposals
-        self._retention = retention
-        self._tally = tally
+    _ledger: Ledger
+    _proposals: Proposals
+    _retention: CheckpointRetention
+    _tally: Tally
+    failure: BaseException | None = None
 
     def propose(self, *, again: bool = False) -> list[Event]:
         """Ask the study for trials; if that fails, there are no more.
 
-        Args:
-            again: Only if it was asked before, and had none yet.
+        If `again`, only if it was asked before, and had none yet.
 
         Raises:
             StorageLostError: The storage is lost.
@@ -51,11 +49,7 @@ class Outcomes:
             return [ProposalsExhausted()]
 
     def finish(self, run: RunRecord) -> None:
-        """A trial is done: tell how its last run ended it.
-
-        Raises:
-            BaseException: Ctrl-C, or the storage is lost.
-        """
+        """A trial is done: tell how its last run ended it."""
         self._tell(run.launch.number, *run.outcome())
 
     def run_again(self, run: RunRecord, *, outlives: bool) -> None:
@@ -70,11 +64,7 @@ class Outcomes:
             self._tally.rescales += 1
 
     def give_up(self, run: RunRecord, restarts: int) -> None:
-        """A trial has lost its devices too often: it fails.
-
-        Raises:
-            BaseException: Ctrl-C, or the storage is lost.
-        """
+        """A trial has lost its devices too often: it fails."""
         number = run.launch.number
         error = TrainerLostError(
             f"Trial {number} lost its devices {restarts} times, the last time because {run.cause}."
@@ -88,7 +78,17 @@ class Outcomes:
 
     def start_round(self, started: StartRound) -> None:
         """A plan is carried out: record it, and say so where anything moves."""
-        decision = decision_of(started)
+        plan = started.plan
+        decision = Decision(
+            time=time.time(),
+            round=started.round,
+            moves=started.moves,
+            allocator=plan.allocator,
+            reason=plan.reason,
+            status=plan.status,
+            gap=plan.gap,
+            solve_time_s=plan.solve_time_s,
+        )
         self._tally.decisions.append(decision)
         self._ledger.record_decision(decision)
         level = logging.INFO if started.moves or started.round == 1 else logging.DEBUG

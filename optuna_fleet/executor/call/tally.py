@@ -94,9 +94,6 @@ class Moves:
     That is from the order to leave until its last rank has left, and from its launch until its
     first batch there is done: checkpoint, set-up, compilation. How long it had to wait for its new
     devices is no cost of the move.
-
-    Attributes:
-        seconds: What each has cost.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,7 +135,6 @@ class PipelineLog:
     """Turns counts since the start of the fleet into spans. Pure.
 
     Args:
-        record: Given each span.
         base: What had been done when the call began.
         began: When that was, in seconds since the epoch.
     """

@@ -65,9 +65,7 @@ class Joins:
     def held_back(self, events: Sequence[Event], *, at_once: bool = False) -> list[Event]:
         """What to tell now: nothing of devices that join; anything else comes after these.
 
-        Args:
-            events: What has changed.
-            at_once: No trial runs yet: tell all.
+        If no trial runs yet, all is told `at_once`.
         """
         is_first = not self._held
         self._held += events

@@ -43,18 +43,13 @@ class Agents:
     """The agents of one executor.
 
     Args:
-        engine: Places them.
-        connections: To them.
-        network: How they reach the driver.
         faults: Says what is left out.
         set_up: What a node is told that joins with these devices.
         start_s: Seconds that a process has to become ready; None for no limit.
 
     Attributes:
-        nodes: Those that are there.
         devices: All devices that ever were there, by number.
         startup: Which agents and trainers are awaited.
-        clock: Seconds since any time.
     """
 
     def __init__(

@@ -45,7 +45,6 @@ class Connections:
 
     Attributes:
         secret: What agents and trainers must know.
-        invitation: What lets an agent connect.
         agents: Channels by incarnation.
         trainers: Channels by process: a device's next trainer is another one.
         on_transfer: Is given the connections that carry checkpoints.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.fleet.agents import Agents
 from optuna_fleet.executor.fleet.faults import DeviceFaults
@@ -9,13 +11,13 @@ from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.wire.node_messages import LeaveOut
 
 
+@dataclass(slots=True)
 class Exclusion:
-    """That of one executor, for as long as its fleet runs."""
+    """Leaves out devices and nodes that keep failing: nothing is started there any more."""
 
-    def __init__(self, faults: DeviceFaults, agents: Agents, trainers: Trainers) -> None:
-        self._faults = faults
-        self._agents = agents
-        self._trainers = trainers
+    _faults: DeviceFaults
+    _agents: Agents
+    _trainers: Trainers
 
     @property
     def nodes_in_use(self) -> set[str]:
@@ -28,13 +30,9 @@ class Exclusion:
         return self._agents.devices[device].node_name
 
     def device_failed(self, device: int, problem: str) -> None:
-        """A device itself has failed.
-
-        Raises:
-            LaunchError: No device is left that works.
-        """
-        there, is_last = self._agents.nodes.devices, not self._agents.are_starting
-        if self._faults.failed(device, problem, there=there, is_last=is_last):
+        """A device itself has failed."""
+        there, is_starting = self._agents.nodes.devices, self._agents.are_starting
+        if self._faults.failed(device, problem, there=there, is_starting=is_starting):
             self._end_trainers(device)
 
     def start_failed(self, device: int, error: LaunchError) -> None:

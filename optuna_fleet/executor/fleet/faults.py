@@ -33,15 +33,11 @@ class DeviceFaults:
         self._in_a_row.pop(device, None)
 
     def failed(
-        self, device: int, problem: str, *, there: Iterable[int], is_last: bool = True
+        self, device: int, problem: str, *, there: Iterable[int], is_starting: bool = False
     ) -> bool:
         """A device has failed; return whether it is left out from now on.
 
-        Args:
-            device: Which.
-            problem: How, in words.
-            there: All devices of the fleet.
-            is_last: None is on its way beside these.
+        It may be the last of those that are `there`, if no other node `is_starting`.
 
         Raises:
             LaunchError: It was the last.
@@ -54,7 +50,7 @@ class DeviceFaults:
             return False
         why = f"it has failed {number} times in a row, the last time with: {problem}"
         self.leave_out([device], f"device {device}", why)
-        if is_last and self.left_out.issuperset(there):
+        if not is_starting and self.left_out.issuperset(there):
             raise LaunchError(
                 f"No device is left: each has failed {_MAX_IN_A_ROW} times in a row, the last one "
                 f"with: {problem}"

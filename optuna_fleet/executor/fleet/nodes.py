@@ -33,7 +33,6 @@ class Node:
     """A node that has joined.
 
     Attributes:
-        name: Its name.
         agent: The incarnation of its agent.
         devices: Its devices, under their numbers in the fleet.
         pid: Of its agent; None if that is on another machine.
@@ -61,7 +60,6 @@ class Nodes:
 
     Args:
         lease_s: Seconds of silence after which a node is lost; None for no limit.
-        clock: Seconds since any time.
 
     Attributes:
         devices: The devices that are there, by number.

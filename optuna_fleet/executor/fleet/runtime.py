@@ -59,8 +59,6 @@ class Runtime:
 
     Attributes:
         profiles: Measured training rates by model structure; they serve later calls too.
-        agents: Lets nodes join and leave.
-        trainers: The life of the trainers.
         rendezvous: The store where the ranks of a trial find each other.
         faults: Which devices are left out; `exclusion` leaves them out.
     """
@@ -88,7 +86,7 @@ class Runtime:
         self._reports = PipelineReports()
         self.connections = Connections(network.host, network.port)
         self._setups = NodeSetups(
-            pipeline,
+            pipeline=pipeline,
             preload=preload,
             private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
             stuck_s=limits.stuck_s,
@@ -118,11 +116,7 @@ class Runtime:
     # -- messages ---------------------------------------------------------------------------------
 
     def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
-        """Wait for messages as `Connections` does; what is about processes is noted on the way.
-
-        Raises:
-            LaunchError: No agent can work on the last node.
-        """
+        """Wait for messages as `Connections` does; what is about processes is noted on the way."""
         for node, cause, is_replaced in self.agents.lost():
             yield from self._lose(node, cause, is_replaced=is_replaced)
         for joining in self.agents.admitted():
@@ -250,11 +244,7 @@ class Runtime:
         return events
 
     def rank_ended(self, message: Ended) -> list[Event]:
-        """Note what the end of a rank says of its trainer and its device.
-
-        Raises:
-            LaunchError: No device is left that works.
-        """
+        """Note what the end of a rank says of its trainer and its device."""
         if message.has_device_failed:
             problem = message.error.description if message.error is not None else ""
             self.exclusion.device_failed(message.device, problem)

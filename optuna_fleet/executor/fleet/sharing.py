@@ -61,7 +61,6 @@ class ChunkSharing:
     Args:
         exchange: The scheme; "auto" for the cheapest, once the rates are known. A broadcast that
             is wanted is that of the first node, or of half of the nodes.
-        tell: Sends to an agent.
 
     Attributes:
         plan: What agents were told last.

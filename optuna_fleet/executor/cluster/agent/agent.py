@@ -65,11 +65,8 @@ class Agent:
     """The processes of one node, driven by one selector.
 
     Args:
-        channel: To the driver, which this agent has joined.
-        invitation: With which its trainers connect to the same driver.
         name: This incarnation of the agent.
         host: Address under which other nodes reach this one.
-        setup: What the driver wants of it.
         notice_s: Seconds that the node is left after a SIGTERM; None if that ends the agent.
     """
 

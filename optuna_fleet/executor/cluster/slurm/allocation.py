@@ -25,9 +25,7 @@ class Allocation:
     """Threads that start agents, listen to srun, and tell what it says.
 
     Args:
-        job: The allocation's number.
         agent: Command line of an agent, but for its name.
-        environment: Of srun.
         nodes: Those that the allocation had in the beginning.
     """
 

@@ -96,13 +96,7 @@ def hint_at_slurm(environment: Mapping[str, str]) -> None:
 
 
 class SlurmEngine(TellsNews):
-    """Starts agents in the allocation that this process is in.
-
-    Args:
-        job: The allocation's number.
-        agent: Command line of an agent, but for its name.
-        notice_s: Seconds that its nodes are left after a notice.
-    """
+    """Starts agents in the allocation that this process is in."""
 
     def __init__(self, job: str, agent: Sequence[str], notice_s: float) -> None:
         self._job = job
