@@ -126,7 +126,6 @@ class Nodes:
         joining = AgentJoining(
             agent=f"agent-{node}",
             node=f"node-{node}",
-            host="127.0.0.1",
             devices=devices,
             cores=64,
             machine="another",

@@ -31,7 +31,6 @@ class AgentJoining:
     Attributes:
         agent: Its incarnation: no two agents have the same.
         node: Name of the node; the same when another agent joins from there.
-        host: Address under which other nodes reach this one.
         devices: Its slots, numbered within the node.
         cores: How many it may use.
         machine: What tells whether two processes see the same process ids.
@@ -41,7 +40,6 @@ class AgentJoining:
 
     agent: str
     node: str
-    host: str
     devices: tuple[Device, ...]
     cores: int
     machine: str

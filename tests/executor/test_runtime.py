@@ -191,7 +191,6 @@ def runtime(
 def joining(agent: str, **more: Any) -> AgentJoining:
     known: dict[str, Any] = {
         "node": "here",
-        "host": "127.0.0.1",
         "devices": tuple(Device(index=index, node=0, kind="cpu") for index in range(2)),
         "cores": 2,
         "machine": machine(),

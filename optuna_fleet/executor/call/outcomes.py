@@ -1,4 +1,4 @@
-"""What the study is told: what becomes of trials (done, run again, given back), and of plans."""
+"""What becomes of trials: converged or not at an epoch's end, done, run again, given back."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from optuna_fleet.events import Event, ProposalsExhausted, StartRound
+from optuna_fleet.events import EpochEnded, Event, ProposalsExhausted, StartRound
 from optuna_fleet.exceptions import StorageLostError, TrainerLostError
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.tally import Tally
+from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import Decision, Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
@@ -21,7 +22,7 @@ from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 
 @dataclass(slots=True)
 class Outcomes:
-    """Those of one call.
+    """Tells the study what becomes of the trials of one call, and of plans.
 
     Attributes:
         failure: The first failure of a trial that `catch` did not cover: it is raised once the
@@ -127,3 +128,46 @@ class Outcomes:
         with contextlib.suppress(Exception):  # the storage may be what has failed
             for run in runs:
                 self._ledger.record(run.launch.number, run.aborted(end=time.time()))
+
+
+class EpochEvaluator:
+    """Asks the user's convergence criterion and predictor about the trials of one call."""
+
+    def __init__(self, options: Options, ledger: Ledger, *, maximize: bool | None) -> None:
+        self._convergence = options.convergence
+        self._predictor = options.predictor
+        self._maximize = maximize
+        self._ledger = ledger
+        self._has_complained = False
+
+    def epoch_ended(self, run_id: int, number: int, epochs_done: int) -> EpochEnded:
+        """The event that a trial has done so many epochs."""
+        return EpochEnded(
+            run_id=run_id,
+            epochs_done=epochs_done,
+            converged=self.has_converged(number),
+            predicted_epochs=self._predicted_epochs(number),
+        )
+
+    def has_converged(self, number: int) -> bool:
+        """Whether a trial ends here."""
+        if self._convergence is None or self._maximize is None:
+            return False
+        values = self._ledger.reported_values(number)
+        return self._convergence.is_reached(values, maximize=self._maximize)
+
+    def _predicted_epochs(self, number: int) -> float | None:
+        """A predictor that fails is as good as none: it only ever helps to plan."""
+        if self._predictor is None:
+            return None
+        try:
+            predicted = self._predictor(self._ledger.frozen(number))
+            return None if predicted is None else float(predicted)
+        except Exception as error:
+            if not self._has_complained:
+                self._has_complained = True
+                fleet_logger.warning(
+                    f"The predictor failed for trial {number}, and is passed over where it does: "
+                    f"{type(error).__name__}: {error}"
+                )
+            return None

@@ -8,10 +8,9 @@ from optuna_fleet.events import Event
 from optuna_fleet.executor.call.call_handler import CallHandler
 from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.executor.call.calls import RunCalls
-from optuna_fleet.executor.call.epoch_evaluator import EpochEvaluator
 from optuna_fleet.executor.call.handovers import Handovers, Start
 from optuna_fleet.executor.call.launcher import Launcher
-from optuna_fleet.executor.call.outcomes import Outcomes
+from optuna_fleet.executor.call.outcomes import EpochEvaluator, Outcomes
 from optuna_fleet.executor.call.runs import Job, RunRecord
 from optuna_fleet.executor.call.tally import DeviceLog, PipelineLog, Tally
 from optuna_fleet.executor.call.waits import Deadlines

@@ -21,8 +21,7 @@ from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
 from optuna_fleet.executor.fleet.agents import Agents
 from optuna_fleet.executor.fleet.connections import Connections
-from optuna_fleet.executor.fleet.exclusion import Exclusion
-from optuna_fleet.executor.fleet.faults import DeviceFaults
+from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
 from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S, Node, Nodes
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports

@@ -85,7 +85,6 @@ def run_agent(options: AgentOptions) -> None:
         AgentJoining(
             agent=agent,
             node=options.node,
-            host=host,
             devices=devices,
             cores=options.cores or cpu_count(),
             machine=machine(),
