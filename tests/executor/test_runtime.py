@@ -833,7 +833,7 @@ def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> N
         ),
         launcher=SimpleNamespace(trainer_died=lambda device: None),
         deadlines=Deadlines(),
-        handovers=Handovers(no_order, no_order, no_order, no_order),
+        handovers=Handovers(no_order, no_order, no_order),
         runs={1: before},
     )
     assert Receiver(parts).take(died(0, out_of_memory=True)) == []
@@ -847,7 +847,7 @@ def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
     def no_order(*_: Any) -> None:
         raise AssertionError
 
-    handovers = Handovers(lambda *order: sent.append(order), no_order, no_order, no_order)
+    handovers = Handovers(lambda *order: sent.append(order), no_order, no_order)
     fields = {"run_id": 1, "time_s": 0.0, "ending": Ending.YIELDED, "waits": True}
     for rank in (0, 1):
         handovers.rank_ended(run, Ended(rank=rank, device=rank, **fields))

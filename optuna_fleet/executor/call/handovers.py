@@ -17,7 +17,15 @@ from typing import Any
 from optuna_fleet.events import CheckpointSaved, Launch
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.wire.calls import Reply
-from optuna_fleet.wire.messages import CheckpointFailed, Ended, Place, Rehearsed, Release
+from optuna_fleet.wire.messages import (
+    AskStep,
+    CheckpointFailed,
+    Ended,
+    Place,
+    Rehearsed,
+    Release,
+    StopAt,
+)
 
 Answers = dict[int, tuple[str, Reply]]
 
@@ -107,7 +115,6 @@ class Handovers:
     """Knows which ranks wait, and who must write a checkpoint before anything is lost.
 
     Args:
-        interrupt: Has a run stop, where those of its ranks wait that stay.
         rehearse: Orders the last device of a launch to rehearse, to join the run of this id.
         call_off: Forgets an order to rehearse, if it was not sent.
     """
@@ -115,12 +122,10 @@ class Handovers:
     def __init__(
         self,
         send: Callable[[int, Any], None],
-        interrupt: Callable[[RunRecord, tuple[int, ...]], None],
         rehearse: Callable[[Launch, int, Answers], None],
         call_off: Callable[[int], None],
     ) -> None:
         self._send = send
-        self._interrupt = interrupt
         self._rehearse = rehearse
         self._call_off = call_off
         self._stopped: dict[int, _Stopped] = {}  # by trial
@@ -149,7 +154,17 @@ class Handovers:
         ready = [r.is_ready for r in self._rehearsals.values() if r.follows == run_id]
         if run_id in self._asked and None not in ready:
             run, stays = self._asked.pop(run_id)
-            self._interrupt(run, stays if all(ready) else ())
+            run.stays, own = (stays if all(ready) else ()), run.launch.devices
+            run.stop_line.ask(own.index(device) for device in run.remaining())
+            for device in run.remaining():
+                self._send(device, AskStep(run_id=run_id, rank=own.index(device)))
+
+    def at_step(self, run: RunRecord, rank: int, place: Place = (0, 0, 0)) -> None:
+        """A rank is at this place, or has left; once that is known of all, they are to stop."""
+        if (line := run.stop_line.take(rank, place)) is not None:
+            order = StopAt(run_id=run.launch.run_id, place=line, stays=run.stays)
+            for device in run.remaining():
+                self._send(device, order)
 
     def _begin_rehearsal(self, run: RunRecord, devices: Collection[int], device: int) -> None:
         self._leave_rehearsal(device)
@@ -180,6 +195,7 @@ class Handovers:
 
     def rank_ended(self, run: RunRecord, ended: Ended) -> None:
         """A rank has ended, and waits or holds something if it says so."""
+        self.at_step(run, ended.rank)
         number, has_something = run.launch.number, ended.waits or ended.holds is not None
         if not has_something and number not in self._stopped:
             return

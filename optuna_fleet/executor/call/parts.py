@@ -51,9 +51,7 @@ class Parts:
         self.calls = CallHandler(runtime.send, ledger, retention)
         self.outcomes = Outcomes(ledger, proposals, retention, self.tally)
         self.launcher = launcher = Launcher(runtime, job, retention, ledger, proposals)
-        self.handovers = Handovers(
-            runtime.send, self.calls.interrupt, launcher.rehearse, launcher.call_off
-        )
+        self.handovers = Handovers(runtime.send, launcher.rehearse, launcher.call_off)
         self.watchdog = Watchdog(job.options.limits, runtime.process_state)
         self.pipeline_log = PipelineLog(ledger.record_span, runtime.last_stats, time.time())
         self.call_log = CallLog.of(ledger, proposals)

@@ -79,8 +79,10 @@ class Receiver:
     def _take_of_run(self, run: RunRecord, message: Any) -> list[Event]:  # noqa: C901 - one arm each
         parts, number = self._parts, run.launch.number
         match message:
-            case RankCall() | Remark() | AtStep():
+            case RankCall() | Remark():
                 return self._called(run, message)
+            case AtStep():
+                parts.handovers.at_step(run, message.rank, message.place)
             case FirstBatchRequested():
                 return self._data_requested(run, message)
             case RateMeasured():
@@ -141,7 +143,7 @@ class Receiver:
         self._parts.call_log.defined(run.launch.number, requested.model)
         return [requested, *self._parts.outcomes.propose(again=True)]
 
-    def _called(self, run: RunRecord, call: RankCall | Remark | AtStep) -> list[Event]:
+    def _called(self, run: RunRecord, call: RankCall | Remark) -> list[Event]:
         news: list[Event] = []
         if (ended := self._parts.calls.take(run, call)) is not None:
             number = run.launch.number
