@@ -210,7 +210,7 @@ def hear(runtime: Runtime, *news: Any) -> list[Any]:
     """What the runtime hands on."""
     connections: Any = runtime.connections
     connections.news = list(news)
-    return list(runtime.messages(0.0))
+    return list(runtime.messages([0.0]))
 
 
 def agent(runtime: Runtime) -> str:
@@ -583,7 +583,7 @@ def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
 
     engine.departures.append(notice(NOTICE_S + 100.0))
     assert hear(runtime) == []
-    assert 0.0 < (runtime.agents.patience_s() or 0.0) <= 100.0
+    assert 0.0 < min(runtime.agents.waits_s()) <= 100.0
     engine.departures.append(notice(10.0))  # it is preempted before that
     (leaving,) = hear(runtime)
     assert leaving.devices == (0, 1)

@@ -106,9 +106,9 @@ class CallLog:
 
     # -- the record -------------------------------------------------------------------------------
 
-    def soonest(self) -> list[float]:
-        """When it is time to, by the clock."""
-        return [self._due]
+    def waits_s(self) -> list[float]:
+        """Seconds until it is time to."""
+        return [self._due - self._clock()]
 
     @property
     def is_due(self) -> bool:

@@ -74,7 +74,7 @@ class Driver:
         self.interrupts.check()
         parts, allocator = self._parts, self._runtime.allocator
         others = (*((allocator,) if self._deciding else ()), *parts.calls.sampling())
-        for message in self._runtime.messages(self._patience_s(), *others):
+        for message in self._runtime.messages(self._waits_s(), *others):
             self._events += self._receiver.take(message)
             self._work()
         if parts.calls.go_on():
@@ -88,19 +88,17 @@ class Driver:
             self._events += self._receiver.stop_faulty(fault)
         self._events += self._receiver.due()
 
-    def _patience_s(self) -> float | None:
+    def _waits_s(self) -> list[float]:
         parts = self._parts
-        deadlines = [
-            *parts.deadlines.soonest(),
-            *self._receiver.soonest(),
-            *parts.call_log.soonest(),
+        waits = [
+            *parts.deadlines.waits_s(),
+            *self._receiver.waits_s(),
+            *parts.call_log.waits_s(),
+            *parts.watchdog.waits_s(),
         ]
         if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
-            deadlines.append(deadline)
-        waits = [deadline - time.monotonic() for deadline in deadlines]
-        if (patience_s := self._parts.watchdog.patience_s()) is not None:
-            waits.append(patience_s)
-        return max(0.0, min(waits)) if waits else None
+            waits.append(deadline - time.monotonic())
+        return waits
 
     def _work(self) -> None:
         if not self._events:

@@ -252,9 +252,9 @@ class Receiver:
 
     # -- what no message tells --------------------------------------------------------------------
 
-    def soonest(self) -> list[float]:
-        """When `due` has more to tell, by the monotonic clock, if that is known."""
-        return [*self._joins.soonest(), *self._endings.soonest()]
+    def waits_s(self) -> list[float]:
+        """Seconds until `due` has more to tell, if that is known."""
+        return [*self._joins.waits_s(), *self._endings.waits_s()]
 
     def due(self) -> list[Event]:
         """What is to be told now, though nobody has said anything."""

@@ -46,9 +46,9 @@ class Deadlines:
             del self._until[number]
         return expired
 
-    def soonest(self) -> list[float]:
-        """The next one, if there is any."""
-        return sorted(self._until.values())[:1]
+    def waits_s(self) -> list[float]:
+        """Seconds until the next one, if there is any."""
+        return [until - self._clock() for until in sorted(self._until.values())[:1]]
 
 
 class Joins:
@@ -79,9 +79,9 @@ class Joins:
         """Devices that have waited long enough."""
         return self._all() if self._held and self._clock() >= self._until() else []
 
-    def soonest(self) -> list[float]:
-        """When the next are due, if there are any."""
-        return [self._until()] if self._held else []
+    def waits_s(self) -> list[float]:
+        """Seconds until the next are due, if there are any."""
+        return [self._until() - self._clock()] if self._held else []
 
     def _until(self) -> float:
         return self._first + (AWAIT_S if self._are_starting() else GATHER_S)

@@ -123,13 +123,12 @@ class Watchdog:
             run.progressed = now
         run.counts[heartbeat.rank] = count
 
-    def patience_s(self) -> float | None:
-        """Seconds until the next `check`; None if there is nothing to check."""
-        waits = [self._due - self._clock()]
+    def waits_s(self) -> list[float]:
+        """Seconds until the next `check`, if there is anything to check."""
+        waits = [self._due - self._clock()] if self._due < math.inf else []
         if self._limits.hang_s is not None:
             waits.append(self._limits.hang_s / NUM_HEARTBEATS)
-        wait_s = max(0.0, min(waits))
-        return wait_s if self._runs and wait_s < math.inf else None
+        return waits if self._runs else []
 
     def check(self) -> list[Hung | Broken]:
         """Returns what is wrong now; each run is named once."""

@@ -248,13 +248,12 @@ class Agents:
         """Whether it was told that this node will be gone soon."""
         return node.agent in self._leaving
 
-    def patience_s(self) -> float | None:
-        """Seconds until the next look at what no message tells of; None if there is nothing."""
+    def waits_s(self) -> list[float]:
+        """Seconds until the next look at what no message tells of, if there is anything."""
         now, there = time.time(), {node.name for node in self.nodes}
         notices = (notice for name, notice in self._notices.items() if name in there)
         waits = [max(0.0, (notice.by or 0.0) - NOTICE_S - now) for notice in notices]
-        others = (self.startup.patience_s(), self.nodes.patience_s())
-        return min([*waits, *(wait for wait in others if wait is not None)], default=None)
+        return [*waits, *self.startup.waits_s(), *self.nodes.waits_s()]
 
     def _ended(self, departure: Departure) -> bool:
         """An agent has ended; return whether another one is expected in its place."""

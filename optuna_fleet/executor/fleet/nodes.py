@@ -144,11 +144,11 @@ class Nodes:
         named = None if process is None else self.named(process)
         return None if named is None else named.pid
 
-    def patience_s(self) -> float | None:
-        """Seconds until the next look at who is silent; None if there is nothing to look at."""
+    def waits_s(self) -> list[float]:
+        """Seconds until the next look at who is silent, if there is anything to look at."""
         if any(node.cut_off is not None for node in self):
-            return CAUSE_LIMIT_S / 4
-        return None if self._lease_s is None or not self._there else self._lease_s / 10
+            return [CAUSE_LIMIT_S / 4]
+        return [] if self._lease_s is None or not self._there else [self._lease_s / 10]
 
     def lost(self) -> list[tuple[Node, str]]:
         """Nodes that are lost now, and why, in words that end a sentence."""
@@ -196,9 +196,9 @@ class Startup:
         for process in [p for p in self._due if isinstance(p, ProcessId) and p.agent == agent]:
             del self._due[process]
 
-    def patience_s(self) -> float | None:
-        """Seconds until the next look at those that are awaited; None if there are none."""
-        return None if self._limit_s is None or not self._due else self._limit_s / 4
+    def waits_s(self) -> list[float]:
+        """Seconds until the next look at those that are awaited, if there are any."""
+        return [] if self._limit_s is None or not self._due else [self._limit_s / 4]
 
     def late(self) -> list[tuple[Any, str]]:
         """Those that are late now, and what is wrong in words; each is named once."""

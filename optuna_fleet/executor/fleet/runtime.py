@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +114,8 @@ class Runtime:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
-        """Wait for messages as `Connections` does; what is about processes is noted on the way."""
+    def messages(self, waits_s: Iterable[float], *others: Readable) -> Iterator[Any]:
+        """Wait for messages, no longer than any of these; what is about processes is noted."""
         for node, cause, is_replaced in self.agents.lost():
             yield from self._lose(node, cause, is_replaced=is_replaced)
         for joining in self.agents.admitted():
@@ -123,7 +123,7 @@ class Runtime:
         yield from self.agents.leaving()
         self._end_stopped_agents()
         self._end_late()
-        timeout_s = self._patience_s(timeout_s)
+        timeout_s = min([*waits_s, *self._waits_s()], default=None)
         for message in self.connections.messages(timeout_s, *self.agents.readables(), *others):
             if isinstance(message, AgentJoining) and (gone := self.agents.replaced_by(message)):
                 yield from self._lose(gone, "its connection ended", is_replaced=True)
@@ -153,11 +153,10 @@ class Runtime:
             case ChunksShared() if self.nodes.get(message.peer.agent):
                 self.sharing.ready(message.peer)
 
-    def _patience_s(self, timeout_s: float | None) -> float | None:
+    def _waits_s(self) -> list[float]:
         now = time.monotonic()
-        waits = [due - now for due, _ in self.trainers.kills_due() if due > now]
-        limits = (timeout_s, self.agents.patience_s())
-        return min([*waits, *(limit for limit in limits if limit is not None)], default=None)
+        kills = [due - now for due, _ in self.trainers.kills_due() if due > now]
+        return [*kills, *self.agents.waits_s()]
 
     # -- nodes ------------------------------------------------------------------------------------
 
@@ -345,7 +344,7 @@ class Runtime:
         while not is_so():
             if (left_s := deadline - time.monotonic()) <= 0:
                 return False
-            for message in self.messages(left_s):
+            for message in self.messages([left_s]):
                 for heard in (message, *getattr(message, "exits", ())):  # of a lost node
                     if isinstance(heard, TrainerReady | TrainerExited):
                         self.device_events(heard)
