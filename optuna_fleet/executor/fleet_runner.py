@@ -41,11 +41,11 @@ class FleetRunner:
 
     makes_checkpoints = True
 
-    def __init__(self, options: Options, engine: Engine, network: Network | None = None) -> None:
+    def __init__(self, options: Options, engine: Engine, network: Network) -> None:
         self.summary: FleetSummary | None = None
         self._options = options
         self._engine = engine
-        self._network = network or Network()
+        self._network = network
         self._runtime: Runtime | None = None
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:

@@ -77,7 +77,6 @@ class Agents:
         self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
         self._why_ended: dict[str, str] = {}
         self._notices: dict[str, Departure] = {}
-        self._leaving: set[str] = set()  # of whose nodes that was told; no two are alike
         self._wanted: int | None = None
         engine.open(connections.invitation)
         if network.has_leases:
@@ -237,16 +236,12 @@ class Agents:
             node, by = self.nodes.named(name), notice.by or 0.0
             if node is not None and by - time.time() <= NOTICE_S:
                 del self._notices[name]
-                self._leaving.add(node.agent)
+                node.is_leaving = True
                 at = time.strftime("%H:%M:%S", time.localtime(by))
                 yield NodeLeaving(
                     text=f"Node {name} leaves at {at} ({notice.cause}); its trials move away.",
                     devices=tuple(device.index for device in node.devices),
                 )
-
-    def is_leaving(self, node: Node) -> bool:
-        """Whether it was told that this node will be gone soon."""
-        return node.agent in self._leaving
 
     def waits_s(self) -> list[float]:
         """Seconds until the next look at what no message tells of, if there is anything."""

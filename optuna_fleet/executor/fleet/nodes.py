@@ -39,6 +39,7 @@ class Node:
         heard: When its agent was last heard of; infinite until it is up.
         starting: Devices whose trainers the agent has not tried to start.
         cut_off: When its connection ended; its end is told as soon as the cause is known.
+        is_leaving: It was told that it will be gone soon.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Node:
     heard: float = math.inf
     starting: set[int] = field(default_factory=set)
     cut_off: float | None = None
+    is_leaving: bool = False
 
     def has_tried_all(self, device: int) -> bool:
         """Its agent has tried to start this device's trainer; return whether it was the last."""

@@ -237,7 +237,7 @@ class Runtime:
             return []  # it died with its agent
         self.agents.has_worked(node)
         events = self.trainers.ready(device, process)
-        if events and self.agents.is_leaving(node):
+        if events and node.is_leaving:
             events.append(DeviceLeaving(device=device))
         return events
 

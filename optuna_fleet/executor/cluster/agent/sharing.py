@@ -44,7 +44,7 @@ class Sharing:
     spawn: Spawn
     selector: selectors.BaseSelector
     close_inherited: Callable[[], None]
-    say: Callable[[ChunksShared], None]
+    say: Callable[[object], None]
     backoff: Backoff
     pid: int | None = None
     _news: Port | None = None
@@ -72,7 +72,7 @@ class Sharing:
                 self.backoff.failed(GIVER)
                 return
         self.backoff.started(GIVER)
-        self._news = Port(ours, self.selector, on_message=self._tell, on_close=lambda: None)
+        self._news = Port(ours, self.selector, on_message=self.say, on_close=lambda: None)
         self.server.add_reader(_READER, sock)
 
     def _give(self, sock: socket.socket, news: socket.socket) -> None:
@@ -90,10 +90,6 @@ class Sharing:
         )
         send(news, ChunksShared(peer=peer))
         giver.serve()
-
-    def _tell(self, message: object) -> None:
-        assert isinstance(message, ChunksShared)
-        self.say(message)
 
     def act(self, message: ShareChunks | Plan) -> None:
         """Do what the driver says."""
