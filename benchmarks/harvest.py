@@ -285,12 +285,12 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """Of a trial that moved: how long it was on nodes, but did not train.
+    """Of a trial that moved.
 
     Attributes:
-        seconds: On its nodes before and after.
-        num_before: How many these were.
-        num_after: And these.
+        seconds: For how long its nodes did nothing that counts before they train, on average.
+        num_before: How many it had.
+        num_after: How many it has now.
     """
 
     seconds: float
@@ -299,21 +299,44 @@ class Pause:
 
 
 def _pauses(
-    steps: Sequence[Step], flights: dict[int, list[dict[str, Any]]], spec: SimulatedTrial
+    steps: Sequence[Step],
+    flights: dict[int, list[dict[str, Any]]],
+    decided: Sequence[float],
+    spec: SimulatedTrial,
 ) -> Iterator[Pause]:
+    """The pauses of all moves.
+
+    Args:
+        steps: Those that count.
+        flights: By trial.
+        decided: When plans were made.
+        spec: Of all trials.
+    """
+    left: dict[int, list[float]] = defaultdict(list)  # by device: when trials did
+    for flight in itertools.chain(*flights.values()):
+        for device in flight["devices"]:
+            left[device].append(flight["end"])
     for number, flown in flights.items():
         own = [step for step in steps if step.trial == number]
         for before, after in itertools.pairwise(flown):
             ends = [step.done for step in own if before["start"] <= step.done <= before["end"]]
             later = [step.done for step in own if after["start"] <= step.begun <= after["end"]]
-            num_after = len(after["devices"])
-            if before["ending"] == "yielded" and ends and later:
-                began = min(later) - BATCH / spec.rates[num_after - 1]
-                yield Pause(
-                    seconds=before["end"] - max(ends) + began - after["start"],
-                    num_before=len(before["devices"]),
-                    num_after=num_after,
-                )
+            if before["ending"] != "yielded" or not ends or not later:
+                continue
+            devices, start = after["devices"], after["start"]
+            begins = min(later) - BATCH / spec.rates[len(devices) - 1]
+            planned = max((time_s for time_s in decided if time_s <= start), default=start)
+            idle_s = 0.0
+            for device in devices:
+                # Until a node that has just come has a trial, it joins.
+                since = max((time_s for time_s in left[device] if time_s <= start), default=start)
+                is_own = device in before["devices"]
+                idle_s += begins - (max(ends) if is_own else max(since, planned))
+            yield Pause(
+                seconds=idle_s / len(devices),
+                num_before=len(before["devices"]),
+                num_after=len(devices),
+            )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -413,15 +436,16 @@ class Harvest:
         flights = flights_of(study)
         steps = [Step.of(line) for line in log.read_text().splitlines()]
         counted = self._counted(steps, flights, {span.device: span.node for span in spans}, began)
+        decided = [decision.time for decision in summary.decisions]
         done: dict[int, set[int]] = defaultdict(set)
         for step in counted:
             done[step.trial].add(step.number)
         samples = [Progress(trial=self.spec, samples=BATCH * len(s)) for s in done.values()]
         return Lived(
             utilisation=self.utilisation(samples),
-            decisions=sum(began <= d.time <= ends for d in summary.decisions),
+            decisions=sum(began <= time_s <= ends for time_s in decided),
             summary=summary,
-            pauses=list(_pauses([s for s in steps if s.done <= ends], flights, self.spec)),
+            pauses=list(_pauses(counted, flights, decided, self.spec)),
             waits=dict(self._waits(flights, {span.device: span.node for span in spans}, began)),
             repeated=len(counted) - sum(map(len, done.values())),
         )

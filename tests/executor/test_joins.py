@@ -64,7 +64,7 @@ def test_what_else_becomes_of_the_fleet_is_told_at_once_and_in_order() -> None:
     assert (joins.held_back([LOSS]), joins.waits_s()) == ([LOSS], [])
 
 
-def test_where_nothing_runs_a_device_is_told_of_at_once() -> None:
+def test_where_nothing_has_run_yet_a_device_is_told_of_at_once() -> None:
     joins = Joins(none_starts, Clock())
     assert joins.held_back([A], at_once=True) == [A]
 

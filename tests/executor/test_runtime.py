@@ -831,13 +831,34 @@ def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> N
             may_grow=False,
             device_events=lambda message: [],
         ),
-        launcher=SimpleNamespace(trainer_died=lambda device: None),
+        launcher=SimpleNamespace(trainer_died=lambda device: None, launched={1}),
         deadlines=Deadlines(),
         handovers=Handovers(no_order, no_order, no_order),
         runs={1: before},
     )
     assert Receiver(parts).take(died(0, out_of_memory=True)) == []
     assert before.remaining() == [1]
+
+
+@pytest.mark.parametrize(("launched", "told"), [(set(), 1), ({7}, 0)])
+def test_the_first_devices_are_told_of_at_once_and_later_ones_together(
+    launched: set[int], told: int
+) -> None:
+    """Else the first that comes back gets a trial that has to move when the others are there."""
+    joined = DeviceJoined(device=Device(index=0, node=0, kind="cpu"))
+    runtime = SimpleNamespace(
+        trainers=None,
+        exclusion=None,
+        may_grow=False,
+        are_starting=True,
+        device_events=lambda message: [joined],
+    )
+    launcher = SimpleNamespace(launched=launched, send_waiting=lambda: None)
+    parts: Any = SimpleNamespace(runtime=runtime, launcher=launcher, runs={})
+    receiver = Receiver(parts)
+    ready = TrainerReady(device=0, process=ProcessId("agent", 1))
+    assert receiver.take(ready) == [joined] * told
+    assert len(receiver.waits_s()) == 1 - told
 
 
 def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
@@ -852,7 +873,10 @@ def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
     for rank in (0, 1):
         handovers.rank_ended(run, Ended(rank=rank, device=rank, **fields))
     runtime = SimpleNamespace(exclusion=None, may_grow=False)
-    parts: Any = SimpleNamespace(runtime=runtime, handovers=handovers, runs={1: run})
+    launcher = SimpleNamespace(launched={1})
+    parts: Any = SimpleNamespace(
+        runtime=runtime, handovers=handovers, launcher=launcher, runs={1: run}
+    )
     Receiver(parts).take(NodeLeaving(text="", devices=(0, 1)))
     assert [(device, order.saves) for device, order in sent] == [(0, True), (1, False)]
 

@@ -64,7 +64,7 @@ class Receiver:
         self._parts = parts
         self._runtime, self._runs = parts.runtime, parts.runs
         self._exclusion = parts.runtime.exclusion
-        self._joins = Joins(lambda: self._runtime.are_starting)
+        self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting)
         self._endings = Deadlines()  # of runs in which a rank has ended, or will
         self._node_faults = NodeFaults()
         self._may_grow = not parts.runtime.may_grow
@@ -248,7 +248,7 @@ class Receiver:
         return news
 
     def _change_fleet(self, events: list[Event]) -> list[Event]:
-        return self._joins.held_back(events, at_once=not self._runs)
+        return self._joins.held_back(events, at_once=not self._parts.launcher.launched)
 
     # -- what no message tells --------------------------------------------------------------------
 

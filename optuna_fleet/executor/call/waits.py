@@ -11,7 +11,7 @@ GATHER_S = 0.15
 """For so long others are waited for that may come, or end: one plan serves all of them."""
 
 AWAIT_S = 1.0
-"""For so long in all those that are known to come."""
+"""For so long in all those that are known to come, while trials run."""
 
 LEAVE_S = 0.5
 """For so long trials that have left a node that goes wait for the others there."""
@@ -65,7 +65,7 @@ class Joins:
     def held_back(self, events: Sequence[Event], *, at_once: bool = False) -> list[Event]:
         """What to tell now: nothing of devices that join; anything else comes after these.
 
-        If no trial runs yet, all is told `at_once`.
+        If no trial has run yet, all is told `at_once`.
         """
         is_first = not self._held
         self._held += events
