@@ -154,7 +154,8 @@ class Handovers:
         ready = [r.is_ready for r in self._rehearsals.values() if r.follows == run_id]
         if run_id in self._asked and None not in ready:
             run, stays = self._asked.pop(run_id)
-            run.stays, own = (stays if all(ready) else ()), run.launch.devices
+            run.stays = stays if all(ready) else ()
+            own = run.launch.devices
             run.stop_line.ask(own.index(device) for device in run.remaining())
             for device in run.remaining():
                 self._send(device, AskStep(run_id=run_id, rank=own.index(device)))
