@@ -64,25 +64,13 @@ class Counts:
 
     Attributes:
         widths: (kind, devices) per trial; (0, 0) if it waits.
-        objective: Sum of the values of these widths.
         status: "optimal", or "feasible" if the time limit came first.
         gap: Relative distance to the solver's bound; None if it has none.
     """
 
     widths: tuple[tuple[int, int], ...]
-    objective: float
     status: Literal["optimal", "feasible"]
     gap: float | None
-
-
-def objective_of(problem: CountProblem, widths: Sequence[tuple[int, int]]) -> float:
-    """Sum of the values of ``widths``, (kind, devices) per trial; -inf if one can't be."""
-    used = [sum(n for kind, n in widths if kind == k) for k in range(problem.num_kinds)]
-    assert all(u <= c for u, c in zip(used, problem.capacities, strict=True))
-    return math.fsum(
-        v[kind, n] if 0 <= n < v.shape[1] else -math.inf
-        for v, (kind, n) in zip(problem.values, widths, strict=True)
-    )
 
 
 def solve_exactly(problem: CountProblem) -> Counts:
@@ -101,8 +89,7 @@ def solve_exactly(problem: CountProblem) -> Counts:
         widths = [(0, n) for n in _solve_one_kind(problem.values, problem.capacities[0])]
     else:
         widths = _solve_many_kinds(problem)
-    objective = objective_of(problem, widths)
-    return Counts(widths=tuple(widths), objective=objective, status="optimal", gap=0.0)
+    return Counts(widths=tuple(widths), status="optimal", gap=0.0)
 
 
 def _solve_many_kinds(problem: CountProblem) -> list[tuple[int, int]]:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from optuna_fleet.alloc.cbc import new_model
 from optuna_fleet.alloc.fluid import Rates
 from optuna_fleet.alloc.problem import AllocationFailed
 
@@ -34,13 +35,9 @@ def fluid_seconds(
     Raises:
         AllocationFailed: The solver failed.
     """
-    # Imported late: importing the package must not load CBC.
     import mip
 
-    model = mip.Model(sense=mip.MAXIMIZE, solver_name=mip.CBC)
-    model.verbose = 0
-    model.threads = 1
-    model.preprocess = 0  # CBC of python-mip 2.0 aborts in its preprocessing on valid models
+    model = new_model()
     model.add_var(var_type=mip.BINARY)  # CBC tells standard output about models without integers
     # Alone on the devices that suit it best, each trial has this rate; it scales all numbers.
     alone = [max(max(own[kind]) for kind in num_by_kind) for own in rates]
