@@ -138,7 +138,7 @@ def test_it_sees_who_is_where_and_who_waits(study: optuna.Study) -> None:
     assert (plain.for_s, plain.left_s, plain.samples_per_s, plain.value) == (5, None, None, None)
     assert (snapshot.waiting, snapshot.elsewhere, snapshot.num_to_come) == ((5,), (), 8)
     assert [trial.number for trial in snapshot.best] == [1]
-    assert [(trial.number, trial.widths) for trial in snapshot.recent] == [
+    assert [(trial.number, snapshot.widths[trial.number]) for trial in snapshot.recent] == [
         (2, (1,)),
         (1, (2,)),
         (0, (1,)),
