@@ -8,14 +8,11 @@ node; see :mod:`optuna_fleet.alloc.counts`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from optuna_fleet.alloc.cbc import choose, new_model
-from optuna_fleet.alloc.counts import CountProblem, Counts
+from optuna_fleet.alloc.counts import CountProblem, Counts, useful_options
 
 _LARGEST_GAIN = 1e5  # CBC takes objectives that differ by 1e-4 for equal
 _RELATIVE_GAP = 1e-12
@@ -33,22 +30,18 @@ def solve_by_mip(problem: CountProblem, time_limit_s: float) -> Counts:
     Raises:
         AllocationFailed: Nothing was found within the time, or the solver failed.
     """
-    gains = dict(_gains(problem))
+    gains = {
+        (j, kind, n): gain
+        for j, values in enumerate(problem.values)
+        for kind, n, gain in zip(*useful_options(values - values[0, 0]), strict=True)
+        if n <= problem.capacities[kind]
+    }
     if not gains:  # CBC refuses a model without variables
         return Counts(widths=((0, 0),) * len(problem.values), status="optimal", gap=0.0)
     chosen, status, gap = choose(partial(_model, problem, gains), time_limit_s)
     by_trial = {j: (k, n) for j, k, n in chosen}
     widths = tuple(by_trial.get(j, (0, 0)) for j in range(len(problem.values)))
     return Counts(widths=widths, status=status, gap=gap)
-
-
-def _gains(problem: CountProblem) -> Iterator[tuple[Key, float]]:
-    """Gains over waiting of the widths that fit and gain more than all narrower ones."""
-    for j, values in enumerate(problem.values):
-        for k, capacity in enumerate(problem.capacities):
-            row = values[k, : capacity + 1] - values[k, 0]
-            for n in 1 + np.flatnonzero(row[1:] > np.maximum.accumulate(row)[:-1]):
-                yield (j, k, int(n)), float(row[n])
 
 
 def _model(problem: CountProblem, gains: dict[Key, float]) -> tuple[Any, dict[Key, Any]]:

@@ -128,7 +128,7 @@ class MipAllocator:
         limit = stream_limit(problem)
         if math.isfinite(limit):
             # As shares of the limit: CBC's tolerance is absolute, ours relative.
-            drawn = ((w.fastest or 0.0) / limit * var for w, var in zip(tried, y, strict=True))
+            drawn = (w.rate / limit * var for w, var in zip(tried, y, strict=True))
             model += mip.xsum(drawn) <= 1
         for number, m in problem.pinned.items():
             model += x[number, m] == 1
