@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ import torch
 from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.call.waits import GATHER_S
 from optuna_fleet.executor.cluster.agent.main import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
 from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
@@ -521,6 +523,15 @@ class Harvest:
     def _late(self, waits: Mapping[tuple[int, float], float]) -> Iterator[FleetChange]:
         """The trace as it is when nodes take their time to join."""
         first, *later = self.piece.changes()
+        comes = {
+            (node, change.time_s): change.time_s + waits.get((node, change.time_s), math.inf)
+            for change in later
+            for node in change.joined
+        }
+        together = -math.inf  # as the executor plans for them
+        for key, there in sorted(comes.items(), key=itemgetter(1)):
+            together = together if there < together + GATHER_S else there
+            comes[key] = together
         changes, joined, due = [first], defaultdict[float, list[int]](list), dict[int, float]()
         for change in later:
             left = []
@@ -530,8 +541,8 @@ class Harvest:
                 else:  # it was gone before it was there
                     joined[there].remove(node)
             for node in change.joined:
-                due[node] = there = change.time_s + waits.get((node, change.time_s), math.inf)
-                joined[there].append(node)
+                due[node] = comes[node, change.time_s]
+                joined[due[node]].append(node)
             changes.append(FleetChange(time_s=change.time_s, left=tuple(left)))
         changes += [FleetChange(time_s=t, joined=tuple(nodes)) for t, nodes in joined.items()]
         return iter(sorted(changes, key=lambda change: change.time_s))
