@@ -253,6 +253,10 @@ class Forked:
         self._status = status
         self.pid = self._read()
 
+    def fileno(self) -> int:
+        """Of what is readable once it has ended, until that was heard."""
+        return self._status.fileno()
+
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0.0)

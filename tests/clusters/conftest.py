@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.clusters.forks import agents_are_forked, forking
 from tests.clusters.slurm_lab import SlurmLab, on_path, why_not
+from tests.nursery import Nursery
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +40,10 @@ def allocate(slurm: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         return job
 
     return allocated
+
+
+@pytest.fixture
+def forked_agents(nursery: Nursery) -> Iterator[None]:
+    """Agents that Slurm and Ray start are forked by the nursery."""
+    with forking(nursery), agents_are_forked():
+        yield

@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,12 @@ from optuna.trial import FrozenTrial
 from optuna_fleet import FleetExecutor, HarvestCluster
 from optuna_fleet.cli import main
 from tests.clusters import recorded
+from tests.clusters.forks import FORKED
 from tests.clusters.slurm_lab import NODES, SlurmLab
-from tests.nursery import preloading
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("forked_agents")
+
 NUM_TRIALS = 12
 
 
@@ -38,8 +38,7 @@ def nodes_of_sweep(cluster: Any, disturb: Callable[[FrozenTrial], None], gate: P
     Only the first ends before there is the file `gate`.
     """
     study = optuna.create_study()
-    # Nobody needs torch: to import it takes an agent seconds.
-    with preloading(), FleetExecutor(cluster=cluster, devices=1, device_type="cpu") as fleet:
+    with FleetExecutor(cluster=cluster, devices=1, device_type="cpu") as fleet:
         study.optimize(
             functools.partial(objective, gate=gate),
             n_trials=NUM_TRIALS,
@@ -97,7 +96,6 @@ def test_a_sweep_that_is_cancelled_preempted_and_requeued_records_what_it_would_
     slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     midst, out = Path("midst"), Path("out")
     cancelled = submit(slurm, "cancelled")
     slurm.wait_for(midst.exists)
@@ -121,6 +119,6 @@ def test_a_sweep_that_is_cancelled_preempted_and_requeued_records_what_it_would_
 def submit(slurm: SlurmLab, output: str) -> str:
     """Submit the sweep, or what is left of it; return the job's number."""
     options = ["--requeue", "--partition=low", "--exclusive", f"--output={output}"]
-    assert main(["submit", *options, sys.executable, "-m", "tests.clusters.requeued"]) == 0
+    assert main(["submit", *options, *FORKED, "tests.clusters.requeued"]) == 0
     (job,) = slurm.queue()
     return job

@@ -75,6 +75,7 @@ def undisturbed() -> list[float]:
     return recorded.undisturbed()
 
 
+@pytest.mark.usefixtures("forked_agents")
 @pytest.mark.parametrize("kind", [_local, _slurm, _harvest, _ray])
 def test_no_node_that_fails_or_is_taken_costs_a_result(
     kind: Any, request: pytest.FixtureRequest, undisturbed: list[float], log: io.StringIO
