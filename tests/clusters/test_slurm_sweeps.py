@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,32 +46,6 @@ def nodes_of_sweep(cluster: Any, disturb: Callable[[FrozenTrial], None], gate: P
         )
     assert {t.number: t.value for t in study.trials} == {n: n**2 for n in range(NUM_TRIALS)}
     return {trial.user_attrs["node"] for trial in study.trials}
-
-
-class Opening(logging.Handler):
-    """Makes a file once the driver says something."""
-
-    def __init__(self, gate: Path, words: str) -> None:
-        super().__init__()
-        self._gate = gate
-        self._words = words
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._words in record.getMessage():
-            self._gate.touch()
-
-
-@pytest.fixture
-def opens() -> Iterator[Callable[[Path, str], None]]:
-    handlers: list[Opening] = []
-
-    def install(gate: Path, words: str) -> None:
-        handlers.append(Opening(gate, words))
-        logging.getLogger("optuna").addHandler(handlers[-1])
-
-    yield install
-    for handler in handlers:
-        logging.getLogger("optuna").removeHandler(handler)
 
 
 def test_all_pilots_are_preempted_and_come_back(
