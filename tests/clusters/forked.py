@@ -11,6 +11,9 @@ import socket
 import sys
 
 SOCKET = "OPTUNA_FLEET_TESTS_FORKS"
+"""Environment variable: where the nursery is to be had; without it there is none."""
+FORKED = [sys.executable, "-I", "-S", __file__]
+"""In the place of ``python -m``, or of ``python``."""
 
 
 def main() -> None:

@@ -18,11 +18,8 @@ import pytest
 
 from optuna_fleet.executor.cluster import ray
 from optuna_fleet.executor.cluster.slurm import cluster, harvest
-from tests.clusters.forked import SOCKET
+from tests.clusters.forked import FORKED, SOCKET
 from tests.nursery import Nursery
-
-FORKED = [sys.executable, "-I", "-S", str(Path(__file__).with_name("forked.py"))]
-"""In the place of ``python -m``."""
 
 
 @contextlib.contextmanager

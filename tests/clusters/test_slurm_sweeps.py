@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial
 from optuna_fleet import FleetExecutor, HarvestCluster
 from optuna_fleet.cli import main
 from tests.clusters import recorded
-from tests.clusters.forks import FORKED
+from tests.clusters.forked import FORKED
 from tests.clusters.slurm_lab import NODES, SlurmLab
 from tests.waiting import until
 
