@@ -15,14 +15,12 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import limits, options
 from optuna_fleet.pipeline.exchange.plan import SCHEMES, Scheme
 from optuna_fleet.pipeline.limits import Wanted
-from optuna_fleet.pipeline.packed import PackedPipeline
+from optuna_fleet.pipeline.packed import PackedPipeline, packed_part, unpicklable
 from optuna_fleet.pipeline.preprocessor import decisions, payload, samplers
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import Stages, may_split
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSpec
-from optuna_fleet.wire.packing import pack
-from optuna_fleet.wire.unpicklable import explained, variable
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -134,8 +132,9 @@ class SharedPipeline:
             "augment": by_name("augment", augment, datasets, self._shuffled),
             "finish": by_name("finish", finish, datasets, datasets),
         }
-        self.seed = _whole("seed", seed, minimum=None)
-        self.num_preprocessors = _optional("num_preprocessors", num_preprocessors)
+        check_number("seed", seed, whole=True)
+        self.seed = operator.index(seed)
+        self.num_preprocessors = _whole("num_preprocessors", num_preprocessors)
         check_choice("on_error", on_error, ("raise", "skip"))
         check_choice("order", order, ("canonical", "rolling"))
         check_choice("exchange", exchange, ("auto", *SCHEMES))
@@ -143,10 +142,10 @@ class SharedPipeline:
         check_that("split", split, is_a(bool), "be True or False, or None", optional=True)
         self._on_error, self._order, self._split = on_error, order, split
         self._wanted = Wanted(
-            memory_bytes=_optional("memory_bytes", memory_bytes),
-            decoded_bytes=_optional("decoded_bytes", decoded_bytes, minimum=0),
+            memory_bytes=_whole("memory_bytes", memory_bytes),
+            decoded_bytes=_whole("decoded_bytes", decoded_bytes, least=0),
             spill_dir=None if spill_dir is None else str(path("spill_dir", spill_dir)),
-            spill_bytes=_optional("spill_bytes", spill_bytes),
+            spill_bytes=_whole("spill_bytes", spill_bytes),
         )
         limits.check_sense(self._wanted)
 
@@ -184,7 +183,6 @@ class SharedPipeline:
                 packed,
                 by_itself=self._split,
                 finish_on_device=finish_on_device,
-                pack=_packed,
             )
 
         return PackedPipeline(
@@ -217,7 +215,7 @@ class SharedPipeline:
                     length=length,
                     sampled=name in self._samplers,
                     shuffled=name in self._shuffled,
-                    collate=_packed("collate_fn", name, self._collates.get(name)),
+                    collate=packed_part("collate_fn", name, self._collates.get(name)),
                 )
                 for name, length in self._lengths.items()
             ),
@@ -251,7 +249,7 @@ class SharedPipeline:
             }
             drawing = {f"sampler[{name!r}]": each for name, each in self._samplers.items()}
             wholes = {**self._datasets, **stages, **drawing}
-            raise _unpicklable("data sets of the SharedPipeline", wholes, error) from error
+            raise unpicklable("data sets of the SharedPipeline", wholes, error) from error
 
     def _source(self) -> Source:
         stages: dict[str, Stages] = {}
@@ -322,29 +320,6 @@ def _options() -> list[str]:
     return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
 
-def _optional(argument: str, value: int | None, *, minimum: int = 1) -> int | None:
-    return None if value is None else _whole(argument, value, minimum=minimum)
-
-
-def _whole(argument: str, value: Any, *, minimum: int | None) -> int:
-    check_number(argument, value, least=minimum, whole=True)
-    return operator.index(value)
-
-
-def _packed(argument: str, name: str, value: Any) -> bytes | None:
-    if value is None:
-        return None
-    try:
-        return pack(value)
-    except Exception as error:
-        what = f"{argument} of data set {name!r}"
-        raise _unpicklable(what, {argument: value}, error) from error
-
-
-def _unpicklable(what: str, wholes: Mapping[str, Any], error: Exception) -> FleetConfigError:
-    parts = [variable(name, value, "given to SharedPipeline") for name, value in wholes.items()]
-    return FleetConfigError(
-        f"The {what} can't be pickled, as preprocessors and trainers, which are other processes, "
-        f"need it: {explained(parts, error)} Create such a thing (an open file, a lock, a "
-        "connection) when it is first used, in __getitem__."
-    )
+def _whole(argument: str, value: int | None, *, least: int = 1) -> int | None:
+    check_number(argument, value, least=least, whole=True, optional=value is None)
+    return value if value is None else operator.index(value)

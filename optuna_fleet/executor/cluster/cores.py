@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
-from optuna_fleet.pipeline.packed import PackedPipeline
-from optuna_fleet.pipeline.spec import PipelineSetup
+from optuna_fleet.pipeline.packed import PackedPipeline, PipelineSetup
 from optuna_fleet.resources import Device
 
 

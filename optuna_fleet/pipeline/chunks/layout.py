@@ -86,10 +86,14 @@ class ChunkWriter:
         """Adds a sample.
 
         Raises:
-            OutgrownError: It is known by now that they do not fit; this one was not added.
+            OutgrownError: It is known by now that they do not fit.
         """
         if self._objects is None and self._dense is None:
-            self._dense = _Dense.of(self._room, self._num_samples, sample)
+            try:
+                self._dense = _Dense.of(self._room, self._num_samples, sample)
+            except OutgrownError:
+                self._objects = [sample]
+                raise
         if self._dense is not None:
             if self._dense.add(sample):
                 return

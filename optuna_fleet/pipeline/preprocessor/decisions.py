@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from optuna_fleet.pipeline.packed import packed_part
 from optuna_fleet.pipeline.preprocessor import prefetch, samplers
 from optuna_fleet.pipeline.preprocessor.order import own_randomness, seed_sample
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, decide, may_split
 from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
-
-Pack = Callable[[str, str, Any], "bytes | None"]
-"""Packs something for trainers: given what it is called, the data set's name, and itself."""
 
 
 def decided(
@@ -25,7 +21,6 @@ def decided(
     *,
     by_itself: bool | None,
     finish_on_device: bool,
-    pack: Pack,
 ) -> PipelineSpec:
     """Returns the description with how data sets are taken apart, and whether read many at once.
 
@@ -35,7 +30,6 @@ def decided(
         packed: The same, packed.
         by_itself: Data sets' own transforms may be taken apart; None: torchvision's data sets'.
         finish_on_device: Trainers do the elementwise end of the preprocessing.
-        pack: Makes bytes of that.
 
     Raises:
         FleetConfigError: What the user gave does not do what it must.
@@ -62,7 +56,7 @@ def decided(
         # With a collate_fn, samples must be finished before they are collated.
         if finish_on_device and each.collate is None:
             end = source.stages[each.name].finish if found is None else found.finish
-            each = replace(each, finish=pack("transform", each.name, end))
+            each = replace(each, finish=packed_part("transform", each.name, end))
         datasets.append(each)
     return replace(spec, datasets=tuple(datasets))
 

@@ -21,7 +21,7 @@ from ctypes import addressof, c_uint64
 
 import numpy as np
 
-from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.chunks.arena import Extents
 from optuna_fleet.pipeline.chunks.memory_files import address_of, madvise, map_aligned
 from optuna_fleet.pipeline.chunks.view import Bytes
 

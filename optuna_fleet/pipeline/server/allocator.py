@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.chunks.arena import Extents
 
 PAGE = 4096
 """Bytes. Pieces begin at multiples of it, so that what a reader writes into one stays in it."""

@@ -271,19 +271,32 @@ class ChunkStore:
             self._no_longer_wants(record, key.chunk)
             self._lend(record, key.chunk, urgent=urgent)
 
+    def end_order(self, key: ChunkKey) -> Epoch:
+        """A chunk is no longer in production: its place is free, and it may be ordered again."""
+        epoch = self._epochs[key.name, key.epoch]
+        order = epoch.producing.pop(key.chunk)
+        self._space.free(order.address, order.max_bytes)
+        if waiting := epoch.waiting.get(key.chunk):
+            urgent = any(waiting.values())
+            self._queue(key, urgent=urgent)
+            (self._urgent if urgent else self._eager).move_to_end(key, last=False)
+        self._lookahead.absent(epoch, key.chunk)
+        self._residents.forget(epoch)
+        return epoch
+
     def outgrew(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is larger than any before: it is to be produced again where there is room."""
-        size = self._end_order(key).size
+        size = self.end_order(key).size
         size.chunk_bytes, size.is_estimate = max(size.chunk_bytes, nbytes), False
 
     def disk_failed(self, key: ChunkKey) -> None:
         """A chunk could not be written to the disk: it is for those there are from now on."""
         self._residents.close_disk()
-        self._end_order(key)
+        self.end_order(key)
 
     def failed(self, key: ChunkKey, error: ChunkError) -> None:
         """A sample raised: those who waited are told; only a new request tries again."""
-        self._end_order(key)
+        self.end_order(key)
         self._refuse(key, error)
 
     def lost(self, key: ChunkKey, error: ChunkError) -> None:
@@ -295,7 +308,7 @@ class ChunkStore:
         if epoch.deaths[key.chunk] >= MAX_DEATHS:
             self.failed(key, error)
         else:
-            self._end_order(key)
+            self.end_order(key)
 
     # What they have in common
 
@@ -349,19 +362,6 @@ class ChunkStore:
         order = epoch.producing[key.chunk] = Order(key, address, nbytes)
         self._unqueue(key)
         return order
-
-    def _end_order(self, key: ChunkKey) -> Epoch:
-        """A chunk is not in production any more: its place is free."""
-        epoch = self._epochs[key.name, key.epoch]
-        order = epoch.producing.pop(key.chunk)
-        self._space.free(order.address, order.max_bytes)
-        if waiting := epoch.waiting.get(key.chunk):
-            urgent = any(waiting.values())
-            self._queue(key, urgent=urgent)
-            (self._urgent if urgent else self._eager).move_to_end(key, last=False)
-        self._lookahead.absent(epoch, key.chunk)
-        self._residents.forget(epoch)
-        return epoch
 
     def _refuse(self, key: ChunkKey, error: ChunkError) -> None:
         epoch = self._epoch(key.name, key.epoch)

@@ -49,7 +49,6 @@ class PreprocessorPool:
         on_lost: Called with the chunk that a dead preprocessor worked on, or None.
         on_idle: Called when there is one more who could work.
         on_unstarted: Called with the reason why one could not be started; that is tried again.
-        after: Called after each event of a preprocessor.
         clock: Seconds since any time.
 
     Attributes:
@@ -68,7 +67,6 @@ class PreprocessorPool:
         on_lost: Callable[[ChunkKey | None], None],
         on_idle: Callable[[], None],
         on_unstarted: Callable[[OSError], None] = lambda error: None,
-        after: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.target = limit
@@ -79,7 +77,6 @@ class PreprocessorPool:
         self._on_lost = on_lost
         self._on_idle = on_idle
         self._on_unstarted = on_unstarted
-        self._after = after
         self._clock = clock
         self._workers: dict[int, _Worker] = {}
         self._idle: list[_Worker] = []  # the one that was at work last is the next to be
@@ -193,7 +190,6 @@ class PreprocessorPool:
             self._selector,
             on_message=lambda message: self._received(worker, message),
             on_close=lambda: self._cut_off(worker),
-            after=self._after,
         )
         worker = self._workers[pid] = _Worker(pid, channel, since=self._clock())
         self._idle.append(worker)

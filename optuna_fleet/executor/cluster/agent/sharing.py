@@ -122,7 +122,6 @@ class Sharing:
         self._peers.follow(message)
         if self._news is not None:
             self._news.send(message)
-        self._server.plan_changed()
 
     def exited(self, pid: int) -> bool:
         """Tells that a child was reaped; returns whether it was this process."""
