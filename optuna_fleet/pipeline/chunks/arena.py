@@ -77,10 +77,8 @@ class HugePages:
 class Arena:
     """The side of those who write: the agent, and the preprocessors that are forked from it.
 
-    Args:
-        memory_bytes: Its size in memory; taken when it is first written to.
-        disk_bytes: Its size on the disk; likewise.
-        folder: Where that is, on a file system that knows ``O_TMPFILE``.
+    Memory and disk are taken when they are first written to; the folder's file system must know
+    ``O_TMPFILE``.
 
     Attributes:
         extents: Where its parts are.

@@ -72,9 +72,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class Audit:
     """Finds data sets that depend on what the pipeline can't see; for one preprocessor.
 
-    Args:
-        busy_s: Returns the seconds that the process has computed.
-
     Attributes:
         mismatches: By data set, the first sample that came out differently.
     """

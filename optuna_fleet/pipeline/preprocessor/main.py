@@ -55,15 +55,8 @@ def preprocessor_main(
 ) -> None:
     """Serves the agent until it closes the socket.
 
-    Args:
-        sock: This process' end of the socket pair; blocking.
-        load: Returns the data sets.
-        spec: Their description.
-        settings: What the script's process is set to.
-        budgets: What the pipeline may take.
-        arena: Where chunks are written.
-        decoded: The decoded store.
-        asking: The way to nodes that share chunks with this one.
+    ``load`` returns the data sets, ``settings`` are those of the script, ``asking`` is the way to
+    nodes that share chunks with this one.
     """
     Adoption(has_gpu=False).adopt(settings)
     # One core each: there is one preprocessor per core it may use.

@@ -41,9 +41,6 @@ class Payload:
     """A sealed memory file, which lasts as long as somebody has it open or mapped.
 
     Pickled, it is its path: it comes out opened anew, or as None where that can't be opened.
-
-    Args:
-        descriptor: Of the file; this object closes it.
     """
 
     def __init__(self, descriptor: int) -> None:

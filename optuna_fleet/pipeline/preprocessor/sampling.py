@@ -52,11 +52,8 @@ class SampleError(Exception):
 class Samples:
     """Makes samples; for one preprocessor.
 
-    Args:
-        load: Returns the data sets; called when the first sample is wanted.
-        spec: Their description.
-        decoded: The decoded store, if there is one.
-        force_decoded: Use it even where it does not pay.
+    ``load`` returns the data sets, when the first sample is wanted. With ``force_decoded`` the
+    decoded store is used even where it does not pay.
 
     Attributes:
         skipped: Indices that raised since ``begin``, where these are skipped.
@@ -99,10 +96,7 @@ class Samples:
     def sample(self, key: ChunkKey, position: int, *, use_store: bool = False) -> Any:
         """Returns the sample at this position of the order of the chunk's epoch.
 
-        Args:
-            key: Tells the data set and the epoch.
-            position: From 0.
-            use_store: Take the beginning from the decoded store, or put it there.
+        If it may ``use_store``, the beginning is taken from the decoded store, or put there.
 
         Raises:
             SampleError: It raised, or as many samples in a row as may be skipped.

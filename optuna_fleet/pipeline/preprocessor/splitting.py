@@ -101,10 +101,7 @@ def called(function: Function | None, value: Any) -> Any:
 def may_split(dataset: Any, stages: Stages, *, by_itself: bool | None) -> bool:
     """Returns whether there is anything to try, without reading a sample.
 
-    Args:
-        dataset: The data set.
-        stages: What the user gave for it.
-        by_itself: Its own transform may be taken apart; None if it is a data set of torchvision's.
+    Its own transform may be taken apart ``by_itself``; of None: if it is of torchvision's.
     """
     if stages.in_parts or by_itself is False:
         return stages.in_parts
@@ -146,13 +143,7 @@ def decide(
 
 
 def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDataset | None:
-    """Takes a data set apart, by its own ``transform`` or as the user says.
-
-    Args:
-        dataset: The data set.
-        stages: What the user gave for it.
-        index: The sample it is tried on.
-        seed: Seeds torch, NumPy and ``random`` for that sample.
+    """Takes a data set apart, by its own ``transform`` or as the user says; tried on a sample.
 
     Returns:
         None if there is no place to split, or the parts do not give what the data set gives.

@@ -21,14 +21,8 @@ LEAST_ITEMS = 1000
 def reduction(dataset: Any, known: dict[int, Any]) -> Any:
     """Returns how pickle is to put together a data set of torchvision's, with tables for lists.
 
-    Only for these, as their code is known to do no more with such a list than to index it.
-
-    Args:
-        dataset: Any object.
-        known: Tables of lists met before, with these, by their ids.
-
-    Returns:
-        None for any other object.
+    Only for these, as their code is known to do no more with such a list than to index it; None
+    for any other object. ``known`` has the tables of lists met before, with these, by their ids.
     """
     if not is_torchvisions(dataset):
         return None

@@ -30,10 +30,6 @@ FromAgent = PassOpened | ChunkReady | ReleaseChunks | ChunkFailed
 class OpenedPass:
     """Reads the chunks of an epoch; for the process that began it.
 
-    Args:
-        client: Its connection to the agent.
-        number: Unlike those of the client's other passes.
-
     Attributes:
         chunk_size: Samples of a chunk; 0 until the agent has told it.
         num_ahead: Chunks that may be asked for ahead.

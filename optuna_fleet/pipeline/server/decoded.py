@@ -102,13 +102,7 @@ class DecodedStore:
         return min(1.0, (number + left / each) / length)
 
     def lend(self, order: object, name: str, num_samples: int) -> list[Extent]:
-        """Lends space for up to ``num_samples`` new samples; perhaps less, or none.
-
-        Args:
-            order: Whoever gets it, once at a time.
-            name: The data set.
-            num_samples: Samples it will come across.
-        """
+        """Lends an order space for up to ``num_samples`` new samples; perhaps less, or none."""
         each = self._kept[name].each_bytes
         need = min(num_samples, self._kept[name].missing) * each
         lent: list[Extent] = []

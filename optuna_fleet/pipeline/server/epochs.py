@@ -59,8 +59,7 @@ class Pass:
         epoch: What it reads.
         cursor: The first chunk that is still needed.
         continues: The reader will go on with the next epoch.
-        wanted: Chunks it waits for.
-        urgent: Those of them it can't go on without.
+        wanted: Chunks it waits for, and whether it can't go on without.
         held: Chunks that it was given.
         frontier: No chunk between the cursor and this one is absent.
         next_frontier: None of the next epoch before this one is.
@@ -72,8 +71,7 @@ class Pass:
     epoch: Epoch
     cursor: int
     continues: bool
-    wanted: set[int] = field(default_factory=set)
-    urgent: set[int] = field(default_factory=set)
+    wanted: dict[int, bool] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     frontier: int = 0
     next_frontier: int = 0
@@ -95,7 +93,7 @@ class Epoch:
         producing: The orders for those in production.
         failed: Those that could not be made.
         deaths: How many preprocessors died over a chunk.
-        waiting: By chunk, who waits for it, and whether they can't go on without.
+        waiting: By chunk, who waits for it; in order.
         passes: The passes that are open.
         cursors: Theirs, in order.
     """
@@ -110,7 +108,7 @@ class Epoch:
     producing: dict[int, Order] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     deaths: Counter[int] = field(default_factory=Counter)
-    waiting: dict[int, dict[Pass, bool]] = field(default_factory=dict)
+    waiting: dict[int, dict[Pass, None]] = field(default_factory=dict)
     passes: dict[PassId, Pass] = field(default_factory=dict)
     cursors: list[int] = field(default_factory=list)
 
@@ -196,9 +194,7 @@ class Eviction:
     def worst(self, read: set[Epoch], spare: int) -> tuple[Epoch, int] | None:
         """Returns the chunk to give up first; None if there is no candidate.
 
-        Args:
-            read: The epochs that somebody reads.
-            spare: So many chunks from the cursor of every open pass on are not touched.
+        Of the epochs that somebody ``read``s, ``spare`` chunks from each cursor on are none.
         """
         if self._unneeded:
             epoch = self._epochs[self._unneeded[-1]]

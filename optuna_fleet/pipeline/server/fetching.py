@@ -16,13 +16,7 @@ FETCHED_SHARE = 1 / 8
 
 
 class Fetching:
-    """Orders chunks from other nodes; those that do not come are to be made here.
-
-    Args:
-        peers: The nodes that share chunks with this one; None if there are none.
-        pool: Who asks them.
-        memory_bytes: The budget.
-    """
+    """Orders chunks from other nodes; those that do not come are to be made here."""
 
     def __init__(self, peers: Peers | None, pool: PreprocessorPool, memory_bytes: int) -> None:
         self._peers = peers
@@ -59,9 +53,7 @@ class Fetching:
     def failed(self, key: ChunkKey, *, is_gone: bool = False) -> bool:
         """Notes that a chunk did not come, if it was ordered here; returns whether it was.
 
-        Args:
-            key: The chunk.
-            is_gone: Since its owner is gone, or slow.
+        It did not since its owner has refused, or died over it here, or ``is_gone``, or slow.
         """
         if key not in self._flying:
             return False

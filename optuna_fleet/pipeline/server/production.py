@@ -53,14 +53,7 @@ _DIED = (
 class Production:
     """Has chunks made by preprocessors, from the decoded store where it helps.
 
-    Args:
-        setup: The data sets and what they may take; their file is closed with this.
-        spawn: Starts a child process.
-        selector: The agent's selector.
-        close_in_child: Called first in each preprocessor.
-        on_idle: Called when there is one more who could work, or something new to do: to `work`.
-        clock: Seconds since any time.
-        peers: The nodes that share chunks with this one.
+    ``on_idle`` is called when there is one more who could work, or something new to do: to `work`.
 
     Attributes:
         budgets: What it may take.

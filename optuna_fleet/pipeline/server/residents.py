@@ -19,13 +19,7 @@ _SHRINK = 8
 
 
 class Residents:
-    """Keeps account of them.
-
-    Args:
-        space: Where they lie.
-        epochs: What is known of epochs, by name and number.
-        eviction: Ranks those that nobody holds.
-        lookahead: Told of those that are gone.
+    """Keeps account of them; ``lookahead`` is told of those that are gone.
 
     Attributes:
         num_dropped: How many made room for others.
@@ -96,15 +90,10 @@ class Residents:
         return lent > BRIEF_SHARE * budget or lent + largest > budget
 
     def make_room(self, nbytes: int, read: set[Epoch], *, spare: int) -> int | None:
-        """Drops chunks until so many bytes fit, and returns where they do.
-
-        Args:
-            nbytes: In one piece.
-            read: The epochs that somebody reads.
-            spare: So many chunks from the cursor of every open pass on are not touched.
+        """Drops chunks until so many bytes fit in one piece, and returns where they do.
 
         Returns:
-            None if they do not fit without what may not be dropped.
+            None if they do not fit without what may not be dropped, see `Eviction.worst`.
         """
         address = self._space.allocate(nbytes)
         if address is None and not self._space.could_fit(nbytes, *self._idle):

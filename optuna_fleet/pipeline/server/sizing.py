@@ -19,13 +19,9 @@ CHANGED = 4
 
 
 class Sizing:
-    """Has data sets measured, and tells the store how to cut them.
+    """Has data sets measured, and tells the store how to cut them, in chunks of ``chunk_bytes``.
 
-    Args:
-        spec: The data sets.
-        store: The chunk store.
-        chunk_bytes: Size of a chunk to aim at.
-        peers: The nodes that share chunks with this one: then their size does not change any more.
+    Where nodes share chunks, their size does not change any more.
 
     Attributes:
         found: By data set, what its first samples told.

@@ -50,9 +50,6 @@ _NOTHING = Levels()
 class Meter:
     """Sums levels over time, in which somebody reads. Pure: the time is an argument.
 
-    Args:
-        now_s: Seconds since any time.
-
     Attributes:
         now_s: When the levels were observed.
         levels: The levels since then.
@@ -109,10 +106,7 @@ class Staffing:
     def chunk_made(self, use: PipelineUse, *, running: int, has_fresh: bool) -> bool:
         """Judges after each chunk; returns whether there may be more from now on.
 
-        Args:
-            use: Up to date.
-            running: Preprocessors that there are.
-            has_fresh: Some still load the data sets: that tells nothing.
+        It does not while some still load the data sets (``has_fresh``): that tells nothing.
         """
         now = use.active_s, use.busy_s, use.starved_s
         if not self._is_adaptive:

@@ -160,12 +160,10 @@ class ChunkStore:
         if chunk in epoch.failed:
             epoch.failed.discard(chunk)
             self._lookahead.absent(epoch, chunk)
-        record.wanted.add(chunk)
+        record.wanted[chunk] = urgent or record.wanted.get(chunk, False)
         if urgent:
-            record.urgent.add(chunk)
             self._stalled.add(record)
-        waiting = epoch.waiting.setdefault(chunk, {})
-        waiting[record] = urgent or waiting.get(record, False)
+        epoch.waiting.setdefault(chunk, {})[record] = None
         if chunk not in epoch.producing:
             self._queue(epoch.key(chunk), urgent=urgent)
 
@@ -267,8 +265,8 @@ class ChunkStore:
         self._residents.add(epoch, epoch.producing.pop(key.chunk), nbytes)
         if epoch.size.is_estimate and key.chunk + 1 < epoch.num_chunks:
             epoch.size.chunk_bytes, epoch.size.is_estimate = nbytes, False
-        for record, urgent in epoch.waiting.pop(key.chunk, {}).items():
-            self._no_longer_wants(record, key.chunk)
+        for record in epoch.waiting.pop(key.chunk, {}):
+            urgent = self._no_longer_wants(record, key.chunk)
             self._lend(record, key.chunk, urgent=urgent)
 
     def end_order(self, key: ChunkKey) -> Epoch:
@@ -277,7 +275,7 @@ class ChunkStore:
         order = epoch.producing.pop(key.chunk)
         self._space.free(order.address, order.max_bytes)
         if waiting := epoch.waiting.get(key.chunk):
-            urgent = any(waiting.values())
+            urgent = any(record.wanted[key.chunk] for record in waiting)
             self._queue(key, urgent=urgent)
             (self._urgent if urgent else self._eager).move_to_end(key, last=False)
         self._lookahead.absent(epoch, key.chunk)
@@ -332,11 +330,12 @@ class ChunkStore:
         self._urgent.pop(key, None)
         self._eager.pop(key, None)
 
-    def _no_longer_wants(self, record: Pass, chunk: int) -> None:
-        record.wanted.discard(chunk)
-        record.urgent.discard(chunk)
-        if not record.urgent:
+    def _no_longer_wants(self, record: Pass, chunk: int) -> bool:
+        """Returns whether it was urgent."""
+        urgent = record.wanted.pop(chunk)
+        if not any(record.wanted.values()):
             self._stalled.discard(record)
+        return urgent
 
     def _lend(self, record: Pass, chunk: int, *, urgent: bool) -> None:
         epoch = record.epoch

@@ -40,16 +40,9 @@ class _Worker:
 class PreprocessorPool:
     """Keeps at most ``limit`` preprocessors, each with at most one chunk to work on.
 
-    Args:
-        limit: Most processes at a time.
-        spawn: Starts one.
-        main: What it runs.
-        selector: The agent's selector.
-        on_message: Called with what a preprocessor sent.
-        on_lost: Called with the chunk that a dead preprocessor worked on, or None.
-        on_idle: Called when there is one more who could work.
-        on_unstarted: Called with the reason why one could not be started; that is tried again.
-        clock: Seconds since any time.
+    ``on_lost`` is called with the chunk that a dead one worked on, or None, ``on_idle`` when there
+    is one more who could work, ``on_unstarted`` with the reason why one could not be started; that
+    is tried again.
 
     Attributes:
         target: How many are wanted now, at most ``limit``.
