@@ -24,7 +24,7 @@ from optuna_fleet.pipeline.messages import (
     ReleaseChunks,
 )
 from optuna_fleet.pipeline.server.allocator import Space, pages
-from optuna_fleet.pipeline.server.epochs import Epoch, Eviction, Order, Pass, Size
+from optuna_fleet.pipeline.server.epochs import Epoch, Order, Pass, Size
 from optuna_fleet.pipeline.server.lookahead import Lookahead
 from optuna_fleet.pipeline.server.residents import Residents
 from optuna_fleet.pipeline.spec import ChunkKey
@@ -62,15 +62,13 @@ class ChunkStore:
         self._epochs: dict[tuple[str, int], Epoch] = {}
         self._passes: dict[PassId, Pass] = {}
         self._num_opened = 0
-        self._read: set[Epoch] = set()
         self._holding: dict[Pass, None] = {}  # and not yet asked to give back
         self._stalled: set[Pass] = set()
         self._heads: dict[str, int] = {}
         self._urgent: OrderedDict[ChunkKey, None] = OrderedDict()
         self._eager: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._eviction = Eviction()
         self._lookahead = Lookahead(window, self._epochs, self._sizes)
-        self._residents = Residents(space, self._epochs, self._eviction, self._lookahead)
+        self._residents = Residents(space, self._epochs, self._lookahead)
 
     @property
     def residents(self) -> Residents:
@@ -132,9 +130,8 @@ class ChunkStore:
         self._passes[pass_id] = found.passes[pass_id] = record
         found.cursors.append(cursor)
         found.cursors.sort()
-        self._read.add(found)
         self._lookahead.add(record)
-        self._eviction.update(found)
+        self._residents.passes_changed(found)
 
     def move(self, pass_id: PassId, cursor: int) -> None:
         """Notes the first chunk that the pass still needs."""
@@ -144,7 +141,7 @@ class ChunkStore:
         if cursor < record.cursor:
             record.frontier = cursor
         record.epoch.move(record, cursor)
-        self._eviction.update(record.epoch)
+        self._residents.passes_changed(record.epoch)
         self._lookahead.update(record)
         self._reached(record.epoch, cursor)
 
@@ -200,9 +197,7 @@ class ChunkStore:
         self._lookahead.remove(record)
         del epoch.passes[pass_id]
         epoch.move(record, None)
-        if not epoch.passes:
-            self._read.discard(epoch)
-        self._eviction.update(epoch)
+        self._residents.passes_changed(epoch)
         self._residents.forget(epoch)
 
     def head(self, name: str) -> tuple[int, int]:
@@ -239,7 +234,7 @@ class ChunkStore:
             urgent = key in self._urgent
             # What can wait may not push out what readers will come to next.
             spare = 0 if urgent else self._window
-            address = self._residents.make_room(nbytes, self._read, spare=spare)
+            address = self._residents.make_room(nbytes, spare=spare)
             if address is not None:
                 return self._order(key, nbytes, address)
             if urgent:  # the others are no smaller and no more urgent
@@ -315,7 +310,7 @@ class ChunkStore:
         if found is None:
             rank = _LATEST - number if self._rolling else number
             rank = -1 if name in self._fixed else rank
-            found = Epoch(name, number, rank, self._sizes[name])
+            found = Epoch(name, number, (rank, name, number), self._sizes[name])
             self._epochs[name, number] = found
         return found
 
