@@ -118,20 +118,24 @@ class SharedPipeline:
                 "A SharedPipeline needs at least one data set, by name: "
                 f"SharedPipeline(train=dataset). It was given {len(unnamed)} without a name."
             )
-        self._datasets = datasets
         self._lengths = {
             name: options.length_of(name, dataset, datasets, _options())
             for name, dataset in datasets.items()
         }
         self._shuffled = options.shuffled_among(shuffled, datasets)
-        self._samplers = self._checked_samplers(sampler, weights)
+        samplers = self._checked_samplers(sampler, weights)
         by_name = options.by_name
         self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
-        self._stages = {
-            "prepare": by_name("prepare", prepare, datasets, datasets),
-            "augment": by_name("augment", augment, datasets, self._shuffled),
-            "finish": by_name("finish", finish, datasets, datasets),
+        prepares = by_name("prepare", prepare, datasets, datasets)
+        augments = by_name("augment", augment, datasets, self._shuffled)
+        finishes = by_name("finish", finish, datasets, datasets)
+        stages = {
+            name: Stages(
+                prepare=prepares.get(name), augment=augments.get(name), finish=finishes.get(name)
+            )
+            for name in datasets
         }
+        self._source = Source(datasets=datasets, stages=stages, samplers=samplers)
         check_number("seed", seed, whole=True)
         self.seed = operator.index(seed)
         self.num_preprocessors = _whole("num_preprocessors", num_preprocessors)
@@ -150,7 +154,7 @@ class SharedPipeline:
         limits.check_sense(self._wanted)
 
     def _checked_samplers(self, sampler: Any, weights: Any) -> dict[str, Any]:
-        names, shuffled = self._datasets, self._shuffled
+        names, shuffled = self._lengths, self._shuffled
         samplers = options.sampler_by_name("sampler", sampler, names, shuffled)
         self._num_samples = {
             **self._lengths,
@@ -179,7 +183,7 @@ class SharedPipeline:
         def decided(finish_on_device: bool) -> PipelineSpec:
             return decisions.decided(
                 self.spec(),
-                self._source(),
+                self._source,
                 packed,
                 by_itself=self._split,
                 finish_on_device=finish_on_device,
@@ -196,7 +200,7 @@ class SharedPipeline:
         """Names of the data sets that only ``split=True`` would take apart, as nobody has said."""
         if self._split is not None:
             return []
-        source = self._source()
+        source = self._source
         return [
             name
             for name in sorted(self._shuffled)
@@ -213,7 +217,7 @@ class SharedPipeline:
                     name=name,
                     num_samples=self._num_samples[name],
                     length=length,
-                    sampled=name in self._samplers,
+                    sampled=name in self._source.samplers,
                     shuffled=name in self._shuffled,
                     collate=packed_part("collate_fn", name, self._collates.get(name)),
                 )
@@ -227,8 +231,7 @@ class SharedPipeline:
         """Returns a client that preprocesses in this process (imports torch)."""
         from optuna_fleet.pipeline.reader.inline import InlineClient
 
-        source = self._source()
-        source = replace(source, generators=payload.generators_in(source))
+        source = replace(self._source, generators=payload.generators_in(self._source))
         spec = self.spec()
         samplers.check(source, spec)
         for each in spec.datasets:
@@ -238,25 +241,19 @@ class SharedPipeline:
 
     def payload(self) -> Payload:
         """Returns the data sets in a file, for the preprocessors."""
-        source = self._source()
+        source = self._source
         try:
             return Payload.written(functools.partial(payload.pack, source))
         except Exception as error:
             stages = {
-                f"{what}[{name!r}]": stage
-                for what, given in self._stages.items()
-                for name, stage in given.items()
+                f"{what}[{name!r}]": getattr(each, what)
+                for what in ("prepare", "augment", "finish")
+                for name, each in source.stages.items()
+                if getattr(each, what) is not None
             }
-            drawing = {f"sampler[{name!r}]": each for name, each in self._samplers.items()}
-            wholes = {**self._datasets, **stages, **drawing}
+            drawing = {f"sampler[{name!r}]": each for name, each in source.samplers.items()}
+            wholes = {**source.datasets, **stages, **drawing}
             raise unpicklable("data sets of the SharedPipeline", wholes, error) from error
-
-    def _source(self) -> Source:
-        stages: dict[str, Stages] = {}
-        for name in self._datasets:
-            given = {what: found.get(name) for what, found in self._stages.items()}
-            stages[name] = Stages(**given)
-        return Source(datasets=self._datasets, stages=stages, samplers=self._samplers)
 
     # Alone, without an executor
 

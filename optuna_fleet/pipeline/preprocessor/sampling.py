@@ -205,35 +205,27 @@ class Samples:
             seed()
             sample = dataset[index]
             return sample if defers or finish is None else finish(sample)
+        whole = partial(found.whole, dataset, index, seed)
         use_store = use_store and spec.name not in self.audit.mismatches
         if use_store or defers:
+            num_loaded = self.num_loaded
             try:
-                return self._in_parts(found, spec, epoch, place, use_store)
+                prepared = self._prepared(found, spec.name, index, seed, use_store)
+                seed()
+                augmented = found.augmented(prepared)
+                sample = augmented if defers else found.finished(augmented)
             except AnotherWayError:
                 if defers:
                     self._is_whole = True
                     self.version += 1
-        return found.whole(dataset, index, seed)
-
-    def _in_parts(
-        self, found: SplitDataset, spec: DatasetSpec, epoch: int, place: int, use_store: bool
-    ) -> Any:
-        index = place % spec.length
-        seed = partial(self._seed, spec.name, epoch, place)
-        num_loaded = self.num_loaded
-        prepared = self._prepared(found, spec.name, index, seed, use_store)
-        seed()
-        augmented = found.augmented(prepared)
-        defers = not self.is_finished(spec.name)
-        sample = augmented if defers else found.finished(augmented)
-        if self.num_loaded > num_loaded and self.audit.is_due(epoch, index):
-            dataset = self._sources().datasets[spec.name]
-            make = partial(found.whole, dataset, index, seed)
-            ours = found.finished(augmented) if defers else sample
-            if not self.audit.agrees(spec.name, index, ours, make):
-                self._is_wrong = True
-                self.version += 1
-        return sample
+            else:
+                if self.num_loaded > num_loaded and self.audit.is_due(epoch, index):
+                    ours = found.finished(sample) if defers else sample
+                    if not self.audit.agrees(spec.name, index, ours, whole):
+                        self._is_wrong = True
+                        self.version += 1
+                return sample
+        return whole()
 
     def _seed(self, name: str, epoch: int, place: int) -> None:
         own = self._sources().generators

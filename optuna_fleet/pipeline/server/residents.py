@@ -55,12 +55,22 @@ class Residents:
         return sum(self._lent)
 
     def passes_changed(self, epoch: Epoch) -> None:
-        """Passes through an epoch have begun, moved or ended."""
+        """Passes through an epoch have begun or ended."""
         if epoch.passes:
             self._read.add(epoch)
         else:
             self._read.discard(epoch)
-        self._update(epoch)
+        self.update(epoch)
+
+    def update(self, epoch: Epoch) -> None:
+        """The idle chunks or the cursors of an epoch have changed."""
+        if epoch.is_unneeded == epoch.has_unneeded:
+            return
+        epoch.is_unneeded = epoch.has_unneeded
+        if epoch.is_unneeded:
+            insort(self._unneeded, epoch, key=_rank)
+        else:
+            del self._unneeded[bisect_left(self._unneeded, epoch.rank, key=_rank)]
 
     def add(self, epoch: Epoch, order: Order, nbytes: int) -> None:
         """A chunk of so many bytes is there now, as it was ordered."""
@@ -72,7 +82,7 @@ class Residents:
         epoch.chunks[order.key.chunk] = Place(order.address, taken)
         epoch.rest(order.key.chunk)
         self._idle[self._space.is_on_disk(order.address)] += taken
-        self._update(epoch)
+        self.update(epoch)
 
     def pin(self, epoch: Epoch, chunk: int) -> None:
         """One more pass holds a chunk."""
@@ -82,7 +92,7 @@ class Residents:
             epoch.wake(chunk)
             self._idle[self._space.is_on_disk(address)] -= nbytes
             self._lent[self._space.is_on_disk(address)] += nbytes
-            self._update(epoch)
+            self.update(epoch)
 
     def unpin(self, epoch: Epoch, chunk: int) -> None:
         """One pass less holds a chunk."""
@@ -96,7 +106,7 @@ class Residents:
         epoch.rest(chunk)
         if not self._space.has(address, nbytes):  # reserved, or the disk has failed, meanwhile
             self._drop(epoch, chunk)
-        self._update(epoch)
+        self.update(epoch)
 
     def is_short(self, epoch: Epoch, chunk: int, largest: int) -> bool:
         """Whether what is left beside this and the lent chunks is too little for comfort."""
@@ -137,16 +147,6 @@ class Residents:
         if epoch.is_forgotten:
             self._epochs.pop((epoch.name, epoch.number), None)
 
-    def _update(self, epoch: Epoch) -> None:
-        """The idle chunks or the cursors of an epoch have changed."""
-        if epoch.is_unneeded == epoch.has_unneeded:
-            return
-        epoch.is_unneeded = epoch.has_unneeded
-        if epoch.is_unneeded:
-            insort(self._unneeded, epoch, key=_rank)
-        else:
-            del self._unneeded[bisect_left(self._unneeded, epoch.rank, key=_rank)]
-
     def _worst(self, spare: int) -> tuple[Epoch, int] | None:
         """The chunk to give up first."""
         if self._unneeded:
@@ -175,5 +175,5 @@ class Residents:
         self._idle[self._space.is_on_disk(place.address)] -= place.nbytes
         self._space.free(*place)
         self._lookahead.absent(epoch, chunk)
-        self._update(epoch)
+        self.update(epoch)
         self.forget(epoch)

@@ -141,7 +141,7 @@ class ChunkStore:
         if cursor < record.cursor:
             record.frontier = cursor
         record.epoch.move(record, cursor)
-        self._residents.passes_changed(record.epoch)
+        self._residents.update(record.epoch)
         self._lookahead.update(record)
         self._reached(record.epoch, cursor)
 
