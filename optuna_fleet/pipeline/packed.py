@@ -62,13 +62,11 @@ class PackedPipeline:
         niceness: int = 0,
         finish_on_device: bool = False,
     ) -> PipelineSetup:
-        """Returns what whoever serves the pipeline on some machine needs.
+        """Returns what whoever serves the pipeline on some machine needs, see `PipelineSetup`.
 
-        Args:
-            default_preprocessors: Most preprocessors if the user gave no number.
-            is_adaptive: In that case run as many as are needed, not all.
-            niceness: What is added to theirs.
-            finish_on_device: Trainers do the elementwise end of the preprocessing.
+        There are no more than ``default_preprocessors``, or, if ``is_adaptive``, as many of them
+        as are needed; if the user gave a number, there are so many. With ``finish_on_device``
+        trainers do the elementwise end of the preprocessing.
 
         Raises:
             FleetConfigError: What the user gave does not do what it must, or can't be pickled.

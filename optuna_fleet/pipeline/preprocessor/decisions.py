@@ -24,12 +24,8 @@ def decided(
 ) -> PipelineSpec:
     """Returns the description with how data sets are taken apart, and whether read many at once.
 
-    Args:
-        spec: What the user said.
-        source: The user's own data sets, of which no sample is read.
-        packed: The same, packed.
-        by_itself: Data sets' own transforms may be taken apart; None: torchvision's data sets'.
-        finish_on_device: Trainers do the elementwise end of the preprocessing.
+    No sample is read of ``source``, which is the user's own, but of what was ``packed`` of it.
+    Whether data sets' own transforms are taken apart ``by_itself``: see `may_split`.
 
     Raises:
         FleetConfigError: What the user gave does not do what it must.

@@ -115,14 +115,8 @@ def decide(
     """Returns how to take a data set apart: tried on its first sample that does not raise.
 
     It is to be asked once for all processes, which rebuild the split by ``rebuilt``. What raises
-    may be of the moment (a file server), and is told of when the sample is wanted.
-
-    Args:
-        name: The name of the data set.
-        dataset: A copy of it that nobody reads: what it opens stays open.
-        stages: What the user gave for it.
-        num_samples: Its length.
-        seed: Seeds for the sample of this index.
+    may be of the moment (a file server), and is told of when the sample is wanted. The data set is
+    a copy that nobody reads: what it opens stays open.
 
     Raises:
         FleetConfigError: What the user gave does not do what it must.

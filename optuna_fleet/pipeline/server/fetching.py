@@ -45,10 +45,10 @@ class Fetching:
         self._flying[work.key] = work
         self._pool.give(work)
 
-    def settle(self, key: ChunkKey) -> bool:
-        """Notes that an order for a chunk, to whomever, has ended; returns whether it was here."""
+    def settle(self, key: ChunkKey) -> None:
+        """Notes that an order for a chunk, to whomever, has come to an end."""
         self._failed.discard(key)
-        return self._flying.pop(key, None) is not None
+        self._flying.pop(key, None)
 
     def failed(self, key: ChunkKey, *, is_gone: bool = False) -> bool:
         """Notes that a chunk did not come, if it was ordered here; returns whether it was.
