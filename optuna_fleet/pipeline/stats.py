@@ -48,10 +48,14 @@ class PipelineUse:
         return _ratio(self.busy_s, self.running_s)
 
     @property
+    def full_s(self) -> float:
+        """Seconds that preprocessors were idle since all windows were full, summed over them."""
+        return max(0.0, self.running_s - self.busy_s - self.blocked_s)
+
+    @property
     def full_share(self) -> float:
         """Share of their time idle, as all windows were full."""
-        idle_s = self.running_s - self.busy_s
-        return _ratio(max(0.0, idle_s - self.blocked_s), self.running_s)
+        return _ratio(self.full_s, self.running_s)
 
     @property
     def blocked_share(self) -> float:
