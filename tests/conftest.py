@@ -16,6 +16,7 @@ import pytest
 
 from tests import leftovers
 from tests.fleets import fleet_of
+from tests.huge_pages import use_huge_pages
 from tests.nursery import Nursery, processes_start_afresh
 
 gc.disable()  # while modules are imported, of which nothing is to be freed
@@ -34,6 +35,7 @@ _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # nor is it looked at again and again
+    use_huge_pages()
     gc.enable()
 
 

@@ -33,6 +33,7 @@ from optuna_fleet.executor.cluster import config
 from optuna_fleet.executor.cluster.agent.command import _START
 from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
+from tests.huge_pages import use_huge_pages
 
 AGENT = "optuna_fleet.executor.cluster.agent.main"
 SERVER = "optuna_fleet.pipeline.standalone.main"
@@ -69,10 +70,10 @@ class Nursery:
         ) -> Any:
             if module not in (AGENT, SERVER):
                 return _AFRESH[ModuleProcess](self_, module, environment, pass_fds)
-            return self._with_pipes(module, {**os.environ, **environment}, pass_fds=pass_fds)
+            return self.start_main(module, {**os.environ, **environment}, pass_fds=pass_fds)
 
         def solver(self_: Any) -> Any:
-            return self._with_pipes(SOLVER, os.environ, answers=True)
+            return self.start_main(SOLVER, answers=True)
 
         with _started_by({ModuleProcess: module_process, IsolatedAllocator: solver}):
             yield
@@ -115,14 +116,15 @@ class Nursery:
         if self._process is not None:
             self._process.wait()
 
-    def _with_pipes(
+    def start_main(
         self,
         module: str,
-        environment: Mapping[str, str],
+        environment: Mapping[str, str] = os.environ,
         *,
         pass_fds: Sequence[int] = (),
         answers: bool = False,
     ) -> Forked:
+        """``main()`` of a module, with a pipe to it, and perhaps one from it."""
         theirs, stdin = os.pipe()
         stdout, their_stdout = os.pipe() if answers else (None, os.dup(1))
         streams = (theirs, their_stdout, 2)
@@ -272,6 +274,7 @@ def main(orders_fd: int) -> NoReturn:
     # Agents are told to import torchvision, as collected tests have.
     torchvision = ("torchvision.models", "torchvision.transforms.v2")
     preload((AGENT, SERVER, SOLVER, "mip", *torchvision, *config.modules_to_preload()))
+    use_huge_pages()
     nest = Nest()
     nest.listen(socket.socket(fileno=orders_fd))
     while True:
