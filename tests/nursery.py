@@ -1,4 +1,4 @@
-"""A process that has imported torch and Optuna, and forks the agents and solvers of the tests.
+"""A process that has imported torch and Optuna, and forks the tests' workers, agents and solvers.
 
 To start an agent afresh takes 5 seconds of CPU, a solver one, all but a moment of it for imports.
 A forked one has another parent and no command line of its own; the rest is as if started afresh.
@@ -38,6 +38,7 @@ from tests.huge_pages import use_huge_pages
 AGENT = "optuna_fleet.executor.cluster.agent.main"
 SERVER = "optuna_fleet.pipeline.standalone.main"
 SOLVER = "optuna_fleet.alloc.solver_process"
+WORKER = "tests.workers"
 FIRST = "OPTUNA_FLEET_TESTS_FIRST"
 """Environment variable: a script that agents, servers and solvers run first."""
 
@@ -354,7 +355,7 @@ def _become(order: Order, fds: list[int], status: socket.socket, way: socket.soc
         os.setsid()
         with status:
             status.send(_NUMBER.pack(os.getpid()))
-        if order.argv is None:
+        if order.argv is None and order.module != WORKER:
             way.close()
         if order.inside is not None:
             _enter(order.inside)
@@ -411,6 +412,10 @@ def _run(order: Order, way: socket.socket) -> None:
             else:
                 runpy.run_module(order.module, run_name="__main__", alter_sys=True)
             atexit._run_exitfuncs()
+        return
+    if order.module == WORKER:
+        importlib.import_module(WORKER).main(Nursery(way))
+        atexit._run_exitfuncs()
         return
     if first := order.environment.get(FIRST):
         runpy.run_path(first)
