@@ -32,7 +32,6 @@ from typing import Any
 import optuna
 
 from optuna_fleet import FleetExecutor, JoinCluster
-from optuna_fleet.executor.cluster.agent.agent import SIGN_EVERY_S
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import NodeSetup
 from optuna_fleet.executor.fleet.connections import Connections
@@ -41,6 +40,7 @@ from optuna_fleet.wire.channel import Channel, connect
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.messages import Heartbeat, Progress, RunTrial, TrainerReady
 from optuna_fleet.wire.node_messages import (
+    SIGN_EVERY_S,
     AgentJoining,
     KeepObjective,
     ObjectiveKept,
@@ -126,7 +126,6 @@ class Nodes:
         joining = AgentJoining(
             agent=f"agent-{node}",
             node=f"node-{node}",
-            host="127.0.0.1",
             devices=devices,
             cores=64,
             machine="another",

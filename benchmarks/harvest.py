@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ import torch
 from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
 from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.call.waits import GATHER_S
 from optuna_fleet.executor.cluster.agent.main import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
 from optuna_fleet.executor.cluster.engine import Departure, Network, Readable
@@ -285,12 +287,12 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """Of a trial that moved: how long it was on nodes, but did not train.
+    """Of a trial that moved.
 
     Attributes:
-        seconds: On its nodes before and after.
-        num_before: How many these were.
-        num_after: And these.
+        seconds: For how long its nodes did nothing that counts before they train, on average.
+        num_before: How many it had.
+        num_after: How many it has now.
     """
 
     seconds: float
@@ -299,21 +301,44 @@ class Pause:
 
 
 def _pauses(
-    steps: Sequence[Step], flights: dict[int, list[dict[str, Any]]], spec: SimulatedTrial
+    steps: Sequence[Step],
+    flights: dict[int, list[dict[str, Any]]],
+    decided: Sequence[float],
+    spec: SimulatedTrial,
 ) -> Iterator[Pause]:
+    """The pauses of all moves.
+
+    Args:
+        steps: Those that count.
+        flights: By trial.
+        decided: When plans were made.
+        spec: Of all trials.
+    """
+    left: dict[int, list[float]] = defaultdict(list)  # by device: when trials did
+    for flight in itertools.chain(*flights.values()):
+        for device in flight["devices"]:
+            left[device].append(flight["end"])
     for number, flown in flights.items():
         own = [step for step in steps if step.trial == number]
         for before, after in itertools.pairwise(flown):
             ends = [step.done for step in own if before["start"] <= step.done <= before["end"]]
             later = [step.done for step in own if after["start"] <= step.begun <= after["end"]]
-            num_after = len(after["devices"])
-            if before["ending"] == "yielded" and ends and later:
-                began = min(later) - BATCH / spec.rates[num_after - 1]
-                yield Pause(
-                    seconds=before["end"] - max(ends) + began - after["start"],
-                    num_before=len(before["devices"]),
-                    num_after=num_after,
-                )
+            if before["ending"] != "yielded" or not ends or not later:
+                continue
+            devices, start = after["devices"], after["start"]
+            begins = min(later) - BATCH / spec.rates[len(devices) - 1]
+            planned = max((time_s for time_s in decided if time_s <= start), default=start)
+            idle_s = 0.0
+            for device in devices:
+                # Until a node that has just come has a trial, it joins.
+                since = max((time_s for time_s in left[device] if time_s <= start), default=start)
+                is_own = device in before["devices"]
+                idle_s += begins - (max(ends) if is_own else max(since, planned))
+            yield Pause(
+                seconds=idle_s / len(devices),
+                num_before=len(before["devices"]),
+                num_after=len(devices),
+            )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -413,15 +438,16 @@ class Harvest:
         flights = flights_of(study)
         steps = [Step.of(line) for line in log.read_text().splitlines()]
         counted = self._counted(steps, flights, {span.device: span.node for span in spans}, began)
+        decided = [decision.time for decision in summary.decisions]
         done: dict[int, set[int]] = defaultdict(set)
         for step in counted:
             done[step.trial].add(step.number)
         samples = [Progress(trial=self.spec, samples=BATCH * len(s)) for s in done.values()]
         return Lived(
             utilisation=self.utilisation(samples),
-            decisions=sum(began <= d.time <= ends for d in summary.decisions),
+            decisions=sum(began <= time_s <= ends for time_s in decided),
             summary=summary,
-            pauses=list(_pauses([s for s in steps if s.done <= ends], flights, self.spec)),
+            pauses=list(_pauses(counted, flights, decided, self.spec)),
             waits=dict(self._waits(flights, {span.device: span.node for span in spans}, began)),
             repeated=len(counted) - sum(map(len, done.values())),
         )
@@ -497,6 +523,15 @@ class Harvest:
     def _late(self, waits: Mapping[tuple[int, float], float]) -> Iterator[FleetChange]:
         """The trace as it is when nodes take their time to join."""
         first, *later = self.piece.changes()
+        comes = {
+            (node, change.time_s): change.time_s + waits.get((node, change.time_s), math.inf)
+            for change in later
+            for node in change.joined
+        }
+        together = -math.inf  # as the executor plans for them
+        for key, there in sorted(comes.items(), key=itemgetter(1)):
+            together = together if there < together + GATHER_S else there
+            comes[key] = together
         changes, joined, due = [first], defaultdict[float, list[int]](list), dict[int, float]()
         for change in later:
             left = []
@@ -506,8 +541,8 @@ class Harvest:
                 else:  # it was gone before it was there
                     joined[there].remove(node)
             for node in change.joined:
-                due[node] = there = change.time_s + waits.get((node, change.time_s), math.inf)
-                joined[there].append(node)
+                due[node] = comes[node, change.time_s]
+                joined[due[node]].append(node)
             changes.append(FleetChange(time_s=change.time_s, left=tuple(left)))
         changes += [FleetChange(time_s=t, joined=tuple(nodes)) for t, nodes in joined.items()]
         return iter(sorted(changes, key=lambda change: change.time_s))

@@ -98,7 +98,7 @@ def copies_each(trial: Any, every: int | None) -> None:
     """Have parameters copied before each so many steps, where a loop needs that."""
     if every is not None:
         steps = itertools.count()
-        trial._training._holding.is_due = lambda: next(steps) % every == 0
+        trial._training.holding.is_due = lambda: next(steps) % every == 0
 
 
 def trains(
@@ -252,10 +252,10 @@ def alternates(
     model, optimizer = prepared(trial, width, kind, lr=1e-4)
     copies_each(trial, every)
     within = trial._training._within
-    hold = within.hold
+    hold = within._hold
     times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for epoch in trial.epochs(2 + epochs):
-        within.hold = hold if epoch % 2 else (lambda place, *, is_last: None)
+        within._hold = hold if epoch % 2 else None
         began = time.perf_counter(), time.process_time()
         for images, labels in trial.batches("train", batch_size=BATCH, movable=True):
             optimizer.zero_grad()
@@ -268,7 +268,7 @@ def alternates(
                 add_up(trial, loss)
         ended = time.perf_counter(), time.process_time()
         times[bool(epoch % 2)].append((ended[0] - began[0], ended[1] - began[1]))
-    trial.set_user_attr("plain", trial._training._holding._is_plain)
+    trial.set_user_attr("plain", trial._training.holding._is_plain)
     for name, which in (("ms", 0), ("cpu_ms", 1)):
         spent = ([1e3 * one[which] / EPOCH for one in times[with_][1:]] for with_ in (False, True))
         trial.set_user_attr(name, [statistics.median(some) for some in spent])

@@ -57,7 +57,6 @@ def joining() -> AgentJoining:
     return AgentJoining(
         agent=AGENT,
         node="here",
-        host="127.0.0.1",
         devices=(Device(index=0, node=0, kind="cpu"),),
         cores=1,
         machine=machine(),

@@ -7,7 +7,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -58,11 +58,7 @@ class Header:
 
 
 def write(file: IO[bytes], dump: Callable[[IO[bytes]], None], *, owner: Owner, epoch: int) -> None:
-    """Write a checkpoint into an empty file.
-
-    Raises:
-        OSError: It can't be written.
-    """
+    """Write a checkpoint into an empty file."""
     file.write(bytes(_HEADER.size))
     hashing = _Hashing(file)
     try:
@@ -75,20 +71,24 @@ def write(file: IO[bytes], dump: Callable[[IO[bytes]], None], *, owner: Owner, e
     file.write(_HEADER.pack(_MAGIC, *about, hashing.digest.digest()))
 
 
-@contextmanager
-def written(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Say of an error in it that the checkpoint can't be written.
+def written(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Say of an `OSError` in it, by a `CheckpointError`, that the checkpoint can't be written."""
+    advice = "check that its folder exists, may be written to and has space."
+    return _explaining(f"The checkpoint {path} can't be written", advice)
 
-    Raises:
-        CheckpointError: The error was an `OSError`.
-    """
+
+def readable(path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    """Likewise that it can't be read."""
+    advice = "check the folder, or start the trial again from its first epoch."
+    return _explaining(f"The checkpoint {path} can't be read", advice)
+
+
+@contextmanager
+def _explaining(problem: str, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint {path} can't be written ({error}): check that its folder exists, "
-            "may be written to and has space."
-        ) from error
+        raise CheckpointError(f"{problem} ({error}): {advice}") from error
 
 
 @contextmanager
@@ -120,29 +120,9 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
 
 
 def contents(path: str | os.PathLike[str]) -> bytes:
-    """All that is in a file.
-
-    Raises:
-        CheckpointError: It can't be read.
-    """
+    """All that is in a file."""
     with readable(path):
         return Path(path).read_bytes()
-
-
-@contextmanager
-def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Say of an error in it that the checkpoint can't be read.
-
-    Raises:
-        CheckpointError: The error was an `OSError`.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"The checkpoint {path} can't be read ({error}): check the folder, or start the trial "
-            "again from its first epoch."
-        ) from error
 
 
 def verified(path: str | os.PathLike[str], data: bytes | bytearray, owner: Owner) -> memoryview:

@@ -52,11 +52,7 @@ class FolderLock:
         os.close(self._descriptor)
 
     def renew(self) -> bool:
-        """Take it again if somebody has deleted the folder; return whether we hold it.
-
-        Raises:
-            FleetConfigError: It can't be made or written to.
-        """
+        """Take it again if somebody has deleted the folder; return whether we hold it."""
         try:
             there = os.stat(self._root / _LOCK)
         except OSError:
@@ -325,11 +321,7 @@ class StudyFolder:
 
 
 def private_folder() -> Path:
-    """Make a temporary folder for checkpoints that end with the executor.
-
-    Raises:
-        FleetConfigError: There is no place for one.
-    """
+    """Make a temporary folder for checkpoints that end with the executor."""
     try:
         return Path(tempfile.mkdtemp(prefix="optuna-fleet-"))
     except OSError as error:

@@ -23,8 +23,11 @@ from optuna_fleet.arguments import (
 from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.summary import FleetSummary
-from optuna_fleet.executor.cluster.choice import cluster_of
+from optuna_fleet.executor.cluster.inline import InlineCluster
+from optuna_fleet.executor.cluster.local import LocalCluster
 from optuna_fleet.executor.cluster.protocol import Cluster, Options
+from optuna_fleet.executor.cluster.ray import RayCluster
+from optuna_fleet.executor.cluster.slurm.cluster import SlurmCluster, hint_at_slurm
 from optuna_fleet.executor.deciding.convergence import Convergence
 from optuna_fleet.options import Checkpoints, Limits
 from optuna_fleet.pipeline import SharedPipeline
@@ -32,6 +35,12 @@ from optuna_fleet.policies import Policy, policy_of
 from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.objective_code import digest_of
 
+CLUSTERS: dict[str, type[Cluster]] = {
+    "local": LocalCluster,
+    "inline": InlineCluster,
+    "slurm": SlurmCluster,
+    "ray": RayCluster,
+}
 ObjectiveFunc = Callable[[optuna.Trial], float | Sequence[float]]
 
 
@@ -99,7 +108,7 @@ class FleetExecutor:
             )
         check_number("devices", devices, least=1, whole=True, optional=True)
         check_choice("device_type", device_type, ("cpu", "cuda"), optional=True)
-        chosen_cluster = cluster_of(cluster)
+        chosen_cluster = _cluster_of(cluster)
         seed = seed if seed is not None else (pipeline.seed if pipeline else 0)
         check_number("seed", seed, least=0, whole=True)
         check_number("max_trials", max_trials, least=1, whole=True, optional=True)
@@ -203,6 +212,15 @@ class FleetExecutor:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _cluster_of(given: str | Cluster) -> Cluster:
+    if isinstance(given, Cluster) and not isinstance(given, type):
+        return given
+    check_choice("cluster", given, CLUSTERS)
+    if given == "local":
+        hint_at_slurm(os.environ)
+    return CLUSTERS[str(given)]()
 
 
 def _check_objects(limits: Any, convergence: Any, predictor: Any) -> None:

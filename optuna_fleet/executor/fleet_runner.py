@@ -13,6 +13,7 @@ from typing import Any
 from optuna_fleet.alloc import ByKind, GreedyAllocator, IsolatedAllocator
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.call.driver import Driver
+from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.cluster.engine import Engine, Network
@@ -40,11 +41,11 @@ class FleetRunner:
 
     makes_checkpoints = True
 
-    def __init__(self, options: Options, engine: Engine, network: Network | None = None) -> None:
+    def __init__(self, options: Options, engine: Engine, network: Network) -> None:
         self.summary: FleetSummary | None = None
         self._options = options
         self._engine = engine
-        self._network = network or Network()
+        self._network = network
         self._runtime: Runtime | None = None
 
     def run(self, loop: Loop, func: Callable[[Any], Any]) -> None:
@@ -64,14 +65,14 @@ class FleetRunner:
         folder = runtime.folder_of(loop.study.study_name)
         num_kept = 0 if options.checkpoint_dir is None else checkpoints.keep
         retention = CheckpointRetention(loop.study, folder, num_kept, checkpoints.max_bytes)
-        controller = self._new_controller(runtime)
-        driver = Driver(runtime, controller, loop.ledger, loop.proposals, job, retention)
+        parts = Parts(runtime, loop.ledger, loop.proposals, job, retention)
+        driver = Driver(parts, self._new_controller(runtime))
         try:
             with driver.interrupts:
                 driver.run()
             stats = runtime.pipeline_stats() if options.pipeline else None
-            used = driver.pipeline_log.finish(stats, time.time()) if stats else None
-            self.summary = driver.tally.summary(used, runtime.sharing.reason)
+            used = parts.pipeline_log.finish(stats, time.time()) if stats else None
+            self.summary = parts.tally.summary(used, runtime.sharing.reason)
             compat.fleet_logger.info(str(self.summary))
         except KeyboardInterrupt as interrupt:
             # Where we waited says nothing, and a notebook would show each frame's lines.
@@ -80,8 +81,8 @@ class FleetRunner:
             if not driver.has_freed_devices:
                 self.close()
             del self  # see `FleetExecutor.optimize`
-        if driver.failure is not None:
-            raise driver.failure
+        if parts.outcomes.failure is not None:
+            raise parts.outcomes.failure
 
     def _new_controller(self, runtime: Runtime) -> Controller:
         return Controller(self._options.policy, profiles=runtime.profiles, run_ids=runtime.run_ids)

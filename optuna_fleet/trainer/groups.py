@@ -51,8 +51,6 @@ class GroupSpec:
     """A process's place in the group of one trial.
 
     Attributes:
-        rank: Rank in the group, from 0 (the leader).
-        world_size: Number of processes of the group.
         prefix: Prefix of the group's keys in the store; never used twice on one store.
         store_host: Host of the ``TCPStore``; unused for a group of one.
         store_port: Port of the ``TCPStore``; may be None for a group of one.
@@ -70,9 +68,6 @@ def serve_store(host: str = "127.0.0.1") -> tuple[TCPStore, int]:
 
     Args:
         host: Address to listen on, and no other (a bare ``TCPStore`` listens on every interface).
-
-    Returns:
-        The store and its port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:

@@ -9,7 +9,6 @@ import os
 import pickle
 import socket
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -48,7 +47,6 @@ from optuna_fleet.wire.messages import (
     RunTrial,
     TrainerReady,
     TrainerUnfit,
-    Usage,
 )
 from optuna_fleet.wire.node_messages import KeepObjective, ProcessId, Quit
 from optuna_fleet.wire.packing import pack, pack_error, plain, unpack_objective
@@ -100,7 +98,9 @@ class Trainer:
                     collect = message.gc_after_trial
                     is_last = self._is_spent or not self._clean_up(collect=collect)
                     if self._session is not None and self._session.run.rehearses:
-                        self._inbox.send(_not_ready(self._session))
+                        device = self._device.index
+                        not_ready = Rehearsed(run_id=message.run_id, device=device, is_ready=False)
+                        self._inbox.send(not_ready)
                     elif ended is not None:
                         self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
@@ -118,14 +118,7 @@ class Trainer:
             with sending_heartbeats(session, run.heartbeat_s):
                 return self._run_in(session)
         except LaunchError as error:
-            return Ended(
-                run_id=run.run_id,
-                rank=run.rank,
-                device=self._device.index,
-                time_s=time.monotonic(),
-                ending=Ending.ABORTED,
-                error=pack_error(error),
-            )
+            return session.ended(Ending.ABORTED, error=pack_error(error))
 
     def _run_in(self, session: Session) -> Ended | None:
         run = session.run
@@ -149,7 +142,10 @@ class Trainer:
             self._adopt_numbers()
             seed_run(run.seed, run.number)
             _join_group(run, self._device, open_training)
-            returned = _called(objective, FleetTrial(session, open_training), session)
+            try:
+                returned = objective(FleetTrial(session, open_training))
+            finally:
+                session.check()  # what was to unwind it does so, whatever it made of that
             way_out = "returned"
             session.leave(way_out)
             value = _finished(returned, training)
@@ -170,32 +166,24 @@ class Trainer:
             self._is_spent = has_device_failed or is_out_of_memory(raised)
             self._hold(training, ending)
         session.leave(way_out)
-        ended_s = time.monotonic()  # not of this process only, and nobody can set it
-        usage = Usage()
-        if training is not None:
-            usage = training.end(alone=alone, is_needed=self._held is not None)
-            self._is_spent = self._is_spent or training.is_stuck
-        if session.waits:
-            return None
-        return Ended(
-            run_id=session.run.run_id,
-            rank=session.run.rank,
-            device=self._device.index,
-            time_s=ended_s,
-            ending=ending,
+        ended = session.ended(
+            ending,
             value=value,
             error=error,
-            progress=session.progress,
             has_device_failed=has_device_failed,
-            usage=usage,
             holds=None if self._held is None else self._held.place,
         )
+        if training is not None:
+            usage = training.end(alone=alone, is_needed=self._held is not None)
+            ended = replace(ended, usage=usage)
+            self._is_spent = self._is_spent or training.is_stuck
+        return None if session.waits else ended
 
     def _hold(self, training: Training | None, ending: Ending) -> None:
         """Keep what the trial can go on with, if this rank has outlived others."""
         if ending is Ending.DISCONNECTED and training is not None:
             with contextlib.suppress(Exception):  # it goes on from its checkpoint
-                self._held = training.held()
+                self._held = training.holding.held()
 
     def _release(self, order: Release) -> None:
         """What is held is needed as a checkpoint, or not at all."""
@@ -322,10 +310,6 @@ def ailment_of(device: Device) -> str:
     return ""
 
 
-def _not_ready(session: Session) -> Rehearsed:
-    return Rehearsed(run_id=session.run.run_id, device=session.device, is_ready=False)
-
-
 def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Training]) -> None:
     """Make ``torch.distributed`` mean this trial from the objective's first line on."""
     if run.world_size > 1:
@@ -334,14 +318,6 @@ def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Train
         from optuna_fleet.trainer.groups import join_group_of
 
         join_group_of(run, device.type)
-
-
-def _called(objective: Any, trial: FleetTrial, session: Session) -> Any:
-    """Call the objective; what was to unwind it does so, whatever the objective made of that."""
-    try:
-        return objective(trial)
-    finally:
-        session.check()
 
 
 def _ending_of(raised: BaseException, run: RunTrial) -> Ending:
@@ -379,7 +355,7 @@ def _finished(value: Any, training: Training | None) -> bytes:
         TrialError: It can't be pickled.
     """
     if training is not None:
-        training.leave_final_checkpoint(value)
+        training.moving.leave_final(value)
     try:
         return pack(plain(value))
     except Exception as error:

@@ -11,11 +11,9 @@ from torch.utils import _pytree as pytree
 
 def to_device(data: Any, device: torch.device) -> Any:
     """Copy of the nested `data` (dicts, lists, tuples) with every tensor on `device`."""
-    if moves_itself(data):
-        return data.to(device)
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
-    return _map_children(data, lambda child: to_device(child, device))
+    return map_tensors(
+        data, lambda tensor: tensor.to(device, non_blocking=True), lambda own: own.to(device)
+    )
 
 
 def moves_itself(data: Any) -> bool:

@@ -11,8 +11,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.gradients import module_hooks
 from optuna_fleet.trainer.gradients.gradient_sync import attach, check_same, make_data_parallel
-from optuna_fleet.trainer.gradients.shares import BatchShares
-from optuna_fleet.trainer.unsaved.steps import Steps
+from optuna_fleet.trainer.parts import Parts
 
 _TAKES = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
@@ -25,24 +24,13 @@ _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 class Prepared:
     """Objects that train on one device, or data-parallel on several.
 
-    Args:
-        objects: To be filled with them.
-        steps: Told of modules.
-        shares: What is known of the batches that the objective gets.
-        device: This rank's.
-
     Attributes:
         modules: Those of the objects that are modules.
     """
 
-    def __init__(
-        self, objects: list[Any], steps: Steps, shares: BatchShares, device: torch.device
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.modules: list[torch.nn.Module] = []
-        self._objects = objects
-        self._steps = steps
-        self._shares = shares
-        self._device = device
+        self._parts = parts
         self._single: list[torch.nn.Module] = []  # of which no gradient is reduced
 
     def add(
@@ -55,12 +43,6 @@ class Prepared:
     ) -> None:
         """Take more of them.
 
-        Args:
-            objects: What the objective gives.
-            resuming: What they go on from.
-            is_alone: There is one rank, so far.
-            is_checked: Whether their losses can be split is still looked at.
-
         Raises:
             FleetConfigError: One has no state that can be saved, or is a wrapper that trains
                 data parallel itself, or there is none.
@@ -69,11 +51,11 @@ class Prepared:
             raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_TAKES}.")
         for thing in objects:  # before any optimizer's state is made to follow them
             if isinstance(thing, torch.nn.Module):
-                thing.to(self._device)
+                thing.to(self._parts.device)
         for thing in objects:
             self._check(thing)
-            position = len(self._objects)
-            self._objects.append(thing)
+            position = len(self._parts.objects)
+            self._parts.objects.append(thing)
             if resuming is not None:
                 resuming.prepared(thing, position)
             elif isinstance(thing, torch.optim.Optimizer) and thing.state:
@@ -103,13 +85,13 @@ class Prepared:
 
     def _add_module(self, module: torch.nn.Module, *, is_alone: bool, is_checked: bool) -> None:
         self.modules.append(module)
-        self._steps.watch(module)
+        self._parts.steps.watch(module)
         if is_checked:
             module_hooks.watch(module.modules())
         if is_alone:
             self._single.append(module)
         else:
-            make_data_parallel(module, self._shares, self._device)
+            make_data_parallel(module, self._parts.shares)
 
     def check_alike(self) -> None:
         """All ranks have prepared the same.
@@ -123,5 +105,5 @@ class Prepared:
     def attach_all(self) -> None:
         """Reduce the gradients of those that were prepared on one device."""
         for module in self._single:
-            attach(module, self._shares)
+            attach(module, self._parts.shares)
         self._single.clear()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import PeersLostError, TrainerLostError
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.moves.stop_line import StopLine
@@ -179,6 +180,18 @@ class Session:
         """
         self._left_at = replace(self.progress, way_out=way_out)
 
+    def ended(self, ending: Ending, **fields: Any) -> Ended:
+        """The message that this rank's part in the run has ended, just now."""
+        return Ended(
+            run_id=self.run.run_id,
+            rank=self.run.rank,
+            device=self.device,
+            time_s=time.monotonic(),  # not of this process only, and nobody can set it
+            ending=ending,
+            progress=self.progress,
+            **fields,
+        )
+
     def unwind(self, why: type[Yielded | DriverGoneError]) -> NoReturn:
         """Raise `why`, and again at all that the objective asks for if it catches that."""
         self._unwinding = why  # no instance, whose traceback would keep the trial's memory
@@ -278,37 +291,35 @@ class Session:
             Exception: Whatever the call raised in the driver.
         """
         self.check()
-        if self.joins:
-            return self._recalled(kind(run_id=0, index=self._index, rank=0, **fields))
-        self._is_ordered = self._is_ordered and threading.get_ident() == self._thread
+        if not self.joins:
+            self._is_ordered = self._is_ordered and threading.get_ident() == self._thread
         with self._lock:
-            run, index = self.run, self._index
-            self._index += 1
-            return self.exchange(kind(run_id=run.run_id, index=index, rank=run.rank, **fields))
-
-    def _recalled(self, call: RankCall) -> Any:
-        """What all ranks were answered when they made this call."""
-        known, reply = self._answers.get(call.index, ("", None))
-        if reply is None or known != call.name:
-            self.cannot_join(f"it calls {call.name}, which the others have not called there")
-        self._index += 1
-        if not call.is_awaited:
+            call = kind(run_id=self.run.run_id, index=self._index, rank=self.run.rank, **fields)
+            reply = self._recalled(call) if self.joins else self._exchanged(call)
+        if reply is None:
             return None
         if reply.error is not None:
             raise unpack_error(reply.error)
         return unpack(reply.value)
 
-    def exchange(self, call: RankCall) -> Any:
+    def _recalled(self, call: RankCall) -> Reply | None:
+        """What all ranks were answered when they made this call."""
+        known, reply = self._answers.get(call.index, ("", None))
+        if reply is None or known != call.name:
+            self.cannot_join(f"it calls {call.name}, which the others have not called there")
+        self._index += 1
+        return reply if call.is_awaited else None
+
+    def _exchanged(self, call: RankCall) -> Reply | None:
         """Send a call, and wait for its answer if it is awaited."""
+        self._index += 1
         self.send(call)
         if not call.is_awaited:
             return None
         self.is_waiting = True
         reply = self._await_reply(call.index)
         self.is_waiting, self._num_unanswered = False, 0
-        if reply.error is not None:
-            raise unpack_error(reply.error)
-        return unpack(reply.value)
+        return reply
 
     def _await_reply(self, index: int) -> Reply:
         assert self._inbox is not None

@@ -17,23 +17,21 @@ from optuna_fleet.events import EpochDecision
 from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
-from optuna_fleet.trainer.checkpoints.saving import Saver, owner_of
-from optuna_fleet.trainer.data.periods import Periods
+from optuna_fleet.trainer.checkpoints.saving import Saver
+from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.gradients import collectives, module_hooks
-from optuna_fleet.trainer.gradients.replicas import Replicas
+from optuna_fleet.trainer.gradients.replicas import are_apart
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
 from optuna_fleet.trainer.moves.holding import Held, Holding
 from optuna_fleet.trainer.moves.moving import Moving
 from optuna_fleet.trainer.moves.regrouping import Regrouping
 from optuna_fleet.trainer.moves.totals import Totals
-from optuna_fleet.trainer.moves.within_epoch import EpochPosition, WithinEpoch
-from optuna_fleet.trainer.narrowing import go_on_with_fewer, stay_alone
+from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.pipeline_parallel.staging import make_pipeline
 from optuna_fleet.trainer.prepared import Prepared
@@ -41,6 +39,7 @@ from optuna_fleet.trainer.session import Session, Yielded
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.unsaved.left_behind import LeftBehind
 from optuna_fleet.trainer.unsaved.steps import Steps
+from optuna_fleet.trainer.widths import Bounds, go_on_with_fewer, stay_alone
 from optuna_fleet.wire.calls import EndEpoch
 from optuna_fleet.wire.messages import RunTrial, Usage
 
@@ -51,12 +50,12 @@ class Training:
     Joins the trial's process group, so every rank of a trial must make one.
 
     Args:
-        session: This rank's calls.
-        pipeline: Where samples come from.
-        kind: Of this rank's device.
         held: What this process has in memory of the run that this one inherits from.
 
     Attributes:
+        parts: What it is made of.
+        moving: Makes its checkpoints.
+        holding: Keeps what this rank can go on with if it loses others.
         batches: See `FleetTrial.batches`.
         in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
@@ -72,66 +71,47 @@ class Training:
         self._session = session
         self._pipeline = pipeline
         self._waited_s = pipeline.waited_s if pipeline else 0.0
-        self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self._kind = kind
+        self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self.is_stuck = False
-        self._position = EpochPosition()
+        self.in_stages: Pipeline | None = None
         self._shares = BatchShares()
         self._shares.on_too_wide = self.go_on_with_fewer
         self._objects: list[Any] = []
-        self._steps = Steps(self._objects, session.warn)
-        self._prepared = Prepared(self._objects, self._steps, self._shares, self.device)
-        self.in_stages: Pipeline | None = None
+        self._position = EpochPosition()
         self.totals = Totals(self._shares, self.device, self._gather)
+        self.parts = Parts(
+            session=session,
+            device=self.device,
+            objects=self._objects,
+            state={},
+            position=self._position,
+            steps=Steps(self._objects, session.warn),
+            shares=self._shares,
+            totals=self.totals,
+            saver=Saver(session),
+        )
+        self._prepared = Prepared(self.parts)
+        self._resuming: Resuming | None = None
+        self._left_behind = LeftBehind(self.parts)
+        self.holding = Holding(self.parts)
         self._within = WithinEpoch(
-            self._position,
-            self._shares,
-            self.totals,
-            self._steps,
-            lambda: session.stop_line,
-            counts=lambda: (session.progress.num_calls, session.progress.num_collectives),
+            self.parts,
+            at_step=self._left_behind.begin_batch,
+            # With a GPU, a process that has lost peers ends.
+            hold=self.holding.begin_step if kind == "cpu" else None,
             leave=self._leave_within,
             resume=self._resume_within,
         )
         self._split_check = self._new_split_check()
+        module_hooks.listen(self._split_check or self._shares)
         self._loader = ShardLoader(
-            session,
-            pipeline,
-            self.device,
-            self._prepared.modules,
-            self._within,
-            self._shares,
-            self._split_check,
+            self.parts, pipeline, self._prepared.modules, self._within, self._split_check
         )
         self.batches = self._loader.batches
-        module_hooks.listen(self._split_check or self._shares)
-        self._state: dict[str, Any] = {}
-        self._resuming: Resuming | None = None
-        self._saver = Saver(session, RunFiles(session.run, session.dial))
-        self._moving = Moving(
-            session,
-            self._saver,
-            self._objects,
-            self._state,
-            self._position,
-            self.totals,
-            self._steps,
-        )
-        kept = self._objects, self._state, self._steps, self._shares, self.totals
-        self._holding = Holding(session, *kept, self._moving, self._saver)
-        if kind == "cpu":  # with a GPU, a process that has lost peers ends
-            self._within.hold = self._holding.begin_step
-        self._regrouping = Regrouping(
-            session, self._moving, self._saver, self._prepared, self._shares, self.totals, kind
-        )
-        self._replicas = Replicas(self._objects, session.warn)
-        self._left_behind = LeftBehind(
-            self._objects if self._run.rank == 0 else (),  # the others hold the same
-            self._state,
-            self._steps.optimizers,
-            session.remark,
-        )
-        self._within.at_step = self._left_behind.begin_batch
+        self.moving = Moving(self.parts, self.holding)
+        self._regrouping = Regrouping(self.parts, self.moving, self._prepared)
+        self._are_apart = False  # the ranks, as the user was told
         if self._run.inherits is not None:
             self._inherit(held)
         else:
@@ -139,12 +119,12 @@ class Training:
             join_group_of(session.run, kind)
             if self._run.checkpoints:
                 self._check_alike(num_damaged)
-        self._moving.begin_run()
+        self.moving.begin_run()
 
     def _inherit(self, held: Held | None) -> None:
         """Go on with what rank 0 holds of a run that has lost others."""
         if held is not None:
-            self._saver.inherit(held.saver)
+            self.parts.saver.inherit(held.saver)
         elif self._run.rank == 0:
             raise TrainerLostError("what it was to go on with is gone")
         join_group_of(self._run, self._kind)
@@ -162,16 +142,12 @@ class Training:
         return SplitCheck(partial(stay_alone, self._session), self._session.remark, self._shares)
 
     def go_on_with_fewer(self, why: str, max_devices: int) -> None:
-        """See `narrowing.go_on_with_fewer`."""
-        least = self._loader.bounds.min_devices
-        go_on_with_fewer(self._session, why, min_devices=least, max_devices=max_devices)
+        """See `widths.go_on_with_fewer`."""
+        go_on_with_fewer(self._session, self._loader.bounds, why, max_devices)
 
     def _resume(self) -> int:
         """Read the newest good checkpoint; return how many were passed over."""
-        run = self._run
-        saved, problems = checkpoint.load_newest(
-            run.checkpoints, owner_of(run), run.parameters, self._saver.files.read
-        )
+        saved, problems = self.parts.saver.newest()
         for problem in problems:
             self._session.warn(problem)
         if saved is not None:
@@ -180,7 +156,7 @@ class Training:
 
     def _take(self, saved: checkpoint.Checkpoint) -> Resuming:
         """Go on from that."""
-        self._resuming = Resuming(saved, self._objects, self._state, self._position, self._run)
+        self._resuming = Resuming(saved, self.parts)
         self._session.reports.begin_with(saved.history)
         return self._resuming
 
@@ -196,23 +172,20 @@ class Training:
             alone: The other ranks may not be at their end.
             is_needed: They are gone, and the trial goes on with what this process holds.
         """
-        self._moving.end()
-        self._holding.end()
+        self.moving.end()
+        self.holding.end()
         if self.in_stages is not None:
             self.in_stages.close(alone=alone)
-        self._steps.close()
+        self.parts.steps.close()
+        self._shares.end()
         if self._split_check is not None:
             self._split_check.close()
-        self._saver.finish()  # or the file would appear when nobody expects it any more
+        self.parts.saver.finish()  # or the file would appear when nobody expects it any more
         # Its peers end when the driver has heard of this. A process' end waits for nobody.
         self.is_stuck = alone and not is_needed and not can_leave_alone(self._kind)
         if not self.is_stuck:
             leave_group()
         return self._usage()
-
-    def held(self) -> Held | None:
-        """What the trial can go on with, if this run has lost other ranks."""
-        return self._holding.held()
 
     def _usage(self) -> Usage:
         """Where the time went in this run."""
@@ -224,15 +197,11 @@ class Training:
             data_wait_s=spent_s,
         )
 
-    def leave_final_checkpoint(self, value: Any) -> None:
-        """The objective returned `value`: leave its weights behind, if they are among the best."""
-        self._moving.leave_final(value)
-
     @property
     def state(self) -> dict[str, Any]:
         """See `FleetTrial.state`."""
         self.arrive()
-        return self._state
+        return self.parts.state
 
     @property
     def shard_size(self) -> int:
@@ -267,8 +236,7 @@ class Training:
                 "one model in stages."
             )
         self._check_no_split()
-        here = self._session, self._loader, self.device
-        pipeline = make_pipeline(model, optimizer, loss, options, *here)
+        pipeline = make_pipeline(model, optimizer, loss, options, self.parts, self._loader)
         self.in_stages = pipeline
         self._prepared.modules.append(model)
         for position, thing in enumerate(pipeline.objects):
@@ -302,7 +270,7 @@ class Training:
             for epoch in range(first, num_epochs):
                 self._position.epoch = self._session.epoch = epoch
                 self._within.begin_epoch()
-                self._holding.begin_epoch()
+                self.holding.begin_epoch()
                 self._left_behind.begin_epoch(sys._getframe(1))
                 yield epoch
                 if self.in_stages is not None:
@@ -320,11 +288,12 @@ class Training:
             self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
         decision = self._session.ask(EndEpoch, epoch=epoch)
-        self._replicas.check()
-        if decision is EpochDecision.YIELD and self._moving.has_left():
+        if not self._are_apart:
+            self._are_apart = are_apart(self._objects, self._session.warn)
+        if decision is EpochDecision.YIELD and self.moving.has_left():
             self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:
-            self._moving.save(epoch + 1)
+            self.moving.save()
         return decision is not EpochDecision.STOP
 
     # -- moves within an epoch --------------------------------------------------------------------
@@ -332,7 +301,7 @@ class Training:
     def _resume_within(self) -> tuple[int, bool]:
         if self._resuming is None:
             return 0, False
-        place = self._resuming.begin_pass(self.totals)
+        place = self._resuming.begin_pass()
         if self._session.joins:
             self._regrouping.settle()
             self._loader.begin_run()
@@ -349,19 +318,15 @@ class Training:
         """Leave at that step; return whether another run goes on here, if not by leaving."""
         if self._split_check is not None:
             self._split_check.end_step()
-        self._holding.settle()
+        self.holding.settle()
         if not self._regrouping.stop(step, self._usage, can_join=self._within.can_be_joined):
             return False
-        self._holding.begin_run()
+        self.holding.begin_run()
         if self._run.world_size > 1:
-            self._use_several()
+            self._check_no_split()
+            self._prepared.attach_all()  # what was prepared on one device trains on several
         self._loader.begin_run()
         return True
-
-    def _use_several(self) -> None:
-        """What was prepared on one device trains on several."""
-        self._check_no_split()
-        self._prepared.attach_all()
 
     def _check_no_split(self) -> None:
         if self._split_check is not None:

@@ -21,7 +21,7 @@ from optuna_fleet.wire.packing import is_primitive, plain
 if TYPE_CHECKING:
     import torch
 
-    from optuna_fleet.trainer.data.shards import Shards
+    from optuna_fleet.trainer.data.shard_loader import Shards
     from optuna_fleet.trainer.moves.totals import Totals
     from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
     from optuna_fleet.trainer.training import Training

@@ -50,8 +50,6 @@ class Channel:
 
     Args:
         sock: Connected, perhaps a `TlsSocket`; the channel owns it from now on.
-        outgoing: Key for what is sent.
-        incoming: Key for what is received.
     """
 
     def __init__(self, sock: socket.socket, *, outgoing: bytes, incoming: bytes) -> None:
@@ -196,11 +194,7 @@ class Channel:
 
 
 class _Proofs:
-    """Proofs of what goes one way, each for its place in the sequence.
-
-    Args:
-        key: Known to the two ends of this connection only, and used for this direction only.
-    """
+    """Proofs of what goes one way, each for its place in the sequence."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

@@ -43,11 +43,7 @@ class Invitation:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], join: str = "") -> Invitation:
-        """The invitation that `environment` made.
-
-        Args:
-            environment: The process' environment.
-            join: Addresses as text, in the place of those of the environment.
+        """The invitation that `environment` made, with the addresses of `join` if it has any.
 
         Raises:
             FleetConfigError: A variable is missing or damaged.
@@ -60,11 +56,7 @@ class Invitation:
         return cls.of(addresses, environment.get(_TOKEN, ""))
 
     def write(self, file: Path) -> None:
-        """Write it to a file that only its owner may read.
-
-        Raises:
-            FleetConfigError: That is not possible.
-        """
+        """Write it to a file that only its owner may read."""
         addresses = ",".join(join_address(*address) for address in self.addresses)
         try:
             with replacing(file) as written:
@@ -89,11 +81,7 @@ class Invitation:
 
     @classmethod
     def of(cls, addresses: str, token: str) -> Invitation:
-        """The invitation of these addresses ("host:port,host:port") and this token.
-
-        Raises:
-            FleetConfigError: One of them is damaged.
-        """
+        """The invitation of these addresses ("host:port,host:port") and this token."""
         try:
             opened = base64.urlsafe_b64decode(token.strip())
         except (binascii.Error, ValueError):

@@ -11,6 +11,9 @@ from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.resources import Device
 from optuna_fleet.settings import Settings
 
+SIGN_EVERY_S = 1.0
+"""Seconds between two signs of life."""
+
 # -- hello ----------------------------------------------------------------------------------------
 
 
@@ -28,7 +31,6 @@ class AgentJoining:
     Attributes:
         agent: Its incarnation: no two agents have the same.
         node: Name of the node; the same when another agent joins from there.
-        host: Address under which other nodes reach this one.
         devices: Its slots, numbered within the node.
         cores: How many it may use.
         machine: What tells whether two processes see the same process ids.
@@ -38,7 +40,6 @@ class AgentJoining:
 
     agent: str
     node: str
-    host: str
     devices: tuple[Device, ...]
     cores: int
     machine: str

@@ -115,12 +115,7 @@ def found_by_name(name: str) -> Any:
 def pack(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> bytes:
     """Return `value` as bytes; classes of ``__main__`` are sent by value.
 
-    Args:
-        value: Anything.
-        buffer_callback: As for `pickle.dumps`, of protocol 5.
-
-    Raises:
-        Exception: It can't be pickled.
+    The callback is as for `pickle.dumps`, of protocol 5.
     """
     buffer = io.BytesIO()
     Pickler(buffer, buffer_callback=buffer_callback).dump(value)
@@ -193,11 +188,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def pack_objective(objective: Any, names: Mapping[int, str]) -> bytes:
-    """Return an objective as bytes; for objects whose `id` is in `names`, only that name is sent.
-
-    Raises:
-        Exception: It can't be pickled.
-    """
+    """Return an objective as bytes; of objects whose `id` is in `names`, only that is sent."""
     buffer = io.BytesIO()
     ObjectivePickler(buffer, names).dump(objective)
     return buffer.getvalue()
@@ -207,9 +198,6 @@ def unpack_objective(data: bytes, resolve: Callable[[str], Any]) -> Any:
     """Return an objective; `resolve` gives the objects of which only a name was sent.
 
     Its script becomes this process's ``__main__``.
-
-    Raises:
-        Exception: It can't be unpickled here.
     """
 
     class ObjectiveUnpickler(pickle.Unpickler):
@@ -249,11 +237,7 @@ class ObjectivePickler(Pickler):
 
 
 def unpack(data: bytes) -> Any:
-    """Return what was packed.
-
-    Raises:
-        Exception: It can't be unpickled here.
-    """
+    """Return what was packed."""
     return pickle.loads(data)
 
 

@@ -67,11 +67,7 @@ class Refused:
 
 
 def send_file(channel: Channel, file: IO[bytes], *, stop: Callable[[], bool]) -> None:
-    """Send a file from its beginning; `stop` is asked before each piece.
-
-    Raises:
-        OSError: The file can't be read, or the other end is gone.
-    """
+    """Send a file from its beginning; `stop` is asked before each piece."""
     num_bytes, digest = 0, hashlib.sha256()
     file.seek(0)
     while not stop() and (data := file.read(PIECE_BYTES)):

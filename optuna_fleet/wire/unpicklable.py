@@ -27,11 +27,9 @@ class Part:
     """A part of an object, as the user's code has it.
 
     Attributes:
-        value: The part itself.
         name: The variable by which it is reached.
         path: The expression for it, which begins with that variable.
         origin: What the variable is, and who uses it.
-        whole: The variable's value.
     """
 
     value: Any
@@ -54,12 +52,9 @@ class Part:
 
 
 def explained(wholes: list[Part], error: Exception, pickler: Pickler | None = None) -> str:
-    """What in `wholes` can't be pickled, and why, in a sentence.
+    """What in `wholes` can't be pickled by this pickler, and why, in a sentence.
 
-    Args:
-        wholes: Where to look for it.
-        error: What pickling them raised: all there is to tell if nothing is found.
-        pickler: Says how parts are pickled; nothing is written to it.
+    What pickling them raised is all there is to tell if nothing is found.
     """
     found = None
     with suppress(Exception):

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.asking import News
 from optuna_fleet.executor.cluster.engine import Departure, Readable
-from optuna_fleet.executor.cluster.news import News
 from optuna_fleet.processes import cause_of_death
 from optuna_fleet.wire.invitation import Invitation
 

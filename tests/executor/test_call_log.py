@@ -99,22 +99,22 @@ def test_a_trial_that_moved_is_as_far_as_it_was_and_as_fast_as_a_whole_epoch_tel
 def test_signs_of_life_become_rarer_but_a_launch_is_told_of_soon() -> None:
     clocked = Clocked()
     clocked.note()
-    assert clocked.log.soonest() == [102.0]
+    assert clocked.log.waits_s() == [102.0 - clocked.now]
     clocked.note(after_s=1.0)
     assert len(clocked.states) == 1
     assert clocked.note(after_s=900.0).every_s == pytest.approx(9.01)
     assert clocked.note(after_s=1e5).every_s == 15.0
-    assert clocked.log.soonest() == [clocked.now + 15]
+    assert clocked.log.waits_s() == [15]
     clocked.log.launched(launch(0, 0), 0.0)
-    assert clocked.log.soonest() == [clocked.now + 2]
+    assert clocked.log.waits_s() == [2]
 
 
 def test_what_is_costly_is_done_seldom() -> None:
     clocked = Clocked(cost_s=0.5)
     clocked.note()
-    assert clocked.log.soonest() == [100.5 + 50]
+    assert clocked.log.waits_s() == [100.5 + 50 - clocked.now]
     clocked.log.launched(launch(0, 0), 0.0)
-    assert clocked.log.soonest() == [100.5 + 50]
+    assert clocked.log.waits_s() == [100.5 + 50 - clocked.now]
     assert clocked.note(after_s=50.0).every_s == 50.0
 
 

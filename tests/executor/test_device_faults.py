@@ -23,8 +23,7 @@ from optuna_fleet import (
     SharedPipeline,
 )
 from optuna_fleet.exceptions import is_of_device
-from optuna_fleet.executor.fleet.device_faults import DeviceFaults
-from optuna_fleet.executor.fleet.node_faults import NodeFaults
+from optuna_fleet.executor.fleet.faults import DeviceFaults, NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
 from optuna_fleet.trainer.main import ailment_of
@@ -80,7 +79,7 @@ def test_a_bad_device_fails_no_trial_and_is_left_out(
     runner: Any = pair._runner
     runtime = runner._started(False)
     while len(runtime.trainers.live) < 2:  # or all might be done by one before the other is ready
-        for message in runtime.messages(None):
+        for message in runtime.messages([]):
             if isinstance(message, main.TrainerReady):
                 runtime.device_events(message)
     study.optimize(fail_on_device_1, n_trials=30, executor=pair)

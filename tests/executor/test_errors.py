@@ -537,6 +537,25 @@ def test_the_death_of_a_rank_that_was_done_does_not_matter(
     assert study.best_value == 5
 
 
+def tell_pid(trial: Any) -> float:
+    trial.set_user_attr("pid", os.getpid())
+    return 0.0
+
+
+def test_a_trainer_that_one_call_has_killed_gets_nothing_from_the_next(
+    fleet: Any, log: io.StringIO
+) -> None:
+    """Its death may be heard of later; another rank's failure would have passed for its own."""
+    optuna.create_study().optimize(tell_pid, n_trials=1, executor=fleet)
+    runtime = fleet._runner._runtime
+    killed = runtime.trainers.process_on(1).pid
+    runtime.kill(1)
+    study = optuna.create_study()
+    study.optimize(tell_pid, n_trials=8, executor=fleet)
+    assert killed not in {trial.user_attrs["pid"] for trial in study.trials}
+    assert "run again" not in log.getvalue()
+
+
 def always_die(trial: Any) -> float:
     if trial.number == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,14 @@ from optuna_fleet.events import CheckpointSaved, Ending, Launch
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.handovers import Handovers, Start
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.wire.messages import CheckpointFailed, Ended, Rehearsed, Release
+from optuna_fleet.wire.messages import (
+    AskStep,
+    CheckpointFailed,
+    Ended,
+    Rehearsed,
+    Release,
+    StopAt,
+)
 
 SAVED = CheckpointSaved(run_id=5, epoch=2, location="there")
 
@@ -23,12 +30,8 @@ class Fleet:
         self.sent: list[tuple[int, Any]] = []
         self.interrupted: list[tuple[int, ...]] = []
         self.rehearsals: dict[int, int] = {}
-        self.handovers = Handovers(
-            lambda device, message: self.sent.append((device, message)),
-            lambda run, stays: self.interrupted.append(stays),
-            self.rehearse,
-            lambda order: None,
-        )
+        self.stops: list[tuple[int, StopAt]] = []
+        self.handovers = Handovers(self.send, self.rehearse, lambda order: None)
         self.run = RunRecord(
             launch=replace(launch_on(*devices), run_id=5),
             start=0,
@@ -36,7 +39,16 @@ class Fleet:
             calls=RunCalls(world_size=2),
         )
 
-    def rehearse(self, launch: Launch, *, follows: int, answers: Any) -> None:
+    def send(self, device: int, message: Any) -> None:
+        if isinstance(message, AskStep):
+            assert self.run.launch.devices[message.rank] == device
+            self.interrupted += [self.run.stays] * (message.rank == 0)
+        elif isinstance(message, StopAt):
+            self.stops.append((device, message))
+        else:
+            self.sent.append((device, message))
+
+    def rehearse(self, launch: Launch, follows: int, answers: Any) -> None:
         assert follows == 5
         self.rehearsals[launch.devices[-1]] = launch.run_id
 
@@ -283,6 +295,19 @@ def test_a_run_trains_on_until_those_who_join_on_idle_devices_are_ready() -> Non
     joined = launch_on(1, 2, 3, 4)
     assert fleet.is_rehearsed(4) == [Start(launch=joined, follows=5, num_stay=1, saved_at=0)]
     assert not fleet.sent
+
+
+def test_all_stop_at_the_furthest_step_once_it_is_known_of_all() -> None:
+    fleet = Fleet(4, 5, 6)
+    fleet.handovers.interrupt(fleet.run, (5,), busy={4, 5, 6})
+    fleet.handovers.at_step(fleet.run, 0, (1, 2, 7))
+    fleet.handovers.at_step(fleet.run, 1, (1, 2, 9))
+    assert fleet.stops == []
+    fleet.stop(6)  # it has ended by itself
+    assert {device for device, _ in fleet.stops} == {4, 5, 6}
+    assert {order for _, order in fleet.stops} == {StopAt(run_id=5, place=(1, 2, 9), stays=(1,))}
+    fleet.handovers.at_step(fleet.run, 1, (1, 3, 0))
+    assert len(fleet.stops) == 3
 
 
 @pytest.mark.parametrize("how", ["fails", "dies"])

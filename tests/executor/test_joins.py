@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from optuna_fleet.events import DeviceGone, DeviceJoined, RunLingers
-from optuna_fleet.executor.call.gathering import AWAIT_S, GATHER_S, LEAVE_S, Endings, Joins
+from optuna_fleet.events import DeviceGone, DeviceJoined
+from optuna_fleet.executor.call.waits import AWAIT_S, GATHER_S, Deadlines, Joins
 from optuna_fleet.resources import Device
 
 A, B = (DeviceJoined(device=Device(index=i, node=i, kind="cpu")) for i in range(2))
@@ -13,7 +13,7 @@ LOSS = DeviceGone(device=0)
 class Clock:
     """Stands still until it is set."""
 
-    now = 100.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -26,11 +26,19 @@ def none_starts() -> bool:
 def test_devices_that_join_are_told_of_together_a_moment_after_the_first() -> None:
     clock = Clock()
     joins = Joins(none_starts, clock)
-    assert (joins.held_back([A]), joins.due(), joins.soonest()) == ([], [], [100.0 + GATHER_S])
+    assert (joins.held_back([A]), joins.due(), joins.waits_s()) == (
+        [],
+        [],
+        [GATHER_S],
+    )
     clock.now += GATHER_S / 2
-    assert (joins.held_back([B]), joins.due(), joins.soonest()) == ([], [], [100.0 + GATHER_S])
+    assert (joins.held_back([B]), joins.due(), joins.waits_s()) == (
+        [],
+        [],
+        [GATHER_S / 2],
+    )
     clock.now += GATHER_S
-    assert (joins.due(), joins.due(), joins.soonest()) == ([A, B], [], [])
+    assert (joins.due(), joins.due(), joins.waits_s()) == ([A, B], [], [])
 
 
 def test_devices_whose_trainers_are_on_their_way_are_waited_for_but_not_for_ever() -> None:
@@ -39,7 +47,7 @@ def test_devices_whose_trainers_are_on_their_way_are_waited_for_but_not_for_ever
     joins = Joins(lambda: bool(starting), clock)
     joins.held_back([A])
     clock.now += 2 * GATHER_S
-    assert (joins.due(), joins.soonest()) == ([], [100.0 + AWAIT_S])
+    assert (joins.due(), joins.waits_s()) == ([], [AWAIT_S - 2 * GATHER_S])
     starting.clear()
     assert joins.due() == [A]
     starting.append(True)
@@ -53,27 +61,32 @@ def test_what_else_becomes_of_the_fleet_is_told_at_once_and_in_order() -> None:
     joins.held_back([A])
     assert joins.held_back([]) == []
     assert joins.held_back([LOSS]) == [A, LOSS]
-    assert (joins.held_back([LOSS]), joins.soonest()) == ([LOSS], [])
+    assert (joins.held_back([LOSS]), joins.waits_s()) == ([LOSS], [])
 
 
-def test_where_nothing_runs_a_device_is_told_of_at_once() -> None:
+def test_where_nothing_has_run_yet_a_device_is_told_of_at_once() -> None:
     joins = Joins(none_starts, Clock())
     assert joins.held_back([A], at_once=True) == [A]
 
 
-def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first() -> None:
+def test_a_wait_begins_once_is_told_of_once_when_it_is_over_and_can_be_dropped() -> None:
     clock = Clock()
-    endings = Endings(clock)
-    endings.rank_ended(7, is_last=False)
-    endings.rank_ended(8, is_last=False)
+    waits = Deadlines(clock)
+    waits.begin(7, GATHER_S)
+    waits.begin(8, GATHER_S)
     clock.now += GATHER_S / 2
-    endings.rank_ended(7, is_last=False)
-    endings.rank_ended(8, is_last=True)
-    assert (endings.due(), endings.soonest()) == ([], [100.0 + GATHER_S])
+    waits.begin(7, GATHER_S)
+    waits.drop(8)
+    assert (waits.take_expired(), waits.waits_s()) == ([], [GATHER_S / 2])
     clock.now += GATHER_S
-    assert endings.due() == [RunLingers(run_id=7)]
-    assert (endings.due(), endings.soonest()) == ([], [])
-    endings.leaves(9)
-    assert endings.soonest() == [clock.now + LEAVE_S]
-    endings.rank_ended(9, is_last=True)
-    assert endings.soonest() == []
+    assert (waits.take_expired(), waits.take_expired(), waits.waits_s()) == ([7], [], [])
+    waits.drop(7)
+
+
+def test_a_device_that_is_given_more_time_keeps_the_less_that_it_had() -> None:
+    clock = Clock()
+    waits = Deadlines(clock)
+    waits.give([1, 2], 3.0)
+    waits.give([2, 3], 10.0)
+    clock.now += 3.0
+    assert (waits.take_expired(), waits.waits_s()) == ([1, 2], [7.0])

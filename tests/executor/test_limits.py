@@ -86,7 +86,8 @@ class World:
         """Lets time pass in steps, as the driver does; what is found ends it."""
         until = self.now + seconds
         while self.now < until:
-            self.now = min(until, self.now + (self.watchdog.patience_s() or 1.0))
+            wait_s = min(self.watchdog.waits_s(), default=1.0)
+            self.now = min(until, self.now + (wait_s if wait_s > 0.0 else 1.0))
             if found := self.watchdog.check():
                 return found
         return []

@@ -14,9 +14,7 @@ import pytest
 
 from optuna_fleet import FleetExecutor
 from optuna_fleet.events import DeviceGone, DeviceJoined, DeviceLost, MoveMeasured
-from optuna_fleet.executor.call.device_log import DeviceLog
-from optuna_fleet.executor.call.moves import Moves
-from optuna_fleet.executor.call.summary import Tally
+from optuna_fleet.executor.call.tally import DeviceLog, Moves, Tally
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import DeviceSpan, Ledger, device_spans_of, flights_of

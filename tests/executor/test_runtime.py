@@ -33,26 +33,27 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.calls import RunCalls
-from optuna_fleet.executor.call.deadlines import Deadlines
-from optuna_fleet.executor.call.handovers import Handovers
+from optuna_fleet.executor.call.handovers import Handovers, Start
 from optuna_fleet.executor.call.launcher import Launcher
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.waits import Deadlines
 from optuna_fleet.executor.call.watchdog import Limits
-from optuna_fleet.executor.cluster import cores
 from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.agent.main import versions
-from optuna_fleet.executor.cluster.config import AgentOptions, NodeSetup, machine
+from optuna_fleet.executor.cluster.config import (
+    AgentOptions,
+    NodeSetup,
+    machine,
+    pipeline_setup,
+)
 from optuna_fleet.executor.cluster.engine import Departure, Network
-from optuna_fleet.executor.fleet import agents
 from optuna_fleet.executor.fleet import runtime as runtimes
 from optuna_fleet.executor.fleet.agents import NOTICE_S
-from optuna_fleet.executor.fleet.leases import LEASE_S
-from optuna_fleet.executor.fleet.nodes import CAUSE_LIMIT_S, Nodes
+from optuna_fleet.executor.fleet.nodes import CAUSE_LIMIT_S, LEASE_S, Nodes, Startup
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.runtime import Runtime
-from optuna_fleet.executor.fleet.startup import Startup
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.pipeline.limits import NICENESS
 from optuna_fleet.pipeline.spec import PipelineSetup
@@ -158,13 +159,11 @@ class FakeHub:
     def give_up(self, agent: str) -> None:
         self.agents.pop(agent, None)
 
-    def close(self) -> None:
+    def give_signs(self) -> None:
         pass
 
-
-@pytest.fixture(autouse=True)
-def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "giving_signs", lambda channels: lambda: None)
+    def close(self) -> None:
+        pass
 
 
 def new_runtime(engine: Any, folder: Path | None, *, has_leases: bool = False) -> Runtime:
@@ -192,7 +191,6 @@ def runtime(
 def joining(agent: str, **more: Any) -> AgentJoining:
     known: dict[str, Any] = {
         "node": "here",
-        "host": "127.0.0.1",
         "devices": tuple(Device(index=index, node=0, kind="cpu") for index in range(2)),
         "cores": 2,
         "machine": machine(),
@@ -212,7 +210,7 @@ def hear(runtime: Runtime, *news: Any) -> list[Any]:
     """What the runtime hands on."""
     connections: Any = runtime.connections
     connections.news = list(news)
-    return list(runtime.messages(0.0))
+    return list(runtime.messages([0.0]))
 
 
 def agent(runtime: Runtime) -> str:
@@ -585,7 +583,7 @@ def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
 
     engine.departures.append(notice(NOTICE_S + 100.0))
     assert hear(runtime) == []
-    assert 0.0 < (runtime.agents.patience_s() or 0.0) <= 100.0
+    assert 0.0 < min(runtime.agents.waits_s()) <= 100.0
     engine.departures.append(notice(10.0))  # it is preempted before that
     (leaving,) = hear(runtime)
     assert leaving.devices == (0, 1)
@@ -833,14 +831,34 @@ def test_the_death_of_a_devices_next_trainer_is_no_news_to_the_run_before() -> N
             may_grow=False,
             device_events=lambda message: [],
         ),
-        launcher=SimpleNamespace(trainer_died=lambda device: None),
+        launcher=SimpleNamespace(trainer_died=lambda device: None, launched={1}),
         deadlines=Deadlines(),
-        handovers=Handovers(no_order, no_order, no_order, no_order),
+        handovers=Handovers(no_order, no_order, no_order),
         runs={1: before},
     )
-    evaluator: Any = None
-    assert Receiver(parts, evaluator).take(died(0, out_of_memory=True)) == []
+    assert Receiver(parts).take(died(0, out_of_memory=True)) == []
     assert before.remaining() == [1]
+
+
+@pytest.mark.parametrize(("launched", "told"), [(set(), 1), ({7}, 0)])
+def test_the_first_devices_are_told_of_at_once_and_later_ones_together(
+    launched: set[int], told: int
+) -> None:
+    """Else the first that comes back gets a trial that has to move when the others are there."""
+    joined = DeviceJoined(device=Device(index=0, node=0, kind="cpu"))
+    runtime = SimpleNamespace(
+        trainers=None,
+        exclusion=None,
+        may_grow=False,
+        are_starting=True,
+        device_events=lambda message: [joined],
+    )
+    launcher = SimpleNamespace(launched=launched, send_waiting=lambda: None)
+    parts: Any = SimpleNamespace(runtime=runtime, launcher=launcher, runs={})
+    receiver = Receiver(parts)
+    ready = TrainerReady(device=0, process=ProcessId("agent", 1))
+    assert receiver.take(ready) == [joined] * told
+    assert len(receiver.waits_s()) == 1 - told
 
 
 def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
@@ -850,14 +868,16 @@ def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
     def no_order(*_: Any) -> None:
         raise AssertionError
 
-    handovers = Handovers(lambda *order: sent.append(order), no_order, no_order, no_order)
+    handovers = Handovers(lambda *order: sent.append(order), no_order, no_order)
     fields = {"run_id": 1, "time_s": 0.0, "ending": Ending.YIELDED, "waits": True}
     for rank in (0, 1):
         handovers.rank_ended(run, Ended(rank=rank, device=rank, **fields))
     runtime = SimpleNamespace(exclusion=None, may_grow=False)
-    parts: Any = SimpleNamespace(runtime=runtime, handovers=handovers, runs={1: run})
-    evaluator: Any = None
-    Receiver(parts, evaluator).take(NodeLeaving(text="", devices=(0, 1)))
+    launcher = SimpleNamespace(launched={1})
+    parts: Any = SimpleNamespace(
+        runtime=runtime, handovers=handovers, launcher=launcher, runs={1: run}
+    )
+    Receiver(parts).take(NodeLeaving(text="", devices=(0, 1)))
     assert [(device, order.saves) for device, order in sent] == [(0, True), (1, False)]
 
 
@@ -906,7 +926,9 @@ def launcher_of(runtime: Any, folder: Any) -> Launcher:
         maximize=False,
     )
     retention: Any = SimpleNamespace(folder=folder, keeps_any=False, drop=folder.drop)
-    return Launcher(runtime, job, retention, adopted=())
+    ledger: Any = SimpleNamespace(suggested=lambda number: {})
+    proposals: Any = mock.MagicMock(adopted=tuple)
+    return Launcher(runtime, job, retention, ledger, proposals)
 
 
 def has_objective(launcher: Launcher, *nodes: int) -> None:
@@ -919,14 +941,14 @@ def test_a_node_is_sent_the_objective_once_and_runs_wait_for_it(tmp_path: Path) 
     runtime: Any = FakeRuntime()
     launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
     for device in DEVICES:
-        launcher.launch(launch(device, device), trial_id=device, parameters={})
+        launcher.launch(Start(launch=launch(device, device)), saves=False)
     assert [to for to, _ in runtime.told] == ["agent of 0", "agent of 1"]
     assert runtime.sent == []
     launcher.objective_kept(ObjectiveKept(agent="agent of 1", objective_id=7, path="/of/another"))
     has_objective(launcher, 1)
     assert runtime.sent == [(2, 2), (3, 3)]
     assert [order.objective_at for order in runtime.orders] == ["/of/1", "/of/1"]
-    launcher.launch(launch(8, 2), trial_id=8, parameters={})
+    launcher.launch(Start(launch=launch(8, 2)), saves=False)
     assert runtime.sent == [(2, 2), (3, 3), (2, 8)]
     has_objective(launcher, 0)
     assert runtime.sent[3:] == [(0, 0), (1, 1)]
@@ -937,7 +959,7 @@ def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: P
     runtime, folder = FakeRuntime(), runtimes.StudyFolder(tmp_path, "study")
     launcher = launcher_of(runtime, folder)
     has_objective(launcher)
-    launcher.launch(launch(1, 0), trial_id=1, parameters={})
+    launcher.launch(Start(launch=launch(1, 0)), saves=False)
     folder.path.mkdir()
     names = [f"trial-1.1-{epoch}.0123abcd-0.pt" for epoch in (3, 4, 5, 6)]
     for name in [*names, "trial-1.1-2.0123abcd-0.best.pt", "trial-2.1-1.0123abcd-0.pt"]:
@@ -945,7 +967,7 @@ def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: P
     paths = [str(folder.path / name) for name in names]
     for told, want in [(None, []), (paths[2], paths[2::-1]), ("there", ["there"])]:
         begun = replace(launch(1, 0), checkpoint=told)
-        launcher.launch(begun, trial_id=1, parameters={})
+        launcher.launch(Start(launch=begun), saves=False)
         assert list(runtime.orders[-1].checkpoints) == want
 
 
@@ -953,8 +975,8 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     """Its successor would be busy with a run that nobody knows any more."""
     runtime: Any = FakeRuntime()
     launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
-    launcher.launch(launch(1, 0, 1), trial_id=1, parameters={})
-    launcher.launch(launch(2, 2, 3), trial_id=2, parameters={})
+    launcher.launch(Start(launch=launch(1, 0, 1)), saves=False)
+    launcher.launch(Start(launch=launch(2, 2, 3)), saves=False)
     launcher.trainer_died(1)
     has_objective(launcher)
     runtime.rendezvous.ready(store_of("agent"))
@@ -1013,7 +1035,7 @@ def pipeline_of(kind: str = "cpu", **more: Any) -> PipelineSetup:
     pipeline = SharedPipeline(train=[1.0], finish=halve, **more)
     visible = "" if kind == "cpu" else "0"
     devices = [Device(index=index, node=0, kind=kind, visible=visible) for index in range(2)]
-    return cores.pipeline_setup(pipeline.packed(), devices, cores=12)
+    return pipeline_setup(pipeline.packed(), devices, cores=12)
 
 
 def test_beside_trials_on_cpus_preprocessors_come_last_and_do_everything() -> None:

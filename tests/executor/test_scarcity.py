@@ -23,10 +23,9 @@ from optuna_fleet.executor.cluster.agent.backoff import Backoff
 from optuna_fleet.processes import Forks
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.main import Trainer
-from optuna_fleet.trainer.session import Session, no_driver
+from optuna_fleet.trainer.session import Session
 from optuna_fleet.wire.messages import RunTrial
 from optuna_fleet.wire.node_messages import OpenStore, Quit
 from tests.leftovers import children
@@ -147,7 +146,7 @@ def test_a_checkpoint_is_written_though_there_can_be_no_thread(
     tmp_path: Path, no_threads: None
 ) -> None:
     run = run_of(tmp_path)
-    saver = Saver(Session(None, run), RunFiles(run, no_driver))
+    saver = Saver(Session(None, run))
     content = checkpoint.Checkpoint(loop=1, epoch=1, objects=[], state={}, rng=[], history={})
     saver.save(lambda: content)
     assert saver.finish()
@@ -156,7 +155,7 @@ def test_a_checkpoint_is_written_though_there_can_be_no_thread(
 
 def test_the_best_is_where_the_checkpoint_that_tells_of_it_is(tmp_path: Path) -> None:
     run = run_of(tmp_path)
-    saver = Saver(Session(None, run), RunFiles(run, no_driver))
+    saver = Saver(Session(None, run))
     content = checkpoint.Checkpoint(loop=1, epoch=4, objects=[], state={}, rng=[], history={})
     saver.keep_best(lambda: content)  # in the epoch before, of which no end is known yet
     saver.save(lambda: replace(content, epoch=3))

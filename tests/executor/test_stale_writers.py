@@ -16,9 +16,8 @@ import torch
 from optuna_fleet import Checkpoints, load_best_model
 from optuna_fleet.checkpoints.folder import StudyFolder
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.files import RunFiles
 from optuna_fleet.trainer.checkpoints.saving import Saver
-from optuna_fleet.trainer.session import Session, no_driver
+from optuna_fleet.trainer.session import Session
 from tests.fleets import fleet_of, small_model, train
 
 
@@ -36,7 +35,7 @@ def keeping(root: Path) -> Iterator[Any]:
 
 def write_late(run: Any) -> None:
     """What a run writes that goes on when nobody expects it to any more; nothing of it is good."""
-    saver = Saver(Session(None, run), RunFiles(run, no_driver))
+    saver = Saver(Session(None, run))
     with torch.random.fork_rng():  # the trial's own random numbers are none of its business
         nothing = {name: value * torch.nan for name, value in small_model().state_dict().items()}
     content = checkpoint.Checkpoint(
@@ -59,7 +58,7 @@ class Stale:
 
         def epochs(number: int) -> Iterator[int]:
             for epoch in own_epochs(number):
-                trial._training._saver.finish()  # or the next one would be passed over
+                trial._training.parts.saver.finish()  # or the next one would be passed over
                 if epoch == 2 and not self.first.exists():
                     self.first.write_bytes(pickle.dumps(trial._session.run))
                     os.kill(os.getpid(), signal.SIGKILL)

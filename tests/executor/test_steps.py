@@ -17,7 +17,7 @@ from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import DataRequested
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.sampler_bridge.ledger import flights_of
-from optuna_fleet.trainer.data.periods import Periods, Start
+from optuna_fleet.trainer.data.reading import Periods, Start
 from tests.fleets import Leg, Noise, ask_to_move, evaluate, fleet_of, num_wrong, run, small_model
 
 SIZE, BATCH = 41, 8  # 6 steps an epoch

@@ -75,7 +75,7 @@ def trains(trial: Any, *, how: str, kills: Kills, folder: Path, every: int = 1) 
     losses = trial.state.setdefault("losses", [])
     draws, means = trial.state.setdefault("draws", []), trial.state.setdefault("means", [])
     # Which would depend on the time.
-    trial._training._holding.is_due = lambda: how != "plain" and len(draws) % every == 0
+    trial._training.holding.is_due = lambda: how != "plain" and len(draws) % every == 0
     for epoch in trial.epochs(EPOCHS):
         model.train()
         for images, numbers in trial.batches("train", batch_size=BATCH, movable=True):
@@ -226,7 +226,7 @@ def held_in(trial: Any, epoch: int) -> float:
     model, optimizer, *_ = prepared(trial, "plain")
     for now in trial.epochs(3):
         if now == epoch:
-            held = trial._training.held()
+            held = trial._training.holding.held()
             return -1.0 if held is None else float(held.place[1])
         for images, numbers in trial.batches("train", batch_size=BATCH, movable=now == 0):
             optimizer.zero_grad()

@@ -26,7 +26,7 @@ from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.fleet import transfer_server
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
-from optuna_fleet.trainer.checkpoints.files import RunFiles
+from optuna_fleet.trainer.checkpoints.saving import RunFiles
 from optuna_fleet.trainer.session import no_driver
 from optuna_fleet.wire import transfer
 from optuna_fleet.wire.channel import Channel
@@ -308,7 +308,7 @@ def dies_once(trial: Any, flag: Path) -> float:
     def epochs(number: int) -> Iterator[int]:
         for epoch in own_epochs(number):
             if epoch == 3 and trial.number == 1 and not flag.exists():
-                trial._training._saver.finish()  # or it would not be known what is lost
+                trial._training.parts.saver.finish()  # or it would not be known what is lost
                 flag.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             yield epoch

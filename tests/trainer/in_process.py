@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from optuna_fleet.trainer.pipeline_parallel.agreement import names_by_piece
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
-from optuna_fleet.trainer.pipeline_parallel.flushed import FlushedWeights
 from optuna_fleet.trainer.pipeline_parallel.messages import (
     Address,
     Inputs,
@@ -29,13 +28,16 @@ from optuna_fleet.trainer.pipeline_parallel.messages import (
     Targets,
     Tensors,
 )
-from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of, part_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
-from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer
-from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
+from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer, ServerClient
 from optuna_fleet.trainer.pipeline_parallel.stage import Observer, PipelineStage
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
-from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
+from optuna_fleet.trainer.pipeline_parallel.versions import (
+    FlushedWeights,
+    VersionedWeights,
+    Weights,
+)
+from optuna_fleet.trainer.pipeline_parallel.whole import parameters_of, part_of
 from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
 from optuna_fleet.wsp.turns import Turn
 

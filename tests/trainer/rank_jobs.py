@@ -26,8 +26,8 @@ from optuna_fleet.trainer.gradients import collectives, gradient_sync
 from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import GroupSpec
+from optuna_fleet.trainer.randomness import rng_state
 
-CPU = torch.device("cpu")
 ODD_TYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float64", "complex64", "complex128", "float8_e4m3fn"),
@@ -107,7 +107,7 @@ def train(
         model = build(seed=spec.rank, normed_head=batch_size > 2)
         make = {"sgd": sgd, "adam": torch.optim.Adam}[optimizer]
         optim = make(model.parameters(), lr=0.05)
-        model = gradient_sync.make_data_parallel(model, shares, CPU)
+        model = gradient_sync.make_data_parallel(model, shares)
         losses, grads = [], {}
         for x, y in batches(4, batch_size):
             optim.zero_grad()
@@ -178,7 +178,7 @@ def lonely_passes(spec: GroupSpec) -> str:
     """Only rank 0 evaluates: a collective would hang and time out."""
     with group(spec, timeout_s=3.0):
         shares = BatchShares()
-        model = gradient_sync.make_data_parallel(build(), shares, CPU)
+        model = gradient_sync.make_data_parallel(build(), shares)
         if spec.rank == 0:
             x = batches(1, 5)[0][0]
             with torch.no_grad():
@@ -192,7 +192,7 @@ def accumulate_stats(spec: GroupSpec) -> dict[str, torch.Tensor]:
     with group(spec):
         shares = BatchShares()
         shares.lockstep = True
-        model = gradient_sync.make_data_parallel(build(), shares, CPU)
+        model = gradient_sync.make_data_parallel(build(), shares)
         with torch.no_grad():
             for x, _ in batches(3, 8):
                 model(shard(x, shares))
@@ -206,7 +206,7 @@ def freezing(spec: GroupSpec) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(3)]).double()
         model[0].requires_grad_(False)
-        model = gradient_sync.make_data_parallel(model, shares, CPU)
+        model = gradient_sync.make_data_parallel(model, shares)
         x = shard(torch.arange(15.0, dtype=torch.float64).view(5, 3), shares)
         model[2](model[0](x)).square().mean().backward()
         frozen = model[0].weight.grad is None and model[1].weight.grad is None
@@ -236,7 +236,7 @@ def branches(spec: GroupSpec) -> list[torch.Tensor | None]:
         shares = BatchShares()
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)]).double()
-        model = gradient_sync.make_data_parallel(model, shares, CPU)
+        model = gradient_sync.make_data_parallel(model, shares)
         x = torch.arange(10.0, dtype=torch.float64).view(5, 2)
         mine = shard(x, shares)
         losses = []
@@ -253,7 +253,7 @@ def sparse(spec: GroupSpec) -> list[Any]:
         torch.manual_seed(0)
         model = torch.nn.Embedding(6, 2, sparse=True).double()
         optim = torch.optim.SparseAdam(model.parameters())
-        gradient_sync.make_data_parallel(model, shares, CPU)
+        gradient_sync.make_data_parallel(model, shares)
         model(shard(torch.tensor([0, 1, 1, 5]), shares)).square().mean().backward()
         optim.step()
         return [model.weight.grad.is_sparse, model.weight.grad.to_dense(), model.weight.detach()]
@@ -265,7 +265,7 @@ def identity(spec: GroupSpec) -> dict[str, Any]:
         mine = build()
         bn, weight = mine.bn1, mine.bn1.weight
         keys = list(mine.state_dict())
-        model = gradient_sync.make_data_parallel(mine, BatchShares(), CPU)
+        model = gradient_sync.make_data_parallel(mine, BatchShares())
         twin = copy.deepcopy(model)
         buffer = io.BytesIO()
         torch.save(model, buffer)
@@ -283,7 +283,7 @@ def identity(spec: GroupSpec) -> dict[str, Any]:
 
 def wrong_model(spec: GroupSpec) -> None:
     with group(spec):
-        gradient_sync.make_data_parallel(torch.nn.Linear(2 + spec.rank, 2), BatchShares(), CPU)
+        gradient_sync.make_data_parallel(torch.nn.Linear(2 + spec.rank, 2), BatchShares())
 
 
 def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
@@ -293,7 +293,7 @@ def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
         for name in ODD_TYPES:
             value = torch.full((2, 3), 3 - spec.rank, dtype=torch.float32)
             module.register_buffer(f"its_{name}", value.to(getattr(torch, name)))
-        gradient_sync.make_data_parallel(module, BatchShares(), CPU)
+        gradient_sync.make_data_parallel(module, BatchShares())
         return {name: module.get_buffer(f"its_{name}").to(torch.complex64) for name in ODD_TYPES}
 
 
@@ -304,7 +304,7 @@ def penalty(spec: GroupSpec, how: str) -> Any:
         torch.manual_seed(0)
         layers = [torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)]
         model = torch.nn.Sequential(*layers[: 2 if how == "norm last" else 3]).double()
-        model = gradient_sync.make_data_parallel(model, shares, CPU).train(how != "eval")
+        model = gradient_sync.make_data_parallel(model, shares).train(how != "eval")
         x = torch.arange(12.0, dtype=torch.float64).view(6, 2).square()
         x = shard(x, shares).requires_grad_()
         loss = model(x).square().mean()
@@ -409,7 +409,7 @@ def reduce_forever(spec: GroupSpec, folder: str) -> None:
 def backward_forever(spec: GroupSpec, folder: str) -> None:
     with group(spec):
         shares = BatchShares()
-        model = gradient_sync.make_data_parallel(build(), shares, CPU)
+        model = gradient_sync.make_data_parallel(build(), shares)
         while True:
             for x, y in batches(4, 6):
                 F.cross_entropy(model(shard(x, shares)), shard(y, shares)).backward()
@@ -421,7 +421,7 @@ def rng(spec: GroupSpec) -> list[Any]:
     with group(spec):
         torch.manual_seed(spec.rank)
         np.random.seed(spec.rank)
-        states = checkpoint.gather_rng()
+        states = checkpoint.gather(rng_state())
         before = (torch.rand(1).item(), np.random.rand())
         torch.rand(3)
         checkpoint.restore_rng(states)

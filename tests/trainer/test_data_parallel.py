@@ -300,10 +300,7 @@ def test_nobody_is_done_joining_before_all_have_joined(fleet: Fleet, tmp_path: P
 
 def test_alone_nothing_is_touched() -> None:
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    assert (
-        gradient_sync.make_data_parallel(model, gradient_sync.BatchShares(), torch.device("cpu"))
-        is model
-    )
+    assert gradient_sync.make_data_parallel(model, gradient_sync.BatchShares()) is model
     assert type(model[0]) is torch.nn.BatchNorm1d
     assert collectives.all_reduce_sum({"a": 1}) == {"a": 1}
     assert collectives.mean(3) == 3
@@ -346,7 +343,7 @@ def test_lazy_layers_are_refused(affine: bool, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gradient_sync, "group_size", lambda: 2)
     model = torch.nn.Sequential(torch.nn.LazyBatchNorm1d(affine=affine))
     with pytest.raises(FleetConfigError, match=r"'0\.\w+' of Sequential is lazy"):
-        gradient_sync.make_data_parallel(model, gradient_sync.BatchShares(), torch.device("cpu"))
+        gradient_sync.make_data_parallel(model, gradient_sync.BatchShares())
 
 
 class OfTheirs(UserDict[str, Any]):

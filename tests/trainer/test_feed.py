@@ -9,7 +9,8 @@ from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.reader.batches import Batch
-from optuna_fleet.trainer.data.feed import Stage, Staged, ahead, feed
+from optuna_fleet.trainer.data import feed as feed_module
+from optuna_fleet.trainer.data.feed import ahead, feed
 from tests.pipeline.pipeline_harness import serving
 
 
@@ -52,12 +53,12 @@ def copies():
 @pytest.fixture
 def stage(copies):
     with ThreadPoolExecutor(1, "staging") as thread:
-        yield Stage(copies, thread)
+        yield copies, thread
         copies.may_pin.set()
 
 
 def test_the_next_batch_is_on_its_way_while_one_is_in_use(stage, copies):
-    for _, data in ahead(map(batch, range(3)), stage):
+    for _, data in ahead(map(batch, range(3)), *stage):
         copies.tell("used", data)
     training = [told for told in copies.told if told[2] == "MainThread"]
     assert training == [
@@ -67,12 +68,12 @@ def test_the_next_batch_is_on_its_way_while_one_is_in_use(stage, copies):
     assert staging == [
         (what, number, "staging") for number in range(3) for what in ("pinned", "sent")
     ]
-    assert list(ahead([], stage)) == []
+    assert list(ahead([], *stage)) == []
 
 
 def test_who_trains_does_not_wait_for_the_next_batch(stage, copies):
     copies.may_pin.clear()
-    fed = ahead(map(batch, range(3)), stage)
+    fed = ahead(map(batch, range(3)), *stage)
     assert int(next(fed)[1][0]) == 0
     assert ("pinned", 1, "staging") not in copies.told
     copies.may_pin.set()
@@ -82,10 +83,8 @@ def test_who_trains_does_not_wait_for_the_next_batch(stage, copies):
 def test_memory_of_a_batch_is_left_alone_until_it_has_been_read(stage, copies, monkeypatch):
     """The pipeline uses it again as soon as another batch is asked for."""
     copies.may_pin.clear()
-    wait = Staged.wait_until_read
-    monkeypatch.setattr(
-        Staged, "wait_until_read", lambda staged: (copies.may_pin.set(), wait(staged))
-    )
+    wait = feed_module.wait
+    monkeypatch.setattr(feed_module, "wait", lambda read: (copies.may_pin.set(), wait(read)))
 
     def batches():
         memory = torch.zeros(2)
@@ -93,20 +92,20 @@ def test_memory_of_a_batch_is_left_alone_until_it_has_been_read(stage, copies, m
             yield Batch(data=memory.fill_(number), local_size=2, global_size=2)
             assert ("pinned", number, "staging") in copies.told
 
-    assert [int(data[0]) for _, data in ahead(batches(), stage)] == [0, 1, 2]
+    assert [int(data[0]) for _, data in ahead(batches(), *stage)] == [0, 1, 2]
 
 
 def test_who_leaves_early_leaves_nothing_on_its_way(stage, copies):
-    fed = ahead(map(batch, range(3)), stage)
+    fed = ahead(map(batch, range(3)), *stage)
     next(fed)
     fed.close()
     assert [number for what, number, _ in copies.told if what == "pinned"] == [0, 1]
 
 
 def test_who_leaves_while_a_batch_is_read_waits_for_that(stage, copies, monkeypatch):
-    fed, waited = ahead(map(batch, range(3)), stage), []
+    fed, waited = ahead(map(batch, range(3)), *stage), []
     next(fed)
-    monkeypatch.setattr(Staged, "wait_until_read", lambda staged: waited.append(staged))
+    monkeypatch.setattr(feed_module, "wait", waited.append)
     fed.close()
     assert len(waited) == 1
 
@@ -118,22 +117,16 @@ def test_what_goes_wrong_on_the_way_is_raised_where_it_is_taken(stage, copies):
         return [pinned], pinned[0]
 
     copies.send = fail
-    fed = ahead(map(batch, range(3)), stage)
+    fed = ahead(map(batch, range(3)), *stage)
     next(fed)
     with pytest.raises(RuntimeError, match="CUDA error"):
         next(fed)
 
 
-def test_several_may_take_what_is_copied_once(stage, copies):
-    staged = stage(torch.full((2,), 7))
-    assert [int(staged.arrive()[0]) for _ in range(3)] == [7, 7, 7]
-    assert [what for what, *_ in copies.told].count("sent") == 1
-
-
 def test_batches_are_finished_where_they_arrive(stage, copies):
     batches = [Batch(data=torch.full((2,), n), local_size=2, global_size=2) for n in range(2)]
     batches.append(Batch(data=torch.full((2,), 9), local_size=2, global_size=2, is_finished=True))
-    fed = [data for _, data in ahead(batches, stage, lambda data: data * 0.5)]
+    fed = [data for _, data in ahead(batches, *stage, lambda data: data * 0.5)]
     assert [data.tolist() for data in fed] == [[0, 0], [0.5, 0.5], [9, 9]]
 
 

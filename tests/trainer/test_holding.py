@@ -13,13 +13,14 @@ from torch import nn
 
 from optuna_fleet.trainer import groups
 from optuna_fleet.trainer.checkpoints.saving import Saver
+from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.moves import holding
 from optuna_fleet.trainer.moves.holding import Held, Holding
 from optuna_fleet.trainer.moves.object_copies import Contents, ObjectCopies
-from optuna_fleet.trainer.moves.sums_exchange import SumsExchange
-from optuna_fleet.trainer.moves.totals import Totals
+from optuna_fleet.trainer.moves.totals import SumsExchange, Totals
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.unsaved.steps import Steps
 
@@ -52,17 +53,18 @@ class Rank:
         for thing in objects:
             if isinstance(thing, nn.Module):
                 self.steps.watch(thing)
-        saver = Saver(self.session, None)  # type: ignore[arg-type]
-        self.holding = Holding(
-            self.session,
-            self.objects,
-            self.state,
-            self.steps,
-            self.shares,
-            self.totals,
-            SimpleNamespace(),  # type: ignore[arg-type]
-            saver,
+        parts = Parts(
+            session=self.session,
+            device=torch.device("cpu"),
+            objects=self.objects,
+            state=self.state,
+            position=EpochPosition(),
+            steps=self.steps,
+            shares=self.shares,
+            totals=self.totals,
+            saver=Saver(self.session),
         )
+        self.holding = Holding(parts)
         self.holding.is_due = lambda: True  # type: ignore[method-assign]
 
     def begin(self, step: int, epoch: int = 0, *, is_last: bool = False) -> None:
@@ -79,7 +81,7 @@ class Rank:
 @pytest.fixture(autouse=True)
 def group(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(holding, "outlives_peers", lambda: True)
-    monkeypatch.setattr(Saver, "__init__", lambda self, session, files: None)
+    monkeypatch.setattr(Saver, "__init__", lambda self, session: None)
     groups.join_group(
         GroupSpec(rank=0, world_size=1, prefix="", store_host="", store_port=None), "gloo", 30
     )

@@ -10,8 +10,7 @@ from optuna_fleet.trainer.pipeline_parallel.messages import (
     Snapshot,
     StageAddress,
 )
-from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer
-from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
+from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer, ServerClient
 
 
 class Recorder:

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from optuna_fleet.alloc.partition import DoesNotFit, Link, Memory
-from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
-from optuna_fleet.trainer.pipeline_parallel.link_speed import link_of
+from optuna_fleet.trainer.pipeline_parallel.agreement import Statistics
+from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs, link_of
 from optuna_fleet.trainer.pipeline_parallel.microbatches import microbatches
-from optuna_fleet.trainer.pipeline_parallel.parts import part_of
 from optuna_fleet.trainer.pipeline_parallel.placement import Demand, Ranks, blocks_of
-from optuna_fleet.trainer.pipeline_parallel.statistics import Statistics
+from optuna_fleet.trainer.pipeline_parallel.whole import part_of
 
 LAYER = LayerCost(
     forward_s=1.0, backward_s=2.0, output_bytes=1.0, parameter_bytes=1.0, kept_bytes=10.0

@@ -13,11 +13,14 @@ import torch
 from optuna_fleet.pipeline.reader.batches import Batch
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.trainer.data import shard_loader
+from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.moves.totals import Totals
-from optuna_fleet.trainer.moves.within_epoch import EpochPosition, WithinEpoch
+from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.wire.messages import Progress
 from tests.fleets import small_pipeline
 
 GPU = torch.device("cuda", 0)
@@ -56,22 +59,32 @@ def loader_of(
         check_unwinding=lambda: None,
         remark=lambda *_: None,
         joins=False,
+        stop_line=StopLine(),
+        progress=Progress(),
     )
     position = EpochPosition(loop=1, is_inside=True)
     modules: list[torch.nn.Module] = [torch.nn.Identity()]
     shares = BatchShares()
-    totals = Totals(shares, device, lambda own: [own])
     steps: Any = SimpleNamespace(num_gradients=0)
+    parts = Parts(
+        session=session,
+        device=device,
+        objects=[],
+        state={},
+        position=position,
+        steps=steps,
+        shares=shares,
+        totals=Totals(shares, device, lambda own: [own]),
+        saver=None,  # type: ignore[arg-type]
+    )
     within = WithinEpoch(
-        position,
-        shares,
-        totals,
-        steps,
-        StopLine,
+        parts,
+        at_step=lambda frame: None,
+        hold=None,
         leave=lambda step: False,
         resume=lambda: (0, False),
     )
-    loader = ShardLoader(session, client, device, modules, within, shares, None)
+    loader = ShardLoader(parts, client, modules, within, None)
     return loader, position
 
 

@@ -157,14 +157,13 @@ def test_a_copy_does_not_follow_the_training() -> None:
     weight += 1
     losses.append(2.0)
     raw += b"b"
-    assert copy.content["objects"][0]["w"].tolist() == [0.0, 0.0]
-    assert copy.content["state"] == {"l": [1.0], "r": b"a"}
+    assert copy.objects[0]["w"].tolist() == [0.0, 0.0]
+    assert copy.state == {"l": [1.0], "r": b"a"}
 
 
 def test_a_later_step_is_another_position() -> None:
     before, within, after = (
-        checkpoint.Snapshot(content={"loop": 1, "step": step}, epoch=epoch).position
-        for epoch, step in [(5, None), (5, 3), (6, None)]
+        make(epoch=epoch, step=step).position for epoch, step in [(5, None), (5, 3), (6, None)]
     )
     assert (1, 5) == before < within < after
 
@@ -326,7 +325,7 @@ def test_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     for _ in range(3):
         run.epoch()
     saved = [item.state_dict() for item in run.objects]
-    save(tmp_path / "c", make(objects=saved, rng=checkpoint.gather_rng()))
+    save(tmp_path / "c", make(objects=saved, rng=checkpoint.gather(rng_state())))
     want = [run.epoch() for _ in range(3)]
 
     resumed = Run()

@@ -15,7 +15,7 @@ from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.calls import Call, EndEpoch, IsAmongBest, RankCall, Reply, Report
-from optuna_fleet.wire.messages import AskStep, AtStep, Place, Remark, StopAt
+from optuna_fleet.wire.messages import Remark
 from optuna_fleet.wire.packing import pack, pack_error, unpack
 
 _SLOW_S = 0.1
@@ -25,9 +25,7 @@ class CallHandler:
     """Carries out rank 0's calls, and gives the other ranks the same answers.
 
     Args:
-        send: Sends an answer, or a question, to the trial on a device.
-        ledger: The study's.
-        retention: Of the study's checkpoints.
+        send: Sends an answer to the trial on a device.
         in_process: The trial is in this process: it gets errors as they were raised, and nobody
             else has to wait for a slow sampler.
     """
@@ -48,17 +46,10 @@ class CallHandler:
         self._sampler: BackgroundSampler | None = None
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
-    def take(self, run: RunRecord, call: RankCall | Remark | AtStep) -> int | None:
-        """Take a call and answer it, unless it asks what to do after an epoch.
-
-        Returns:
-            That epoch; its answer is due later.
-        """
+    def take(self, run: RunRecord, call: RankCall | Remark) -> int | None:
+        """Take a call and answer it; or return the epoch of one that asks what to do after it."""
         if isinstance(call, Remark):
             self._warn(run.launch.number, call)
-            return None
-        if isinstance(call, AtStep):
-            self._stop(run, run.stop_line.take(call.rank, call.place))
             return None
         run.calls.take(call)
         return self._carry_out(run)
@@ -156,24 +147,6 @@ class CallHandler:
         """A rank has left the objective: it makes no more calls that others wait for."""
         run.calls.leave(rank)
         self._carry_out(run)
-        self._stop(run, run.stop_line.take(rank))
-
-    # -- leaving within an epoch ------------------------------------------------------------------
-
-    def interrupt(self, run: RunRecord, stays: tuple[int, ...] = ()) -> None:
-        """Have a run stop at a step that all its ranks come to; ranks leave unless they stay."""
-        run.stays = stays
-        ranks = [run.launch.devices.index(device) for device in run.remaining()]
-        run.stop_line.ask(ranks)
-        for rank in ranks:
-            message = AskStep(run_id=run.launch.run_id, rank=rank)
-            self._send(run.launch.devices[rank], message)
-
-    def _stop(self, run: RunRecord, place: Place | None) -> None:
-        if place is not None:
-            for device in run.remaining():
-                message = StopAt(run_id=run.launch.run_id, place=place, stays=run.stays)
-                self._send(device, message)
 
     # -- what is asked of the study ---------------------------------------------------------------
 

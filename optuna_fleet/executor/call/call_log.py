@@ -36,7 +36,6 @@ class CallLog:
     Args:
         record: Stores a `CallState`; says whether it could.
         state: What is known of the call when it begins.
-        clock: Seconds that only grow.
     """
 
     def __init__(
@@ -107,9 +106,9 @@ class CallLog:
 
     # -- the record -------------------------------------------------------------------------------
 
-    def soonest(self) -> list[float]:
-        """When it is time to, by the clock."""
-        return [self._due]
+    def waits_s(self) -> list[float]:
+        """Seconds until it is time to."""
+        return [self._due - self._clock()]
 
     @property
     def is_due(self) -> bool:
@@ -117,13 +116,7 @@ class CallLog:
         return self._clock() >= self._due
 
     def note(self, on_devices: Iterable[int], asked: Collection[int], num_asked: int) -> None:
-        """Write down how it goes.
-
-        Args:
-            on_devices: Trials that are on devices.
-            asked: Trials that were asked for and are not done.
-            num_asked: Number of trials that were asked for at all.
-        """
+        """Write down how it goes: `asked` are trials that were asked for and are not done."""
         began = self._clock()
         every_s = min(_LONGEST_S, max(_SHORTEST_S, (began - self._began) / _PART))
         every_s = max(every_s, self._rest_s)

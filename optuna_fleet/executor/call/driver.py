@@ -6,70 +6,52 @@ What messages mean is in `receiver`, what instructions do in `performer`.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from types import FrameType
 
 from optuna_fleet.events import Allocate, DeviceJoined, Event, PlanDecided
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.call.epoch_evaluator import EpochEvaluator
-from optuna_fleet.executor.call.interrupts import Interrupts
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
-from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.deciding.controller import Controller
-from optuna_fleet.executor.fleet.runtime import Runtime
-from optuna_fleet.sampler_bridge.ledger import Ledger
-from optuna_fleet.sampler_bridge.proposals import Proposals
-from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 
 
 class Driver:
     """Connects study, controller, solver and trainers for one call.
 
     Attributes:
-        tally: Counts for the summary.
-        pipeline_log: Notes what the pipeline reports.
         interrupts: To be entered while it runs.
         has_freed_devices: Whether no trainer is still at work for this call.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        controller: Controller,
-        ledger: Ledger,
-        proposals: Proposals,
-        job: Job,
-        retention: CheckpointRetention,
-    ) -> None:
-        self._parts = parts = Parts.of(runtime, ledger, proposals, job, retention)
-        self.tally, self.pipeline_log = parts.tally, parts.pipeline_log
-        self._runtime = runtime
+    def __init__(self, parts: Parts, controller: Controller) -> None:
+        self._parts = parts
+        self._runtime = parts.runtime
+        self._devices = parts.tally.devices
         self._controller = controller
-        evaluator = EpochEvaluator(job.options, ledger, maximize=job.maximize)
-        self._receiver = Receiver(parts, evaluator)
+        self._receiver = Receiver(parts)
         self._performer = Performer(parts)
         self._events: list[Event] = []
         self._deciding = False
         self.interrupts = Interrupts()
         self.has_freed_devices = False
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The first failure of a trial that `catch` did not cover."""
-        return self._parts.outcomes.failure
-
     def run(self) -> None:
-        """Run until every trial is done; then `failure` is the first that `catch` did not cover.
+        """Run until every trial is done.
 
         Raises:
             BaseException: KeyboardInterrupt, or a failure of the fleet itself; at once.
         """
         parts = self._parts
         self._events += self._receiver.growth()
-        self.tally.devices.begin(self._runtime.nodes.devices.values(), time.time())
-        live, devices = self._runtime.trainers.live, self._runtime.agents.devices
-        self._events += [DeviceJoined(device=devices[d]) for d in live]
+        self._devices.begin(self._runtime.nodes.devices.values(), time.time())
+        trainers, devices = self._runtime.trainers, self._runtime.agents.devices
+        # One that the last call has killed has a successor, which joins.
+        there = [device for device in trainers.live if not trainers.is_killed(device)]
+        self._events += [DeviceJoined(device=devices[d]) for d in there]
         for number in parts.proposals.adopted():
             parts.ledger.note_restart(number)
         try:
@@ -79,8 +61,8 @@ class Driver:
                 self._wait()
                 self._work()
             self.has_freed_devices = True
-            self.tally.devices.end(time.time())
-            self._end_log("failed" if self.failure else "done")
+            self._devices.end(time.time())
+            self._end_log("failed" if parts.outcomes.failure else "done")
         except BaseException as error:
             self._abandon(error)
             raise
@@ -92,7 +74,7 @@ class Driver:
         self.interrupts.check()
         parts, allocator = self._parts, self._runtime.allocator
         others = (*((allocator,) if self._deciding else ()), *parts.calls.sampling())
-        for message in self._runtime.messages(self._patience_s(), *others):
+        for message in self._runtime.messages(self._waits_s(), *others):
             self._events += self._receiver.take(message)
             self._work()
         if parts.calls.go_on():
@@ -106,26 +88,24 @@ class Driver:
             self._events += self._receiver.stop_faulty(fault)
         self._events += self._receiver.due()
 
-    def _patience_s(self) -> float | None:
+    def _waits_s(self) -> list[float]:
         parts = self._parts
-        deadlines = [
-            *parts.deadlines.soonest(),
-            *self._receiver.soonest(),
-            *parts.call_log.soonest(),
+        waits = [
+            *parts.deadlines.waits_s(),
+            *self._receiver.waits_s(),
+            *parts.call_log.waits_s(),
+            *parts.watchdog.waits_s(),
         ]
         if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
-            deadlines.append(deadline)
-        waits = [deadline - time.monotonic() for deadline in deadlines]
-        if (patience_s := self._parts.watchdog.patience_s()) is not None:
-            waits.append(patience_s)
-        return max(0.0, min(waits)) if waits else None
+            waits.append(deadline - time.monotonic())
+        return waits
 
     def _work(self) -> None:
         if not self._events:
             return
         while self._events:
             events, self._events = self._events, []
-            self.tally.devices.note(events, self._runtime.nodes.devices.values(), time.time())
+            self._devices.note(events, self._runtime.nodes.devices.values(), time.time())
             for instruction in self._controller.handle(*events):
                 self._deciding |= isinstance(instruction, Allocate)
                 self._events += self._performer.carry_out(instruction)
@@ -149,3 +129,33 @@ class Driver:
         finally:
             is_fit = not isinstance(error, LaunchError)
             self.has_freed_devices = is_fit and self._runtime.reset(busy)
+
+
+class Interrupts:
+    """While entered, a Ctrl-C that was dropped is remembered.
+
+    Python drops what is raised while a finalizer or the callback of a weak reference runs, as they
+    do each time that a database's cursor is let go of.
+    """
+
+    def __init__(self) -> None:
+        self._came = False
+
+    def __enter__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_ours = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._is_ours:
+            signal.signal(signal.SIGINT, self._hear)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._came = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if one came, which can only have been dropped."""
+        if self._came:
+            raise KeyboardInterrupt

@@ -12,21 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from optuna_fleet.events import CheckpointSaved, Launch
 from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.wire.calls import Reply
-from optuna_fleet.wire.messages import CheckpointFailed, Ended, Place, Rehearsed, Release
+from optuna_fleet.wire.messages import (
+    AskStep,
+    CheckpointFailed,
+    Ended,
+    Place,
+    Rehearsed,
+    Release,
+    StopAt,
+)
 
 Answers = dict[int, tuple[str, Reply]]
-
-
-class Rehearse(Protocol):
-    """Sends the order to rehearse."""
-
-    def __call__(self, launch: Launch, *, follows: int, answers: Answers) -> None:
-        """To the last device of this launch; the answers are those to the beginning's calls."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,21 +115,17 @@ class Handovers:
     """Knows which ranks wait, and who must write a checkpoint before anything is lost.
 
     Args:
-        send: Sends an order to the trainer of a device.
-        interrupt: Has a run stop, where those of its ranks wait that stay.
-        rehearse: See `Rehearse`.
+        rehearse: Orders the last device of a launch to rehearse, to join the run of this id.
         call_off: Forgets an order to rehearse, if it was not sent.
     """
 
     def __init__(
         self,
         send: Callable[[int, Any], None],
-        interrupt: Callable[[RunRecord, tuple[int, ...]], None],
-        rehearse: Rehearse,
+        rehearse: Callable[[Launch, int, Answers], None],
         call_off: Callable[[int], None],
     ) -> None:
         self._send = send
-        self._interrupt = interrupt
         self._rehearse = rehearse
         self._call_off = call_off
         self._stopped: dict[int, _Stopped] = {}  # by trial
@@ -140,12 +137,9 @@ class Handovers:
     # -- before a run stops -----------------------------------------------------------------------
 
     def interrupt(self, run: RunRecord, devices: Collection[int], busy: Collection[int]) -> None:
-        """Have a run stop, once those that are to join it on idle devices are ready.
+        """Have a run stop, as its trial is to have these devices.
 
-        Args:
-            run: Which.
-            devices: Those that its trial is to have.
-            busy: Where runs are.
+        Once those that are to join it are ready, on devices where no run is `busy`.
         """
         own = run.launch.devices
         stays = tuple(rank for rank, device in enumerate(own) if device in devices)
@@ -160,7 +154,18 @@ class Handovers:
         ready = [r.is_ready for r in self._rehearsals.values() if r.follows == run_id]
         if run_id in self._asked and None not in ready:
             run, stays = self._asked.pop(run_id)
-            self._interrupt(run, stays if all(ready) else ())
+            run.stays = stays if all(ready) else ()
+            own = run.launch.devices
+            run.stop_line.ask(own.index(device) for device in run.remaining())
+            for device in run.remaining():
+                self._send(device, AskStep(run_id=run_id, rank=own.index(device)))
+
+    def at_step(self, run: RunRecord, rank: int, place: Place = (0, 0, 0)) -> None:
+        """A rank is at this place, or has left; once that is known of all, they are to stop."""
+        if (line := run.stop_line.take(rank, place)) is not None:
+            order = StopAt(run_id=run.launch.run_id, place=line, stays=run.stays)
+            for device in run.remaining():
+                self._send(device, order)
 
     def _begin_rehearsal(self, run: RunRecord, devices: Collection[int], device: int) -> None:
         self._leave_rehearsal(device)
@@ -170,7 +175,7 @@ class Handovers:
         )
         others = (other for other in devices if other != device)
         launch = replace(launch, run_id=order, devices=(*others, device), checkpoint=None)
-        self._rehearse(launch, follows=run.launch.run_id, answers=run.calls.beginning)
+        self._rehearse(launch, run.launch.run_id, run.calls.beginning)
 
     def _leave_rehearsal(self, device: int) -> None:
         """None is needed there any more."""
@@ -191,6 +196,7 @@ class Handovers:
 
     def rank_ended(self, run: RunRecord, ended: Ended) -> None:
         """A rank has ended, and waits or holds something if it says so."""
+        self.at_step(run, ended.rank)
         number, has_something = run.launch.number, ended.waits or ended.holds is not None
         if not has_something and number not in self._stopped:
             return
@@ -378,9 +384,6 @@ def agreed(holds: Mapping[int, Place]) -> tuple[int, ...]:
     Of the steps that are to be held, each rank holds the last one that it knows all to have come
     to, the dead included. So the furthest that any holds is the right one: before it nothing is
     missing. Others, which have not heard in time, hold the one before.
-
-    Args:
-        holds: The step of each that holds any, by device.
     """
     furthest = max(holds.values(), default=None)
     return tuple(sorted(device for device, place in holds.items() if place == furthest))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from optuna_fleet.checkpoints.folder import mark
 from optuna_fleet.events import FinishTrial, Launch
+from optuna_fleet.executor.call.handovers import Answers, Start
 from optuna_fleet.executor.call.runs import Job
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.resources import needs_gloo
 from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
 from optuna_fleet.wire.node_messages import KeepObjective, ObjectiveKept
 
@@ -27,14 +27,21 @@ class Launcher:
     """
 
     def __init__(
-        self, runtime: Runtime, job: Job, retention: CheckpointRetention, *, adopted: Iterable[int]
+        self,
+        runtime: Runtime,
+        job: Job,
+        retention: CheckpointRetention,
+        ledger: Ledger,
+        proposals: Proposals,
     ) -> None:
         self._runtime = runtime
         self._job = job
         self._retention = retention
+        self._ledger = ledger
+        self._proposals = proposals
         self._waiting: list[tuple[int, RunTrial]] = []
         self._objective_at: dict[str, str | None] = {}  # by agent; None until it has answered
-        self.launched: set[int] = set(adopted)
+        self.launched: set[int] = set(proposals.adopted())
         self._without_checkpoint: set[int] = set()
         self._token = mark(retention.folder.root)
 
@@ -46,45 +53,33 @@ class Launcher:
         """Name of a run, in what it writes, unlike that of any run of another call or driver."""
         return f"{self._token[:8]}-{run_id}"
 
-    def launch(
-        self,
-        launch: Launch,
-        *,
-        trial_id: int,
-        parameters: Mapping[str, Any],
-        follows: int | None = None,
-        num_stay: int = 0,
-        inherits: int | None = None,
-        saves: bool = False,
-    ) -> None:
+    def launch(self, what: Start, *, saves: bool) -> None:
         """Start a run of a trial, with what was suggested to it before, on its devices.
 
-        It `follows` the run of that id, where the first `num_stay` of its ranks wait, and `saves`
-        a checkpoint there; or `inherits` what the first rank holds of the run of that id.
+        If it `saves`, its ranks write a checkpoint of where they go on.
         """
-        if launch.number not in self.launched:
-            self._retention.drop(launch.number)  # of another study of that name
-            self.launched.add(launch.number)
-        common = self._order(launch, trial_id, parameters)
-        common = replace(
-            common, follows=follows, num_stay=num_stay, inherits=inherits, saves=saves
+        number = what.launch.number
+        if number not in self.launched:
+            self._retention.drop(number)  # of another study of that name
+            self.launched.add(number)
+        order = replace(
+            self._order(what.launch),
+            follows=what.follows,
+            num_stay=what.num_stay,
+            inherits=what.inherits,
+            saves=saves,
         )
-        for rank, device in enumerate(launch.devices):
-            self._waiting.append((device, replace(common, rank=rank)))
+        for rank, device in enumerate(what.launch.devices):
+            self._waiting.append((device, replace(order, rank=rank)))
         self.send_waiting()
 
-    def rehearse(
-        self,
-        launch: Launch,
-        *,
-        trial_id: int,
-        parameters: Mapping[str, Any],
-        follows: int,
-        answers: Mapping[int, tuple[str, Reply]],
-    ) -> None:
-        """Have the objective's beginning run on the launch's last device, as its last rank."""
+    def rehearse(self, launch: Launch, follows: int, answers: Answers) -> None:
+        """Have the objective's beginning run on the launch's last device, as its last rank.
+
+        Its calls get these answers; the rank is to join the run that it `follows`.
+        """
         order = replace(
-            self._order(launch, trial_id, parameters),
+            self._order(launch),
             rank=len(launch.devices) - 1,
             follows=follows,
             rehearses=True,
@@ -98,14 +93,14 @@ class Launcher:
         """What was not sent yet of this run is not needed."""
         self._waiting = [item for item in self._waiting if item[1].run_id != run_id]
 
-    def _order(self, launch: Launch, trial_id: int, parameters: Mapping[str, Any]) -> RunTrial:
+    def _order(self, launch: Launch) -> RunTrial:
         """What the ranks of a run are told alike."""
         job, options, location = self._job, self._job.options, launch.checkpoint
         folder, keeps_any = self._retention.folder, self._retention.keeps_any
         return RunTrial(
             run_id=launch.run_id,
             number=launch.number,
-            trial_id=trial_id,
+            trial_id=compat.id_of(self._proposals[launch.number]),
             rank=0,
             world_size=len(launch.devices),
             seed=options.seed,
@@ -115,7 +110,7 @@ class Launcher:
             store=None,
             study_name=folder.study_name,
             by_gloo=needs_gloo(self._runtime.agents.devices[d] for d in launch.devices),
-            parameters=parameters,
+            parameters=self._ledger.suggested(launch.number),
             run_name=self._run_name(launch.run_id),
             folder=str(folder.path),
             folder_token=self._token,

@@ -1,4 +1,4 @@
-"""What the study is told: what becomes of trials (done, run again, given back), and of plans."""
+"""What becomes of trials: converged or not at an epoch's end, done, run again, given back."""
 
 from __future__ import annotations
 
@@ -6,40 +6,39 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from optuna_fleet.events import Event, ProposalsExhausted, StartRound
+from optuna_fleet.events import EpochEnded, Event, ProposalsExhausted, StartRound
 from optuna_fleet.exceptions import StorageLostError, TrainerLostError
-from optuna_fleet.executor.call.runs import RunRecord, decision_of
-from optuna_fleet.executor.call.summary import Tally
+from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.tally import Tally
+from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.ledger import Decision, Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 
 
+@dataclass(slots=True)
 class Outcomes:
-    """Those of one call.
+    """Tells the study what becomes of the trials of one call, and of plans.
 
     Attributes:
         failure: The first failure of a trial that `catch` did not cover: it is raised once the
             trials that fly are done.
     """
 
-    def __init__(
-        self, ledger: Ledger, proposals: Proposals, retention: CheckpointRetention, tally: Tally
-    ) -> None:
-        self.failure: BaseException | None = None
-        self._ledger = ledger
-        self._proposals = proposals
-        self._retention = retention
-        self._tally = tally
+    _ledger: Ledger
+    _proposals: Proposals
+    _retention: CheckpointRetention
+    _tally: Tally
+    failure: BaseException | None = None
 
     def propose(self, *, again: bool = False) -> list[Event]:
         """Ask the study for trials; if that fails, there are no more.
 
-        Args:
-            again: Only if it was asked before, and had none yet.
+        If `again`, only if it was asked before, and had none yet.
 
         Raises:
             StorageLostError: The storage is lost.
@@ -51,11 +50,7 @@ class Outcomes:
             return [ProposalsExhausted()]
 
     def finish(self, run: RunRecord) -> None:
-        """A trial is done: tell how its last run ended it.
-
-        Raises:
-            BaseException: Ctrl-C, or the storage is lost.
-        """
+        """A trial is done: tell how its last run ended it."""
         self._tell(run.launch.number, *run.outcome())
 
     def run_again(self, run: RunRecord, *, outlives: bool) -> None:
@@ -70,11 +65,7 @@ class Outcomes:
             self._tally.rescales += 1
 
     def give_up(self, run: RunRecord, restarts: int) -> None:
-        """A trial has lost its devices too often: it fails.
-
-        Raises:
-            BaseException: Ctrl-C, or the storage is lost.
-        """
+        """A trial has lost its devices too often: it fails."""
         number = run.launch.number
         error = TrainerLostError(
             f"Trial {number} lost its devices {restarts} times, the last time because {run.cause}."
@@ -88,7 +79,17 @@ class Outcomes:
 
     def start_round(self, started: StartRound) -> None:
         """A plan is carried out: record it, and say so where anything moves."""
-        decision = decision_of(started)
+        plan = started.plan
+        decision = Decision(
+            time=time.time(),
+            round=started.round,
+            moves=started.moves,
+            allocator=plan.allocator,
+            reason=plan.reason,
+            status=plan.status,
+            gap=plan.gap,
+            solve_time_s=plan.solve_time_s,
+        )
         self._tally.decisions.append(decision)
         self._ledger.record_decision(decision)
         level = logging.INFO if started.moves or started.round == 1 else logging.DEBUG
@@ -127,3 +128,46 @@ class Outcomes:
         with contextlib.suppress(Exception):  # the storage may be what has failed
             for run in runs:
                 self._ledger.record(run.launch.number, run.aborted(end=time.time()))
+
+
+class EpochEvaluator:
+    """Asks the user's convergence criterion and predictor about the trials of one call."""
+
+    def __init__(self, options: Options, ledger: Ledger, *, maximize: bool | None) -> None:
+        self._convergence = options.convergence
+        self._predictor = options.predictor
+        self._maximize = maximize
+        self._ledger = ledger
+        self._has_complained = False
+
+    def epoch_ended(self, run_id: int, number: int, epochs_done: int) -> EpochEnded:
+        """The event that a trial has done so many epochs."""
+        return EpochEnded(
+            run_id=run_id,
+            epochs_done=epochs_done,
+            converged=self.has_converged(number),
+            predicted_epochs=self._predicted_epochs(number),
+        )
+
+    def has_converged(self, number: int) -> bool:
+        """Whether a trial ends here."""
+        if self._convergence is None or self._maximize is None:
+            return False
+        values = self._ledger.reported_values(number)
+        return self._convergence.is_reached(values, maximize=self._maximize)
+
+    def _predicted_epochs(self, number: int) -> float | None:
+        """A predictor that fails is as good as none: it only ever helps to plan."""
+        if self._predictor is None:
+            return None
+        try:
+            predicted = self._predictor(self._ledger.frozen(number))
+            return None if predicted is None else float(predicted)
+        except Exception as error:
+            if not self._has_complained:
+                self._has_complained = True
+                fleet_logger.warning(
+                    f"The predictor failed for trial {number}, and is passed over where it does: "
+                    f"{type(error).__name__}: {error}"
+                )
+            return None

@@ -79,9 +79,6 @@ def out_of_step(progress: Mapping[int, Progress]) -> TrialError | None:
     one sequence: none can be behind another in calls and ahead of it in collectives, nor have come
     by a call with more of them than another, nor be in another collective of the same number, nor
     go beyond the end of one that has left.
-
-    Args:
-        progress: How far each rank was when it was heard of last.
     """
     for (one, a), (other, b) in permutations(progress.items(), 2):
         is_ahead = a.num_collectives > b.num_collectives

@@ -20,15 +20,15 @@ from optuna_fleet.events import (
     RankEnded,
     RateMeasured,
     RunFailed,
+    RunLingers,
     WidthLimited,
 )
-from optuna_fleet.executor.call.epoch_evaluator import EpochEvaluator
-from optuna_fleet.executor.call.gathering import Endings, Joins
 from optuna_fleet.executor.call.handovers import Start
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.runs import RunRecord, model_of
+from optuna_fleet.executor.call.waits import GATHER_S, LEAVE_S, Deadlines, Joins
 from optuna_fleet.executor.call.watchdog import Broken, Hung
-from optuna_fleet.executor.fleet.node_faults import NodeFaults
+from optuna_fleet.executor.fleet.faults import NodeFaults
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.wire.calls import EndEpoch, RankCall, Report
 from optuna_fleet.wire.messages import (
@@ -60,49 +60,65 @@ _FOLLOW_S = 3.0
 class Receiver:
     """Takes messages, in order, notes what they say and answers calls; returns what is news."""
 
-    def __init__(self, parts: Parts, evaluator: EpochEvaluator) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._runtime, self._runs = parts.runtime, parts.runs
         self._exclusion = parts.runtime.exclusion
-        self._evaluator = evaluator
-        self._joins, self._endings = Joins(lambda: self._runtime.are_starting), Endings()
+        self._joins = Joins(lambda: bool(self._runs) and self._runtime.are_starting)
+        self._endings = Deadlines()  # of runs in which a rank has ended, or will
         self._node_faults = NodeFaults()
         self._may_grow = not parts.runtime.may_grow
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def take(self, message: Any) -> list[Event]:  # noqa: C901 - one arm per message
+    def take(self, message: Any) -> list[Event]:
         """Take a message; what ended runs still say is dropped."""
+        run = self._runs.get(getattr(message, "run_id", -1))
+        return self._take(message) if run is None else self._take_of_run(run, message)
+
+    def _take_of_run(self, run: RunRecord, message: Any) -> list[Event]:  # noqa: C901 - one arm each
+        parts, number = self._parts, run.launch.number
+        match message:
+            case RankCall() | Remark():
+                return self._called(run, message)
+            case AtStep():
+                parts.handovers.at_step(run, message.rank, message.place)
+            case FirstBatchRequested():
+                return self._data_requested(run, message)
+            case RateMeasured():
+                parts.call_log.measured(number, message.samples_per_s)
+                return [message]
+            case WidthLimited():
+                return [message]
+            case CheckpointSaved():
+                parts.retention.folder.saved(message.location)
+                return [message, *self._start(parts.handovers.take(message))]
+            case CheckpointFailed():
+                parts.launcher.checkpoint_failed(run.launch, message)
+            case MoveRefused():
+                parts.tally.moves.stays(number)
+                return [message]
+            case Leaving():
+                parts.tally.moves.leaves(number)
+            case Trained():
+                if (seconds := parts.tally.moves.trains(number)) is not None:
+                    return [MoveMeasured(run_id=message.run_id, seconds=seconds)]
+            case Heartbeat():
+                parts.watchdog.hear(message)
+            case Ended():
+                return self._rank_ended(run, message)
+        return []
+
+    def _take(self, message: Any) -> list[Event]:
+        """What is of no run, or of one that has stopped."""
         parts = self._parts
         match message:
             case TrainerReady() | TrainerExited():
                 return self._trainer_changed(message)
-            case RankCall() | Remark() | AtStep() if message.run_id in self._runs:
-                return self._called(self._runs[message.run_id], message)
-            case FirstBatchRequested() if message.run_id in self._runs:
-                return self._data_requested(message)
-            case RateMeasured() if message.run_id in self._runs:
-                number = self._runs[message.run_id].launch.number
-                parts.call_log.measured(number, message.samples_per_s)
-                return [message]
-            case RateMeasured() | WidthLimited():
-                return [message]
-            case CheckpointSaved() if message.run_id in self._runs:
-                parts.retention.folder.saved(message.location)
-                return [message, *self._start(parts.handovers.take(message))]
-            case CheckpointSaved() | CheckpointFailed() if message.run_id not in self._runs:
+            case CheckpointSaved() | CheckpointFailed():
                 return self._start(parts.handovers.take(message))
             case Rehearsed():
                 return self._start(parts.handovers.rehearsed(message))
-            case MoveRefused() if message.run_id in self._runs:
-                parts.tally.moves.stays(self._runs[message.run_id].launch.number)
-                return [message]
-            case Leaving() if message.run_id in self._runs:
-                parts.tally.moves.leaves(self._runs[message.run_id].launch.number)
-            case Trained() if message.run_id in self._runs:
-                number = self._runs[message.run_id].launch.number
-                if (seconds := parts.tally.moves.trains(number)) is not None:
-                    return [MoveMeasured(run_id=message.run_id, seconds=seconds)]
             case PipelineNotice():
                 compat.fleet_logger.warning(message.text)
             case ObjectiveKept():
@@ -114,32 +130,25 @@ class Receiver:
                 return self._node_lost(message)
             case PipelineReport():
                 parts.pipeline_log.note(self._runtime.last_stats, time.time())
-            case Heartbeat():
-                parts.watchdog.hear(message)
-            case CheckpointFailed() if message.run_id in self._runs:
-                parts.launcher.checkpoint_failed(self._runs[message.run_id].launch, message)
-            case Ended() if message.run_id in self._runs:
-                return self._rank_ended(self._runs[message.run_id], message)
             case _:
                 parts.launcher.send_waiting()
         return []
 
-    def _data_requested(self, message: FirstBatchRequested) -> list[Event]:
+    def _data_requested(self, run: RunRecord, message: FirstBatchRequested) -> list[Event]:
         self._runtime.prepare_groups()
-        self._runs[message.run_id].calls.has_begun = True
-        self._runs[message.run_id].is_movable |= message.movable
+        run.calls.has_begun = True
+        run.is_movable |= message.movable
         requested = DataRequested(run_id=message.run_id, model=model_of(message))
-        number = self._runs[message.run_id].launch.number
-        self._parts.proposals.note_defined(number)
-        self._parts.call_log.defined(number, requested.model)
+        self._parts.proposals.note_defined(run.launch.number)
+        self._parts.call_log.defined(run.launch.number, requested.model)
         return [requested, *self._parts.outcomes.propose(again=True)]
 
-    def _called(self, run: RunRecord, call: RankCall | Remark | AtStep) -> list[Event]:
+    def _called(self, run: RunRecord, call: RankCall | Remark) -> list[Event]:
         news: list[Event] = []
         if (ended := self._parts.calls.take(run, call)) is not None:
             number = run.launch.number
             self._parts.call_log.epoch_ended(number, ended + 1)
-            news.append(self._evaluator.epoch_ended(call.run_id, number, ended + 1))
+            news.append(self._parts.evaluator.epoch_ended(call.run_id, number, ended + 1))
         if isinstance(call, Report | EndEpoch):
             news += self._progressed(run, run.launch.devices)
         return news + self._parts.outcomes.propose(again=True)
@@ -160,7 +169,10 @@ class Receiver:
             ending=message.ending,
             is_leaving=message.is_last or self._runtime.trainers.is_killed(device),
         )
-        self._endings.rank_ended(message.run_id, is_last=not run.remaining())
+        if run.remaining():
+            self._endings.begin(message.run_id, GATHER_S)
+        else:
+            self._endings.drop(message.run_id)
         lost: list[Event] = []
         if message.is_last:  # before anything else is launched there
             parts.launcher.trainer_died(device)
@@ -202,7 +214,7 @@ class Receiver:
     def _node_leaving(self, devices: Sequence[int]) -> list[Event]:
         for run_id, run in self._runs.items():
             if not set(devices).isdisjoint(run.remaining()):
-                self._endings.leaves(run_id)
+                self._endings.begin(run_id, LEAVE_S)
         self._parts.handovers.leaving(devices)
         return self._change_fleet([DeviceLeaving(device=device) for device in devices])
 
@@ -236,20 +248,20 @@ class Receiver:
         return news
 
     def _change_fleet(self, events: list[Event]) -> list[Event]:
-        return self._joins.held_back(events, at_once=not self._runs)
+        return self._joins.held_back(events, at_once=not self._parts.launcher.launched)
 
     # -- what no message tells --------------------------------------------------------------------
 
-    def soonest(self) -> list[float]:
-        """When `due` has more to tell, by the monotonic clock, if that is known."""
-        return [*self._joins.soonest(), *self._endings.soonest()]
+    def waits_s(self) -> list[float]:
+        """Seconds until `due` has more to tell, if that is known."""
+        return [*self._joins.waits_s(), *self._endings.waits_s()]
 
     def due(self) -> list[Event]:
         """What is to be told now, though nobody has said anything."""
         return [
             *self.growth(),
             *self._joins.due(),
-            *self._endings.due(),
+            *(RunLingers(run_id=run_id) for run_id in self._endings.take_expired()),
             *(DeviceGone(device=d) for d in self._runtime.faults.left_out),
         ]
 

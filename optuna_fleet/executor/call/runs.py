@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from optuna_fleet.events import Ending, Launch, Model, StartRound
+from optuna_fleet.events import Ending, Launch, Model
 from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.ranks import parted
 from optuna_fleet.executor.cluster.protocol import Options
-from optuna_fleet.sampler_bridge.ledger import Decision, Flight
+from optuna_fleet.sampler_bridge.ledger import Flight
 from optuna_fleet.settings import Settings
 from optuna_fleet.wire.calls import EndEpoch
 from optuna_fleet.wire.messages import Ended, FirstBatchRequested, Place
@@ -201,21 +201,6 @@ class RunRecord:
         error = unpack_error(ended.error)
         error.__cause__ = RemoteTraceback(f"\n{place}:\n{ended.error.traceback.rstrip()}")
         return error
-
-
-def decision_of(instruction: StartRound) -> Decision:
-    """The record of a round that starts now."""
-    plan = instruction.plan
-    return Decision(
-        time=time.time(),
-        round=instruction.round,
-        moves=instruction.moves,
-        allocator=plan.allocator,
-        reason=plan.reason,
-        status=plan.status,
-        gap=plan.gap,
-        solve_time_s=plan.solve_time_s,
-    )
 
 
 def model_of(message: FirstBatchRequested) -> Model:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from optuna_fleet.executor.call.device_log import DeviceLog
-from optuna_fleet.executor.call.moves import Moves
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge.ledger import Decision
-from optuna_fleet.wire.messages import Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -105,8 +100,8 @@ class FleetSummary:
             f"{self.duration_s:.1f} s on {devices}{rounds}"
         )
         yield (
-            f"a device was idle for {_mean(idle):.1f} s and waited for data for "
-            f"{_mean(list(self.waited_s.values())):.1f} s on average"
+            f"a device was idle for {mean_of(idle):.1f} s and waited for data for "
+            f"{mean_of(list(self.waited_s.values())):.1f} s on average"
         )
         yield f"probing took {self.probing_share:.1%} of device time"
         if self.rescales:
@@ -126,51 +121,6 @@ class FleetSummary:
         if self.decisions:
             solver_s = sum(decision.solve_time_s for decision in self.decisions)
             yield f"solver {solver_s:.2f} s"
-
-
-@dataclass(slots=True, kw_only=True)
-class Tally:
-    """Adds up what a `FleetSummary` says."""
-
-    began: float = field(default_factory=time.monotonic)
-    devices: DeviceLog = field(default_factory=DeviceLog)
-    trials: Counter[str] = field(default_factory=Counter)
-    busy_s: dict[int, float] = field(default_factory=dict)
-    waited_s: dict[int, float] = field(default_factory=dict)
-    probing_s: float = 0.0
-    profiling_s: float = 0.0
-    decisions: list[Decision] = field(default_factory=list)
-    rescales: int = 0
-    moves: Moves = field(default_factory=Moves)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-    def add_stay(self, device: int, seconds: float, usage: Usage, *, probe: bool) -> None:
-        """A rank was on a device for that long."""
-        self.busy_s[device] = self.busy_s.get(device, 0.0) + seconds
-        self.waited_s[device] = self.waited_s.get(device, 0.0) + usage.data_wait_s
-        self.probing_s += usage.probing_s if probe else 0.0
-        self.profiling_s += usage.profiling_s
-
-    def summary(self, pipeline: PipelineStats | None, exchange: str = "") -> FleetSummary:
-        """The summary of everything added, up to now."""
-        there_s = self.devices.there_s(time.time())
-        return FleetSummary(
-            trials=dict(self.trials),
-            num_devices=len(there_s),
-            num_nodes=len({span.node for span in self.devices.spans}),
-            there_s=there_s,
-            duration_s=time.monotonic() - self.began,
-            busy_s=dict(self.busy_s),
-            waited_s=dict(self.waited_s),
-            probing_s=self.probing_s,
-            profiling_s=self.profiling_s,
-            decisions=tuple(self.decisions),
-            rescales=self.rescales,
-            move_s=_mean(self.moves.seconds),
-            pipeline=pipeline,
-            exchange=exchange,
-            left_out=dict(self.left_out),
-        )
 
 
 def _in_words(use: PipelineUse) -> str:
@@ -201,5 +151,6 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _mean(values: list[float]) -> float:
+def mean_of(values: list[float]) -> float:
+    """Returns the mean of some values; 0 of none."""
     return sum(values) / len(values) if values else 0.0

@@ -58,9 +58,7 @@ class Watchdog:
     """Watches the runs of one call.
 
     Args:
-        limits: What is allowed.
         describe: Returns in words what is seen from outside of the process of a device.
-        clock: Seconds since any time; one that stands still while the machine sleeps.
     """
 
     def __init__(
@@ -125,13 +123,12 @@ class Watchdog:
             run.progressed = now
         run.counts[heartbeat.rank] = count
 
-    def patience_s(self) -> float | None:
-        """Seconds until the next `check`; None if there is nothing to check."""
-        waits = [self._due - self._clock()]
+    def waits_s(self) -> list[float]:
+        """Seconds until the next `check`, if there is anything to check."""
+        waits = [self._due - self._clock()] if self._due < math.inf else []
         if self._limits.hang_s is not None:
             waits.append(self._limits.hang_s / NUM_HEARTBEATS)
-        wait_s = max(0.0, min(waits))
-        return wait_s if self._runs and wait_s < math.inf else None
+        return waits if self._runs else []
 
     def check(self) -> list[Hung | Broken]:
         """Returns what is wrong now; each run is named once."""
@@ -171,13 +168,14 @@ class Watchdog:
                 "on its devices."
             )
             return Broken(run_id=launch.run_id, error=error)
-        if limits.trial_memory_bytes is not None and (rank := self._too_large(run)) is not None:
-            error = OutOfMemoryError(
-                f"Trial {launch.number}, rank {rank}, took "
-                f"{run.heartbeats[rank].memory_bytes} bytes of memory, more than "
-                f"trial_memory_bytes={limits.trial_memory_bytes}."
-            )
-            return Broken(run_id=launch.run_id, error=error)
+        most = math.inf if limits.trial_memory_bytes is None else limits.trial_memory_bytes
+        for rank, heartbeat in run.heartbeats.items():
+            if heartbeat.memory_bytes > most:
+                error = OutOfMemoryError(
+                    f"Trial {launch.number}, rank {rank}, took {heartbeat.memory_bytes} bytes of "
+                    f"memory, more than trial_memory_bytes={most}."
+                )
+                return Broken(run_id=launch.run_id, error=error)
         if (parted := _parted(run)) is not None:
             return Broken(run_id=launch.run_id, error=parted)
         if limits.hang_s is not None and self._hangs(run, now, limits.hang_s):
@@ -189,15 +187,6 @@ class Watchdog:
                 is_rendezvous=all(_is_joining(run.heartbeats.get(rank)) for rank in run.heard),
             )
         return None
-
-    def _too_large(self, run: _Watched) -> int | None:
-        limit = self._limits.trial_memory_bytes
-        over = [
-            rank
-            for rank, heartbeat in run.heartbeats.items()
-            if limit is not None and heartbeat.memory_bytes > limit
-        ]
-        return over[0] if over else None
 
     def _hangs(self, run: _Watched, now: float, limit_s: float) -> bool:
         if any(now - heard >= limit_s for heard in run.heard.values()):

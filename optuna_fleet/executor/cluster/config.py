@@ -1,14 +1,18 @@
-"""What an agent is started with, and what the driver tells it once it has joined."""
+"""What an agent is started with, and what the driver tells it once it has joined.
+
+Also how trainers and preprocessors share the cores of a node.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from optuna_fleet.executor.cluster.cores import cores_set_aside, pipeline_setup
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
 from optuna_fleet.pipeline.packed import PackedPipeline
 from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.resources import Device
@@ -94,58 +98,42 @@ def machine() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
+@dataclass(slots=True, kw_only=True)
 class NodeSetups:
-    """Makes what nodes are told that join a fleet, and packs the data sets for the first of them.
+    """What nodes are told that join a fleet; packs the data sets for the first of them."""
 
-    Args:
-        pipeline: The data; None without.
-        preload: Whether to import torch once for all trainers.
-        private_folder: See `NodeSetup`, as of the following.
-        stuck_s: Likewise.
-        silence_s: Likewise.
-    """
-
-    def __init__(
-        self,
-        pipeline: SharedPipeline | None,
-        *,
-        preload: bool,
-        private_folder: str | None,
-        stuck_s: float | None,
-        silence_s: float | None,
-    ) -> None:
-        self._pipeline = pipeline
-        self._packed: PackedPipeline | None = None
-        self._preload = preload
-        self._private_folder = private_folder
-        self._stuck_s = stuck_s
-        self._silence_s = silence_s
+    pipeline: SharedPipeline | None
+    preload: bool
+    private_folder: str | None
+    stuck_s: float | None
+    silence_s: float | None
+    _packed: PackedPipeline | None = None
 
     def of(self, node: AgentJoining, devices: tuple[Device, ...]) -> NodeSetup:
         """Returns what a node is told that joins with these devices."""
         is_here = node.machine == machine()
-        cores_left = node.cores - cores_set_aside(self._pipeline, devices, node.cores)
+        cores_left = node.cores - cores_set_aside(self.pipeline, devices, node.cores)
         return NodeSetup(
             devices=devices,
             sys_path=tuple(sys.path),
             argv=tuple(sys.argv),
             cwd=(cwd := os.getcwd()),
             needed=tuple(path for path in (cwd, *sys.path) if path and os.path.exists(path)),
-            preload=modules_to_preload() if self._preload else (),
+            preload=modules_to_preload() if self.preload else (),
             threads_per_slot=max(1, cores_left // len(devices)),
             pipeline=self._pipeline_setup(devices, node.cores, is_here=is_here),
-            private_folder=self._private_folder if is_here else None,
+            private_folder=self.private_folder if is_here else None,
             driver_pid=os.getpid() if is_here else None,
-            stuck_s=self._stuck_s,
-            silence_s=self._silence_s,
+            stuck_s=self.stuck_s,
+            silence_s=self.silence_s,
         )
 
     def _pipeline_setup(
         self, devices: tuple[Device, ...], cores: int, *, is_here: bool
     ) -> PipelineSetup | None:
-        if self._pipeline is None:
+        if self.pipeline is None:
             return None
-        self._packed = self._packed or self._pipeline.packed()
+        self._packed = self._packed or self.pipeline.packed()
         setup = pipeline_setup(self._packed, devices, cores)
         return setup if is_here else replace(setup, payload=None)
 
@@ -156,3 +144,30 @@ class NodeSetups:
     def close(self) -> None:
         """Lets go of the data sets."""
         self._packed = None
+
+
+def pipeline_setup(
+    pipeline: PackedPipeline, devices: Sequence[Device], cores: int
+) -> PipelineSetup:
+    """What the agent of a node with these devices and cores is to know of the pipeline."""
+    cpu_slots = _has_cpu_slots(devices)
+    return pipeline.setup(
+        most_preprocessors(cores, num_slots=len(devices), cpu_slots=cpu_slots),
+        is_adaptive=True,
+        niceness=NICENESS if cpu_slots else 0,
+        finish_on_device=not cpu_slots,
+    )
+
+
+def cores_set_aside(
+    pipeline: SharedPipeline | PackedPipeline | None, devices: Sequence[Device], cores: int
+) -> int:
+    """For preprocessors; there may be more of them, where that does not slow down trials."""
+    if pipeline is None:
+        return 0
+    default = default_preprocessors(cores, cpu_slots=_has_cpu_slots(devices))
+    return pipeline.num_preprocessors or default
+
+
+def _has_cpu_slots(devices: Sequence[Device]) -> bool:
+    return devices[0].type == "cpu"

@@ -15,10 +15,10 @@ from optuna_fleet.events import Ending, EpochDecision, Launch
 from optuna_fleet.executor.call.call_handler import CallHandler
 from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.executor.call.calls import RunCalls
-from optuna_fleet.executor.call.device_log import DeviceLog
-from optuna_fleet.executor.call.epoch_evaluator import EpochEvaluator
+from optuna_fleet.executor.call.outcomes import EpochEvaluator
 from optuna_fleet.executor.call.runs import RunRecord, model_of
 from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.call.tally import DeviceLog
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.resources import Device

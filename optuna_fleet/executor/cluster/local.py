@@ -12,8 +12,7 @@ from typing import Any
 from optuna_fleet.arguments import check_number, check_that
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.agent.main import environment
-from optuna_fleet.executor.cluster.config import AgentOptions
-from optuna_fleet.executor.cluster.cores import cores_set_aside
+from optuna_fleet.executor.cluster.config import AgentOptions, cores_set_aside
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.executor.cluster.engine import (
     Departure,

@@ -80,7 +80,6 @@ class RayEngine(AsksScheduler):
     """Starts agents on the nodes of a Ray cluster.
 
     Args:
-        cluster: Which nodes, and how much of each.
         agent: Arguments of Python that start an agent, but for its name and devices.
         device_type: "cuda", "cpu", or None for "cuda" where a node has GPUs.
     """

@@ -47,12 +47,8 @@ class Avoidance:
     def amended(self, plan: Plan, starting: Mapping[int, Trial], spare: Collection[int]) -> Plan:
         """A plan in which fewer devices are of nodes that their trials were lost on.
 
-        They are exchanged between trials that it starts, and for those that are left.
-
-        Args:
-            plan: As it was made.
-            starting: Trials that it may start, by number.
-            spare: Devices that it gives to nobody.
+        They are exchanged between trials that it is `starting`, and for the `spare` ones that it
+        gives to nobody.
         """
         if not any(trial.losses for trial in starting.values()):
             return plan

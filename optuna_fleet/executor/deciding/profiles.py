@@ -27,7 +27,6 @@ class Profiles:
 
     Args:
         known: Profiles by `profile_key`; grows with each measurement and may outlive this object.
-        presence: Tells the devices' types and nodes.
     """
 
     def __init__(self, known: dict[str, RateProfile], presence: Presence) -> None:

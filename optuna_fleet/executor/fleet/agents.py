@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.agent.agent import SIGN_EVERY_S
 from optuna_fleet.executor.cluster.agent.main import versions
 from optuna_fleet.executor.cluster.config import NodeSetup, machine
 from optuna_fleet.executor.cluster.engine import Departure, Engine, Network, Readable
 from optuna_fleet.executor.fleet.connections import Connections
-from optuna_fleet.executor.fleet.device_faults import DeviceFaults
-from optuna_fleet.executor.fleet.leases import LEASE_S, giving_signs
-from optuna_fleet.executor.fleet.nodes import Node, Nodes
-from optuna_fleet.executor.fleet.startup import Startup
+from optuna_fleet.executor.fleet.faults import DeviceFaults
+from optuna_fleet.executor.fleet.nodes import LEASE_S, Node, Nodes, Startup
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.wire.node_messages import (
+    SIGN_EVERY_S,
     AgentJoining,
     ConnectionEnded,
     NodeLeaving,
@@ -45,18 +43,13 @@ class Agents:
     """The agents of one executor.
 
     Args:
-        engine: Places them.
-        connections: To them.
-        network: How they reach the driver.
         faults: Says what is left out.
         set_up: What a node is told that joins with these devices.
         start_s: Seconds that a process has to become ready; None for no limit.
 
     Attributes:
-        nodes: Those that are there.
         devices: All devices that ever were there, by number.
         startup: Which agents and trainers are awaited.
-        clock: Seconds since any time.
     """
 
     def __init__(
@@ -84,10 +77,10 @@ class Agents:
         self._have_worked: set[str] = set()  # nodes, by name, whose agent is known not to be gone
         self._why_ended: dict[str, str] = {}
         self._notices: dict[str, Departure] = {}
-        self._leaving: set[str] = set()  # of whose nodes that was told; no two are alike
         self._wanted: int | None = None
         engine.open(connections.invitation)
-        self._stop_signs = giving_signs(connections.agents) if network.has_leases else None
+        if network.has_leases:
+            connections.give_signs()
         for name in engine.expected():
             self._await(name)
 
@@ -243,24 +236,19 @@ class Agents:
             node, by = self.nodes.named(name), notice.by or 0.0
             if node is not None and by - time.time() <= NOTICE_S:
                 del self._notices[name]
-                self._leaving.add(node.agent)
+                node.is_leaving = True
                 at = time.strftime("%H:%M:%S", time.localtime(by))
                 yield NodeLeaving(
                     text=f"Node {name} leaves at {at} ({notice.cause}); its trials move away.",
                     devices=tuple(device.index for device in node.devices),
                 )
 
-    def is_leaving(self, node: Node) -> bool:
-        """Whether it was told that this node will be gone soon."""
-        return node.agent in self._leaving
-
-    def patience_s(self) -> float | None:
-        """Seconds until the next look at what no message tells of; None if there is nothing."""
+    def waits_s(self) -> list[float]:
+        """Seconds until the next look at what no message tells of, if there is anything."""
         now, there = time.time(), {node.name for node in self.nodes}
         notices = (notice for name, notice in self._notices.items() if name in there)
         waits = [max(0.0, (notice.by or 0.0) - NOTICE_S - now) for notice in notices]
-        others = (self.startup.patience_s(), self.nodes.patience_s())
-        return min([*waits, *(wait for wait in others if wait is not None)], default=None)
+        return [*waits, *self.startup.waits_s(), *self.nodes.waits_s()]
 
     def _ended(self, departure: Departure) -> bool:
         """An agent has ended; return whether another one is expected in its place."""
@@ -324,8 +312,6 @@ class Agents:
 
     def close(self) -> None:
         """End all agents."""
-        if self._stop_signs is not None:
-            self._stop_signs()
         for node in self.nodes:
             self.tell(node.agent, Quit())
         for name in self._engine.expected():

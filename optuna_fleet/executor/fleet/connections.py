@@ -9,6 +9,7 @@ import secrets
 import select
 import selectors
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,9 +21,11 @@ from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.invitation import SECRET_BYTES, Invitation
 from optuna_fleet.wire.messages import TrainerReady
 from optuna_fleet.wire.node_messages import (
+    SIGN_EVERY_S,
     AgentJoining,
     ConnectionEnded,
     ProcessId,
+    SignOfLife,
     TrainerExited,
 )
 from optuna_fleet.wire.tls import make_certificate
@@ -42,7 +45,6 @@ class Connections:
 
     Attributes:
         secret: What agents and trainers must know.
-        invitation: What lets an agent connect.
         agents: Channels by incarnation.
         trainers: Channels by process: a device's next trainer is another one.
         on_transfer: Is given the connections that carry checkpoints.
@@ -55,6 +57,8 @@ class Connections:
         self.trainers: dict[ProcessId, Channel] = {}
         self.agents: dict[str, Channel] = {}
         self.on_transfer: Callable[[Channel], None] = Channel.close
+        self._are_closed = threading.Event()
+        self._signs: threading.Thread | None = None
         self._news: queue.SimpleQueue[Channel | str] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = socket.socketpair()
@@ -182,8 +186,24 @@ class Connections:
         if not channel.has_unsent:
             self._selector.modify(channel, selectors.EVENT_READ, channel)
 
+    def give_signs(self) -> None:
+        """Begin to give signs of life to agents, on a thread: samplers may compute for long."""
+        name = "optuna-fleet-signs"
+        self._signs = threading.Thread(target=self._give_signs, name=name, daemon=True)
+        self._signs.start()
+
+    def _give_signs(self) -> None:
+        while not self._are_closed.wait(SIGN_EVERY_S):
+            for channel in list(self.agents.values()):
+                with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+                    # What waits to be sent is a sign itself, once the agent takes it.
+                    channel.flush() if channel.has_unsent else channel.post(SignOfLife())
+
     def close(self) -> None:
         """Close every channel and stop accepting."""
+        self._are_closed.set()
+        if self._signs is not None:
+            self._signs.join()
         self._listener.close()
         self._hear_news()
         for key in list(self._selector.get_map().values()):

@@ -53,10 +53,8 @@ class Listener:
 
     Args:
         host: Address to bind; None for all.
-        secret: Shared secret of the sweep.
         on_connect: Called on a background thread with each authenticated channel.
         on_refusal: Called there with a sentence when strangers came; at most once a minute.
-        port: To bind; 0 for any that is free.
         certificate: What is shown to clients; None if there is no TLS.
 
     Raises:

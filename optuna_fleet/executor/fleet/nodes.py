@@ -1,7 +1,10 @@
-"""The nodes of the fleet: which have joined, under which numbers, and which are silent for long.
+"""The nodes of the fleet: which have joined, under which numbers, and who is silent for long.
 
 A node is known by its name, its agent by its incarnation. When another agent joins from a node,
 its devices have the numbers that they had before.
+
+Driver and agents give each other signs of life. An agent ends its children before the driver
+places their trials again, so that no trial runs twice.
 """
 
 from __future__ import annotations
@@ -10,9 +13,19 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.node_messages import AgentJoining, ProcessId
+
+LEASE_S = 10.0
+"""Seconds without a word from an agent after which its node is lost."""
+
+DRIVER_LEASE_S = 6.0
+"""Seconds without a word from the driver after which an agent ends, and all its children."""
+
+CAUSE_LIMIT_S = 0.5
+"""For so long after a connection's end the engine may say what became of the agent."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,13 +33,13 @@ class Node:
     """A node that has joined.
 
     Attributes:
-        name: Its name.
         agent: The incarnation of its agent.
         devices: Its devices, under their numbers in the fleet.
         pid: Of its agent; None if that is on another machine.
         heard: When its agent was last heard of; infinite until it is up.
         starting: Devices whose trainers the agent has not tried to start.
         cut_off: When its connection ended; its end is told as soon as the cause is known.
+        is_leaving: It was told that it will be gone soon.
     """
 
     name: str
@@ -36,6 +49,7 @@ class Node:
     heard: float = math.inf
     starting: set[int] = field(default_factory=set)
     cut_off: float | None = None
+    is_leaving: bool = False
 
     def has_tried_all(self, device: int) -> bool:
         """Its agent has tried to start this device's trainer; return whether it was the last."""
@@ -48,7 +62,6 @@ class Nodes:
 
     Args:
         lease_s: Seconds of silence after which a node is lost; None for no limit.
-        clock: Seconds since any time.
 
     Attributes:
         devices: The devices that are there, by number.
@@ -133,11 +146,11 @@ class Nodes:
         named = None if process is None else self.named(process)
         return None if named is None else named.pid
 
-    def patience_s(self) -> float | None:
-        """Seconds until the next look at who is silent; None if there is nothing to look at."""
+    def waits_s(self) -> list[float]:
+        """Seconds until the next look at who is silent, if there is anything to look at."""
         if any(node.cut_off is not None for node in self):
-            return CAUSE_LIMIT_S / 4
-        return None if self._lease_s is None or not self._there else self._lease_s / 10
+            return [CAUSE_LIMIT_S / 4]
+        return [] if self._lease_s is None or not self._there else [self._lease_s / 10]
 
     def lost(self) -> list[tuple[Node, str]]:
         """Nodes that are lost now, and why, in words that end a sentence."""
@@ -162,5 +175,42 @@ class Nodes:
         ]
 
 
-CAUSE_LIMIT_S = 0.5
-"""For so long after a connection's end the engine may say what became of the agent."""
+class Startup:
+    """Watches processes from their start until they are ready: trainers, and agents by node."""
+
+    def __init__(self, limit_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._due: dict[str | ProcessId, tuple[float, str]] = {}
+        self._looked = clock()
+
+    def started(self, process: str | ProcessId, name: str) -> None:
+        """A process was started."""
+        if self._limit_s is not None:
+            self._due[process] = self._clock() + self._limit_s, name
+
+    def over(self, process: str | ProcessId) -> None:
+        """A process is ready, or has ended."""
+        self._due.pop(process, None)
+
+    def forget_trainers(self, agent: str) -> None:
+        """An agent is gone, and all that it had started."""
+        for process in [p for p in self._due if isinstance(p, ProcessId) and p.agent == agent]:
+            del self._due[process]
+
+    def waits_s(self) -> list[float]:
+        """Seconds until the next look at those that are awaited, if there are any."""
+        return [] if self._limit_s is None or not self._due else [self._limit_s / 4]
+
+    def late(self) -> list[tuple[Any, str]]:
+        """Those that are late now, and what is wrong in words; each is named once."""
+        now, before = self._clock(), self._looked
+        self._looked = now
+        if self._limit_s is None:
+            return []
+        if now - before > self._limit_s / 2:  # we were away, and what they said waits to be read
+            self._due = {p: (now + self._limit_s, name) for p, (_, name) in self._due.items()}
+        late = [(process, name) for process, (due, name) in self._due.items() if due <= now]
+        for process, _ in late:
+            del self._due[process]
+        return [(p, f"{name} was not ready within {self._limit_s:g} s") for p, name in late]

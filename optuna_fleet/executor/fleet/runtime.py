@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,10 @@ from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
 from optuna_fleet.executor.fleet.agents import Agents
 from optuna_fleet.executor.fleet.connections import Connections
-from optuna_fleet.executor.fleet.device_faults import DeviceFaults
-from optuna_fleet.executor.fleet.exclusion import Exclusion
-from optuna_fleet.executor.fleet.leases import DRIVER_LEASE_S
-from optuna_fleet.executor.fleet.nodes import Node, Nodes
-from optuna_fleet.executor.fleet.pipeline_reports import PipelineReports
+from optuna_fleet.executor.fleet.faults import DeviceFaults, Exclusion
+from optuna_fleet.executor.fleet.nodes import DRIVER_LEASE_S, Node, Nodes
 from optuna_fleet.executor.fleet.rendezvous import Rendezvous
-from optuna_fleet.executor.fleet.sharing import ChunkSharing
+from optuna_fleet.executor.fleet.sharing import ChunkSharing, PipelineReports
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.executor.fleet.transfer_server import TransferServer
 from optuna_fleet.options import Limits
@@ -61,8 +58,6 @@ class Runtime:
 
     Attributes:
         profiles: Measured training rates by model structure; they serve later calls too.
-        agents: Lets nodes join and leave.
-        trainers: The life of the trainers.
         rendezvous: The store where the ranks of a trial find each other.
         faults: Which devices are left out; `exclusion` leaves them out.
     """
@@ -90,7 +85,7 @@ class Runtime:
         self._reports = PipelineReports()
         self.connections = Connections(network.host, network.port)
         self._setups = NodeSetups(
-            pipeline,
+            pipeline=pipeline,
             preload=preload,
             private_folder=None if self._keeps_checkpoints else str(self._checkpoint_dir),
             stuck_s=limits.stuck_s,
@@ -119,12 +114,8 @@ class Runtime:
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def messages(self, timeout_s: float | None, *others: Readable) -> Iterator[Any]:
-        """Wait for messages as `Connections` does; what is about processes is noted on the way.
-
-        Raises:
-            LaunchError: No agent can work on the last node.
-        """
+    def messages(self, waits_s: Iterable[float], *others: Readable) -> Iterator[Any]:
+        """Wait for messages, no longer than any of these; what is about processes is noted."""
         for node, cause, is_replaced in self.agents.lost():
             yield from self._lose(node, cause, is_replaced=is_replaced)
         for joining in self.agents.admitted():
@@ -132,7 +123,7 @@ class Runtime:
         yield from self.agents.leaving()
         self._end_stopped_agents()
         self._end_late()
-        timeout_s = self._patience_s(timeout_s)
+        timeout_s = min([*waits_s, *self._waits_s()], default=None)
         for message in self.connections.messages(timeout_s, *self.agents.readables(), *others):
             if isinstance(message, AgentJoining) and (gone := self.agents.replaced_by(message)):
                 yield from self._lose(gone, "its connection ended", is_replaced=True)
@@ -162,11 +153,10 @@ class Runtime:
             case ChunksShared() if self.nodes.get(message.peer.agent):
                 self.sharing.ready(message.peer)
 
-    def _patience_s(self, timeout_s: float | None) -> float | None:
+    def _waits_s(self) -> list[float]:
         now = time.monotonic()
-        waits = [due - now for due, _ in self.trainers.kills_due() if due > now]
-        limits = (timeout_s, self.agents.patience_s())
-        return min([*waits, *(limit for limit in limits if limit is not None)], default=None)
+        kills = [due - now for due, _ in self.trainers.kills_due() if due > now]
+        return [*kills, *self.agents.waits_s()]
 
     # -- nodes ------------------------------------------------------------------------------------
 
@@ -247,16 +237,12 @@ class Runtime:
             return []  # it died with its agent
         self.agents.has_worked(node)
         events = self.trainers.ready(device, process)
-        if events and self.agents.is_leaving(node):
+        if events and node.is_leaving:
             events.append(DeviceLeaving(device=device))
         return events
 
     def rank_ended(self, message: Ended) -> list[Event]:
-        """Note what the end of a rank says of its trainer and its device.
-
-        Raises:
-            LaunchError: No device is left that works.
-        """
+        """Note what the end of a rank says of its trainer and its device."""
         if message.has_device_failed:
             problem = message.error.description if message.error is not None else ""
             self.exclusion.device_failed(message.device, problem)
@@ -358,7 +344,7 @@ class Runtime:
         while not is_so():
             if (left_s := deadline - time.monotonic()) <= 0:
                 return False
-            for message in self.messages(left_s):
+            for message in self.messages([left_s]):
                 for heard in (message, *getattr(message, "exits", ())):  # of a lost node
                     if isinstance(heard, TrainerReady | TrainerExited):
                         self.device_events(heard)

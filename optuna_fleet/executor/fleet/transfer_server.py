@@ -22,7 +22,6 @@ class TransferServer:
     """Serves each connection on a thread of its own; the driver's own thread never waits.
 
     Args:
-        root: Folder of the checkpoints.
         data_sets: Returns the path of the file with the data sets, if there is one.
     """
 

@@ -1,4 +1,7 @@
-"""How a `transformers.Trainer` reads a trial's data, and evaluates on all of its devices."""
+"""How a `transformers.Trainer` reads a trial's data, and evaluates on all of its devices.
+
+And what the losses of a rank count among those of all.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,7 @@ class Loader:
     """What a Trainer takes for its DataLoader: this rank's share of each batch.
 
     Args:
-        trial: Whose data it is.
-        name: Of a data set of the pipeline.
         batch_size: That of the whole trial.
-        drop_last: See `FleetTrial.batches`.
         columns: Those that the model takes; None for all.
 
     Attributes:
@@ -56,13 +56,39 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            self.shares.append(self._trial._training._shares.present)
+            self.shares.append(self._trial._training.parts.shares.present)
             yield self._chosen(batch)
 
     def _chosen(self, batch: Any) -> Any:
         if self._columns is None or not isinstance(batch, Mapping):
             return batch
         return {name: value for name, value in batch.items() if name in self._columns}
+
+
+@dataclass(slots=True)
+class Part:
+    """A rank's part in the loss of a batch.
+
+    Attributes:
+        share: What the loss of its samples counts in that of all.
+        num_items: How many labels its samples have; None where that does not matter.
+    """
+
+    share: Any
+    num_items: torch.Tensor | None = None
+
+    @classmethod
+    def of_items(cls, num_items: torch.Tensor, total: torch.Tensor) -> Part:
+        """Of a mean over labels."""
+        return cls(num_items / total if total > 0 else torch.zeros_like(total), num_items)
+
+    def divisor(self, num_items_in_step: torch.Tensor) -> torch.Tensor:
+        """What a model divides its sum over labels by, given those of all batches of a step.
+
+        So the sum over the ranks of the losses times their shares is what it would be on one. A
+        model that returns a mean whatever it is given is right as well.
+        """
+        return num_items_in_step * self.share if self.share > 0 else torch.ones_like(self.share)
 
 
 @dataclass(slots=True)
@@ -118,10 +144,8 @@ class Evaluation:
     samples, in their order, on every rank.
 
     Args:
-        loader: What to evaluate on.
         step: Returns the loss, its weight (None: the number of samples), logits and labels.
         main_input: Name of the inputs that Trainer looks at.
-        with_inputs: Metrics are computed of the inputs too.
         gradient_state: Accelerate's, which knows from whoever is read when a pass ends.
 
     Attributes:

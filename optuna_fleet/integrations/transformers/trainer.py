@@ -13,8 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.integrations.transformers.arguments import arguments_of, check_arguments
-from optuna_fleet.integrations.transformers.data import Evaluation, Loader, Merged
-from optuna_fleet.integrations.transformers.losses import Part
+from optuna_fleet.integrations.transformers.data import Evaluation, Loader, Merged, Part
 from optuna_fleet.integrations.transformers.progress import Progress
 from optuna_fleet.trainer.trial import FleetTrial
 
@@ -159,7 +158,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         return model_and_loader
 
     def _prepare(self, *parts: Any) -> None:
-        known = self.fleet_trial._training._objects  # another Trainer may have the same model
+        known = self.fleet_trial._training.parts.objects  # another Trainer may have the same model
         new = [part for part in parts if part is not None and all(part is not k for k in known)]
         if new:
             self.fleet_trial.prepare(*new, **self._bounds)

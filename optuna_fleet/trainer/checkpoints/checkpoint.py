@@ -8,7 +8,7 @@ import math
 import os
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import IO, Any
 
@@ -20,7 +20,7 @@ from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
-from optuna_fleet.trainer.randomness import rng_state, set_rng_state
+from optuna_fleet.trainer.randomness import set_rng_state
 from optuna_fleet.trainer.splitting import tracked
 
 Read = Callable[[Any], bytes | bytearray]
@@ -64,52 +64,46 @@ class Checkpoint:
     step: int | None = None
     totals: list[dict[str, Any]] = field(default_factory=list)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """A checkpoint as it will be written, shared with nobody."""
-
-    content: dict[str, Any]
-    epoch: int
-
     @property
     def position(self) -> tuple[int, ...]:
         """How far the trial is in it: loop, epoch, and step where it left an epoch's midst."""
-        step = self.content.get("step")
-        return self.content["loop"], self.epoch, *(() if step is None else (step,))
+        return self.loop, self.epoch, *(() if self.step is None else (self.step,))
 
 
-def snapshot(checkpoint: Checkpoint) -> Snapshot:
-    """Copy a checkpoint to the CPU's memory, where training does not change it.
-
-    Args:
-        checkpoint: Tensors on any device; they become CPU tensors.
+def snapshot(checkpoint: Checkpoint) -> Checkpoint:
+    """Copy a checkpoint to the CPU's memory, fit to be written; nothing changes it there.
 
     Raises:
         FleetConfigError: If ``trial.state`` or a ``state_dict`` holds a type that can't be loaded
             safely; names the key.
     """
-    content = {field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)}
-    content["objects"] = _portable(checkpoint.objects, "objects", own=False, copies={})
-    content["remainder"] = _portable(checkpoint.remainder, "remainder", own=False)
-    content["state"] = _portable(checkpoint.state, "trial.state", own=True)
-    content["totals"] = _portable(checkpoint.totals, "trial.totals", own=False)
-    content["history"] = dict(checkpoint.history)
-    return Snapshot(content=content, epoch=checkpoint.epoch)
+    return replace(
+        checkpoint,
+        objects=_portable(checkpoint.objects, "objects", own=False, copies={}),
+        remainder=_portable(checkpoint.remainder, "remainder", own=False),
+        state=_portable(checkpoint.state, "trial.state", own=True),
+        totals=_portable(checkpoint.totals, "trial.totals", own=False),
+        history=dict(checkpoint.history),
+    )
 
 
-def write(file: IO[bytes], snapshot: Snapshot, owner: Owner) -> None:
-    """Write a snapshot into an empty file.
+def write(file: IO[bytes], copy: Checkpoint, owner: Owner) -> None:
+    """Write what `snapshot` returned into an empty file.
 
     Raises:
         OSError: It can't be written.
     """
     checkpoint_file.write(
-        file,
-        lambda payload: torch.save(snapshot.content, payload),
-        owner=owner,
-        epoch=snapshot.epoch,
+        file, lambda payload: _write(copy, payload), owner=owner, epoch=copy.epoch
     )
+
+
+def _write(copy: Checkpoint, file: IO[bytes]) -> None:
+    torch.save({field.name: getattr(copy, field.name) for field in fields(copy)}, file)
+
+
+def _read(data: bytes | memoryview) -> Checkpoint:
+    return Checkpoint(**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 def load_newest(
@@ -150,9 +144,7 @@ def load(
         CheckpointError: If the file is missing, torn, altered, of another format, or another
             trial's; or of a trial of that number that had other `parameters`.
     """
-    payload = checkpoint_file.verified(path, read(path), owner)
-    content = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    loaded = Checkpoint(**content)
+    loaded = _read(checkpoint_file.verified(path, read(path), owner))
     if parameters is not None:
         _check_parameters(path, loaded.parameters, parameters)
     return loaded
@@ -175,11 +167,6 @@ def _same(value: Any, other: Any) -> bool:
         both_nan = math.isnan(value) and math.isnan(other)
         return both_nan or math.isclose(value, other, rel_tol=1e-12)
     return bool(value == other)
-
-
-def gather_rng() -> list[dict[str, Any]]:
-    """``rng_state`` of every rank of the default group, on every rank."""
-    return gather(rng_state())
 
 
 def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
@@ -206,15 +193,14 @@ def broadcast(own: Checkpoint | None) -> Checkpoint:
     """What rank 0 gives, on every rank; all must call it."""
     sent = io.BytesIO()
     if own is not None:
-        torch.save(snapshot(own).content, sent)
+        _write(snapshot(own), sent)
     data = torch.frombuffer(bytearray(sent.getbuffer()) or bytearray(1), dtype=torch.uint8)
     (size,) = of_first_rank([len(data)])
     data = (data if own is not None else torch.empty(size, dtype=torch.uint8)).to(wire_device())
     dist.broadcast(data, src=0)
     if own is not None:
         return own
-    received = io.BytesIO(data.cpu().numpy().tobytes())
-    return Checkpoint(**torch.load(received, map_location="cpu", weights_only=True))
+    return _read(data.cpu().numpy().tobytes())
 
 
 def restore_rng(states: list[dict[str, Any]]) -> None:

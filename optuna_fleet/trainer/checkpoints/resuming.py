@@ -15,9 +15,7 @@ from optuna_fleet.trainer.checkpoints.states import (
     restore_into,
     restore_remainder,
 )
-from optuna_fleet.trainer.moves.totals import Totals
-from optuna_fleet.trainer.moves.within_epoch import EpochPosition
-from optuna_fleet.wire.messages import RunTrial
+from optuna_fleet.trainer.parts import Parts
 
 
 class Resuming:
@@ -25,30 +23,14 @@ class Resuming:
 
     Once when they are there, so that the objective sees them as they were, and once more when the
     training goes on: what came after `prepare` began anew (weights, a scheduler's first rate).
-
-    Args:
-        saved: What to go on from.
-        objects: What was prepared so far; grows while the objective runs.
-        state: ``trial.state``.
-        position: Where the objective is in its epochs.
-        run: This run.
     """
 
-    def __init__(
-        self,
-        saved: checkpoint.Checkpoint,
-        objects: list[Any],
-        state: dict[str, Any],
-        position: EpochPosition,
-        run: RunTrial,
-    ) -> None:
+    def __init__(self, saved: checkpoint.Checkpoint, parts: Parts) -> None:
         self._saved = saved
-        self._objects = objects
-        self._state = state
-        self._position = position
-        self._run = run
+        self._parts = parts
+        self._position = parts.position
         self._is_done = False
-        state.update(copy.deepcopy(saved.state))
+        parts.state.update(copy.deepcopy(saved.state))
 
     def prepared(self, thing: Any, position: int) -> None:
         """An object was prepared, the one at that position."""
@@ -57,9 +39,9 @@ class Resuming:
             if self._position.loop >= self._saved.loop:
                 return  # made after the loop that was checkpointed
             raise TrialError(
-                f"trial.prepare() was called with more objects than when trial {self._run.number} "
-                f"was checkpointed ({len(saved)}): an objective must prepare the same objects "
-                "each time."
+                "trial.prepare() was called with more objects than when trial "
+                f"{self._parts.run.number} was checkpointed ({len(saved)}): an objective must "
+                "prepare the same objects each time."
             )
         state = saved[position]
         num_groups = len(state.get("param_groups", ()))
@@ -78,33 +60,33 @@ class Resuming:
         if saved.step is None:
             self._restore_all()
         else:  # what the epoch begins with is done again before the pass that goes on
-            for position, thing in enumerate(self._objects[: len(saved.objects)]):
+            for position, thing in enumerate(self._parts.objects[: len(saved.objects)]):
                 self.prepared(thing, position)
-            restore_into(self._state, copy.deepcopy(saved.state))
+            restore_into(self._parts.state, copy.deepcopy(saved.state))
             checkpoint.restore_rng(saved.rng)
         return saved.epoch
 
-    def begin_pass(self, totals: Totals) -> tuple[int, bool]:
+    def begin_pass(self) -> tuple[int, bool]:
         """The epoch's first pass begins.
 
         Returns:
             The step to begin with, and whether that goes on on as many devices.
         """
-        saved, run = self._saved, self._run
+        saved, run = self._saved, self._parts.run
         is_here = (self._position.loop, self._position.epoch) == (saved.loop, saved.epoch)
         if self._is_done or saved.step is None or not is_here:
             return 0, False
         self._restore_all()
-        totals.begin(saved.totals, run.rank, run.world_size)
+        self._parts.totals.begin(saved.totals, run.rank, run.world_size)
         return saved.step, saved.step > 0 and len(saved.rng) == run.world_size
 
     def _restore_all(self) -> None:
         saved, self._is_done = self._saved, True
-        for position, thing in enumerate(self._objects[: len(saved.objects)]):
+        for position, thing in enumerate(self._parts.objects[: len(saved.objects)]):
             if isinstance(thing, torch.optim.Optimizer):
-                add_groups(thing, saved.remainder[position], self._objects)
+                add_groups(thing, saved.remainder[position], self._parts.objects)
             load_state(thing, saved.objects[position])
             restore_remainder(thing, saved.remainder[position])
             saved.objects[position] = saved.remainder[position] = {}  # their memory is needed
-        restore_into(self._state, saved.state)
+        restore_into(self._parts.state, saved.state)
         checkpoint.restore_rng(saved.rng)

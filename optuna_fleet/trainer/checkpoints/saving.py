@@ -1,46 +1,59 @@
-"""Makes the checkpoints of one run: copied at once, written while training goes on."""
+"""The checkpoints of one run: copied at once, written while training goes on, and read.
+
+They are in the driver's folder, reached by the trainer itself or by way of the driver.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
 
+from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
+from optuna_fleet.checkpoints.folder import is_shared
+from optuna_fleet.checkpoints.names import FileName
 from optuna_fleet.events import CheckpointSaved
 from optuna_fleet.exceptions import RetryableError
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.files import RunFiles
+from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
 from optuna_fleet.trainer.session import DriverGoneError, Session
+from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import CheckpointFailed, RunTrial
+from optuna_fleet.wire.transfer import Get, OpenTransfer, Put, Refused, receive_file, send_file
 
-Make = Callable[[], checkpoint.Checkpoint]
-
-
-def owner_of(run: RunTrial) -> Owner:
-    """Whose the checkpoints of a run are."""
-    return Owner(study=run.study_name, trial=run.number)
+Make = Callable[[], Checkpoint]
 
 
 class Saver:
-    """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial.
+    """Writes one checkpoint at a time. What goes wrong is said, and never fails the trial."""
 
-    Attributes:
-        files: Those of the run under way.
-    """
-
-    def __init__(self, session: Session, files: RunFiles) -> None:
+    def __init__(self, session: Session) -> None:
         self._session = session
-        self.files = files
-        self._owner = owner_of(session.run)
+        self._owner = Owner(study=session.run.study_name, trial=session.run.number)
+        self.begin_run()
         self._thread: threading.Thread | None = None
         self._has_failed = False
-        self._best: checkpoint.Snapshot | None = None
-        self._written_best: checkpoint.Snapshot | None = None
+        self._best: Checkpoint | None = None
+        self._written_best: Checkpoint | None = None
+
+    def begin_run(self) -> None:
+        """What comes now is of the run that is under way now."""
+        self._files = RunFiles(self._run, self._session.dial)
 
     @property
     def _run(self) -> RunTrial:
         return self._session.run
+
+    def newest(self) -> tuple[Checkpoint | None, list[str]]:
+        """Read the newest good one that the trial has; see `checkpoint.load_newest`."""
+        run = self._run
+        return checkpoint.load_newest(
+            run.checkpoints, self._owner, run.parameters, self._files.read
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -108,25 +121,25 @@ class Saver:
         except Exception as error:
             self._failed(error)
 
-    def _best_of(self, value: float) -> checkpoint.Snapshot | None:
+    def _best_of(self, value: float) -> Checkpoint | None:
         """What `keep_best` has copied when `value` was reported, in this run or an earlier one."""
         for path in self._run.bests if self._best is None else ():
             with suppress(CheckpointError, RetryableError):
                 known = self._run.parameters
-                found = checkpoint.load(path, self._owner, known, self.files.read)
+                found = checkpoint.load(path, self._owner, known, self._files.read)
                 # One newer than the checkpoint that the trial went on with may be of another.
                 if next(reversed(found.history.values())) == value:
                     return checkpoint.snapshot(found)
         return self._best
 
-    def _copied(self, make: Make) -> checkpoint.Snapshot | None:
+    def _copied(self, make: Make) -> Checkpoint | None:
         try:
             return checkpoint.snapshot(make())
         except Exception as error:
             self._failed(error)
             return None
 
-    def _write(self, copy: checkpoint.Snapshot, best: checkpoint.Snapshot | None) -> None:
+    def _write(self, copy: Checkpoint, best: Checkpoint | None) -> None:
         try:
             if best is not None and best is not self._written_best:
                 # First: no checkpoint tells of a report of which nothing is kept.
@@ -138,8 +151,8 @@ class Saver:
             return
         self._tell(CheckpointSaved(run_id=self._run.run_id, epoch=copy.epoch, location=location))
 
-    def _save(self, content: checkpoint.Snapshot, position: tuple[int, ...], kind: str) -> str:
-        return self.files.write(
+    def _save(self, content: Checkpoint, position: tuple[int, ...], kind: str) -> str:
+        return self._files.write(
             position, kind, lambda file: checkpoint.write(file, content, self._owner)
         )
 
@@ -150,3 +163,77 @@ class Saver:
     def _tell(self, message: CheckpointSaved | CheckpointFailed) -> None:
         with suppress(DriverGoneError):
             self._session.send_aside(message)
+
+
+class RunFiles:
+    """Reads and writes the checkpoints of one run's study; the paths are those on the driver."""
+
+    def __init__(self, run: RunTrial, dial: Callable[[], Channel]) -> None:
+        self._run = run
+        self._dial = dial
+        self._is_shared = is_shared(Path(run.folder).parent, run.folder_token)
+
+    def write(
+        self, position: tuple[int, ...], kind: str, write: Callable[[IO[bytes]], None]
+    ) -> str:
+        """Write one of this run's checkpoints, whole or not at all; return where it is.
+
+        Raises:
+            CheckpointError: It can't be written, or not be sent to the driver.
+        """
+        run = self._run
+        name = FileName(trial=run.number, position=position, run=run.run_name, kind=kind)
+        path = Path(run.folder, str(name))
+        if self._is_shared:
+            with checkpoint_file.written(path), checkpoint_file.replacing(path) as file:
+                write(file)
+            return str(path)
+        with (
+            _said_as(CheckpointError, f"The checkpoint {path} can't be sent to the driver"),
+            tempfile.TemporaryFile(prefix="optuna-fleet-") as file,
+        ):
+            with checkpoint_file.written(Path(tempfile.gettempdir(), str(name))):
+                write(file)
+                file.flush()
+            with self._connected() as channel:
+                channel.send(Put(study=run.study_name, name=str(name)))
+                send_file(channel, file, stop=channel.has_message)
+                answer = channel.receive()
+                if isinstance(answer, Refused):
+                    raise CheckpointError(answer.problem)
+        return str(path)
+
+    def read(self, path: str) -> bytes | bytearray:
+        """All that is in a checkpoint of this trial.
+
+        Raises:
+            CheckpointError: It can't be read.
+            RetryableError: The driver can't be reached.
+        """
+        if self._is_shared:
+            return checkpoint_file.contents(path)
+        data = bytearray()
+        with (
+            _said_as(RetryableError, f"The checkpoint {path} can't be fetched from the driver"),
+            self._connected() as channel,
+        ):
+            channel.send(Get(study=self._run.study_name, name=Path(path).name))
+            receive_file(channel.receive, data.extend)
+        return data
+
+    @contextmanager
+    def _connected(self) -> Iterator[Channel]:
+        channel = self._dial()
+        try:
+            channel.send(OpenTransfer())
+            yield channel
+        finally:
+            channel.close()
+
+
+@contextmanager
+def _said_as(kind: type[Exception], words: str) -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise kind(f"{words} ({error or 'the connection was closed'}).") from error

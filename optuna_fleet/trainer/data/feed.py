@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,14 +24,14 @@ def feed(
     Close it before the batches: the next one may be on its way.
     """
     if device.type != "cpu":
-        yield from ahead(batches, Stage(CudaCopies(device), _thread(device)), finish)
+        yield from ahead(batches, CudaCopies(device), _thread(device), finish)
         return
     for batch in batches:
-        yield batch, batch.data if finish is None or batch.is_finished else finish(batch.data)
+        yield batch, _finished(batch, batch.data, finish)
 
 
 def ahead(
-    batches: Iterable[Batch], stage: Stage, finish: Finish | None = None
+    batches: Iterable[Batch], copies: CudaCopies, thread: Executor, finish: Finish | None = None
 ) -> Generator[tuple[Batch, Any], None, None]:
     """Yields each batch and its data as they arrive; the next one is on its way meanwhile.
 
@@ -39,73 +39,36 @@ def ahead(
 
     Args:
         batches: What the pipeline gives. The memory of one is its own until the next is asked for.
-        stage: Brings them to the device.
+        copies: Bring them to the device.
+        thread: Starts the copies, so that they don't keep up whoever trains.
         finish: What is left to do there.
     """
-    on_the_way: tuple[Batch, Staged] | None = None
+    on_the_way: tuple[Batch, Future[Any]] | None = None
     for batch in batches:
-        staged = stage(batch.data)
+        pinned = thread.submit(copies.pin, batch.data)
+        sent = thread.submit(_send, copies, pinned)
         try:
             if on_the_way is not None:
-                yield _arrived(*on_the_way, finish)
+                yield _arrived(copies, *on_the_way, finish)
         finally:
-            staged.wait_until_read()
-        on_the_way = batch, staged
+            wait([pinned])  # its memory may be used for others now
+        on_the_way = batch, sent
     if on_the_way is not None:
-        yield _arrived(*on_the_way, finish)
+        yield _arrived(copies, *on_the_way, finish)
 
 
-def _arrived(batch: Batch, staged: Staged, finish: Finish | None) -> tuple[Batch, Any]:
-    data = staged.arrive()
-    return batch, data if finish is None or batch.is_finished else finish(data)
+def _send(copies: CudaCopies, pinned: Future[Any]) -> Any:
+    return copies.send(pinned.result())
 
 
-class Copies(Protocol):
-    """How bytes get to a device."""
-
-    def pin(self, data: Any) -> Any:
-        """Returns nested data that does not lie where it was, ready for `send`; takes its time."""
-        ...
-
-    def send(self, pinned: Any) -> tuple[Any, Any]:
-        """Starts the copies; returns the data on the device, and a mark of when they are there."""
-        ...
-
-    def take(self, sent: Any, mark: Any) -> Any:
-        """Returns the data, for what the calling thread has the device do from now on."""
-        ...
+def _arrived(
+    copies: CudaCopies, batch: Batch, sent: Future[Any], finish: Finish | None
+) -> tuple[Batch, Any]:
+    return batch, _finished(batch, copies.take(*sent.result()), finish)
 
 
-class Stage:
-    """Starts to bring data to a device, without keeping up whoever trains.
-
-    It knows nothing of a trial: several that train on one device can share what one has staged.
-    """
-
-    def __init__(self, copies: Copies, thread: Executor) -> None:
-        self._copies = copies
-        self._thread = thread
-
-    def __call__(self, data: Any) -> Staged:
-        """Starts."""
-        return Staged(data, self._copies, self._thread)
-
-
-class Staged:
-    """Nested data on its way to a device: copied once, for as many as take it."""
-
-    def __init__(self, data: Any, copies: Copies, thread: Executor) -> None:
-        self._copies = copies
-        self._pinned = thread.submit(copies.pin, data)
-        self._sent = thread.submit(lambda: copies.send(self._pinned.result()))
-
-    def wait_until_read(self) -> None:
-        """Waits until the memory that the data were in may be used for others."""
-        wait([self._pinned])
-
-    def arrive(self) -> Any:
-        """Returns the data on the device, or raises what went wrong on the way."""
-        return self._copies.take(*self._sent.result())
+def _finished(batch: Batch, data: Any, finish: Finish | None) -> Any:
+    return data if finish is None or batch.is_finished else finish(data)
 
 
 class CudaCopies:
@@ -118,15 +81,18 @@ class CudaCopies:
         self._device = device
         self._stream = _side_stream(device)
 
-    def pin(self, data: Any) -> Any:  # noqa: D102
+    def pin(self, data: Any) -> Any:
+        """Nested data that does not lie where it was, ready for `send`; takes its time."""
         return map_tensors(data, _pinned, self._pinned_by_itself)
 
-    def send(self, pinned: Any) -> tuple[Any, torch.cuda.Event]:  # noqa: D102
+    def send(self, pinned: Any) -> tuple[Any, torch.cuda.Event]:
+        """Start the copies; return the data on the device, and a mark of when they are there."""
         with torch.cuda.stream(self._stream):
             sent = map_tensors(pinned, lambda x: x.to(self._device, non_blocking=True))
             return sent, self._stream.record_event()
 
-    def take(self, sent: Any, mark: torch.cuda.Event) -> Any:  # noqa: D102
+    def take(self, sent: Any, mark: torch.cuda.Event) -> Any:
+        """The data, for what the calling thread has the device do from now on."""
         current = torch.cuda.current_stream(self._device)
         current.wait_event(mark)
         map_tensors(sent, lambda tensor: _used_on(tensor, current))

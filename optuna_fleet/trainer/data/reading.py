@@ -1,24 +1,145 @@
-"""What a trial reads of the shared data sets: epochs, or the periods that it cuts them into."""
+"""What a trial reads of the shared data sets: epochs, or periods of steps cut out of these."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
+from optuna_fleet.arguments import check_number
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.data.periods import Start
 from optuna_fleet.trainer.groups import of_first_rank
-from optuna_fleet.trainer.moves.within_epoch import EpochPosition
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Batches of that size over all ranks; `drop_last` leaves out a smaller last one."""
+
+    name: str
+    batch_size: int
+    drop_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a data set begins to be read: a sample of an epoch, at a step of the loop."""
+
+    epoch: int = 0
+    origin: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Periods:
+    """A trial's steps, cut into periods.
+
+    Attributes:
+        num_steps: Of all of them.
+        every: Of each but the last, which may have fewer.
+    """
+
+    num_steps: int
+    every: int
+
+    @classmethod
+    def checked(cls, num_steps: int, every: int) -> Periods:
+        """Checks what the user gave."""
+        check_number("num_steps", num_steps, least=1, whole=True)
+        check_number("every", every, least=1, whole=True)
+        return cls(int(num_steps), int(min(every, num_steps)))
+
+    def __len__(self) -> int:
+        return -(-self.num_steps // self.every)
+
+    def batches(
+        self, read: Callable[..., Any], period: int, first_step: int, start: Start
+    ) -> PeriodBatches:
+        """The batches of a period, which go on where those of the period before have ended.
+
+        Args:
+            read: Returns the batches of an epoch, given `epoch`, `first_step` and `continues`.
+            period: Which, from 0.
+            first_step: The period's batches to skip.
+            start: Where the data set has begun to be read.
+        """
+        begin = period * self.every - start.step
+        num_steps = self.num_steps - start.step
+        steps = range(begin + first_step, min(begin + self.every, num_steps))
+        return PeriodBatches(read, steps, num_steps=num_steps, first_epoch=start.epoch)
+
+
+class PeriodBatches:
+    """Some steps of a data set whose epochs follow one another; like `Batches` of one epoch."""
+
+    def __init__(
+        self, read: Callable[..., Any], steps: range, *, num_steps: int, first_epoch: int
+    ) -> None:
+        self._read = read
+        self._steps = steps
+        self._num_steps = num_steps
+        self._first_epoch = first_epoch
+        self._epoch = read(epoch=first_epoch)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def last_size(self) -> int:
+        """Samples of the last batch of an epoch."""
+        return self._epoch.last_size  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[Any]:
+        per_epoch = len(self._epoch)
+        steps = self._steps
+        while steps:
+            epoch, first = divmod(steps[0], per_epoch)
+            num_read = min(len(steps), per_epoch - first)
+            batches = self._read(
+                epoch=self._first_epoch + epoch,
+                first_step=first,
+                continues=(epoch + 1) * per_epoch < self._num_steps,
+            )
+            yield from islice(batches, num_read)
+            steps = steps[num_read:]
+
+
+@dataclass(slots=True)
+class EpochPosition:
+    """Where the objective is in its epochs, or in periods of its own (`FleetTrial.steps`).
+
+    Attributes:
+        loop: How many loops over `FleetTrial.epochs` there were, with that under way.
+        epoch: The one under way, from 0.
+        num_epochs: How many there will be.
+        periods: What these are, where they are no epochs of the data.
+        is_inside: Whether it is in a loop over `FleetTrial.epochs`.
+        reads_unprepared: Whether it has read batches before it had prepared a model.
+    """
+
+    loop: int = 0
+    epoch: int = 0
+    num_epochs: int = 1
+    periods: Periods | None = None
+    is_inside: bool = False
+    reads_unprepared: bool = False
+
+    @contextmanager
+    def counting(self, periods: Periods | None) -> Iterator[None]:
+        """These are the `periods` until the loop ends, be it that the objective leaves it."""
+        self.periods = periods
+        try:
+            yield
+        finally:
+            if self.periods is periods:  # no other loop has begun
+                self.periods = None
 
 
 class Reading:
-    """Finds the batches of a pass.
-
-    Args:
-        pipeline: Where samples come from.
-        position: Of the objective in its loops.
-    """
+    """Finds the batches of a pass."""
 
     def __init__(self, pipeline: PipelineClient | InlineClient, position: EpochPosition) -> None:
         self._pipeline = pipeline
@@ -29,34 +150,31 @@ class Reading:
         """Other ranks read from now on, which do not know of what was read."""
         self._rounds: dict[str, tuple[int, Start]] = {}  # under way, and of which loop
 
-    def start(self, name: str, batch_size: int, drop_last: bool, rank: int) -> Start | None:
+    def start(self, asked: Asked, rank: int) -> Start | None:
         """Where a pass begins over a data set that rolls, the same on all ranks.
 
         A round begins where other trials are, and has each sample once, over as many periods as
         that takes. If each period began where others are, these would pass each other by, and
         samples would never be read.
         """
-        if not self._pipeline.rolls(name):
+        if not self._pipeline.rolls(asked.name):
             return None
         assert isinstance(self._pipeline, PipelineClient)
         position, periods = self._position, self._position.periods
         step = 0 if periods is None else position.epoch * periods.every
-        loop, start = self._rounds.get(name, (None, None))
-        if periods is not None and start is not None and loop == position.loop:
-            each = self._pipeline.read(name, epoch=0, batch_size=batch_size, drop_last=drop_last)
-            if step - start.step < len(each):
-                return start
-        head = self._pipeline.head(name) if rank == 0 else (0, 0)
+        loop, start = self._rounds.get(asked.name, (None, None))
+        is_under_way = periods is not None and loop == position.loop
+        if is_under_way and start and step - start.step < len(self._read(asked, epoch=0)):
+            return start
+        head = self._pipeline.head(asked.name) if rank == 0 else (0, 0)
         epoch, origin = of_first_rank(head)
         start = Start(epoch, origin, step)
-        self._rounds[name] = position.loop, start
+        self._rounds[asked.name] = position.loop, start
         return start
 
     def batches(
         self,
-        name: str,
-        batch_size: int,
-        drop_last: bool,
+        asked: Asked,
         place: tuple[int, int],
         start: Start | None = None,
         first_step: int = 0,
@@ -64,27 +182,28 @@ class Reading:
         """The batches of a pass.
 
         Args:
-            name: The data set.
-            batch_size: Of all ranks together.
-            drop_last: Leave out an epoch's last batch if it is smaller than the others.
+            asked: For what.
             place: This rank among those that share a batch, and their number.
             start: What `start` has found.
             first_step: Batches to skip.
         """
         rank, world_size = place
         read = partial(
-            self._pipeline.read,
-            name,
+            self._read,
+            asked,
             origin=start.origin if start else 0,
-            batch_size=batch_size,
             rank=rank,
             world_size=world_size,
-            drop_last=drop_last,
             dummy=True,
         )
         position, periods = self._position, self._position.periods
-        if periods is not None and self._pipeline.spec.dataset(name).shuffled:
+        if periods is not None and self._pipeline.spec.dataset(asked.name).shuffled:
             return periods.batches(read, position.epoch, first_step, start or Start())
         epoch = start.epoch if start else position.epoch
         goes_on = position.epoch + 1 < position.num_epochs
         return read(epoch=epoch, first_step=first_step, continues=goes_on)
+
+    def _read(self, asked: Asked, **which: Any) -> Any:
+        return self._pipeline.read(
+            asked.name, batch_size=asked.batch_size, drop_last=asked.drop_last, **which
+        )

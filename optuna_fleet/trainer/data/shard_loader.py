@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,16 +18,16 @@ from optuna_fleet.events import RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
-from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.data.feed import feed
-from optuna_fleet.trainer.data.reading import Reading
-from optuna_fleet.trainer.data.shards import Shards
+from optuna_fleet.trainer.data.reading import Asked, Reading
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
-from optuna_fleet.trainer.gradients.shares import BatchShares, Share
+from optuna_fleet.trainer.gradients.shares import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.seeding import seed_gpu
-from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
+from optuna_fleet.trainer.widths import Bounds
 from optuna_fleet.wire.messages import FirstBatchRequested, RunTrial, Trained
 
 _LONG_S = 120.0
@@ -46,7 +46,7 @@ _MOVABLE = (
 class _Pass:
     """One pass over batches, from the step `first` on."""
 
-    arguments: tuple[str, int, bool]
+    asked: Asked
     number: int
     batches: Any
     first: int
@@ -55,36 +55,53 @@ class _Pass:
     world_size: int
 
 
+class Shards:
+    """What `FleetTrial.batches` returns: one epoch's batches, this rank's share of each."""
+
+    def __init__(self, loader: ShardLoader, asked: Asked, *, movable: bool) -> None:
+        self._loader = loader
+        self._asked = asked
+        self._movable = movable
+
+    def __len__(self) -> int:
+        """Number of steps in the epoch, the same on every rank."""
+        return self._loader.num_steps(self._asked)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.read(self._asked, movable=self._movable)
+
+
 class ShardLoader:
     """What `FleetTrial.batches` does.
 
     Attributes:
         reached_after_s: When the objective first asked for data; None before.
+        bounds: On how many devices it may train.
         gives_whole_batches: Each rank gets all of a batch, as if it were alone.
     """
 
     def __init__(
         self,
-        session: Session,
+        parts: Parts,
         pipeline: PipelineClient | InlineClient | None,
-        device: torch.device,
         modules: list[torch.nn.Module],
         within: WithinEpoch,
-        shares: BatchShares,
         split_check: SplitCheck | None,
     ) -> None:
-        self.shares = shares
         self.reached_after_s: float | None = None
         self.bounds = Bounds()
         self.gives_whole_batches = False
-        self._session = session
-        session.collectives = lambda: self.shares.collectives
+        self._parts = parts
+        self._session = parts.session
+        self._shares = parts.shares
+        self._position = parts.position
+        self._device = parts.device
+        shares = parts.shares  # alone: the session outlives what is trained
+        parts.session.collectives = lambda: shares.collectives
         self._pipeline = pipeline
-        self._device = device
         self._modules = modules
         self._within = within
-        self._position = within.position
-        self._reading = Reading(pipeline, within.position) if pipeline else None
+        self._reading = Reading(pipeline, parts.position) if pipeline else None
         self.split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
@@ -105,8 +122,7 @@ class ShardLoader:
     @property
     def _place(self) -> tuple[int, int]:
         """This rank among those that share a batch, and their number."""
-        run = self._run
-        return (0, 1) if self.gives_whole_batches else (run.rank, run.world_size)
+        return (0, 1) if self.gives_whole_batches else (self._run.rank, self._run.world_size)
 
     def batches(
         self, name: str, batch_size: int | None, *, drop_last: bool, movable: bool = False
@@ -126,31 +142,31 @@ class ShardLoader:
         batch_size = self._batch_size if batch_size is None else batch_size
         assert batch_size is not None
         check_that("movable", movable, is_a(bool), "be True or False")
-        shards = Shards(self, name, batch_size, drop_last, movable)
+        shards = Shards(self, Asked(name, batch_size, drop_last), movable=movable)
         len(shards)  # checks the arguments
         self._batch_size = batch_size
         return shards
 
-    def num_steps(self, name: str, batch_size: int, drop_last: bool) -> int:
+    def num_steps(self, asked: Asked) -> int:
         """Number of global batches in an epoch."""
         assert self._reading is not None
-        return len(self._reading.batches(name, batch_size, drop_last, self._place))
+        return len(self._reading.batches(asked, self._place))
 
-    def read(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> Iterator[Any]:
+    def read(self, asked: Asked, *, movable: bool) -> Iterator[Any]:
         """Yield this rank's shards, on the trial's device."""
-        one = self._open(name, batch_size, drop_last, movable)
+        one = self._open(asked, movable=movable)
         try:
             while (step := (yield from self._read(one))) is not None:
                 one = self._go_on(one, step)
         finally:
             self._close(one)
         if movable:  # while all ranks are here: some may not look at the totals
-            self._within.totals.merge()
+            self._parts.totals.merge()
 
     def _read(self, one: _Pass) -> Generator[Any, None, int | None]:
         """Yield what is left of a pass; return the step that another run goes on with, if any."""
         assert self._pipeline is not None
-        finish = self._pipeline.finisher(one.arguments[0])
+        finish = self._pipeline.finisher(one.asked.name)
         with closing(feed(one.batches, self._device, finish)) as fed:
             for step, (batch, data) in enumerate(fed, one.first):
                 self._session.check_unwinding()
@@ -165,7 +181,7 @@ class ShardLoader:
                 if batch.local_size == 0 and not in_step:
                     continue
                 share = Share(batch.local_size, batch.global_size)
-                self.shares.hand_out(one.number, share, data, lockstep=in_step, trains=trains)
+                self._shares.hand_out(one.number, share, data, lockstep=in_step, trains=trains)
                 timed = self.stopwatch.active and trains and one.number == self._timed_pass
                 if trains:
                     self._begin_step(data, batch.global_size, one.batches)
@@ -173,20 +189,22 @@ class ShardLoader:
                 if trains:
                     self._tell_trained()
                 if timed:
-                    self._measure(batch.global_size)
+                    if (rate := self.stopwatch.stop(batch.global_size)) is not None:
+                        self._tell_rate(rate)
                     self.stopwatch.start()
         return None
 
-    def _open(self, name: str, batch_size: int, drop_last: bool, movable: bool) -> _Pass:
+    def _open(self, asked: Asked, *, movable: bool) -> _Pass:
         assert self._pipeline is not None
         assert self._reading is not None
         if not self._modules and not self._position.reads_unprepared:
             self._position.reads_unprepared, self.bounds = True, Bounds(max_devices=1)
             self._session.remark(["unprepared"], _UNPREPARED)
+        name = asked.name
         rolls = self._pipeline.rolls(name)
         can_leave = movable and not rolls and not self.gives_whole_batches
         can_leave = self._within.begin_pass(movable=can_leave)
-        self._reach(name, batch_size, movable=can_leave)
+        self._reach(name, asked.batch_size, movable=can_leave)
         is_shuffled = self._pipeline.spec.dataset(name).shuffled
         self._check_order(name, is_shuffled and not rolls)
         self._num_passes += 1
@@ -198,11 +216,10 @@ class ShardLoader:
             self._session.cannot_join("the epoch begins with another pass than at first")
         if goes_on:  # with the generator that the checkpoint has
             self._seeded_for = (self._position.loop, self._position.epoch)
-        arguments = (name, batch_size, drop_last)
-        start = self._reading.start(*arguments, self._run.rank)
-        batches = self._reading.batches(*arguments, self._place, start, first)
+        start = self._reading.start(asked, self._run.rank)
+        batches = self._reading.batches(asked, self._place, start, first)
         width = self._run.world_size
-        return _Pass(arguments, self._num_passes, batches, first, is_shuffled, can_leave, width)
+        return _Pass(asked, self._num_passes, batches, first, is_shuffled, can_leave, width)
 
     def begin_run(self) -> None:
         """Another run goes on here, or the first one."""
@@ -221,11 +238,11 @@ class ShardLoader:
             self._timed_pass = one.number
             self.stopwatch.start()
         assert self._reading is not None
-        rest = self._reading.batches(*one.arguments, self._place, first_step=step)
+        rest = self._reading.batches(one.asked, self._place, first_step=step)
         return replace(one, batches=rest, first=step, world_size=self._run.world_size)
 
     def _close(self, one: _Pass) -> None:
-        self.shares.close(one.number)
+        self._shares.close(one.number)
         if one.can_leave:
             self._within.end_pass()
         if self.split_check is not None:
@@ -325,18 +342,24 @@ class ShardLoader:
                 f"samples: each epoch is one batch of {samples}."
             )
 
-    def tell_least(self, num_devices: int) -> bool:
-        """The trial needs so many devices; return whether the driver hears of it."""
+    def need(self, num_devices: int) -> NoReturn:
+        """Leave the objective, which is to begin anew on no fewer devices.
+
+        Raises:
+            FleetConfigError: It reads no batches, and so can have no more devices.
+        """
         self.bounds = replace(self.bounds, min_devices=num_devices)
         if self._reached is not None:
             self._tell_reached(replace(self._reached, min_devices=num_devices))
-        return self._reached is not None
+            self._session.unwind(Yielded)
+        raise FleetConfigError(
+            f"The model does not fit on {self._run.world_size} devices, but on {num_devices}. A "
+            "trial can have several only if its batches come from trial.batches()."
+        )
 
     def _tell_reached(self, reached: FirstBatchRequested) -> None:
-        run = self._run
-        self._reached = replace(reached, run_id=run.run_id)
-        if run.rank == 0:
-            self._session.send(self._reached)
+        self._reached = replace(reached, run_id=self._run.run_id)
+        self._tell(self._reached)
 
     def _structure(self, name: str, batch_size: int) -> str:
         """What decides the rate on devices of one type: parameter shapes, batch size, data."""
@@ -346,11 +369,6 @@ class ShardLoader:
             for key, parameter in module.named_parameters():
                 digest.update(f"{key}{tuple(parameter.shape)}{parameter.dtype}".encode())
         return digest.hexdigest()[:16]
-
-    def _measure(self, samples: int) -> None:
-        rate = self.stopwatch.stop(samples)
-        if rate is not None:
-            self._tell_rate(rate)
 
     def end_epoch(self) -> None:
         """An epoch without a training batch has a pace too: others wait for its rate."""
@@ -363,13 +381,16 @@ class ShardLoader:
             self._tell_rate(self._samples_per_epoch / max(seconds, 1e-9))
 
     def _tell_trained(self) -> None:
-        if self._run.rank == 0 and not self._has_trained:
-            self._session.send(Trained(run_id=self._run.run_id))
-        self._has_trained = True
+        if not self._has_trained:
+            self._has_trained = True
+            self._tell(Trained(run_id=self._run.run_id))
 
     def _tell_rate(self, samples_per_s: float) -> None:
+        self._tell(RateMeasured(run_id=self._run.run_id, samples_per_s=samples_per_s))
+
+    def _tell(self, message: FirstBatchRequested | Trained | RateMeasured) -> None:
         if self._run.rank == 0:
-            self._session.send(RateMeasured(run_id=self._run.run_id, samples_per_s=samples_per_s))
+            self._session.send(message)
 
 
 def _is_trained(module: torch.nn.Module) -> bool:

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
@@ -30,9 +31,7 @@ _FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early in the 
 _TAGS = 3  # what is summed over hundreds of ranks must be exact in half precision
 
 
-def make_data_parallel(
-    module: torch.nn.Module, shares: BatchShares, device: torch.device
-) -> torch.nn.Module:
+def make_data_parallel(module: torch.nn.Module, shares: BatchShares) -> torch.nn.Module:
     """Train `module` data-parallel over the default group; call it on all ranks alike.
 
     Parameters and buffers are made equal to those of rank 0, BatchNorm is synchronised, and from
@@ -51,7 +50,6 @@ def make_data_parallel(
     if group_size() == 1:
         return module
     _check_initialised(module)
-    module.to(device)
     check_same(module)
     _broadcast([*module.parameters(), *module.buffers()])
     attach(module, shares)
@@ -257,14 +255,19 @@ class _Reducer:
         self._task = None
 
 
-def hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call `hook` each time that a backward pass has added to a parameter's gradient."""
+def hook_gradient(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call `hook` each time that a backward pass has added to a parameter's gradient.
+
+    While what it refers to leads to the parameter, neither is ever freed: Python's collector does
+    not see that a parameter has the hook.
+    """
     # A frozen parameter takes no hook, but keeps one, and may be unfrozen in a later epoch.
     frozen = not param.requires_grad
     param.requires_grad_(True)
-    param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     if frozen:
         param.requires_grad_(False)
+    return handle
 
 
 def _set_grad(param: Tensor, view: Tensor) -> None:

@@ -68,20 +68,20 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=text, category=UserWarning)
 
 
-def _is_heard(module: torch.nn.Module) -> bool:
-    """Not while it is compiled, or transformed by ``torch.func``: its tensors are none there."""
+def _listener_to(module: torch.nn.Module) -> Listener | None:
+    """None while it is compiled, or transformed by ``torch.func``: its tensors are none there."""
     if torch.compiler.is_compiling() or _listener is None or module not in _modules:
-        return False
-    return torch._C._functorch.maybe_current_level() is None
+        return None
+    return _listener() if torch._C._functorch.maybe_current_level() is None else None
 
 
 def _enter(module: torch.nn.Module, inputs: Any) -> Any:
-    listener = _listener() if _is_heard(module) and _listener is not None else None
+    listener = _listener_to(module)
     return None if listener is None else listener.enter(module, inputs)
 
 
 def _leave(module: torch.nn.Module, args: Any, *rest: Any) -> Any:
     # Torch leaves out the kwargs where the forward has failed.
     kwargs, outputs = rest if len(rest) == 2 else ({}, rest[-1])
-    listener = _listener() if _is_heard(module) and _listener is not None else None
+    listener = _listener_to(module)
     return None if listener is None else listener.leave(module, (args, kwargs), outputs)

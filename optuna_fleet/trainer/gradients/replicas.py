@@ -14,25 +14,17 @@ from optuna_fleet.trainer.groups import group_size, wire_device
 _TOLERANCE = 1e-9  # unlike devices add up in an order of their own
 
 
-class Replicas:
-    """What was prepared, on each rank of a trial."""
-
-    def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
-        self._objects = objects
-        self._warn = warn
-        self._are_apart = False
-
-    def check(self) -> None:
-        """Tell once if they are not the same; called on all ranks."""
-        if self._are_apart or not (apart := find_divergence(self._objects)):
-            return
-        self._are_apart = True
-        shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
-        self._warn(
-            f"Its ranks have come apart: {shown}. On another number of "
-            "devices it would give other results. What decides must be alike on all ranks: use "
-            "trial.mean(loss) for it; prepare layers when the model is complete."
-        )
+def are_apart(objects: Sequence[Any], warn: Callable[[str], None]) -> bool:
+    """Whether what was prepared is not the same; says so. Called on all ranks."""
+    if not (apart := find_divergence(objects)):
+        return False
+    shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
+    warn(
+        f"Its ranks have come apart: {shown}. On another number of "
+        "devices it would give other results. What decides must be alike on all ranks: use "
+        "trial.mean(loss) for it; prepare layers when the model is complete."
+    )
+    return True
 
 
 @torch.no_grad()

@@ -24,8 +24,12 @@ from torch.utils import _pytree as pytree
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.gradients.collectives import share_of_sum
-from optuna_fleet.trainer.gradients.scaled import Scaled, drop_nans
-from optuna_fleet.trainer.gradients.tensor_owners import Places, owners_behind
+from optuna_fleet.trainer.gradients.tensor_owners import (
+    Places,
+    Scaled,
+    drop_nans,
+    owners_behind,
+)
 from optuna_fleet.trainer.groups import group_size
 
 _MOST_AHEAD = 64
@@ -131,13 +135,21 @@ class BatchShares:
 
     def __init__(self) -> None:
         self.follows = False
-        self.on_too_wide: Callable[[str, int], None] = lambda text, max_devices: None
-        self.at_collective: Callable[[str], None] = lambda purpose: None
-        self.at_gradients: Callable[[], Tensor | None] = lambda: None
-        self.at_reduced: Callable[[Tensor], None] = lambda added: None
+        self.on_too_wide: Callable[[str, int], None]
+        self.at_collective: Callable[[str], None]
+        self.at_gradients: Callable[[], Tensor | None]
+        self.at_reduced: Callable[[Tensor], None]
+        self.end()
         self._thread = threading.get_ident()
         self._is_threaded = False
         self.begin_run()
+
+    def end(self) -> None:
+        """Tell nobody any more: hooks at parameters lead here, and would keep all that is told."""
+        self.on_too_wide = lambda text, max_devices: None
+        self.at_collective = lambda purpose: None
+        self.at_gradients = lambda: None
+        self.at_reduced = lambda added: None
 
     def begin_run(self) -> None:
         """All ranks begin to count alike; nothing of an earlier batch is in use."""

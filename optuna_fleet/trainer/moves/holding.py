@@ -17,7 +17,6 @@ import enum
 import pickle
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +25,11 @@ import torch
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.checkpoints.states import remainder_of, state_of
-from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import group_size, outlives_peers
-from optuna_fleet.trainer.moves.moving import Moving
 from optuna_fleet.trainer.moves.object_copies import Contents, ObjectCopies
-from optuna_fleet.trainer.moves.sums_exchange import SumsExchange, Told
-from optuna_fleet.trainer.moves.totals import Sums, Totals
+from optuna_fleet.trainer.moves.totals import Sums, SumsExchange, Told
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.randomness import FrequentStates
-from optuna_fleet.trainer.session import Session
-from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.wire.messages import Place
 
 _MOST_STATE_BYTES = 2**20  # of `trial.state`: more would take longer than many steps
@@ -57,8 +52,6 @@ class Held:
     Attributes:
         run_id: Of the run that has lost other ranks.
         place: The step that the trial can go on with.
-        checkpoint: What it needs for that.
-        saver: Can write it.
     """
 
     run_id: int
@@ -98,37 +91,14 @@ class _Beginning:
 
 
 class Holding:
-    """Keeps the beginning of the step that this rank is at, and the last one copied as a whole.
+    """Keeps the beginning of the step that this rank is at, and the last one copied as a whole."""
 
-    Args:
-        session: This rank's calls.
-        objects: What was prepared so far; grows while the objective runs.
-        state: ``trial.state``.
-        steps: Tells when optimizers step, and whether gradients wait.
-        shares: Tells when gradients are about to be reduced, and counts collectives.
-        totals: Sums over the epoch.
-        moving: Told whether this rank holds anything.
-        saver: Writes checkpoints.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        objects: Sequence[Any],
-        state: dict[str, Any],
-        steps: Steps,
-        shares: BatchShares,
-        totals: Totals,
-        moving: Moving,
-        saver: Saver,
-    ) -> None:
-        self._session = session
-        self._objects = objects
-        self._state = state
-        self._steps = steps
-        self._shares = shares
-        self._totals = totals
-        self._saver = saver
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._session = parts.session
+        self._steps = parts.steps
+        self._shares = parts.shares
+        self._totals = parts.totals
         self._exchange = SumsExchange()
         self._generators = FrequentStates()
         self._contents: Contents | None = None  # of the objects, in this epoch
@@ -138,9 +108,15 @@ class Holding:
         self._can_hold = self._can_copy = True
         self._has_held = False  # in this epoch
         self.begin_run()
-        moving.may_outlive = lambda: self._now is not None or self._kept is not None
-        steps.at_step, steps.at_stepped = self._before_optimizer, self._after_optimizer
-        shares.at_gradients, shares.at_reduced = self._before_gradients, self._reduced
+        self._steps.at_step = self._before_optimizer
+        self._steps.at_stepped = self._after_optimizer
+        self._shares.at_gradients = self._before_gradients
+        self._shares.at_reduced = self._reduced
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept."""
+        return self._now is None and self._kept is None
 
     def begin_run(self) -> None:
         """Another group of ranks goes on here."""
@@ -225,9 +201,9 @@ class Holding:
         if not self._can_hold:
             return
         try:
-            if self._contents is None or len(self._contents.objects) < len(self._objects):
-                self._contents = Contents(self._objects, self._by_hand)
-            state = pickle.dumps(self._state)
+            if self._contents is None or len(self._contents.objects) < len(self._parts.objects):
+                self._contents = Contents(self._parts.objects, self._by_hand)
+            state = pickle.dumps(self._parts.state)
             if len(state) > _MOST_STATE_BYTES:
                 self._can_hold = False
                 self._session.remark(("large trial.state",), _too_large(len(state)))
@@ -278,7 +254,7 @@ class Holding:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """One has stepped."""
-        if self._now is not None and any(o is optimizer for o in self._objects):
+        if self._now is not None and any(o is optimizer for o in self._parts.objects):
             self._now.objects.has_stepped = True
 
     def _needs_copy(self) -> bool:
@@ -321,7 +297,7 @@ class Holding:
             run_id=self._session.run.run_id,
             place=one.place,
             checkpoint=self._checkpoint(one),
-            saver=self._saver,
+            saver=self._parts.saver,
         )
 
     def _checkpoint(self, one: _Beginning) -> checkpoint.Checkpoint:

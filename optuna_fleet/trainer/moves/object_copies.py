@@ -45,14 +45,6 @@ class Contents:
     Args:
         objects: What was prepared.
         by_hand: Ids of the parameters that an objective changes by itself.
-
-    Attributes:
-        objects: As given.
-        modules: All modules in these.
-        optimizers: Those that were prepared.
-        parameters: All of them.
-        by_hand: Those of the ids.
-        others: The other parameters.
     """
 
     def __init__(self, objects: Sequence[Any], by_hand: Container[int]) -> None:
@@ -115,22 +107,17 @@ class ObjectCopies:
     @classmethod
     @torch.no_grad()
     def of(cls, contents: Contents, *, with_gradients: bool) -> ObjectCopies:
-        """Copy what a step may change before any optimizer steps.
-
-        Args:
-            contents: Of what was prepared.
-            with_gradients: There are some that it will go on with.
-        """
+        """Copy what a step may change before any optimizer steps."""
         return cls(
             contents=contents,
             buffers=[
-                (module, name, _clone(buffer))
+                (module, name, _cloned(buffer))
                 for module in contents.modules
                 for name, buffer in module._buffers.items()
             ],
             early=[(p, p.clone()) for p in contents.by_hand],
             trained=[
-                (p, p.requires_grad, _clone(p.grad) if with_gradients else None)
+                (p, p.requires_grad, _cloned(p.grad) if with_gradients else None)
                 for p in contents.parameters
             ],
             groups=[
@@ -235,7 +222,3 @@ def _fit(copies: list[Tensor], live: list[Tensor]) -> bool:
 
 def _cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()

@@ -8,54 +8,28 @@ joined when it asks for the batch before which the others have stopped.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from optuna_fleet.events import Ending
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.files import RunFiles
-from optuna_fleet.trainer.checkpoints.saving import Saver
-from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import join_group_of
 from optuna_fleet.trainer.moves.moving import Moving, Stop
-from optuna_fleet.trainer.moves.totals import Totals
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.prepared import Prepared
-from optuna_fleet.trainer.session import Session, Yielded
-from optuna_fleet.wire.messages import Ended, Leaving, Release, RunTrial, Usage
+from optuna_fleet.trainer.session import Yielded
+from optuna_fleet.wire.messages import Leaving, Release, RunTrial, Usage
 
 
 class Regrouping:
-    """One rank's way from group to group.
+    """One rank's way from group to group."""
 
-    Args:
-        session: This rank's calls.
-        moving: Makes its checkpoints.
-        saver: Writes them.
-        prepared: What is trained.
-        shares: Counts the ranks' collectives.
-        totals: Sums over the epoch.
-        kind: Of this rank's device.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        moving: Moving,
-        saver: Saver,
-        prepared: Prepared,
-        shares: BatchShares,
-        totals: Totals,
-        kind: str,
-    ) -> None:
-        self._session = session
+    def __init__(self, parts: Parts, moving: Moving, prepared: Prepared) -> None:
+        self._parts = parts
+        self._session = parts.session
         self._moving = moving
-        self._saver = saver
         self._prepared = prepared
-        self._shares = shares
-        self._totals = totals
-        self._kind = kind
-        shares.at_collective = self._check_joined
+        parts.shares.at_collective = self._check_joined
 
     # -- where a run stops ------------------------------------------------------------------------
 
@@ -80,44 +54,35 @@ class Regrouping:
             self._go_on(order, stop)
             return True
         if order is not None and order.saves:
-            self._moving.save_at(stop)
+            self._moving.begin_to_save(stop)
+            self._parts.saver.finish()
         return session.unwind(Yielded)
 
     def _wait(self, usage: Usage, *, can_join: bool) -> RunTrial | Release | None:
-        session = self._session
         flush_prints()  # trainers are killed in the end
-        ended = Ended(
-            run_id=session.run.run_id,
-            rank=session.run.rank,
-            device=session.device,
-            time_s=time.monotonic(),
-            ending=Ending.YIELDED,
-            progress=session.progress,
-            usage=usage,
-            waits=True,
-            can_join=can_join,
-        )
-        return session.wait(ended)
+        ended = self._session.ended(Ending.YIELDED, usage=usage, waits=True, can_join=can_join)
+        return self._session.wait(ended)
 
     def _go_on(self, run: RunTrial, stop: Stop) -> None:
         self._begin(run)
         if run.num_stay < run.world_size:
-            own = self._moving.checkpoint_at_stop(stop) if run.rank == 0 else None
+            own = self._moving.checkpoint_at(stop) if run.rank == 0 else None
             checkpoint.broadcast(own)
         if run.saves and run.rank == 0:
-            self._moving.begin_to_save_at(stop)
+            self._moving.begin_to_save(stop)
         checkpoint.restore_rng(stop.rng)
-        self._totals.begin(stop.totals, run.rank, run.world_size)
-        self._check_joined_all(run)
+        self._parts.totals.begin(stop.totals, run.rank, run.world_size)
+        self._check_alike(run)
 
     def _begin(self, run: RunTrial) -> None:
-        self._shares.begin_run()
+        self._parts.shares.begin_run()
         self._session.begin(run)
-        self._saver.files = RunFiles(run, self._session.dial)
-        join_group_of(run, self._kind)
+        self._parts.saver.begin_run()
+        join_group_of(run, self._parts.device.type)
         self._moving.begin_run()
 
-    def _check_joined_all(self, run: RunTrial) -> None:
+    def _check_alike(self, run: RunTrial) -> None:
+        """Those that have stayed and those that have joined have prepared the same."""
         if run.num_stay < run.world_size:
             self._prepared.check_alike()
 
@@ -134,10 +99,9 @@ class Regrouping:
 
     def settle(self) -> None:
         """This rank is where the others are."""
-        run = self._session.run
-        self._check_joined_all(run)
+        self._check_alike(self._session.run)
         self._prepared.attach_all()
-        self._shares.begin_run()
+        self._parts.shares.begin_run()
         self._session.has_joined()
 
     def _check_joined(self, purpose: str) -> None:

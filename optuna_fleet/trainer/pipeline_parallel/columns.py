@@ -36,10 +36,6 @@ class Columns:
     """Adds up over the ranks that have a piece of the model, piece by piece.
 
     By gloo, as everything between stages. Every rank of the trial must make one, at the same time.
-
-    Args:
-        directory: Who has which pieces.
-        names: Of the parameters and buffers of each piece of this rank.
     """
 
     def __init__(self, directory: Directory, names: Mapping[int, Sequence[str]]) -> None:

@@ -6,23 +6,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, names_by_piece
-from optuna_fleet.trainer.pipeline_parallel.clipping import clip_gradients
-from optuna_fleet.trainer.pipeline_parallel.flushed import FlushedWeights
+from optuna_fleet.trainer.groups import group_size, wire_device
+from optuna_fleet.trainer.pipeline_parallel.agreement import Agreement, Statistics, names_by_piece
 from optuna_fleet.trainer.pipeline_parallel.messages import ServerAddress
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
-from optuna_fleet.trainer.pipeline_parallel.parts import parameters_of, part_of
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placing import Placed
-from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer
-from optuna_fleet.trainer.pipeline_parallel.server_client import ServerClient
+from optuna_fleet.trainer.pipeline_parallel.server import ParameterServer, ServerClient
 from optuna_fleet.trainer.pipeline_parallel.stage import Observer, PipelineStage
-from optuna_fleet.trainer.pipeline_parallel.statistics import Statistics
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
-from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
+from optuna_fleet.trainer.pipeline_parallel.versions import (
+    FlushedWeights,
+    VersionedWeights,
+    Weights,
+)
+from optuna_fleet.trainer.pipeline_parallel.whole import parameters_of, part_of
 from optuna_fleet.wsp.schedules import Flush, Schedule, WaveSynchronous
 
 
@@ -31,11 +33,7 @@ class Construction:
 
     Args:
         model: The whole one; layers of other stages have no memory.
-        optimizer: Of this stage's parameters.
-        loss: Of a batch.
         names: Of all parameters that are trained.
-        options: What the user gave.
-        placed: Which stage this is.
 
     Attributes:
         rule: From gradients to updates; None where the optimizer steps.
@@ -151,7 +149,7 @@ class Construction:
         placed.ties.clear()
         if (most := self._options.max_grad_norm) is not None:
             is_copy = placed.address.worker > 0
-            clip_gradients(parameters, self._names, most, is_copy=is_copy)
+            _clip_gradients(parameters, self._names, most, is_copy=is_copy)
 
 
 class _NoTransport:
@@ -159,3 +157,35 @@ class _NoTransport:
 
     def send(self, *_: Any) -> None:
         raise AssertionError("a stage that is alone has nobody to send to")
+
+
+@torch.no_grad()
+def _clip_gradients(
+    parameters: Mapping[str, nn.Parameter],
+    names: Sequence[str],
+    max_norm: float,
+    *,
+    is_copy: bool = False,
+) -> None:
+    """As ``torch.nn.utils.clip_grad_norm_`` does with the whole model; all ranks must call it.
+
+    Norms of single parameters are gathered, so the result does not depend on who has which.
+
+    Args:
+        parameters: Those of this rank.
+        names: Of all of them, the same on each rank.
+        max_norm: Of all gradients together.
+        is_copy: Another rank has the same gradients, and counts them.
+    """
+    graded = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    own = {name: torch.linalg.vector_norm(g).double() for name, g in graded.items()}
+    device = wire_device()
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(
+        [own[name].to(device) if name in own and not is_copy else zero for name in names]
+    )
+    if group_size() > 1:
+        dist.all_reduce(norms)  # all but one of each are 0
+    scale = (max_norm / (torch.linalg.vector_norm(norms) + 1e-6)).clamp(max=1.0)
+    for gradient in graded.values():
+        gradient.mul_(scale.to(gradient.device, gradient.dtype))

@@ -1,4 +1,4 @@
-"""What the layers of a model cost on a device, measured one layer at a time."""
+"""What is measured before layers are placed: what each costs on a device, how fast links are."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from optuna_fleet.alloc.partition import Link, Links
+from optuna_fleet.trainer.checkpoints import checkpoint
+from optuna_fleet.trainer.groups import gloo_group
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
+from optuna_fleet.trainer.pipeline_parallel.agreement import leaves_something
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss, leaf_of
-from optuna_fleet.trainer.pipeline_parallel.statistics import leaves_something
 
 _REPEATS = 3
+_NUM_BYTES = 2**20  # of a long message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,3 +120,49 @@ def _now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def measured_links(nodes: Sequence[int], rank: int, usual: Link) -> Links:
+    """Links within a node and between nodes, each by one pair of neighbouring ranks.
+
+    Args:
+        nodes: Of each rank; all ranks call it.
+        rank: Of this process.
+        usual: Where there is no such pair; and messages take its latency at least.
+    """
+    group: Any = dist.group.WORLD  # by gloo, as everything between stages
+    if dist.get_backend() != "gloo":
+        group = gloo_group()
+    found: list[Link] = []
+    for is_within in (True, False):
+        firsts = [at for at, (a, b) in enumerate(pairwise(nodes)) if (a == b) is is_within]
+        own: dict[str, float] = {}
+        if firsts and rank in (firsts[0], firsts[0] + 1):
+            there = 2 * firsts[0] + 1 - rank
+            short_s = _there_and_back_s(1, there, group, starts=rank < there)
+            long_s = _there_and_back_s(_NUM_BYTES, there, group, starts=rank < there)
+            own = {"short_s": short_s, "long_s": long_s}
+        told = checkpoint.gather(own)
+        found.append(link_of(**told[firsts[0]], usual=usual) if firsts else usual)
+    return Links(within=found[0], between=found[1])
+
+
+def link_of(short_s: float, long_s: float, usual: Link) -> Link:
+    """By the seconds that a short and a long message took there and back."""
+    each_s = max(long_s - short_s, 1e-9) / 2
+    return Link(bytes_per_s=_NUM_BYTES / each_s, latency_s=max(short_s / 2, usual.latency_s))
+
+
+def _there_and_back_s(num_bytes: int, there: int, group: Any, *, starts: bool) -> float:
+    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    taken: list[float] = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        if starts:
+            dist.send(message, there, group=group)
+            dist.recv(message, there, group=group)
+        else:
+            dist.recv(message, there, group=group)
+            dist.send(message, there, group=group)
+        taken.append(time.perf_counter() - began)
+    return min(taken)

@@ -1,11 +1,14 @@
-"""The two passes of a minibatch through a stage."""
+"""The two passes of a minibatch through a stage, and the random numbers of its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -52,13 +55,7 @@ class StageModule:
     def forward(
         self, weights: Tensors, values: Any, targets: Targets | None
     ) -> tuple[Any, HeldPass]:
-        """Return what goes on, or of the last stage its loss, and what to keep.
-
-        Args:
-            weights: Are used in place of the module's.
-            values: Tensors, also nested in dicts, lists and tuples.
-            targets: Of the last stage; else None.
-        """
+        """Return what goes on, or of the last stage its loss, and what to keep."""
         leaves = values if self._is_first else map_tensors(values, leaf_of)
         # A copy, as the module may change it in place: neither a leaf nor what the stage before
         # keeps may change.
@@ -76,12 +73,7 @@ class StageModule:
     def backward(
         self, held: HeldPass, gradients: tuple[Tensor | None, ...]
     ) -> tuple[dict[str, Tensor], tuple[Tensor | None, ...]]:
-        """Return gradients by the weights that have one, and by what was received.
-
-        Args:
-            held: Of the forward pass.
-            gradients: By what was sent; of the last stage none.
-        """
+        """Return gradients by the weights that have one, and by what was received."""
         outputs, chosen = [], []
         given = gradients if self._loss is None else (None,)
         for tensor, gradient in zip(held.sent, given, strict=True):
@@ -111,3 +103,50 @@ def _can_have_gradient(tensor: Tensor) -> bool:
 def _floating(values: Any) -> tuple[Tensor, ...]:
     """Floating-point tensors, also complex ones, in a fixed order."""
     return tuple(tensor for tensor in tensors_in(values) if _can_have_gradient(tensor))
+
+
+class Noise:
+    """Seeds each layer's forward pass from (seed, minibatch, layer).
+
+    The generators are then what they were, as objectives draw from them too.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], device: torch.device, seed: tuple[int, ...]
+    ) -> None:
+        self._device = device
+        self._seed = seed
+        self._minibatch: int | None = None
+        places: dict[nn.Module, deque[int]] = {}
+        for place, layer in layers.items():  # a module may be several of the layers
+            places.setdefault(layer, deque()).append(place)
+        self._handles = [
+            layer.register_forward_pre_hook(lambda *_, own=own: self._begin(own))
+            for layer, own in places.items()
+        ]
+
+    def close(self) -> None:
+        """The layers are what they were."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def of(self, minibatch: int) -> Iterator[None]:
+        """The forward pass of a minibatch, counted over the whole training."""
+        devices = [] if self._device.type == "cpu" else [self._device]
+        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            self._minibatch = minibatch
+            try:
+                yield
+            finally:
+                self._minibatch = None
+
+    def _begin(self, places: deque[int]) -> None:
+        if self._minibatch is None:
+            return
+        sequence = np.random.SeedSequence(self._seed, spawn_key=(self._minibatch, places[0]))
+        places.rotate(-1)
+        seed = int(sequence.generate_state(1, np.uint64)[0])
+        torch.default_generator.manual_seed(seed)
+        if self._device.type != "cpu":
+            torch.cuda.manual_seed(seed)

@@ -15,6 +15,7 @@ from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.nested import to_device
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.columns import Meeting
 from optuna_fleet.trainer.pipeline_parallel.construction import Construction
 from optuna_fleet.trainer.pipeline_parallel.evaluation import Evaluation, Metric, is_evaluated
@@ -23,17 +24,12 @@ from optuna_fleet.trainer.pipeline_parallel.microbatches import Microbatch, micr
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss
 from optuna_fleet.trainer.pipeline_parallel.placement import Demand, blocks_of, memory_of
-from optuna_fleet.trainer.pipeline_parallel.placing import (
-    Placed,
-    Surroundings,
-    memory_of_device,
-    place,
-)
+from optuna_fleet.trainer.pipeline_parallel.placing import Need, Placed, memory_of_device, place
 from optuna_fleet.trainer.pipeline_parallel.stage import PassDone, PipelineStage
 from optuna_fleet.trainer.pipeline_parallel.tied import shared_bytes
 from optuna_fleet.trainer.pipeline_parallel.updates import SgdRule
 from optuna_fleet.trainer.pipeline_parallel.versions import VersionedWeights, Weights
-from optuna_fleet.trainer.pipeline_parallel.whole import Holding, WholeModel, WholeOptimizer
+from optuna_fleet.trainer.pipeline_parallel.whole import HeldModel, WholeModel, WholeOptimizer
 from optuna_fleet.wsp.turns import Pass, Turn
 
 
@@ -50,15 +46,17 @@ class Pipeline:
         optimizer: torch.optim.Optimizer,
         loss: Loss,
         options: PipelineOptions,
-        surroundings: Surroundings,
+        parts: Parts,
+        need: Need,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
         self._options = options
-        self._around = surroundings
+        self._parts = parts
+        self._need = need
         self._names = tuple(name for name, _ in model.named_parameters())
-        self._holding = Holding(model, optimizer)
+        self._holding = HeldModel(model, optimizer)
         self._holding.settle = self.flush
         if not options.is_flushed:
             SgdRule(optimizer, ())  # refuses others
@@ -123,8 +121,8 @@ class Pipeline:
         Raises:
             FleetConfigError: The devices have too little memory.
         """
-        self._around.check()
-        self._around.begin("pipeline.step")
+        self._parts.session.check()
+        self._parts.shares.begin("pipeline.step")
         own = self._place(inputs, targets)
         with own.placed.naming_errors():
             if own.rule is None:
@@ -149,7 +147,7 @@ class Pipeline:
         own, stage = self._own, self._stage
         if own is None or stage is None:
             return []
-        self._around.count()
+        self._parts.session.count()
         placed = own.placed
         with placed.naming_errors(), torch.no_grad():
             if placed.columns is not None:
@@ -194,7 +192,7 @@ class Pipeline:
         if self._stage is None:
             self._stage = own.stage(self._note)
         self._num_begun += 1
-        number, device = self._num_begun, self._around.device
+        number, device = self._num_begun, self._parts.device
         if own.placed.is_first:
             self._stage.receive(Inputs(number=number, values=to_device(part.inputs, device)))
         if own.placed.is_last:
@@ -230,7 +228,7 @@ class Pipeline:
 
     def _note(self, done: PassDone) -> None:
         if done.loss is not None:
-            self._losses.append(done.loss.to(self._around.device))
+            self._losses.append(done.loss.to(self._parts.device))
 
     # -- several virtual workers ------------------------------------------------------------------
 
@@ -255,7 +253,7 @@ class Pipeline:
                     "batches."
                 )
         of_workers = zip(*(told[rank] for rank in firsts), strict=True)
-        return [torch.stack([*of]).mean().to(self._around.device) for of in of_workers]
+        return [torch.stack([*of]).mean().to(self._parts.device) for of in of_workers]
 
     def _host(self, own: Construction) -> None:
         """Have parameter servers begin with the weights of now; all must call it."""
@@ -277,12 +275,12 @@ class Pipeline:
         self.flush()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
-        evaluation = Evaluation(metric or self._loss, self._around.device)
+        evaluation = Evaluation(metric or self._loss, self._parts.device)
         try:
             with torch.no_grad():
                 for inputs, targets in batches:
-                    self._around.check()
-                    self._around.begin("pipeline.evaluate")
+                    self._parts.session.check()
+                    self._parts.shares.begin("pipeline.evaluate")
                     evaluation.add(self._place(inputs, targets).placed, inputs, targets)
         finally:
             for module, mode in modes:
@@ -302,15 +300,16 @@ class Pipeline:
                 blocks=blocks_of(self._model, may_part_ties=options.is_flushed),
                 in_flight=options.in_flight,
                 memory=memory_of(self._optimizer, is_flushed=options.is_flushed),
-                memory_bytes=memory_of_device(self._around.device) if limit is None else limit,
+                memory_bytes=memory_of_device(self._parts.device) if limit is None else limit,
                 is_flushed=options.is_flushed,
                 most_workers=options.most_workers,
+                most_devices=options.max_devices or 1,
                 clock_distance=options.clock_distance or 0,
                 may_replicate=options.may_replicate,
                 untied=blocks_of(self._model, may_part_ties=False),
                 tied_bytes=shared_bytes(self._model),
             )
-            placed = place(self._holding, self._loss, batch, demand, self._around)
+            placed = place(self._holding, self._loss, batch, demand, self._parts, self._need)
             given = self._model, self._optimizer, self._loss, self._names, options
             self._own = Construction(*given, placed)
             self._host(self._own)

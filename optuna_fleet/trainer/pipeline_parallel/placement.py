@@ -60,12 +60,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Where the ranks of a trial are.
-
-    Attributes:
-        nodes: Of each rank.
-        memory_bytes: Of each rank's device.
-    """
+    """Where the ranks of a trial are."""
 
     nodes: tuple[int, ...]
     memory_bytes: tuple[float, ...]
@@ -83,6 +78,7 @@ class Demand:
         is_flushed: Virtual workers share the parts of each batch, and step together.
         most_workers: Virtual workers at most: as many as there is memory for. None for as many as
             are fastest.
+        most_devices: That the trial can have.
         clock_distance: Between these, without flushes.
         may_replicate: With flushes each device may have the whole model, where that is faster.
         links: Ways between the devices.
@@ -96,6 +92,7 @@ class Demand:
     memory_bytes: float
     is_flushed: bool = True
     most_workers: int | None = 1
+    most_devices: int = 1
     clock_distance: int = 0
     may_replicate: bool = False
     links: Links = _LINKS

@@ -17,19 +17,20 @@ from optuna_fleet.alloc.partition import DoesNotFit
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.groups import gloo_group, group_size
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.agreement import names_by_piece
 from optuna_fleet.trainer.pipeline_parallel.columns import Columns, parted
-from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs
+from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost, layer_costs, measured_links
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
-from optuna_fleet.trainer.pipeline_parallel.link_speed import measured_links
 from optuna_fleet.trainer.pipeline_parallel.messages import Gradients, Message, StageAddress
-from optuna_fleet.trainer.pipeline_parallel.noise import Noise
-from optuna_fleet.trainer.pipeline_parallel.parts import part_of
-from optuna_fleet.trainer.pipeline_parallel.passes import Loss
+from optuna_fleet.trainer.pipeline_parallel.passes import Loss, Noise
 from optuna_fleet.trainer.pipeline_parallel.placement import WIRE, Demand, Placement, Ranks
 from optuna_fleet.trainer.pipeline_parallel.tied import Shared, Ties, shared_parameters
-from optuna_fleet.trainer.pipeline_parallel.whole import Holding
+from optuna_fleet.trainer.pipeline_parallel.whole import HeldModel, part_of
+
+Need = Callable[[int], NoReturn]
+"""Has the trial begin anew on so many devices."""
 
 _logger = logging.getLogger(__name__)
 
@@ -37,48 +38,12 @@ _OF_GPU = 0.9  # the rest is for what is not counted: fragments, libraries, mess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """Of a pipeline: this rank, and its trial.
-
-    Attributes:
-        device: Where this rank computes.
-        rank: Of this process.
-        most_devices: That the trial can have.
-        are_alike: All devices of the fleet are of one type.
-        seed: Of the trial's random numbers.
-        check: Raises what unwinds the objective, if anything does.
-        begin: Says what all ranks do now, message by message.
-        count: Says that all ranks come by here.
-        need: Says how many devices the trial needs, and leaves the objective.
-        go_on_with_fewer: Says why the trial can't use all of its devices, and how many it can.
-    """
-
-    device: torch.device
-    rank: int
-    most_devices: int
-    are_alike: bool
-    seed: tuple[int, ...]
-    check: Callable[[], None]
-    begin: Callable[[str], None]
-    count: Callable[[], None]
-    need: Callable[[int], NoReturn]
-    go_on_with_fewer: Callable[[str, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
     """This rank's stage of the model.
 
     Attributes:
-        placement: Of all stages.
-        directory: Who is on which rank.
-        address: Of this rank's stage.
-        part: Its layers, on its device.
-        edges: To other processes; None if there are none.
         columns: The same layers of virtual workers that step together; None if there are none.
         ties: What its layers share with each other and those of other stages.
-        noise: Of its layers.
-        rank: Of this process.
     """
 
     placement: Placement
@@ -147,23 +112,23 @@ class Placed:
 
 
 def place(
-    holding: Holding, loss: Loss, batch: tuple[Any, Any], demand: Demand, around: Surroundings
+    holding: HeldModel,
+    loss: Loss,
+    batch: tuple[Any, Any],
+    demand: Demand,
+    parts: Parts,
+    need: Need,
 ) -> Placed:
     """Measure the layers with some samples, and keep those of one stage; all ranks call it.
 
-    Args:
-        holding: The whole model, of which the rest is dropped.
-        loss: Of its output and the targets.
-        batch: Inputs and targets of one minibatch.
-        demand: What its pipeline takes.
-        around: This rank.
+    If they need more devices, it is for `need` to say so.
 
     Raises:
         FleetConfigError: The devices have too little memory.
     """
     model = holding.model
     shared = shared_parameters(model) if demand.is_flushed else []  # as long as all are here
-    placement, costs, nodes = _placement(model, loss, batch, demand, around)
+    placement, costs, nodes = _placement(model, loss, batch, demand, parts, need)
     directory = Directory.of(
         placement.ranks,
         placement.cuts,
@@ -175,9 +140,9 @@ def place(
     if group_size() > 1:
         group = gloo_group()
         assert group is not None
-        edges = Edges(group, directory, around.device, room=2 * demand.in_flight + 2)
+        edges = Edges(group, directory, parts.device, room=2 * demand.in_flight + 2)
     try:
-        return _keep(holding, shared, placement, directory, edges, demand, around)
+        return _keep(holding, shared, placement, directory, edges, demand, parts)
     except BaseException:
         if edges is not None:
             edges.close(alone=True)  # others wait for this rank
@@ -185,32 +150,32 @@ def place(
 
 
 def _keep(
-    holding: Holding,
+    holding: HeldModel,
     shared: list[Shared],
     placement: Placement,
     directory: Directory,
     edges: Edges | None,
     demand: Demand,
-    around: Surroundings,
+    parts: Parts,
 ) -> Placed:
     """Keep the layers of this rank's stage."""
-    model, optimizer = holding.model, holding.optimizer
-    address = directory.address_of(around.rank)
+    model, optimizer, run = holding.model, holding.optimizer, parts.run
+    address = directory.address_of(run.rank)
     bounds = (0, *placement.cuts[address.worker], len(model))
     first, end = bounds[address.stage], bounds[address.stage + 1]
     part = part_of(model, first, end)
     if edges is not None:
         holding.keep(part, edges.gather, is_copy=address.worker > 0)
-    part.to(around.device)
+    part.to(parts.device)
     optimizer.load_state_dict(optimizer.state_dict())  # to where the parameters are
     pipelines = list(zip(placement.cuts, placement.ranks, strict=True))
     columns = None
-    ties = Ties(model, shared, pipelines, around.rank)
+    ties = Ties(model, shared, pipelines, run.rank)
     if len(placement.ranks) > 1 and demand.is_flushed:
         columns = Columns(directory, names_by_piece(model, directory, address))
     # Virtual workers that do not wait for each other have the same numbers of minibatches.
     draws_apart = address.worker > 0 and not demand.is_flushed
-    seed = (*around.seed, address.worker) if draws_apart else around.seed
+    seed = (run.seed, run.number, *([address.worker] if draws_apart else []))
     return Placed(
         placement=placement,
         directory=directory,
@@ -219,8 +184,8 @@ def _keep(
         edges=edges,
         columns=columns,
         ties=ties,
-        noise=Noise(dict(enumerate(part, first)), around.device, seed),
-        rank=around.rank,
+        noise=Noise(dict(enumerate(part, first)), parts.device, seed),
+        rank=run.rank,
     )
 
 
@@ -237,23 +202,24 @@ def _placement(
     loss: Loss,
     batch: tuple[Any, Any],
     demand: Demand,
-    around: Surroundings,
+    parts: Parts,
+    need: Need,
 ) -> tuple[Placement, list[LayerCost], list[int]]:
     """Also what layers cost, and nodes of ranks, as far as these matter."""
     if group_size() == 1 and math.isinf(demand.memory_bytes):
         return Placement(cuts=((),), ranks=((0,),), held=1), [], [0]
-    costs, on = _measured(model, loss, batch, demand, around)
+    costs, on = _measured(model, loss, batch, demand, parts)
     demand = replace(demand, memory_bytes=on.memory_bytes[0])
     if any(cost.leaves_something for own in costs for cost in own):
         demand = replace(demand, may_replicate=False)
     if group_size() > 1:
-        demand = replace(demand, links=measured_links(on.nodes, around.rank, WIRE))
+        demand = replace(demand, links=measured_links(on.nodes, parts.run.rank, WIRE))
     try:
         placement = demand.place(costs, on)
     except DoesNotFit as error:
-        _use_others(error, costs[0], demand, around)
+        _use_others(error, costs[0], demand, parts, need)
     if placement.reason:
-        _logger.debug("Trial %d: %s", around.seed[-1], placement.reason)
+        _logger.debug("Trial %d: %s", parts.run.number, placement.reason)
     return placement, costs[0], list(on.nodes)
 
 
@@ -262,10 +228,10 @@ def _measured(
     loss: Loss,
     batch: tuple[Any, Any],
     demand: Demand,
-    around: Surroundings,
+    parts: Parts,
 ) -> tuple[list[list[LayerCost]], Ranks]:
     """What each rank knows of the layers and of its device, on all of them."""
-    costs = layer_costs(list(model), loss, *batch, around.device)
+    costs = layer_costs(list(model), loss, *batch, parts.device)
     told = checkpoint.gather(
         {
             "costs": [asdict(cost) for cost in costs],
@@ -282,19 +248,19 @@ def _measured(
 
 
 def _use_others(
-    refusal: DoesNotFit, costs: list[LayerCost], demand: Demand, around: Surroundings
+    refusal: DoesNotFit, costs: list[LayerCost], demand: Demand, parts: Parts, need: Need
 ) -> NoReturn:
     """The devices of now won't do, though as many like the first one, or unlike it, may."""
     number, num_blocks = group_size(), len(demand.blocks)
     if number > num_blocks and demand.most_workers == 1:
         why = f"On {number} devices: {refusal}"
-        around.go_on_with_fewer(why, num_blocks)
+        parts.shares.on_too_wide(why, num_blocks)
         raise TrialError(why)
-    most = around.most_devices
+    most = demand.most_devices
     fewest = demand.fewest_stages(costs, most)
-    if number >= most or (fewest is None and around.are_alike):
+    if number >= most or (fewest is None and parts.run.are_alike):
         raise FleetConfigError(_too_large(costs, demand, most))
-    around.need(max(fewest or min(2 * number, most), number + 1))
+    need(max(fewest or min(2 * number, most), number + 1))
 
 
 def _too_large(costs: list[LayerCost], demand: Demand, most: int) -> str:

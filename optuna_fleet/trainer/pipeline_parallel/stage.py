@@ -32,9 +32,6 @@ class PassDone:
     """A pass has been done.
 
     Attributes:
-        address: By whom.
-        turn: Which.
-        tag: With which weights.
         loss: Of a backward pass: the minibatch's, without gradients; else None.
     """
 
@@ -51,14 +48,7 @@ class PipelineStage:
     """Knows what its next pass is; who runs it (a loop, a process) is somebody else's matter.
 
     Args:
-        address: Of the stage.
-        num_stages: Of its virtual worker.
-        part: Its layers.
         loss: From the model's output and a minibatch's targets to a scalar; the last stage's.
-        weights: Its versions of them.
-        schedule: When a minibatch may start.
-        transport: To other stages.
-        observer: Is told of each pass.
         most_held: Minibatches that it has memory for; None for as many as keep it busy.
     """
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.bounds import Bounds
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.narrowing import go_on_with_fewer
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.pipeline_parallel.placement import blocks_of
-from optuna_fleet.trainer.pipeline_parallel.placing import Surroundings
-from optuna_fleet.trainer.session import Session, Yielded
+from optuna_fleet.trainer.widths import Bounds
 
 
 def make_pipeline(
@@ -25,9 +23,8 @@ def make_pipeline(
     optimizer: Any,
     loss: Callable[[Any, Any], Any],
     given: Mapping[str, Any],
-    session: Session,
+    parts: Parts,
     loader: ShardLoader,
-    device: torch.device,
 ) -> Pipeline:
     """Make it, as the options `given` say; `loader` tells which devices the trial can use.
 
@@ -36,7 +33,7 @@ def make_pipeline(
     """
     _check(model, optimizer)
     options = PipelineOptions(**given)
-    run = session.run
+    session, run = parts.session, parts.run
     num_blocks = len(blocks_of(model, may_part_ties=options.is_flushed))
     bounds = Bounds.checked(options.min_devices, options.max_devices, run, spans_types=True)
     workers = options.most_workers
@@ -57,35 +54,8 @@ def make_pipeline(
         )
     loader.bounds = replace(bounds, max_devices=most)
     loader.gives_whole_batches = True
-
-    def need(num_devices: int) -> NoReturn:
-        if loader.tell_least(num_devices):
-            session.unwind(Yielded)
-        raise FleetConfigError(
-            f"The model does not fit on {run.world_size} devices, but on {num_devices}. A trial "
-            "can have several only if its batches come from trial.batches()."
-        )
-
-    return Pipeline(
-        model,
-        optimizer,
-        loss,
-        options=options,
-        surroundings=Surroundings(
-            device=device,
-            rank=run.rank,
-            most_devices=min(most, run.num_of_all_types),
-            are_alike=run.are_alike,
-            seed=(run.seed, run.number),
-            check=session.check,
-            begin=loader.shares.begin,
-            count=session.count,
-            need=need,
-            go_on_with_fewer=lambda why, max_devices: go_on_with_fewer(
-                session, why, min_devices=bounds.min_devices, max_devices=max_devices
-            ),
-        ),
-    )
+    options = replace(options, max_devices=min(most, run.num_of_all_types))
+    return Pipeline(model, optimizer, loss, options, parts, loader.need)
 
 
 def _check(model: Any, optimizer: Any) -> None:

@@ -61,10 +61,8 @@ class Ties:
     all but the first get one of their own in the same memory, so that gradients do not mix.
 
     Args:
-        model: All layers.
         shared: What they shared when all of them were here.
         pipelines: Of each the cuts, and the ranks of its stages.
-        rank: Of this process.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
 """The state of a model in stages, as that of the whole: checkpoints have it whatever the stages.
 
-Any number of stages can go on with it, as can one device, and who loads the best model.
+Any number of stages can go on with it, as can one device, and who loads the best model. Names stay
+those of the whole, whatever part of the model a parameter is in.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +17,19 @@ from torch import nn
 Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
-class Holding:
-    """What this rank has of a model and its optimizer: all of it until it keeps a part.
+def part_of(model: nn.Sequential, first: int, end: int) -> nn.Sequential:
+    """Layers `first` up to, without, `end`, as they are in `model`."""
+    layers = list(model._modules.items())[first:end]  # `named_children` gives repeated ones once
+    return nn.Sequential(OrderedDict((name, layer) for name, layer in layers if layer is not None))
 
-    Args:
-        model: The whole model.
-        optimizer: Of parameters of it.
+
+def parameters_of(part: nn.Module) -> Mapping[str, nn.Parameter]:
+    """Parameters that are trained."""
+    return {name: p for name, p in part.named_parameters() if p.requires_grad}
+
+
+class HeldModel:
+    """What this rank has of a model and its optimizer: all of it until it keeps a part.
 
     Attributes:
         settle: Called before the state is looked at.
@@ -143,7 +151,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 class WholeModel:
     """The model among what a trial has prepared."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: HeldModel) -> None:
         self.holding = holding
         self.state_dict = holding.model_state
         self.load_state_dict = holding.load_model
@@ -152,7 +160,7 @@ class WholeModel:
 class WholeOptimizer:
     """The optimizer among what a trial has prepared."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: HeldModel) -> None:
         self.state_dict = holding.optimizer_state
         self.load_state_dict = holding.load_optimizer
 

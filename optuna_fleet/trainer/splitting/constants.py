@@ -7,7 +7,7 @@ fails with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ class Constants:
     size: int = 0
     sizes: tuple[int, int, int] = (0, 0, 0)
     are_guessed: bool = False
-    _guesses: dict[int, tuple[Tensor, tuple[Any, Any, Any]]] = field(default_factory=dict)
+    _guesses: dict[int, tuple[Tensor, Sequence[Any]]] = field(default_factory=dict)
 
     def begin(self, size: int, most: int) -> None:
         """Batches are of that size; no more than `most` samples of each are followed."""
@@ -56,7 +56,7 @@ class Constants:
         most, first, _ = self.sizes
         return value[(slice(0, most), slice(0, first), slice(first, most))[world]]
 
-    def guess(self, tensor: Tensor, in_worlds: tuple[Any, Any, Any]) -> None:
+    def guess(self, tensor: Tensor, in_worlds: Sequence[Any]) -> None:
         """A constant that is this in the worlds if it was made of the number of samples."""
         self._guesses[id(tensor)] = tensor, in_worlds
 

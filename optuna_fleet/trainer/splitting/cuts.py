@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class Rows:
     """
 
     whole: Tensor
-    parts: tuple[Tensor, Tensor]
+    parts: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,21 +59,21 @@ class Cut:
         axis: The dimension that these rows are along.
     """
 
-    leaves: tuple[Tensor, Tensor, Tensor]
-    rows: tuple[Tensor, Tensor]
+    leaves: Sequence[Tensor]
+    rows: Sequence[Tensor]
     axis: int
 
     @classmethod
     def of(cls, tensor: Tensor, rows: Rows, axis: int, dtype: torch.dtype) -> Cut:
         """Copies the rows of `tensor`, in that type if they are no whole numbers."""
         device = tensor.device
-        parts = (rows.parts[0].to(device), rows.parts[1].to(device))
+        parts = [part.to(device) for part in rows.parts]
         chosen = tensor.detach().index_select(axis, rows.whole.to(device))
-        whole, first, second = (
+        leaves = [
             exact(some, dtype).requires_grad_(tensor.requires_grad)
             for some in (chosen, *(chosen.index_select(axis, part) for part in parts))
-        )
-        return cls((whole, first, second), parts, axis)
+        ]
+        return cls(leaves, parts, axis)
 
 
 def check_fits(tensors: list[Tensor], size: int, num_followed: int | None) -> None:
@@ -103,7 +104,7 @@ def _room(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def find_rows(tensor: Tensor, whole: Tensor, parts: tuple[Tensor, Tensor]) -> Rows:
+def find_rows(tensor: Tensor, whole: Tensor, parts: Sequence[Tensor]) -> Rows:
     """Where the rows of the whole are in a tensor, and those of its parts in the whole.
 
     Raises:
@@ -115,9 +116,9 @@ def find_rows(tensor: Tensor, whole: Tensor, parts: tuple[Tensor, Tensor]) -> Ro
     if len(first) + len(second) == len(whole) and _are_close(
         torch.cat([first, second]), whole, close
     ):
-        found = (everything[: len(first)], everything[len(first) :])
+        found = [everything[: len(first)], everything[len(first) :]]
     else:
-        found = (_places(whole, first, close), _places(whole, second, close))
+        found = [_places(whole, part, close) for part in parts]
         if len(set(torch.cat(found).tolist())) < len(whole):
             raise CannotFollowError("rows that are alike")
     rough = _CLOSE.get(tensor.dtype, _COARSE)

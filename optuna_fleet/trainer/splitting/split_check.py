@@ -145,7 +145,7 @@ class SplitCheck:
             if self._depth == 1 or self._shares.is_found:
                 self._unclear = sizes if len({*sizes, self._last_size}) > 1 else []
         if self._worlds is not None:
-            self._worlds.enter(module, inputs)
+            self._worlds.enter()
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """See `module_hooks.Listener`."""
@@ -175,11 +175,11 @@ class SplitCheck:
         whole, *parts = (float(one) for one in weights)
         shares = [1.0, *(part / whole if whole else math.nan for part in parts)]
         sizes = worlds.constants.sizes
-        one, first, second = (
-            loss * (share * sizes[0] / size) if share else torch.zeros_like(loss).detach()
-            for loss, share, size in zip(losses, shares, sizes, strict=True)
-        )
-        worlds.know(loss, (one, first, second))
+        weighted = [
+            one * (share * sizes[0] / size) if share else torch.zeros_like(one).detach()
+            for one, share, size in zip(losses, shares, sizes, strict=True)
+        ]
+        worlds.know(loss, weighted)
 
     def _compare(self, losses: Counterparts) -> None:
         worlds = self._worlds

@@ -11,7 +11,7 @@ that would take too much memory they follow some of the samples only, in float32
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ from optuna_fleet.trainer.splitting.tracked import Tracked, escaped, in_world, p
 WORLDS = range(3)
 """The whole batch, its first part, its second part."""
 
-Counterparts = tuple[Any, Any, Any]
+Counterparts = Sequence[Any]
+"""What something is in each of the worlds."""
 
 _logger = logging.getLogger(__name__)
 
@@ -152,8 +153,7 @@ class Worlds(TorchFunctionMode):
         self.constants.begin(size, min(size, self._most_samples or size))
         for tensor in _tensors(data):
             if tensor.dim() and len(tensor) == size:
-                whole, one, two = (self.constants.as_rows(tensor, world) for world in WORLDS)
-                self.know(tensor, (whole, one, two))
+                self.know(tensor, [self.constants.as_rows(tensor, world) for world in WORLDS])
 
     def know(self, tensor: Tensor, counterparts: Counterparts) -> None:
         """From now on a tensor of the objective's is this in the worlds."""
@@ -233,8 +233,8 @@ class Worlds(TorchFunctionMode):
         if any(len(one) != len(leaves) for one in everywhere):
             raise CannotFollowError(name)
         found = [
-            self._found(name, leaf, (one, first, second))
-            for leaf, one, first, second in zip(leaves, *everywhere, strict=True)
+            self._found(name, leaf, counterparts)
+            for leaf, *counterparts in zip(leaves, *everywhere, strict=True)
         ]
         if isinstance(result, torch.Size):
             return torch.Size(found)
@@ -269,23 +269,21 @@ class Worlds(TorchFunctionMode):
         """A tensor that may depend on the number of samples: used where a part fails without."""
         before = generators_now()
         try:
-            whole, first, second = self._applied(
-                func, name, args, kwargs, self.constants.as_guessed
-            )
+            guesses = self._applied(func, name, args, kwargs, self.constants.as_guessed)
         except Exception:
             return
         finally:
             set_generators(before)
         if isinstance(result, Tensor):
-            self.constants.guess(result, (whole, first, second))
+            self.constants.guess(result, guesses)
 
     def _found(self, name: str, leaf: Any, everywhere: Counterparts) -> Any:
         if isinstance(leaf, Tensor):
             self.know(leaf, everywhere)
         elif name not in _ESCAPES and not isinstance(leaf, float):
-            return tracked(leaf, everywhere)
+            return tracked(leaf, tuple(everywhere))
         elif len(set(everywhere)) > 1:  # Python, or a log, takes plain ones
-            escaped[leaf] = everywhere
+            escaped[leaf] = tuple(everywhere)
         return leaf
 
     def _apply(self, func: Any, name: str, args: Any, kwargs: Any, world: int, take: Take) -> Any:
@@ -313,7 +311,7 @@ class Worlds(TorchFunctionMode):
         """A random tensor of the batch: each part has its rows of it."""
         size, (most, first, _) = self.constants.size, self.constants.sizes
         numbers = torch.arange(most)
-        rows = Rows(numbers, (numbers[:first], numbers[first:]))
+        rows = Rows(numbers, [numbers[:first], numbers[first:]])
         for tensor in _tensors(result):
             if size in tensor.shape:
                 if name == "randperm":
@@ -322,15 +320,15 @@ class Worlds(TorchFunctionMode):
 
     # -- modules ----------------------------------------------------------------------------------
 
-    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """See `module_hooks.Listener`."""
+    def enter(self) -> None:
+        """A prepared module is called."""
         self._depth += 1
         if self._depth == 1:
             # Off the stack, if it is the last there: compiled modules look at it.
             self._was_on_stack = self._leave_stack()
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        """See `module_hooks.Listener`."""
+        """It has ended; see `module_hooks.Listener`."""
         if self._depth == 1 and not self.is_over and outputs is not None:
             self._tried(self._cut_outputs, module, inputs, outputs)
         self._depth -= 1
@@ -348,7 +346,7 @@ class Worlds(TorchFunctionMode):
         check_fits(tensors, self.constants.size, self._most_samples)
         if has_rows and not any(x.requires_grad and x.is_leaf for x in given):
             whole, *parts = self.counterparts(first)  # type: ignore[misc]
-            rows = find_rows(first, whole, (parts[0], parts[1]))
+            rows = find_rows(first, whole, parts)
             for tensor in tensors:
                 self._cut(tensor, rows, tensor.shape.index(size))
         else:
@@ -356,12 +354,12 @@ class Worlds(TorchFunctionMode):
 
     def _cut(self, tensor: Tensor, rows: Rows, axis: int) -> None:
         cut = Cut.of(tensor, rows, axis, self.dtype)
-        whole, first, second = cut.leaves
         if tensor.requires_grad:
             self.cuts.append(cut)
             # Copies, as the objective may change them in place.
-            whole, first, second = whole.clone(), first.clone(), second.clone()
-        self.know(tensor, (whole, first, second))
+            self.know(tensor, [leaf.clone() for leaf in cut.leaves])
+        else:
+            self.know(tensor, cut.leaves)
 
     def _call(self, module: torch.nn.Module, inputs: Any, tensors: list[Tensor]) -> None:
         """Call a copy of a module in each world; in eval mode, where samples are by themselves."""
@@ -375,8 +373,8 @@ class Worlds(TorchFunctionMode):
         if not are_alike(before, generators_now()):
             raise CannotFollowError("random")
         self.called.append(twin)
-        for tensor, one, first, second in zip(tensors, *everywhere, strict=True):
-            self.know(tensor, (one, first, second))
+        for tensor, *outputs in zip(tensors, *everywhere, strict=True):
+            self.know(tensor, outputs)
 
     def _called(self, module: torch.nn.Module, inputs: Any, world: int) -> list[Tensor]:
         def there(value: Any) -> Any:

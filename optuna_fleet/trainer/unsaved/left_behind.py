@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.unsaved.carried import Variables, carried, marks_in
 from optuna_fleet.trainer.unsaved.loops import Loop, looping_frame, users_frames, variables_of
 
@@ -38,6 +39,8 @@ _NUMBERS: frozenset[type] = frozenset({bool, int, float, NoneType})
 _MOST_TENSORS = 64
 _CLOSED = (type, ModuleType, torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 _OPEN = (dict, list, tuple, set, MethodType, BuiltinMethodType, CellType, functools.partial)
+_FOR_BATCHES = "trial.totals or trial.state, or read without movable=True"
+_FOR_EPOCHS = "trial.state, or use trial.best_value and trial.should_stop(patience=...)"
 _CLASS = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a `class` statement
 
 
@@ -50,26 +53,11 @@ class _Seen:
 
 
 class LeftBehind:
-    """Looks at the first two epochs of a loop, and at the first batches of a movable one.
+    """Looks at the first two epochs of a loop, and at the first batches of a movable one."""
 
-    Args:
-        objects: What was prepared so far; grows while the objective runs.
-        state: What else is checkpointed.
-        optimizers: Those that have trained: what else they train is told of already.
-        remark: Given what a sentence is about, and the sentence.
-    """
-
-    def __init__(
-        self,
-        objects: Collection[Any],
-        state: dict[str, Any],
-        optimizers: Collection[torch.optim.Optimizer],
-        remark: Callable[[list[str], str], None],
-    ) -> None:
-        self._objects = objects
-        self._state = state
-        self._optimizers = optimizers
-        self._remark = remark
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._objects = parts.objects if parts.run.rank == 0 else []  # others hold the same
         self._first: _Seen | None = None
         self._begun: _Seen | None = None
         self._num_epochs = 0
@@ -97,7 +85,9 @@ class LeftBehind:
             return
         self._num_epochs += 1
         with contextlib.suppress(Exception):
-            self._tell_of_variables(frame, self._first, begun)
+            loop, first, second = looping_frame(frame), self._first.variables, begun.variables
+            if loop is not None and first is not None and second is not None:
+                self._tell_of_variables(loop, first, second, "epoch", _FOR_EPOCHS)
         with contextlib.suppress(Exception):
             self._tell_of_objects(frame, self._first, begun)
 
@@ -110,30 +100,26 @@ class LeftBehind:
             if loop is None:
                 return
             if len(self._batches) == _NUM_EPOCHS:
-                self._tell_of_batches(loop, *self._batches)
+                others = ["what `enumerate` counts"] if Loop(loop).enumerates else []
+                first, second = self._batches
+                self._tell_of_variables(loop, first, second, "batch", _FOR_BATCHES, others)
             self._batches.append(Variables.of(loop))
 
-    def _tell_of_batches(self, loop: FrameType, first: Variables, second: Variables) -> None:
-        names = [f"`{name}`" for name in carried(loop, first, second, marks_in(self._kept()))]
-        names += ["what `enumerate` counts"] if Loop(loop).enumerates else []
+    def _tell_of_variables(
+        self,
+        loop: FrameType,
+        first: Variables,
+        begun: Variables,
+        each: str,
+        keep_in: str,
+        others: Sequence[str] = (),
+    ) -> None:
+        names = [f"`{name}`" for name in carried(loop, first, begun, marks_in(self._kept()))]
         place = _place_of(loop)
         self._tell(
-            "Local variables that change from batch to batch begin",
-            {name: f"{name} {place}" for name in names},
-            f" ({place}). Keep them in trial.totals or trial.state, or read without movable=True.",
-        )
-
-    def _tell_of_variables(self, frame: FrameType, first: _Seen, begun: _Seen) -> None:
-        loop = looping_frame(frame)
-        if loop is None or first.variables is None or begun.variables is None:
-            return
-        names = carried(loop, first.variables, begun.variables, marks_in(self._kept()))
-        place = _place_of(loop)
-        self._tell(
-            "Local variables that change from epoch to epoch begin",
-            {f"`{name}`": f"{name} {place}" for name in names},
-            f" ({place}). Keep them in trial.state, or use trial.best_value and "
-            "trial.should_stop(patience=...).",
+            f"Local variables that change from {each} to {each} begin",
+            {name: f"{name} {place}" for name in [*names, *others]},
+            f" ({place}). Keep them in {keep_in}.",
         )
 
     def _tell_of_objects(self, frame: FrameType, first: _Seen, begun: _Seen) -> None:
@@ -160,7 +146,7 @@ class LeftBehind:
         names = [name for name, key in keys.items() if key not in self._told]
         self._told.update(keys.values())
         if names:
-            self._remark(
+            self._parts.session.remark(
                 [keys[name] for name in names],
                 f"{what} anew when the trial moves to other devices or is resumed: "
                 f"{', '.join(names)}{end}",
@@ -172,14 +158,14 @@ class LeftBehind:
         return [thing for thing in self._objects if isinstance(thing, torch.nn.Module)]
 
     def _kept(self) -> list[Any]:
-        return [thing for thing, _ in _reachable({"": self._state}).values()]
+        return [thing for thing, _ in _reachable({"": self._parts.state}).values()]
 
     def _things(self, frame: FrameType) -> list[tuple[Any, str]]:
         """What the variables of the user's functions lead to, but for what is checkpointed."""
         variables: dict[str, Any] = {}
         for each in users_frames(frame):
             variables = variables_of(each) | variables
-        kept = _reachable({"objects": list(self._objects), "state": self._state})
+        kept = _reachable({"objects": list(self._objects), "state": self._parts.state})
         found = _reachable(variables, without=_NUMBERS)
         return [
             (thing, f"`{name}` ({type(variables[name]).__name__})")
@@ -209,9 +195,9 @@ class LeftBehind:
         shapes += [_shapes(module.parameters()) for module in self._modules()]
         shapes += [_shapes(t for t in tensors if t.requires_grad) for tensors in prepared]
         known = {tensor.data_ptr() for tensors in prepared for tensor in tensors}
-        trained = {
-            p.data_ptr() for o in self._optimizers for g in o.param_groups for p in g["params"]
-        }
+        # What other optimizers train is told of already (`Steps`).
+        groups = [group for o in self._parts.steps.optimizers for group in o.param_groups]
+        trained = {p.data_ptr() for group in groups for p in group["params"]}
         for thing, name in things:
             tensors = _tensors(thing)
             is_module = issubclass(type(thing), torch.nn.Module)

@@ -44,7 +44,7 @@ class Steps:
         ]
 
     def close(self) -> None:
-        """Look no more."""
+        """Look no more; the hooks would keep the trial's memory."""
         for handle in self._handles:
             handle.remove()
 
@@ -52,7 +52,7 @@ class Steps:
         """Note when this module gets gradients."""
         for parameter in module.parameters():
             if parameter.is_floating_point() or parameter.is_complex():
-                hook_gradient(parameter, self._after_gradient)
+                self._handles.append(hook_gradient(parameter, self._after_gradient))
 
     @property
     def are_pending(self) -> bool:

@@ -32,6 +32,7 @@ from optuna_fleet.resources import Device
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import (
+    SIGN_EVERY_S,
     KeepObjective,
     KillTrainer,
     LeaveOut,
@@ -51,7 +52,6 @@ from optuna_fleet.wire.node_messages import (
     TrainerStarted,
 )
 
-SIGN_EVERY_S = 1.0
 _END_LIMIT_S = 2.0
 _REPORT_EVERY_S = 2.0
 _STORE = -1  # what `Backoff` knows it by, beside the devices
@@ -65,11 +65,8 @@ class Agent:
     """The processes of one node, driven by one selector.
 
     Args:
-        channel: To the driver, which this agent has joined.
-        invitation: With which its trainers connect to the same driver.
         name: This incarnation of the agent.
         host: Address under which other nodes reach this one.
-        setup: What the driver wants of it.
         notice_s: Seconds that the node is left after a SIGTERM; None if that ends the agent.
     """
 

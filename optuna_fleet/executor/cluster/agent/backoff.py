@@ -14,9 +14,6 @@ class Backoff:
     """Restarts of processes, each with a key.
 
     The first restart after a short life is made at once, the next ones after a pause that doubles.
-
-    Args:
-        clock: Seconds since any time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -43,11 +43,9 @@ _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # in a memor
 
 
 def environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that an agent needs before it imports anything; what the user has set stays.
+    """Variables that an agent needs before it imports anything; what was `given` stays.
 
-    Args:
-        threads: That each of its trainers may compute with.
-        given: The environment of whoever starts it.
+    Each of its trainers may compute with so many threads.
     """
     return {**_ENVIRONMENT, **given, "OMP_NUM_THREADS": str(threads)}
 
@@ -87,7 +85,6 @@ def run_agent(options: AgentOptions) -> None:
         AgentJoining(
             agent=agent,
             node=options.node,
-            host=host,
             devices=devices,
             cores=options.cores or cpu_count(),
             machine=machine(),

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from optuna_fleet.exceptions import LaunchError
+from optuna_fleet.executor.cluster.asking import News
 from optuna_fleet.executor.cluster.engine import Departure
-from optuna_fleet.executor.cluster.news import News
 from optuna_fleet.executor.cluster.slurm.commands import ask_jobs, departures_of
 from optuna_fleet.executor.cluster.slurm.step import Step, show
 from optuna_fleet.processes import cause_of_death
@@ -25,9 +25,7 @@ class Allocation:
     """Threads that start agents, listen to srun, and tell what it says.
 
     Args:
-        job: The allocation's number.
         agent: Command line of an agent, but for its name.
-        environment: Of srun.
         nodes: Those that the allocation had in the beginning.
     """
 

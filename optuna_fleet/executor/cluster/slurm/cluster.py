@@ -14,8 +14,8 @@ from typing import Any
 
 from optuna_fleet.arguments import check_number
 from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.executor.cluster.asking import TellsNews
 from optuna_fleet.executor.cluster.engine import Network
-from optuna_fleet.executor.cluster.news import TellsNews
 from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.executor.cluster.slurm.allocation import Allocation
 from optuna_fleet.executor.cluster.slurm.commands import (
@@ -96,13 +96,7 @@ def hint_at_slurm(environment: Mapping[str, str]) -> None:
 
 
 class SlurmEngine(TellsNews):
-    """Starts agents in the allocation that this process is in.
-
-    Args:
-        job: The allocation's number.
-        agent: Command line of an agent, but for its name.
-        notice_s: Seconds that its nodes are left after a notice.
-    """
+    """Starts agents in the allocation that this process is in."""
 
     def __init__(self, job: str, agent: Sequence[str], notice_s: float) -> None:
         self._job = job

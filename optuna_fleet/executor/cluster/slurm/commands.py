@@ -35,7 +35,6 @@ class Job:
     """What squeue says of a job.
 
     Attributes:
-        number: Its number.
         state: Slurm's word for it, as in "RUNNING".
         end: When its time limit ends it, or it has ended, in seconds since the epoch; None for
             never, or not known.
@@ -51,11 +50,7 @@ class Job:
 
 
 def ask_jobs(*which: str) -> list[Job]:
-    """The jobs that these options of squeue choose; waits for its answer.
-
-    Raises:
-        LaunchError: There is none.
-    """
+    """The jobs that these options of squeue choose; waits for its answer."""
     text = ask("squeue", "--noheader", "--states=all", f"--format={_FORMAT}", *which)
     return jobs_of(text)
 
@@ -119,12 +114,9 @@ def is_of_ending(line: str) -> bool:
 
 
 def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = None) -> str:
-    """Standard output of a command; waits for it, for minutes where Slurm's controller is dead.
+    """Standard output of a command that is given `text`, and these variables besides our own.
 
-    Args:
-        command: With its arguments.
-        text: For its standard input.
-        environment: Variables beyond those of this process.
+    Waits for it, for minutes where Slurm's controller is dead.
 
     Raises:
         LaunchError: It failed; says how.
@@ -166,12 +158,8 @@ def without_options(environment: Mapping[str, str]) -> dict[str, str]:
 def in_a_step(agent: Sequence[str], *options: str, suffix: str = "") -> list[str]:
     """The srun that starts an agent on each of its nodes, which says the node's name in Slurm.
 
-    Whatever the site's defaults are, the others go on when one ends.
-
-    Args:
-        agent: Its command line.
-        options: Of srun.
-        suffix: What follows the node's name in that of the agent, for the shell.
+    Whatever the site's defaults are, the others go on when one ends. The `suffix`, which the
+    shell expands, follows the node's name in that of the agent.
     """
     return [
         *("srun", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"),

@@ -44,8 +44,6 @@ class HarvestEngine(AsksScheduler):
     """Submits pilots, and looks after them.
 
     Args:
-        limits: How many pilots.
-        job: What each of them is.
         check_s: Seconds between two looks at Slurm's queue.
     """
 

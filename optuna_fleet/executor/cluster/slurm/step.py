@@ -18,11 +18,6 @@ class Step:
 
     Args:
         agent: Command line of an agent, but for its name.
-        nodes: Those.
-        environment: Of srun.
-
-    Raises:
-        OSError: It can't be started.
     """
 
     def __init__(

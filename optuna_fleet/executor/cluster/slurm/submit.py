@@ -53,8 +53,6 @@ class Submission:
 
     Attributes:
         command: What runs on the first node.
-        options: Of sbatch.
-        file: Where the script is written.
         notice_s: Seconds before the time limit when the script is told.
         requeue: Whether it then puts itself into the queue again.
     """

@@ -1,0 +1,78 @@
+"""On how few and how many devices a trial trains; and what is said where it can't have so many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optuna_fleet.arguments import check_number
+from optuna_fleet.events import WidthLimited
+from optuna_fleet.exceptions import FleetConfigError, TrialError
+from optuna_fleet.trainer.session import Session
+from optuna_fleet.wire.messages import Remark, RunTrial
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Fewest and most devices that the objective wants; None for as many as it can use.
+
+    They are of one type, unless it `spans_types`.
+    """
+
+    min_devices: int = 1
+    max_devices: int | None = None
+    spans_types: bool = False
+
+    @classmethod
+    def checked(
+        cls,
+        min_devices: int | None,
+        max_devices: int | None,
+        run: RunTrial,
+        *,
+        spans_types: bool = False,
+    ) -> Bounds:
+        """What was given to `FleetTrial.prepare` or `FleetTrial.pipeline`; None for no bound.
+
+        Raises:
+            FleetConfigError: They are no numbers >= 1, or contradict each other or the fleet,
+                of which `run` tells.
+        """
+        check_number("min_devices", min_devices, least=1, whole=True, optional=True)
+        check_number("max_devices", max_devices, least=1, whole=True, optional=True)
+        least = min_devices or 1
+        fleet = ("the fleet has", run.num_of_all_types)
+        if not spans_types:
+            fleet = (f"{'' if run.are_alike else 'of one type '}the fleet has", run.num_devices)
+        for what, most in (("`max_devices` is", max_devices), fleet):
+            if most is not None and least > most:
+                raise FleetConfigError(
+                    f"`min_devices` is {least}, but {what} {most}: it must not be more."
+                )
+        return cls(least, max_devices, spans_types)
+
+
+def stay_alone(session: Session, why: str) -> None:
+    """The trial, which is on one device, is never to have more."""
+    session.send(WidthLimited(run_id=session.run.run_id, max_devices=1))
+    session.warn(why)
+
+
+def go_on_with_fewer(session: Session, bounds: Bounds, why: str, max_devices: int) -> None:
+    """A step can't be done on more devices than that: the run ends, the trial goes on.
+
+    Raises:
+        TrialError: The trial must not have so few.
+    """
+    run = session.run
+    devices = "one device" if max_devices == 1 else f"{max_devices} devices at most"
+    if max_devices < bounds.min_devices:
+        raise TrialError(
+            f"{why} It could go on on {devices}, but its `min_devices` is {bounds.min_devices}."
+        )
+    session.send(WidthLimited(run_id=run.run_id, max_devices=max_devices))
+    remark = Remark(
+        run_id=run.run_id,
+        keys=(f"trial {run.number} is too wide",),
+        text=f"{why} The trial goes on from its last checkpoint, on {devices}.",
+    )
+    session.send(remark)  # whichever rank finds it
