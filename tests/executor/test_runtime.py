@@ -27,6 +27,7 @@ from optuna_fleet.events import (
     AnswerEpoch,
     DeviceJoined,
     DeviceLeaving,
+    DeviceLost,
     Ending,
     EpochDecision,
     Launch,
@@ -594,6 +595,27 @@ def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
     (lost,) = die(runtime, KILLED)
     runtime.device_events(*lost.exits)
     assert trainer_ready(runtime) == [DeviceJoined(device=device)]
+
+
+def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(
+    runtime: Runtime, engine: FakeEngine
+) -> None:
+    """A trial that needs them all would be begun on the others again and again."""
+    assert list(runtime.devices_at_first()) == []
+    trainer_ready(runtime)
+    there = DeviceJoined(device=runtime.agents.devices[0])
+    assert list(runtime.devices_at_first()) == [there]
+    runtime.kill(0)
+    assert list(runtime.devices_at_first()) == [there, DeviceLost(device=0)]
+    trainer_exited(runtime)
+    assert list(runtime.devices_at_first()) == [there, DeviceLost(device=0)]
+    trainer_ready(runtime, pid=8)
+    assert list(runtime.devices_at_first()) == [there]
+    engine.departures.append(Departure(node="here", cause="so", by=time.time()))
+    hear(runtime)  # an earlier call was told, or nobody
+    assert list(runtime.devices_at_first()) == [there, DeviceLeaving(device=0)]
+    runtime.exclusion.leave_out_node("here", "it loses all trials")
+    assert list(runtime.devices_at_first()) == []
 
 
 def test_an_engine_is_told_how_many_nodes_would_be_used(
