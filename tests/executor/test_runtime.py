@@ -31,6 +31,7 @@ from optuna_fleet.events import (
     Ending,
     EpochDecision,
     Launch,
+    RunLingers,
 )
 from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.calls import RunCalls
@@ -39,7 +40,7 @@ from optuna_fleet.executor.call.launcher import Launcher
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.waits import Deadlines
+from optuna_fleet.executor.call.waits import GATHER_S, Deadlines
 from optuna_fleet.executor.call.watchdog import Limits
 from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.agent.main import versions
@@ -881,6 +882,28 @@ def test_the_first_devices_are_told_of_at_once_and_later_ones_together(
     ready = TrainerReady(device=0, process=ProcessId("agent", 1))
     assert receiver.take(ready) == [joined] * told
     assert len(receiver.waits_s()) == 1 - told
+
+
+def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first() -> None:
+    parts = mock.MagicMock(runs={1: run_on(0, 1)})
+    parts.runtime.configure_mock(may_grow=True, rank_ended=lambda message: [])
+    receiver = Receiver(parts)
+    receiver.growth()
+    now = 0.0
+    receiver._endings = Deadlines(lambda: now)
+
+    def end(rank: int) -> None:
+        ended = Ended(run_id=1, rank=rank, device=rank, time_s=0.0, ending=Ending.YIELDED)
+        receiver.take(ended)
+
+    end(0)
+    assert (receiver.due(), receiver.waits_s()) == ([], [GATHER_S])
+    now = GATHER_S
+    assert (receiver.due(), receiver.due()) == ([RunLingers(run_id=1)], [])
+    parts.runs[1] = run_on(0, 1)
+    end(1)
+    end(0)
+    assert receiver.waits_s() == []
 
 
 def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:
