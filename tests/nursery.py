@@ -39,6 +39,8 @@ SERVER = "optuna_fleet.pipeline.standalone.main"
 SOLVER = "optuna_fleet.alloc.solver_process"
 FIRST = "OPTUNA_FLEET_TESTS_FIRST"
 """Environment variable: a script that agents, servers and solvers run first."""
+TOLD = "OPTUNA_FLEET_TESTS_NURSERY"
+"""Environment variable: where a nursery's orders come from, and what more it is to import."""
 
 _ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = environment(1, {})  # heeded by what is imported
@@ -160,6 +162,22 @@ class Nursery:
             socket.send_fds(self._way(), [pickle.dumps(order)], fds)
         return Forked(status)
 
+    @contextlib.contextmanager
+    def branch(self, *modules: str) -> Iterator[Nursery]:
+        """Another nursery, forked from this one, that has imported these as well."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(os.devnull) as nowhere:
+            told = {TOLD: " ".join([str(theirs.fileno()), *modules])}
+            environment = {**os.environ, **_ENVIRONMENT, **told}
+            fds, given = (nowhere.fileno(), 1, 2), (theirs.fileno(),)
+            forked = self._fork("tests.nursery", fds, environment, pass_fds=given)
+        branch = Nursery(ours)
+        try:
+            yield branch
+        finally:
+            branch.close()
+            forked.wait()
+
     def begin(self) -> None:
         """Start the process that forks the others, which the first of them does otherwise."""
         self._way()
@@ -168,11 +186,11 @@ class Nursery:
         if self._orders is None:
             self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                code = f"from tests.nursery import main; main({theirs.fileno()})"
+                told = {TOLD: str(theirs.fileno()), "PYTHONPATH": str(_ROOT)}
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", code],
+                    [sys.executable, "-c", "from tests.nursery import main; main()"],
                     cwd=_ROOT,
-                    env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(_ROOT)},
+                    env={**os.environ, **_ENVIRONMENT, **told},
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
                     pass_fds=(theirs.fileno(),),
@@ -235,6 +253,10 @@ class Forked:
         self._status = status
         self.pid = self._read()
 
+    def fileno(self) -> int:
+        """Of what is readable once it has ended, until that was heard."""
+        return self._status.fileno()
+
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0.0)
@@ -267,13 +289,14 @@ class Forked:
 # -- in the nursery -------------------------------------------------------------------------------
 
 
-def main(orders_fd: int) -> NoReturn:
+def main() -> NoReturn:
     """Fork what is ordered until the tests end."""
+    orders_fd, *more = os.environ.pop(TOLD).split()
     # Agents are told to import torchvision, as collected tests have.
     torchvision = ("torchvision.models", "torchvision.transforms.v2")
-    preload((AGENT, SERVER, SOLVER, "mip", *torchvision, *config.modules_to_preload()))
+    preload((AGENT, SERVER, SOLVER, "mip", *torchvision, *config.modules_to_preload(), *more))
     nest = Nest()
-    nest.listen(socket.socket(fileno=orders_fd))
+    nest.listen(socket.socket(fileno=int(orders_fd)))
     while True:
         for key, _ in nest.selector.select():
             key.data()

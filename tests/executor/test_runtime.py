@@ -58,7 +58,7 @@ from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.pipeline.limits import NICENESS
-from optuna_fleet.pipeline.spec import PipelineSetup
+from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device

@@ -533,7 +533,7 @@ def test_a_proof_is_of_one_connection_and_one_wish(running: SharedPipeline) -> N
     sock = admission.socket.socket(admission.socket.AF_UNIX, admission.socket.SOCK_SEQPACKET)
     sock.connect(address.name)
     theirs, mine = sock.recv(32), bytes(32)
-    sock.send(mine + admission.prove(address.secret, b"reader" + COUNT, theirs, mine) + READ)
+    sock.send(mine + admission.derived(address.secret, b"reader" + COUNT, mine, theirs) + READ)
     assert sock.recv(32) == b""
     sock.close()
 
