@@ -145,6 +145,15 @@ def test_it_sees_who_is_where_and_who_waits(study: optuna.Study) -> None:
     ]
 
 
+def test_a_trial_that_ends_while_the_study_is_read_may_be_the_best(
+    study: optuna.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = study.get_trials(deepcopy=False)
+    best = add_trial(study, TrialState.COMPLETE, 0.9)
+    monkeypatch.setattr(study, "get_trials", lambda **_: before)
+    assert [trial.number for trial in at(study, 40).best] == [best]
+
+
 def test_a_trial_that_has_begun_since_the_driver_wrote_is_nowhere_yet(study: Any) -> None:
     add_trial(study, TrialState.RUNNING, began=39.5)
     add_trial(study, TrialState.RUNNING, began=38.5)
