@@ -19,17 +19,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from optuna_fleet.alloc.adjust import Wishes, place_changes, realise
 from optuna_fleet.alloc.assembly import assemble, fill_idle
 from optuna_fleet.alloc.counts import CountProblem, Counts, solve_exactly
+from optuna_fleet.alloc.fluid import FloatArray
 from optuna_fleet.alloc.makespan import makespan_wishes
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.streams import group_widths
 from optuna_fleet.exceptions import FleetConfigError
 
-FloatArray = NDArray[np.float64]
 Objective = Callable[[Candidate, int], float]
 """Outcome per second of a trial on so many devices, >= 0."""
 

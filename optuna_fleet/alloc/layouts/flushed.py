@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from optuna_fleet.alloc.layouts.prediction import all_reduce_s, fits_on_each
 from optuna_fleet.alloc.partition import (
@@ -132,25 +131,20 @@ def pipelined(problem: FlushedProblem) -> FlushedLayout:
             f"{num} devices are more than the {len(problem.layers)} stages that the model can be "
             "cut into."
         )
-    freest = _pipeline(problem, held=1)
+    freest, least_s = _pipeline(problem, held=1)
     found = [freest]
     # More than 2 k - 1 keep it no fuller.
     for held in (problem.num_parts, *range(min(problem.num_parts, 2 * num - 1) - 1, 1, -1)):
         with suppress(DoesNotFit):
-            found.append(_pipeline(problem, held))
-            if found[-1].partition.slowest_s <= freest.partition.slowest_s:
+            layout, slowest_s = _pipeline(problem, held)
+            found.append(layout)
+            if slowest_s <= least_s:
                 break
-    best = min(found, key=lambda one: one.batch_s)
-    return FlushedLayout(partition=best.partition, held=best.held, batch_s=best.batch_s)
+    return min(found, key=lambda layout: layout.batch_s)
 
 
-class _Pipeline(NamedTuple):
-    partition: Partition
-    held: int
-    batch_s: float
-
-
-def _pipeline(problem: FlushedProblem, held: int) -> _Pipeline:
+def _pipeline(problem: FlushedProblem, held: int) -> tuple[FlushedLayout, float]:
+    """The best one whose stages hold so many parts, and the time of its slowest stage."""
     partition = best_partition(
         PartitionProblem(
             layers=problem.layers,
@@ -162,7 +156,9 @@ def _pipeline(problem: FlushedProblem, held: int) -> _Pipeline:
     )
     stage_s = [stage.seconds for stage in partition.stages]
     exchange_s = all_reduce_s(problem.exchanged_bytes, problem.devices, problem.links)
-    return _Pipeline(partition, held, flushed_s(stage_s, problem.num_parts, held) + exchange_s)
+    batch_s = flushed_s(stage_s, problem.num_parts, held) + exchange_s
+    layout = FlushedLayout(partition=partition, held=held, batch_s=batch_s)
+    return layout, partition.slowest_s
 
 
 def flushed_s(stage_s: Sequence[float], num_parts: int, held: int) -> float:
