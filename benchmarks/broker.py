@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from optuna_fleet.pipeline import PipelineServer, SharedPipeline, wire
-from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.chunks.arena import Extents
 from optuna_fleet.pipeline.messages import (
     Advance,
     ChunkProduced,

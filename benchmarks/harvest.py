@@ -35,8 +35,8 @@ import torch
 
 from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.alloc import ElasticAllocator, EqualSplitAllocator
-from optuna_fleet.executor.call.gathering import GATHER_S
 from optuna_fleet.executor.call.summary import FleetSummary
+from optuna_fleet.executor.call.waits import GATHER_S
 from optuna_fleet.executor.cluster.agent.main import run_agent
 from optuna_fleet.executor.cluster.config import AgentOptions, modules_to_preload
 from optuna_fleet.executor.cluster.engine import Departure, Network, Readable

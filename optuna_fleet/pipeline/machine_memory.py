@@ -49,11 +49,8 @@ def available_bytes() -> int:
 def cgroup_headrooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> list[int]:
     """Returns what the groups of this process, from its own upwards, leave to it.
 
-    This is how Slurm's --mem arrives, and the limit of a container.
-
-    Args:
-        root: Where control groups are mounted.
-        membership: The file that says which groups the process is in.
+    This is how Slurm's --mem arrives, and the limit of a container. The file ``membership`` says
+    which groups the process is in.
     """
     found = [
         _headroom(level, version)
@@ -66,8 +63,7 @@ def cgroup_headrooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> lis
 def num_out_of_memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int:
     """Returns how many processes the kernel has killed for want of memory.
 
-    Of this process' control group or, where that does not say, of the whole machine; arguments as
-    of `cgroup_headrooms`.
+    Of this process' control group or, where that does not say, of the whole machine.
     """
     groups = [
         level / version.kills

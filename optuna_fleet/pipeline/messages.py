@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.chunks.arena import Extents
 from optuna_fleet.pipeline.exchange.plan import Peer
 from optuna_fleet.pipeline.spec import ChunkKey
 
@@ -80,14 +80,6 @@ class Advance(NamedTuple):
     needed: tuple[int, ...] = ()
     ahead: tuple[int, ...] = ()
     released: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReturnChunks:
-    """A pass has copied chunks, because memory was short, and gives them back."""
-
-    pass_id: int
-    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

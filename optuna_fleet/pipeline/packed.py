@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.limits import Wanted
 from optuna_fleet.pipeline.preprocessor.payload import Payload
-from optuna_fleet.pipeline.spec import PipelineSetup, PipelineSpec
-from optuna_fleet.settings import settings_here
+from optuna_fleet.pipeline.spec import PipelineSpec
+from optuna_fleet.settings import Settings, settings_here
+from optuna_fleet.wire.packing import pack
+from optuna_fleet.wire.unpicklable import explained, variable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSetup:
+    """The pipeline as whoever serves it gets it.
+
+    Attributes:
+        payload: The data sets and their stages; None if they are to be fetched from the driver.
+        spec: Their description.
+        wanted: What the user lets it take.
+        num_preprocessors: Most preprocessors at a time.
+        is_adaptive: Run as many of them as are needed, not all.
+        niceness: What is added to theirs, so that trials that compute on the CPU go first.
+        settings: What the script's process is set to, which holds for them too.
+    """
+
+    payload: Payload | None
+    spec: PipelineSpec
+    wanted: Wanted
+    num_preprocessors: int
+    is_adaptive: bool = False
+    niceness: int = 0
+    settings: Settings = field(default_factory=Settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +62,11 @@ class PackedPipeline:
         niceness: int = 0,
         finish_on_device: bool = False,
     ) -> PipelineSetup:
-        """Returns what whoever serves the pipeline on some machine needs.
+        """Returns what whoever serves the pipeline on some machine needs, see `PipelineSetup`.
 
-        Args:
-            default_preprocessors: Most preprocessors if the user gave no number.
-            is_adaptive: In that case run as many as are needed, not all.
-            niceness: What is added to theirs.
-            finish_on_device: Trainers do the elementwise end of the preprocessing.
+        There are no more than ``default_preprocessors``, or, if ``is_adaptive``, as many of them
+        as are needed; if the user gave a number, there are so many. With ``finish_on_device``
+        trainers do the elementwise end of the preprocessing.
 
         Raises:
             FleetConfigError: What the user gave does not do what it must, or can't be pickled.
@@ -55,3 +80,28 @@ class PackedPipeline:
             niceness=niceness,
             settings=settings_here(),
         )
+
+
+def packed_part(argument: str, name: str, value: Any) -> bytes | None:
+    """Returns something of the user's as bytes, for trainers; None of None.
+
+    Raises:
+        FleetConfigError: It can't be pickled.
+    """
+    if value is None:
+        return None
+    try:
+        return pack(value)
+    except Exception as error:
+        what = f"{argument} of data set {name!r}"
+        raise unpicklable(what, {argument: value}, error) from error
+
+
+def unpicklable(what: str, wholes: Mapping[str, Any], error: Exception) -> FleetConfigError:
+    """Returns the error for things of which, by their names, one can't be pickled."""
+    parts = [variable(name, value, "given to SharedPipeline") for name, value in wholes.items()]
+    return FleetConfigError(
+        f"The {what} can't be pickled, as preprocessors and trainers, which are other processes, "
+        f"need it: {explained(parts, error)} Create such a thing (an open file, a lock, a "
+        "connection) when it is first used, in __getitem__."
+    )

@@ -15,14 +15,12 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import limits, options
 from optuna_fleet.pipeline.exchange.plan import SCHEMES, Scheme
 from optuna_fleet.pipeline.limits import Wanted
-from optuna_fleet.pipeline.packed import PackedPipeline
+from optuna_fleet.pipeline.packed import PackedPipeline, packed_part, unpicklable
 from optuna_fleet.pipeline.preprocessor import decisions, payload, samplers
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import Stages, may_split
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSpec
-from optuna_fleet.wire.packing import pack
-from optuna_fleet.wire.unpicklable import explained, variable
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -120,22 +118,27 @@ class SharedPipeline:
                 "A SharedPipeline needs at least one data set, by name: "
                 f"SharedPipeline(train=dataset). It was given {len(unnamed)} without a name."
             )
-        self._datasets = datasets
         self._lengths = {
             name: options.length_of(name, dataset, datasets, _options())
             for name, dataset in datasets.items()
         }
         self._shuffled = options.shuffled_among(shuffled, datasets)
-        self._samplers = self._checked_samplers(sampler, weights)
+        samplers = self._checked_samplers(sampler, weights)
         by_name = options.by_name
         self._collates = by_name("collate_fn", collate_fn, datasets, datasets)
-        self._stages = {
-            "prepare": by_name("prepare", prepare, datasets, datasets),
-            "augment": by_name("augment", augment, datasets, self._shuffled),
-            "finish": by_name("finish", finish, datasets, datasets),
+        prepares = by_name("prepare", prepare, datasets, datasets)
+        augments = by_name("augment", augment, datasets, self._shuffled)
+        finishes = by_name("finish", finish, datasets, datasets)
+        stages = {
+            name: Stages(
+                prepare=prepares.get(name), augment=augments.get(name), finish=finishes.get(name)
+            )
+            for name in datasets
         }
-        self.seed = _whole("seed", seed, minimum=None)
-        self.num_preprocessors = _optional("num_preprocessors", num_preprocessors)
+        self._source = Source(datasets=datasets, stages=stages, samplers=samplers)
+        check_number("seed", seed, whole=True)
+        self.seed = operator.index(seed)
+        self.num_preprocessors = _whole("num_preprocessors", num_preprocessors)
         check_choice("on_error", on_error, ("raise", "skip"))
         check_choice("order", order, ("canonical", "rolling"))
         check_choice("exchange", exchange, ("auto", *SCHEMES))
@@ -143,15 +146,15 @@ class SharedPipeline:
         check_that("split", split, is_a(bool), "be True or False, or None", optional=True)
         self._on_error, self._order, self._split = on_error, order, split
         self._wanted = Wanted(
-            memory_bytes=_optional("memory_bytes", memory_bytes),
-            decoded_bytes=_optional("decoded_bytes", decoded_bytes, minimum=0),
+            memory_bytes=_whole("memory_bytes", memory_bytes),
+            decoded_bytes=_whole("decoded_bytes", decoded_bytes, least=0),
             spill_dir=None if spill_dir is None else str(path("spill_dir", spill_dir)),
-            spill_bytes=_optional("spill_bytes", spill_bytes),
+            spill_bytes=_whole("spill_bytes", spill_bytes),
         )
         limits.check_sense(self._wanted)
 
     def _checked_samplers(self, sampler: Any, weights: Any) -> dict[str, Any]:
-        names, shuffled = self._datasets, self._shuffled
+        names, shuffled = self._lengths, self._shuffled
         samplers = options.sampler_by_name("sampler", sampler, names, shuffled)
         self._num_samples = {
             **self._lengths,
@@ -180,11 +183,10 @@ class SharedPipeline:
         def decided(finish_on_device: bool) -> PipelineSpec:
             return decisions.decided(
                 self.spec(),
-                self._source(),
+                self._source,
                 packed,
                 by_itself=self._split,
                 finish_on_device=finish_on_device,
-                pack=_packed,
             )
 
         return PackedPipeline(
@@ -198,7 +200,7 @@ class SharedPipeline:
         """Names of the data sets that only ``split=True`` would take apart, as nobody has said."""
         if self._split is not None:
             return []
-        source = self._source()
+        source = self._source
         return [
             name
             for name in sorted(self._shuffled)
@@ -215,9 +217,9 @@ class SharedPipeline:
                     name=name,
                     num_samples=self._num_samples[name],
                     length=length,
-                    sampled=name in self._samplers,
+                    sampled=name in self._source.samplers,
                     shuffled=name in self._shuffled,
-                    collate=_packed("collate_fn", name, self._collates.get(name)),
+                    collate=packed_part("collate_fn", name, self._collates.get(name)),
                 )
                 for name, length in self._lengths.items()
             ),
@@ -229,8 +231,7 @@ class SharedPipeline:
         """Returns a client that preprocesses in this process (imports torch)."""
         from optuna_fleet.pipeline.reader.inline import InlineClient
 
-        source = self._source()
-        source = replace(source, generators=payload.generators_in(source))
+        source = replace(self._source, generators=payload.generators_in(self._source))
         spec = self.spec()
         samplers.check(source, spec)
         for each in spec.datasets:
@@ -240,25 +241,19 @@ class SharedPipeline:
 
     def payload(self) -> Payload:
         """Returns the data sets in a file, for the preprocessors."""
-        source = self._source()
+        source = self._source
         try:
             return Payload.written(functools.partial(payload.pack, source))
         except Exception as error:
             stages = {
-                f"{what}[{name!r}]": stage
-                for what, given in self._stages.items()
-                for name, stage in given.items()
+                f"{what}[{name!r}]": getattr(each, what)
+                for what in ("prepare", "augment", "finish")
+                for name, each in source.stages.items()
+                if getattr(each, what) is not None
             }
-            drawing = {f"sampler[{name!r}]": each for name, each in self._samplers.items()}
-            wholes = {**self._datasets, **stages, **drawing}
-            raise _unpicklable("data sets of the SharedPipeline", wholes, error) from error
-
-    def _source(self) -> Source:
-        stages: dict[str, Stages] = {}
-        for name in self._datasets:
-            given = {what: found.get(name) for what, found in self._stages.items()}
-            stages[name] = Stages(**given)
-        return Source(datasets=self._datasets, stages=stages, samplers=self._samplers)
+            drawing = {f"sampler[{name!r}]": each for name, each in source.samplers.items()}
+            wholes = {**source.datasets, **stages, **drawing}
+            raise unpicklable("data sets of the SharedPipeline", wholes, error) from error
 
     # Alone, without an executor
 
@@ -322,29 +317,6 @@ def _options() -> list[str]:
     return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
 
-def _optional(argument: str, value: int | None, *, minimum: int = 1) -> int | None:
-    return None if value is None else _whole(argument, value, minimum=minimum)
-
-
-def _whole(argument: str, value: Any, *, minimum: int | None) -> int:
-    check_number(argument, value, least=minimum, whole=True)
-    return operator.index(value)
-
-
-def _packed(argument: str, name: str, value: Any) -> bytes | None:
-    if value is None:
-        return None
-    try:
-        return pack(value)
-    except Exception as error:
-        what = f"{argument} of data set {name!r}"
-        raise _unpicklable(what, {argument: value}, error) from error
-
-
-def _unpicklable(what: str, wholes: Mapping[str, Any], error: Exception) -> FleetConfigError:
-    parts = [variable(name, value, "given to SharedPipeline") for name, value in wholes.items()]
-    return FleetConfigError(
-        f"The {what} can't be pickled, as preprocessors and trainers, which are other processes, "
-        f"need it: {explained(parts, error)} Create such a thing (an open file, a lock, a "
-        "connection) when it is first used, in __getitem__."
-    )
+def _whole(argument: str, value: int | None, *, least: int = 1) -> int | None:
+    check_number(argument, value, least=least, whole=True, optional=value is None)
+    return value if value is None else operator.index(value)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.pipeline.limits import Wanted
-from optuna_fleet.settings import Settings
-
-if TYPE_CHECKING:
-    from optuna_fleet.pipeline.preprocessor.payload import Payload
 
 MIN_CHUNKS_PER_EPOCH = 16
 """An epoch is cut into at least this many chunks, so that several preprocessors can work on it."""
@@ -140,29 +135,6 @@ class PipelineSpec:
             f"There is no data set {name!r} in the SharedPipeline; it has {names}. "
             f"Pass it as SharedPipeline(..., {name}=dataset)."
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSetup:
-    """The pipeline as whoever serves it gets it.
-
-    Attributes:
-        payload: The data sets and their stages; None if they are to be fetched from the driver.
-        spec: Their description.
-        wanted: What the user lets it take.
-        num_preprocessors: Most preprocessors at a time.
-        is_adaptive: Run as many of them as are needed, not all.
-        niceness: What is added to theirs, so that trials that compute on the CPU go first.
-        settings: What the script's process is set to, which holds for them too.
-    """
-
-    payload: Payload | None
-    spec: PipelineSpec
-    wanted: Wanted
-    num_preprocessors: int
-    is_adaptive: bool = False
-    niceness: int = 0
-    settings: Settings = field(default_factory=Settings)
 
 
 def choose_chunk_size(

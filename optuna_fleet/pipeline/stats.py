@@ -8,16 +8,17 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PipelineUse:
     """How preprocessors and readers spent their time; time in which nobody reads is left out.
 
-    Sums over time, so that the difference of two of them says what happened in between.
+    Sums over time, so that the difference of two of them says what happened in between. The
+    server's `Meter` counts in one; others get copies.
 
     Attributes:
         active_s: Seconds in which somebody read.
         running_s: Seconds that preprocessors ran, summed over them.
-        full_s: Seconds of these they were idle since all windows were full.
+        busy_s: Seconds of these they were at work.
         blocked_s: Seconds of these they were idle since the budget allowed no more chunks.
         reading_s: Seconds that passes were open, summed over them.
         stalled_s: Seconds of these their readers waited for data.
@@ -28,7 +29,7 @@ class PipelineUse:
 
     active_s: float = 0.0
     running_s: float = 0.0
-    full_s: float = 0.0
+    busy_s: float = 0.0
     blocked_s: float = 0.0
     reading_s: float = 0.0
     stalled_s: float = 0.0
@@ -44,7 +45,12 @@ class PipelineUse:
     @property
     def busy_share(self) -> float:
         """Share of the preprocessors' time at work."""
-        return _ratio(self.running_s - self.full_s - self.blocked_s, self.running_s)
+        return _ratio(self.busy_s, self.running_s)
+
+    @property
+    def full_s(self) -> float:
+        """Seconds that preprocessors were idle since all windows were full, summed over them."""
+        return max(0.0, self.running_s - self.busy_s - self.blocked_s)
 
     @property
     def full_share(self) -> float:

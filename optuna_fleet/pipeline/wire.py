@@ -102,7 +102,6 @@ class Port:
         selector: The agent's selector.
         on_message: Called with each message.
         on_close: Called once when the peer is gone; not called by ``close``.
-        after: Called after each event, for what may go wrong with others.
     """
 
     def __init__(
@@ -112,13 +111,11 @@ class Port:
         *,
         on_message: Callable[[object], None],
         on_close: Callable[[], None],
-        after: Callable[[], None] = lambda: None,
     ) -> None:
         self._sock = sock
         self._selector = selector
         self._on_message = on_message
         self._on_close = on_close
-        self._after = after
         self._queue: deque[tuple[bytes, Sequence[int]]] = deque()
         self._is_open = True
         self._is_held_up = False
@@ -135,7 +132,6 @@ class Port:
             for _ in range(_MOST_AT_ONCE):
                 if not (self._is_open and self._hear()):
                     break
-        self._after()
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
         """Sends now or as soon as the peer reads; descriptors must stay open until then."""

@@ -7,7 +7,7 @@ controller's instructions and tells it what happened, with a clock of its own.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -101,7 +101,7 @@ class Simulation:
         self._next_trial = 0
         self._progress: dict[int, Progress] = {}
         self._flights: dict[int, SimulatedRun] = {}
-        self._events: deque[tuple[Event, ...]] = deque()
+        self._events: list[Event] = []
         self._unseen: list[Event] = []
         self._timers: list[tuple[float, int, str, tuple[int, int]]] = []
         self._order = count()
@@ -147,7 +147,7 @@ class Simulation:
         for device in change.joined:
             self._present[device] = self._now
         joins = tuple(DeviceJoined(device=self._devices[d]) for d in change.joined)
-        self._events.append((*self._unseen, *losses, *joins))
+        self._events += [*self._unseen, *losses, *joins]
         self._unseen.clear()
         self._work()
 
@@ -155,14 +155,14 @@ class Simulation:
         if what == "submitted":
             self._see(self._proposal())
         elif what == "decided":
-            self._events.append((PlanDecided(plan=self._plan),))
+            self._events.append(PlanDecided(plan=self._plan))
         else:
             flight = self._flights.get(key[0])
             if flight is None:
                 return
             if what == "measured":
                 measured = RateMeasured(run_id=flight.run_id, samples_per_s=flight.rate)
-                self._events.append((measured,))
+                self._events.append(measured)
             elif flight.version == key[1]:
                 self._epoch_ended(flight)
         self._work()
@@ -178,11 +178,11 @@ class Simulation:
             self._see(self._ranks_ended(flight, Ending.RETURNED))
         else:
             flight.waits = True
-            self._events.append((_saved(flight), _epoch_ended(flight)))
+            self._events += [_saved(flight), _epoch_ended(flight)]
 
     def _see(self, events: tuple[Event, ...]) -> None:
         if self._rules.seen_at == "completions":
-            self._events.append(events)
+            self._events += events
         else:
             self._unseen += events
 
@@ -211,13 +211,14 @@ class Simulation:
 
     def _work(self) -> None:
         while self._events:
-            for instruction in self._controller.handle(*self._events.popleft()):
+            events, self._events = self._events, []
+            for instruction in self._controller.handle(*events):
                 self._carry_out(instruction)
 
     def _carry_out(self, instruction: Instruction) -> None:  # noqa: C901 - one arm per instruction
         match instruction:
             case Propose():
-                self._events.append(self._proposal())
+                self._events += self._proposal()
             case Launch():
                 self._launch(instruction)
             case Allocate():
@@ -225,14 +226,14 @@ class Simulation:
                 if self._rules.decision_s:
                     self._set_timer(self._now + self._rules.decision_s, "decided", (0, 0))
                 else:
-                    self._events.append((PlanDecided(plan=self._plan),))
+                    self._events.append(PlanDecided(plan=self._plan))
             case AnswerEpoch():
                 self._answer_epoch(self._flights[instruction.run_id], instruction.decision)
             case Interrupt():
                 flight = self._flights[instruction.run_id]
                 if flight.progress.ended_s is None:
                     flight.advance(self._now)
-                    self._events.append(self._ranks_ended(flight, Ending.YIELDED))
+                    self._events += self._ranks_ended(flight, Ending.YIELDED)
             case Abort():
                 self._abort(instruction)
             case FinishTrial() | Requeue() | GiveUp():
@@ -279,11 +280,11 @@ class Simulation:
             reached = DataRequested(run_id=launch.run_id, model=_model_of(progress.trial))
             too_few = len(launch.devices) < progress.trial.min_devices
             ended = self._ranks_ended(flight, Ending.YIELDED) if too_few else ()
-            self._events.append((reached, *ended))
+            self._events += [reached, *ended]
 
     def _answer_epoch(self, flight: SimulatedRun, decision: EpochDecision) -> None:
         if decision is EpochDecision.YIELD:
-            self._events.append(self._ranks_ended(flight, Ending.YIELDED))
+            self._events += self._ranks_ended(flight, Ending.YIELDED)
         else:
             flight.since_s = self._now
             self._go_on(flight)
@@ -299,7 +300,7 @@ class Simulation:
         if not flight.waits:
             flight.advance(self._now)
         ended = self._ranks_ended(flight, Ending.ABORTED)
-        self._events.append(tuple(e for e in ended if e.device in instruction.devices))
+        self._events += [e for e in ended if e.device in instruction.devices]
 
     def _end_flight(self, run_id: int) -> None:
         flight = self._flights.pop(run_id)

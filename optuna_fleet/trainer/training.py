@@ -71,7 +71,6 @@ class Training:
         self._session = session
         self._pipeline = pipeline
         self._waited_s = pipeline.waited_s if pipeline else 0.0
-        self._kind = kind
         self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self.is_stuck = False
         self.in_stages: Pipeline | None = None
@@ -115,7 +114,7 @@ class Training:
             self._inherit(held)
         else:
             num_damaged = self._resume()  # may fail, so before anybody waits for it
-            join_group_of(session.run, kind)
+            join_group_of(session.run, self.device.type)
             if self._run.checkpoints:
                 self._check_alike(num_damaged)
         self.moving.begin_run()
@@ -126,7 +125,7 @@ class Training:
             self.parts.saver.inherit(held.saver)
         elif self._run.rank == 0:
             raise TrainerLostError("what it was to go on with is gone")
-        join_group_of(self._run, self._kind)
+        join_group_of(self._run, self.device.type)
         own = held.checkpoint if held is not None and self._run.rank == 0 else None
         self._take(checkpoint.broadcast(own))
 
@@ -181,7 +180,7 @@ class Training:
             self._split_check.close()
         self.parts.saver.finish()  # or the file would appear when nobody expects it any more
         # Its peers end when the driver has heard of this. A process' end waits for nobody.
-        self.is_stuck = alone and not is_needed and not can_leave_alone(self._kind)
+        self.is_stuck = alone and not is_needed and not can_leave_alone(self.device.type)
         if not self.is_stuck:
             leave_group()
         return self._usage()

@@ -22,6 +22,14 @@ class Bounds:
     max_devices: int | None = None
     spans_types: bool = False
 
+    def most_for(self, num_samples: int) -> int:
+        """Most devices that a batch of so many can use, or as few as are asked for.
+
+        A rank without a sample computes a stand-in.
+        """
+        most = max(num_samples, self.min_devices)
+        return min(most, self.max_devices or most)
+
     @classmethod
     def checked(
         cls,

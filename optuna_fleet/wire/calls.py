@@ -26,6 +26,10 @@ class RankCall:
     name: str
     is_awaited: bool = True
 
+    def reply(self, value: bytes = b"", error: Raised | None = None) -> Reply:
+        """The answer to it: a packed value, or an exception to raise in its place."""
+        return Reply(run_id=self.run_id, index=self.index, value=value, error=error)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(RankCall):

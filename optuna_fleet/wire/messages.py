@@ -156,22 +156,6 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstBatchRequested:
-    """The run reached its first request for data; again if its next loop has other epochs."""
-
-    run_id: int
-    structure: str
-    resumable: bool
-    batch_size: int
-    samples_per_epoch: int
-    max_epochs: int | None = None
-    min_devices: int = 1
-    max_devices: int | None = None
-    spans_types: bool = False
-    movable: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AtStep:
     """Answers `AskStep`: this rank could stop before that step, and waits there for `StopAt`."""
 

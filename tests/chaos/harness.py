@@ -26,6 +26,7 @@ from tests.chaos.demon import Demon, Strike
 from tests.chaos.faults import KINDS, Fault, draw
 from tests.chaos.moments import SOCKET
 from tests.chaos.sweep import STUDY, open_storage
+from tests.clusters.forks import forking
 from tests.executor.storage_servers import Postgres, has_postgres
 from tests.nursery import Forked, Nursery
 
@@ -138,8 +139,10 @@ class _Sweep:
         began_s = time.monotonic()
         demon = Demon(self._folder / "demon", self._folder, self._faults, self._seed)
         demon.database, demon.processes = self._database, self._processes
+        forks = forking(self._nursery) if self._nursery else contextlib.nullcontext()
         try:
-            self._run_commands(demon, began_s + LIMIT_S)
+            with forks:
+                self._run_commands(demon, began_s + LIMIT_S)
         finally:
             self._end_all()
             demon.close()

@@ -21,6 +21,9 @@ from typing import Any
 
 import torch
 
+from tests.clusters.forked import FORKED
+from tests.clusters.forked import SOCKET as FORKS
+
 SOCKET = "OPTUNA_FLEET_CHAOS"
 """Environment variable: where the demon listens. Without it there is no demon."""
 
@@ -89,8 +92,8 @@ def _jump(by_s: float) -> None:
 
 def _run_second_driver() -> None:
     """Run this driver's own command beside it; it has to be refused."""
-    command = [sys.executable, "-c", "from tests.chaos.sweep import main; main()", *sys.argv[1:]]
-    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    python = FORKED if FORKS in os.environ else [sys.executable]
+    second = subprocess.run([*python, *sys.argv], capture_output=True, text=True)
     if second.returncode == 0 or f"in use by process {os.getpid()}" not in second.stderr:
         raise AssertionError(f"A second driver was not refused: {second}")
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.clusters.forks import agents_are_forked, forking
 from tests.clusters.slurm_lab import SlurmLab, on_path, why_not
+from tests.nursery import Nursery
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +42,37 @@ def allocate(slurm: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         return job
 
     return allocated
+
+
+@pytest.fixture
+def forked_agents(nursery: Nursery) -> Iterator[None]:
+    """Agents that Slurm and Ray start are forked by the nursery."""
+    with forking(nursery), agents_are_forked():
+        yield
+
+
+class Opening(logging.Handler):
+    """Makes a file once the driver says something."""
+
+    def __init__(self, gate: Path, words: str) -> None:
+        super().__init__()
+        self._gate = gate
+        self._words = words
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._words in record.getMessage():
+            self._gate.touch()
+
+
+@pytest.fixture
+def opens() -> Iterator[Callable[[Path, str], None]]:
+    """Has a file made once the driver says these words."""
+    handlers: list[Opening] = []
+
+    def install(gate: Path, words: str) -> None:
+        handlers.append(Opening(gate, words))
+        logging.getLogger("optuna").addHandler(handlers[-1])
+
+    yield install
+    for handler in handlers:
+        logging.getLogger("optuna").removeHandler(handler)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from optuna_fleet import processes
+from optuna_fleet.executor.cluster.agent import placed
 from optuna_fleet.executor.cluster.ray import RayCluster, RayEngine
 from tests.clusters.hub import AGENT
 
@@ -40,11 +42,24 @@ def ray_cluster(cpus: Sequence[int]) -> Iterator[RayNodes]:
         pytest.skip("Ray is not installed: pip install 'optuna-fleet[ray]'")
     from ray.cluster_utils import Cluster
 
-    head = {"num_cpus": cpus[0], "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    without = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": cpus[0], **without})
     try:
         for number in cpus[1:]:
             cluster.add_node(num_cpus=number)
-        yield RayNodes(cluster)
+        with _actors_that_import_little():
+            yield RayNodes(cluster)
     finally:
         cluster.shutdown()
+
+
+@contextlib.contextmanager
+def _actors_that_import_little() -> Iterator[None]:
+    """What they run travels with them, else each imports all of the package for it."""
+    from ray import cloudpickle
+
+    for module in (placed, processes):
+        cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in (placed, processes):
+        cloudpickle.unregister_pickle_by_value(module)

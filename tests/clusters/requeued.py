@@ -7,6 +7,7 @@ from typing import Any
 
 from optuna_fleet import Checkpoints, FleetExecutor
 from tests.clusters import recorded
+from tests.clusters.forks import agents_are_forked
 from tests.fleets import small_pipeline
 from tests.waiting import until
 
@@ -23,11 +24,14 @@ def objective(trial: Any) -> float:
 
 
 if __name__ == "__main__":
-    with FleetExecutor(
-        small_pipeline(),
-        devices=2,
-        device_type="cpu",
-        cluster="slurm",
-        checkpoints=Checkpoints("checkpoints", interval_s=0.0),
-    ) as fleet:
+    with (
+        agents_are_forked(),
+        FleetExecutor(
+            small_pipeline(),
+            devices=2,
+            device_type="cpu",
+            cluster="slurm",
+            checkpoints=Checkpoints("checkpoints", interval_s=0.0),
+        ) as fleet,
+    ):
         recorded.run(fleet, objective, storage="sqlite:///s.db")

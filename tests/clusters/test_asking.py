@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -96,32 +96,67 @@ def test_one_that_is_opened_again_waits_for_what_it_still_does(
         engine.close()
 
 
-def test_a_node_that_is_lost_while_slurm_does_not_answer_is_given_back_later(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pilot = Job(number="7", state="RUNNING", nodes=("node1",))
-    answers: list[list[Job]] = []
-    commands: list[tuple[str, ...]] = []
+class Slurm:
+    """Its commands, by hand."""
 
-    def queue(*options: str) -> list[Job]:
-        if not answers:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queues: list[list[Job]] = []
+        self.commands: list[tuple[str, ...]] = []
+        self.refuses = ""
+        monkeypatch.setattr(harvesting, "ask_jobs", self._queue)
+        monkeypatch.setattr(harvesting, "ask", self._ask)
+        monkeypatch.setattr(HarvestEngine, "_run", lambda engine: None)  # the test is the thread
+
+    def _queue(self, *options: str) -> list[Job]:
+        if not self.queues:
             raise LaunchError("`squeue` failed: Unable to contact slurm controller")
-        return answers.pop(0)
+        return self.queues.pop(0)
 
-    monkeypatch.setattr(harvesting, "ask_jobs", queue)
-    monkeypatch.setattr(harvesting, "ask", lambda *command, **_: commands.append(command))
-    monkeypatch.setattr(HarvestEngine, "_run", lambda self: None)  # the test is the thread
+    def _ask(self, *command: str, **_: Any) -> None:
+        if command[0] == self.refuses:
+            raise LaunchError(f"`{command[0]}` failed: Unable to contact slurm controller")
+        self.commands.append(command)
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    return Slurm(monkeypatch)
+
+
+@pytest.fixture
+def harvest(slurm: Slurm, tmp_path: Path) -> Iterator[Any]:
+    """It has submitted one pilot."""
     job = PilotJob(agent=("agent",), options=(), logs=tmp_path)
     engine: Any = HarvestEngine(PilotLimits(most=1, renewal_s=0.0), job)
     engine.open(INVITATION)
-    engine._look()  # submits one
-    answers.append([pilot])
     engine._look()
-    engine.end("node1")
-    engine._look()
-    assert ("scancel", "7") not in commands
-    for _ in range(2):  # the first of them is in case that it ends by itself
-        answers.append([pilot])
-        engine._look()
-    assert ("scancel", "7") in commands
+    yield engine
     engine.close()
+
+
+PILOT = Job(number="7", state="RUNNING", nodes=("node1",))
+
+
+def test_a_node_that_is_lost_while_slurm_does_not_answer_is_given_back_later(
+    slurm: Slurm, harvest: Any
+) -> None:
+    slurm.queues.append([PILOT])
+    harvest._look()
+    harvest.end("node1")
+    harvest._look()
+    assert ("scancel", "7") not in slurm.commands
+    for _ in range(2):  # the first of them is in case that it ends by itself
+        slurm.queues.append([PILOT])
+        harvest._look()
+    assert ("scancel", "7") in slurm.commands
+
+
+def test_a_pilot_that_slurm_did_not_cancel_is_cancelled_later_and_once(
+    slurm: Slurm, harvest: Any
+) -> None:
+    slurm.queues += [[PILOT]] * 4
+    harvest.end("node1")
+    for refuses in ("", "scancel", "", ""):
+        slurm.refuses = refuses
+        harvest._look()
+    assert [command for command in slurm.commands if command[0] == "scancel"] == [("scancel", "7")]

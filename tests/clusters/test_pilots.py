@@ -39,9 +39,11 @@ def test_as_many_as_are_wanted() -> None:
     assert (pilots.missing(0.0), pilots.to_cancel(0.0)) == (1, [])
     pilots.wanted = 2
     assert (pilots.missing(0.0), pilots.to_cancel(0.0)) == (0, ["3"])
-    assert pilots.to_cancel(0.0) == []  # each is named once
+    pilots.cancelled(["3"])
+    assert pilots.to_cancel(0.0) == []  # though it is still there
     pilots.wanted = 0
     assert (pilots.missing(0.0), pilots.to_cancel(0.0)) == (0, ["2"])
+    pilots.cancelled(["2"])
     pilots.wanted = 100
     assert pilots.missing(0.0) == 3
 
@@ -52,6 +54,7 @@ def test_who_runs_is_cancelled_if_there_have_long_been_too_many() -> None:
     pilots.see(jobs, 0.0)
     pilots.wanted = 1
     assert pilots.to_cancel(0.0) == ["4"]
+    pilots.cancelled(["4"])
     pilots.wanted = 3
     assert pilots.to_cancel(50.0) == []
     pilots.wanted = 1
@@ -122,10 +125,20 @@ def test_a_lost_node_is_given_back_unless_its_pilot_begins_anew() -> None:
     assert pilots.to_cancel(1.0) == ["1"]
 
 
+def test_a_pilot_without_a_time_limit_that_has_begun_anew_is_not_lost() -> None:
+    pilots = pilots_of()
+    pilots.see([running("1")], 0.0)
+    pilots.lose(["node1"])
+    pilots.see([waiting("1")], 1.0)
+    pilots.see([running("1")], 2.0)
+    assert pilots.to_cancel(2.0) == []
+
+
 def test_a_pilot_that_is_held_is_replaced() -> None:
     pilots = pilots_of(most=1)
     pilots.see([waiting("1", "launch failed requeued held")], 0.0)
     assert pilots.to_cancel(0.0) == ["1"]
+    pilots.cancelled(["1"])
     assert pilots.missing(0.0) == 1
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,12 @@ from optuna.trial import FrozenTrial
 from optuna_fleet import FleetExecutor, HarvestCluster
 from optuna_fleet.cli import main
 from tests.clusters import recorded
+from tests.clusters.forked import FORKED
 from tests.clusters.slurm_lab import NODES, SlurmLab
-from tests.nursery import preloading
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("forked_agents")
+
 NUM_TRIALS = 12
 
 
@@ -38,8 +37,7 @@ def nodes_of_sweep(cluster: Any, disturb: Callable[[FrozenTrial], None], gate: P
     Only the first ends before there is the file `gate`.
     """
     study = optuna.create_study()
-    # Nobody needs torch: to import it takes an agent seconds.
-    with preloading(), FleetExecutor(cluster=cluster, devices=1, device_type="cpu") as fleet:
+    with FleetExecutor(cluster=cluster, devices=1, device_type="cpu") as fleet:
         study.optimize(
             functools.partial(objective, gate=gate),
             n_trials=NUM_TRIALS,
@@ -48,32 +46,6 @@ def nodes_of_sweep(cluster: Any, disturb: Callable[[FrozenTrial], None], gate: P
         )
     assert {t.number: t.value for t in study.trials} == {n: n**2 for n in range(NUM_TRIALS)}
     return {trial.user_attrs["node"] for trial in study.trials}
-
-
-class Opening(logging.Handler):
-    """Makes a file once the driver says something."""
-
-    def __init__(self, gate: Path, words: str) -> None:
-        super().__init__()
-        self._gate = gate
-        self._words = words
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._words in record.getMessage():
-            self._gate.touch()
-
-
-@pytest.fixture
-def opens() -> Iterator[Callable[[Path, str], None]]:
-    handlers: list[Opening] = []
-
-    def install(gate: Path, words: str) -> None:
-        handlers.append(Opening(gate, words))
-        logging.getLogger("optuna").addHandler(handlers[-1])
-
-    yield install
-    for handler in handlers:
-        logging.getLogger("optuna").removeHandler(handler)
 
 
 def test_all_pilots_are_preempted_and_come_back(
@@ -97,7 +69,6 @@ def test_a_sweep_that_is_cancelled_preempted_and_requeued_records_what_it_would_
     slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     midst, out = Path("midst"), Path("out")
     cancelled = submit(slurm, "cancelled")
     slurm.wait_for(midst.exists)
@@ -121,6 +92,6 @@ def test_a_sweep_that_is_cancelled_preempted_and_requeued_records_what_it_would_
 def submit(slurm: SlurmLab, output: str) -> str:
     """Submit the sweep, or what is left of it; return the job's number."""
     options = ["--requeue", "--partition=low", "--exclusive", f"--output={output}"]
-    assert main(["submit", *options, sys.executable, "-m", "tests.clusters.requeued"]) == 0
+    assert main(["submit", *options, *FORKED, "tests.clusters.requeued"]) == 0
     (job,) = slurm.queue()
     return job

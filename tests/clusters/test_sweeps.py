@@ -6,6 +6,7 @@ On nodes that reach each other by a network only it is `test_nodes_apart`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -23,6 +24,7 @@ from tests.clusters.ray_nodes import ray_cluster
 from tests.clusters.slurm_lab import SlurmLab
 from tests.executor.test_nodes import runtime_of
 from tests.fleets import small_pipeline
+from tests.waiting import until
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +72,28 @@ def _ray(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield Case(cluster=RayCluster(address=nodes.address), devices=None, crash=crash)
 
 
+def wait(gate: Path, epoch: int) -> None:
+    """No trial ends before the driver has noticed that the node has failed."""
+    until(lambda: epoch < 5 or gate.exists())
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> list[float]:
     return recorded.undisturbed()
 
 
+@pytest.mark.usefixtures("forked_agents")
 @pytest.mark.parametrize("kind", [_local, _slurm, _harvest, _ray])
 def test_no_node_that_fails_or_is_taken_costs_a_result(
-    kind: Any, request: pytest.FixtureRequest, undisturbed: list[float], log: io.StringIO
+    kind: Any,
+    request: pytest.FixtureRequest,
+    undisturbed: list[float],
+    log: io.StringIO,
+    opens: Callable[[Path, str], None],
+    tmp_path: Path,
 ) -> None:
     optuna.logging.set_verbosity(optuna.logging.INFO)
+    gate = tmp_path / "lost"
     with (
         kind(request) as case,
         FleetExecutor(
@@ -99,9 +113,12 @@ def test_no_node_that_fails_or_is_taken_costs_a_result(
                 if epoch == 2:
                     os.kill(node.pid, signal.SIGTERM)
                 else:
+                    opens(gate, f"Node {node.name} was lost")
                     case.crash(node.name, node.pid)
 
-        assert recorded.run(fleet, act=disturb) == pytest.approx(undisturbed, rel=1e-10)
+        objective = functools.partial(recorded.objective, before=functools.partial(wait, gate))
+        numbers = recorded.run(fleet, objective, act=disturb)
+        assert numbers == pytest.approx(undisturbed, rel=1e-10)
     taken, failed = names
     assert (f"Node {taken} leaves at" in log.getvalue()) is case.has_notices
     assert f"Node {failed} was lost" in log.getvalue()

@@ -44,6 +44,7 @@ class _Redirected:
         self._inline: list[str] = orders["inline"]
         self._storages: list[str] | None = orders["storages"]
         self._once: list[str] = orders["once"]
+        self._is_quick: bool = orders["quick"]
         self._report: Path = config.getoption("--fleet-report")
         self._width: int = config.getoption("--fleet-width")
         self._executors = _Executors(self._width)
@@ -82,7 +83,7 @@ class _Redirected:
         return any(words in _name(item.nodeid) for words in self._once)
 
     def _applies(self, item: Any) -> bool:
-        if not _can_optimize(item) or not self._has_wanted_storage(item):
+        if not (_can_optimize(item) and self._has_wanted_parameters(item)):
             return False
         reason = self._left_out.get(_name(item.nodeid))
         if reason is not None:
@@ -90,8 +91,10 @@ class _Redirected:
             self._reached.add(item.nodeid)
         return reason is None
 
-    def _has_wanted_storage(self, item: Any) -> bool:
+    def _has_wanted_parameters(self, item: Any) -> bool:
         params = item.callspec.params if hasattr(item, "callspec") else {}
+        if self._is_quick and params.get("n_jobs", 1) != 1:
+            return False  # nothing is made of it
         modes = {value for name, value in params.items() if name.endswith("storage_mode")}
         return self._storages is None or modes <= set(self._storages)
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import tests.fleets
 from optuna_fleet import FleetExecutor, SharedPipeline
-from tests.fleets import Leg, Noise, fleet_of, small_model, small_pipeline
+from tests.fleets import Leg, Noise, fleet_of, small_model
 
 TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
 
@@ -90,25 +90,35 @@ def flown(fleet: Any, objective: Any, *legs: Leg) -> list[float]:
     return list(study.trials[0].intermediate_values.values())
 
 
+def gives_the_same_anywhere(fleet: Any, objective: Any, num_reports: int) -> None:
+    alone = flown(fleet, objective, Leg((0,)))
+    assert len(alone) == num_reports
+    for legs in ([Leg((0, 1, 2))], [Leg((0, 1), 2), Leg((2,))]):
+        assert flown(fleet, objective, *legs) == pytest.approx(alone, rel=1e-10)
+
+
 @pytest.mark.parametrize(
     ("title", "num_reports"),
     [
         ("The number of batches, for a scheduler", 4),
         ("A number of steps instead of epochs", 3),
-        ("A fraction of the data as fidelity", 3),
-        ("Hyperparameters of the data", 4),
     ],
 )
-def test_a_recipe_gives_the_same_anywhere(title: str, num_reports: int) -> None:
+def test_a_recipe_gives_the_same_anywhere(fleet: Any, title: str, num_reports: int) -> None:
+    gives_the_same_anywhere(fleet, recipe(title)["objective"], num_reports)
+
+
+@pytest.mark.parametrize(
+    ("title", "num_reports"),
+    [("A fraction of the data as fidelity", 3), ("Hyperparameters of the data", 4)],
+)
+def test_one_with_a_pipeline_of_its_own_gives_the_same_anywhere(
+    title: str, num_reports: int
+) -> None:
     names = recipe(title)
-    make_pipeline = names.get("make_pipeline")
-    sets = (Noise(41, augment=True), Noise(20))
-    pipeline = make_pipeline(*sets) if make_pipeline else small_pipeline()
+    pipeline = names["make_pipeline"](Noise(41, augment=True), Noise(20))
     with fleet_of(devices=3, pipeline=pipeline) as fleet:
-        alone = flown(fleet, names["objective"], Leg((0,)))
-        assert len(alone) == num_reports
-        for legs in ([Leg((0, 1, 2))], [Leg((0, 1), 2), Leg((2,))]):
-            assert flown(fleet, names["objective"], *legs) == pytest.approx(alone, rel=1e-10)
+        gives_the_same_anywhere(fleet, names["objective"], num_reports)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -134,10 +144,9 @@ def test_a_stream_is_written_once(tmp_path: Path) -> None:
     assert of_stream.user_attrs["losses"] == pytest.approx(losses, rel=1e-10)
 
 
-def test_what_a_writer_shows_after_a_move(tmp_path: Path) -> None:
+def test_what_a_writer_shows_after_a_move(fleet: Any, tmp_path: Path) -> None:
     objective = recipe("A TensorBoard writer", FOLDER=str(tmp_path))["objective"]
-    with fleet_of(devices=3) as fleet:
-        reported = flown(fleet, objective, Leg((0, 1), 2), Leg((2, 0)))
+    reported = flown(fleet, objective, Leg((0, 1), 2), Leg((2, 0)))
     shown: dict[int, float] = {}
     for line in (tmp_path / "0" / "events").read_text().splitlines():
         match json.loads(line):
@@ -149,10 +158,9 @@ def test_what_a_writer_shows_after_a_move(tmp_path: Path) -> None:
     assert list(shown.values()) == reported
 
 
-def test_a_model_of_another_library() -> None:
+def test_a_model_of_another_library(fleet: Any) -> None:
     objective = recipe("A model of another library", sklearn=sklearn)["objective"]
     study = optuna.create_study(direction="maximize")
-    with fleet_of(devices=2) as fleet:
-        study.optimize(objective, n_trials=2, executor=fleet)
+    study.optimize(objective, n_trials=2, executor=fleet)
     assert all(len(trial.intermediate_values) == 4 for trial in study.trials)
     assert study.best_value > 0

@@ -13,8 +13,8 @@ from torch import nn
 
 from optuna_fleet import FleetExecutor, policies
 from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, Plan
-from optuna_fleet.executor.call import receiver
-from optuna_fleet.executor.call.runs import model_of
+from optuna_fleet.events import Model
+from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.sampler_bridge.ledger import flights_of
 from optuna_fleet.trainer.checkpoints.checkpoint import gather
@@ -132,9 +132,8 @@ def test_plans_are_told_how_long_trials_go_on_and_how_many_are_to_come() -> None
 def test_a_further_loop_says_how_long_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int | None] = []
 
-    def listening(message: Any) -> Any:
-        told.append(message.max_epochs)
-        return model_of(message)
+    def listening(log: CallLog, number: int, model: Model) -> None:
+        told.append(model.max_epochs)
 
     def objective(trial: Any) -> float:
         trial.prepare(small_model())
@@ -143,7 +142,7 @@ def test_a_further_loop_says_how_long_it_goes_on(monkeypatch: pytest.MonkeyPatch
                 assert len(list(trial.batches("train", batch_size=20))) == 3
         return 0.0
 
-    monkeypatch.setattr(receiver, "model_of", listening)
+    monkeypatch.setattr(CallLog, "defined", listening)
     study = optuna.create_study()
     with FleetExecutor(small_pipeline(), devices=1, device_type="cpu") as fleet:
         study.optimize(objective, n_trials=1, executor=fleet)

@@ -27,9 +27,11 @@ from optuna_fleet.events import (
     AnswerEpoch,
     DeviceJoined,
     DeviceLeaving,
+    DeviceLost,
     Ending,
     EpochDecision,
     Launch,
+    RunLingers,
 )
 from optuna_fleet.exceptions import OutOfMemoryError
 from optuna_fleet.executor.call.calls import RunCalls
@@ -38,7 +40,7 @@ from optuna_fleet.executor.call.launcher import Launcher
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord
-from optuna_fleet.executor.call.waits import Deadlines
+from optuna_fleet.executor.call.waits import GATHER_S, Deadlines
 from optuna_fleet.executor.call.watchdog import Limits
 from optuna_fleet.executor.cluster.agent import main
 from optuna_fleet.executor.cluster.agent.main import versions
@@ -56,7 +58,7 @@ from optuna_fleet.executor.fleet.rendezvous import Rendezvous
 from optuna_fleet.executor.fleet.runtime import Runtime
 from optuna_fleet.executor.fleet.trainers import Trainers
 from optuna_fleet.pipeline.limits import NICENESS
-from optuna_fleet.pipeline.spec import PipelineSetup
+from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.resources import Device
@@ -596,6 +598,27 @@ def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
     assert trainer_ready(runtime) == [DeviceJoined(device=device)]
 
 
+def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(
+    runtime: Runtime, engine: FakeEngine
+) -> None:
+    """A trial that needs them all would be begun on the others again and again."""
+    assert list(runtime.devices_at_first()) == []
+    trainer_ready(runtime)
+    there = DeviceJoined(device=runtime.agents.devices[0])
+    assert list(runtime.devices_at_first()) == [there]
+    runtime.kill(0)
+    assert list(runtime.devices_at_first()) == [there, DeviceLost(device=0)]
+    trainer_exited(runtime)
+    assert list(runtime.devices_at_first()) == [there, DeviceLost(device=0)]
+    trainer_ready(runtime, pid=8)
+    assert list(runtime.devices_at_first()) == [there]
+    engine.departures.append(Departure(node="here", cause="so", by=time.time()))
+    hear(runtime)  # an earlier call was told, or nobody
+    assert list(runtime.devices_at_first()) == [there, DeviceLeaving(device=0)]
+    runtime.exclusion.leave_out_node("here", "it loses all trials")
+    assert list(runtime.devices_at_first()) == []
+
+
 def test_an_engine_is_told_how_many_nodes_would_be_used(
     runtime: Runtime, engine: FakeEngine
 ) -> None:
@@ -859,6 +882,28 @@ def test_the_first_devices_are_told_of_at_once_and_later_ones_together(
     ready = TrainerReady(device=0, process=ProcessId("agent", 1))
     assert receiver.take(ready) == [joined] * told
     assert len(receiver.waits_s()) == 1 - told
+
+
+def test_a_run_lingers_if_its_last_rank_has_not_ended_a_moment_after_the_first() -> None:
+    parts = mock.MagicMock(runs={1: run_on(0, 1)})
+    parts.runtime.configure_mock(may_grow=True, rank_ended=lambda message: [])
+    receiver = Receiver(parts)
+    receiver.growth()
+    now = 0.0
+    receiver._endings = Deadlines(lambda: now)
+
+    def end(rank: int) -> None:
+        ended = Ended(run_id=1, rank=rank, device=rank, time_s=0.0, ending=Ending.YIELDED)
+        receiver.take(ended)
+
+    end(0)
+    assert (receiver.due(), receiver.waits_s()) == ([], [GATHER_S])
+    now = GATHER_S
+    assert (receiver.due(), receiver.due()) == ([RunLingers(run_id=1)], [])
+    parts.runs[1] = run_on(0, 1)
+    end(1)
+    end(0)
+    assert receiver.waits_s() == []
 
 
 def test_a_run_that_waits_on_nodes_that_go_writes_a_checkpoint() -> None:

@@ -19,8 +19,8 @@ from optuna_fleet.executor.cluster.agent.sharing import Sharing
 from optuna_fleet.pipeline import PipelineServer, PipelineStats, SharedPipeline, socket_pair
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.exchange.plan import Plan
+from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.reader.client import PipelineClient
-from optuna_fleet.pipeline.spec import PipelineSetup
 
 _GONE = pickle.dumps(("", None))
 _PATIENCE_S = 240.0  # an agent that takes longer for an answer hangs
@@ -165,6 +165,7 @@ class _Loop:
             # Orders come last: they are answered after all that was sent before them.
             for key, mask in sorted(self.selector.select(), key=self.is_order):
                 key.data(mask)
+            self.server.resume()
 
     def is_order(self, event: tuple[selectors.SelectorKey, int]) -> bool:
         return event[0].fileobj is self.control

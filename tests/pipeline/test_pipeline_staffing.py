@@ -41,10 +41,10 @@ def test_levels_are_summed_over_time_while_somebody_reads():
     meter.advance(210.0)
     meter.levels = Levels(running=3, busy=1, is_blocked=True, reading=1, ready=1, window=2)
     meter.advance(211.0)
-    assert meter.use() == PipelineUse(
+    assert meter.use == PipelineUse(
         active_s=11.0,
         running_s=33.0,
-        full_s=10.0,
+        busy_s=21.0,
         blocked_s=2.0,
         reading_s=21.0,
         stalled_s=10.0,
@@ -59,7 +59,7 @@ def test_use_is_a_difference_of_sums():
     late = PipelineUse(
         active_s=11.0,
         running_s=21.0,
-        full_s=5.0,
+        busy_s=5.0,
         blocked_s=10.0,
         reading_s=12.0,
         stalled_s=3.0,
@@ -75,10 +75,11 @@ def test_use_is_a_difference_of_sums():
 
 
 def test_a_clock_set_back_takes_nothing_away():
-    meter = Meter(10.0, Levels(reading=1))
+    meter = Meter(10.0)
+    meter.levels = Levels(reading=1)
     meter.advance(5.0)
     meter.advance(6.0)
-    assert meter.active_s == 1.0
+    assert meter.use.active_s == 1.0
 
 
 # How many there are
@@ -86,15 +87,15 @@ def test_a_clock_set_back_takes_nothing_away():
 
 def staffed(limit, rounds, *, busy=1.0, starved=1.0):
     """The numbers after so many rounds, in each of which all preprocessors make some chunks."""
-    staffing, meter = Staffing(limit, is_adaptive=True), Meter(0.0)
+    staffing, use = Staffing(limit, is_adaptive=True), PipelineUse()
     numbers = []
     for _ in range(rounds):
         number = staffing.number
-        meter.active_s += 1.0
-        meter.busy_s += number * busy
-        meter.starved_s += starved
+        use.active_s += 1.0
+        use.busy_s += number * busy
+        use.starved_s += starved
         for _ in range(CHUNKS_PER_WINDOW * number):
-            if staffing.chunk_made(meter, running=number, has_fresh=False):
+            if staffing.chunk_made(use, running=number, has_fresh=False):
                 break
         numbers.append(staffing.number)
     return numbers
@@ -107,12 +108,10 @@ def test_preprocessors_are_doubled_while_readers_starve_and_all_are_busy():
 
 
 def test_nothing_is_decided_while_one_still_loads_the_data_sets():
-    staffing, meter = Staffing(8, is_adaptive=True), Meter(0.0)
-    for _ in range(20):
-        meter.active_s, meter.busy_s, meter.starved_s = (
-            each + 1.0 for each in (meter.active_s, meter.busy_s, meter.starved_s)
-        )
-        assert not staffing.chunk_made(meter, running=1, has_fresh=True)
+    staffing = Staffing(8, is_adaptive=True)
+    for number in range(20):
+        use = PipelineUse(active_s=number + 1.0, busy_s=number + 1.0, starved_s=number + 1.0)
+        assert not staffing.chunk_made(use, running=1, has_fresh=True)
     assert staffing.number == 1
 
 

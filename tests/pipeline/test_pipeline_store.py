@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.chunks.arena import Extents
 from optuna_fleet.pipeline.messages import ChunkError, ChunkFailed, ChunkReady, ReleaseChunks
 from optuna_fleet.pipeline.server.allocator import PAGE, Allocator, Space
 from optuna_fleet.pipeline.server.epochs import Order

@@ -10,7 +10,7 @@ from pipeline_harness import serving
 from torchvision.transforms import v2
 
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.preprocessor.audit import Audit
+from optuna_fleet.pipeline.preprocessor.comparing import Audit
 from optuna_fleet.trainer.data.feed import feed
 
 TEST = os.getpid()

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from optuna_fleet import FleetExecutor
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline import SharedPipeline
-from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.chunks.arena import Extents
 from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.server.allocator import PAGE, Space

@@ -121,11 +121,8 @@ class CallHandler:
         run, call = self._waiting.popleft()
         if isinstance(error, StorageLostError):
             raise error
-        if error is None:
-            reply = self._carried_out(run, call)
-        else:
-            reply = Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
-        self._answer(run, call, reply)
+        failed = None if error is None else call.reply(error=pack_error(error))
+        self._answer(run, call, failed or self._carried_out(run, call))
         self._suggest()
         return True
 
@@ -140,8 +137,7 @@ class CallHandler:
         """Tell a run what to do after its epoch."""
         call, run.pending_epoch = run.pending_epoch, None
         assert call is not None
-        reply = Reply(run_id=call.run_id, index=call.index, value=pack(decision))
-        self._answer(run, call, reply)
+        self._answer(run, call, call.reply(pack(decision)))
 
     def leave(self, run: RunRecord, rank: int) -> None:
         """A rank has left the objective: it makes no more calls that others wait for."""
@@ -161,10 +157,10 @@ class CallHandler:
                     value = self._retention.is_among_best(unpack(call.value))
                 case Call():
                     value = self._ledger.carry_out(number, call)
-            return Reply(run_id=call.run_id, index=call.index, value=pack(value))
+            return call.reply(pack(value))
         except StorageLostError:  # no matter of this trial's
             raise
         except Exception as error:
             if self._in_process:
                 raise
-            return Reply(run_id=call.run_id, index=call.index, error=pack_error(error))
+            return call.reply(error=pack_error(error))

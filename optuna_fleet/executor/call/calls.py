@@ -48,7 +48,7 @@ class RunCalls:
         if call.rank == 0:
             self._queue.append(call)
         elif call.is_awaited and call.rank in self._errors:
-            self._give(call, _blank(call))
+            self._give(call, call.reply())
         elif call.index in self._done:
             self._follow(call)
         elif 0 in self._left and all(call.index != made.index for made in self._queue):
@@ -62,7 +62,7 @@ class RunCalls:
         while self._queue:
             if self._queue[-1].is_awaited and 0 in self._errors:  # whatever else it waits for
                 last = self._queue.pop()
-                self.answer(last, _blank(last))
+                self.answer(last, last.reply())
                 continue
             call = self._queue[0]
             others = self._waiting.get(call.index, [])
@@ -183,9 +183,5 @@ def _alone(call: RankCall, gone: int) -> str:
     )
 
 
-def _blank(call: RankCall) -> Reply:
-    return Reply(run_id=call.run_id, index=call.index)
-
-
 def _refused(call: RankCall, message: str) -> Reply:
-    return replace(_blank(call), error=pack_error(TrialError(message)))
+    return call.reply(error=pack_error(TrialError(message)))

@@ -11,7 +11,7 @@ import threading
 import time
 from types import FrameType
 
-from optuna_fleet.events import Allocate, DeviceJoined, Event, PlanDecided
+from optuna_fleet.events import Allocate, Event, PlanDecided
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.call.parts import Parts
 from optuna_fleet.executor.call.performer import Performer
@@ -48,10 +48,7 @@ class Driver:
         parts = self._parts
         self._events += self._receiver.growth()
         self._devices.begin(self._runtime.nodes.devices.values(), time.time())
-        trainers, devices = self._runtime.trainers, self._runtime.agents.devices
-        # One that the last call has killed has a successor, which joins.
-        there = [device for device in trainers.live if not trainers.is_killed(device)]
-        self._events += [DeviceJoined(device=devices[d]) for d in there]
+        self._events += self._runtime.devices_at_first()
         for number in parts.proposals.adopted():
             parts.ledger.note_restart(number)
         try:

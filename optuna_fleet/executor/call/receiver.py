@@ -25,7 +25,7 @@ from optuna_fleet.events import (
 )
 from optuna_fleet.executor.call.handovers import Start
 from optuna_fleet.executor.call.parts import Parts
-from optuna_fleet.executor.call.runs import RunRecord, model_of
+from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.waits import GATHER_S, LEAVE_S, Deadlines, Joins
 from optuna_fleet.executor.call.watchdog import Broken, Hung
 from optuna_fleet.executor.fleet.faults import NodeFaults
@@ -35,7 +35,6 @@ from optuna_fleet.wire.messages import (
     AtStep,
     CheckpointFailed,
     Ended,
-    FirstBatchRequested,
     Heartbeat,
     Leaving,
     PeersLost,
@@ -83,7 +82,7 @@ class Receiver:
                 return self._called(run, message)
             case AtStep():
                 parts.handovers.at_step(run, message.rank, message.place)
-            case FirstBatchRequested():
+            case DataRequested():
                 return self._data_requested(run, message)
             case RateMeasured():
                 parts.call_log.measured(number, message.samples_per_s)
@@ -134,14 +133,13 @@ class Receiver:
                 parts.launcher.send_waiting()
         return []
 
-    def _data_requested(self, run: RunRecord, message: FirstBatchRequested) -> list[Event]:
+    def _data_requested(self, run: RunRecord, message: DataRequested) -> list[Event]:
         self._runtime.prepare_groups()
         run.calls.has_begun = True
-        run.is_movable |= message.movable
-        requested = DataRequested(run_id=message.run_id, model=model_of(message))
+        run.is_movable |= message.model.movable
         self._parts.proposals.note_defined(run.launch.number)
-        self._parts.call_log.defined(run.launch.number, requested.model)
-        return [requested, *self._parts.outcomes.propose(again=True)]
+        self._parts.call_log.defined(run.launch.number, message.model)
+        return [message, *self._parts.outcomes.propose(again=True)]
 
     def _called(self, run: RunRecord, call: RankCall | Remark) -> list[Event]:
         news: list[Event] = []

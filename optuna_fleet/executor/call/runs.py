@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from optuna_fleet.events import Ending, Launch, Model
+from optuna_fleet.events import Ending, Launch
 from optuna_fleet.exceptions import OutOfMemoryError, TrainerLostError
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.ranks import parted
@@ -15,7 +15,7 @@ from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.sampler_bridge.ledger import Flight
 from optuna_fleet.settings import Settings
 from optuna_fleet.wire.calls import EndEpoch
-from optuna_fleet.wire.messages import Ended, FirstBatchRequested, Place
+from optuna_fleet.wire.messages import Ended, Place
 from optuna_fleet.wire.node_messages import TrainerExited
 from optuna_fleet.wire.packing import unpack, unpack_error
 
@@ -201,20 +201,3 @@ class RunRecord:
         error = unpack_error(ended.error)
         error.__cause__ = RemoteTraceback(f"\n{place}:\n{ended.error.traceback.rstrip()}")
         return error
-
-
-def model_of(message: FirstBatchRequested) -> Model:
-    """What a run has shown of its trial's model."""
-    # A rank without a sample computes a stand-in: what the trial asks for comes first.
-    most = max(message.batch_size, message.min_devices)
-    most = min(most, message.max_devices or most)
-    return Model(
-        structure=message.structure,
-        resumable=message.resumable,
-        min_devices=message.min_devices,
-        max_devices=most,
-        samples_per_epoch=message.samples_per_epoch,
-        max_epochs=message.max_epochs,
-        movable=message.movable,
-        spans_types=message.spans_types,
-    )

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.limits import NICENESS, default_preprocessors, most_preprocessors
-from optuna_fleet.pipeline.packed import PackedPipeline
-from optuna_fleet.pipeline.spec import PipelineSetup
+from optuna_fleet.pipeline.packed import PackedPipeline, PipelineSetup
 from optuna_fleet.resources import Device
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.node_messages import AgentJoining

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from optuna_fleet.checkpoints.folder import StudyFolder
-from optuna_fleet.events import Ending, EpochDecision, Launch
+from optuna_fleet.events import DataRequested, Ending, EpochDecision, Launch
 from optuna_fleet.executor.call.call_handler import CallHandler
 from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.executor.call.calls import RunCalls
 from optuna_fleet.executor.call.outcomes import EpochEvaluator
-from optuna_fleet.executor.call.runs import RunRecord, model_of
+from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.summary import FleetSummary
 from optuna_fleet.executor.call.tally import DeviceLog
 from optuna_fleet.executor.cluster.protocol import Options, Runner
@@ -30,7 +30,7 @@ from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.trial import FleetTrial
 from optuna_fleet.wire.calls import RankCall, Reply
-from optuna_fleet.wire.messages import Ended, FirstBatchRequested, Remark, RunTrial, Usage
+from optuna_fleet.wire.messages import Ended, Remark, RunTrial, Usage
 
 _DEVICE = Device(index=0, node=0, kind="cpu", node_name="inline")
 
@@ -185,9 +185,9 @@ class _InlineSession(Session):
 
     def send(self, message: Any) -> None:
         """Have it answered at once, and see whether it is time for a record."""
-        if isinstance(message, FirstBatchRequested):
+        if isinstance(message, DataRequested):
             self._proposals.note_defined(self.run.number)
-            self._log.defined(self.run.number, model_of(message))
+            self._log.defined(self.run.number, message.model)
         if isinstance(message, RankCall | Remark):
             self._take(message)
         if self._log.is_due:

@@ -15,7 +15,7 @@ from typing import Any
 
 from optuna_fleet.alloc import IsolatedAllocator, RateProfile
 from optuna_fleet.checkpoints.folder import StudyFolder, private_folder
-from optuna_fleet.events import DeviceLeaving, Ending, Event
+from optuna_fleet.events import DeviceJoined, DeviceLeaving, DeviceLost, Ending, Event
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.config import NodeSetups
 from optuna_fleet.executor.cluster.engine import Engine, Network, Readable
@@ -216,6 +216,18 @@ class Runtime:
         self.connections.send(channel, message)
 
     # -- devices ----------------------------------------------------------------------------------
+
+    def devices_at_first(self) -> Iterator[Event]:
+        """What a call is told when it begins; a trainer that ends has a successor, which joins."""
+        for node in self.nodes:
+            for device in node.devices:
+                number = device.index
+                if number in self.trainers.have_served - self.faults.left_out:
+                    yield DeviceJoined(device=device)
+                    if not self.trainers.serves(number):
+                        yield DeviceLost(device=number)
+                    if node.is_leaving:
+                        yield DeviceLeaving(device=number)
 
     def device_events(self, message: TrainerReady | TrainerExited) -> list[Event]:
         """Translate trainers' coming and going; a successor is only announced after the loss.

@@ -108,6 +108,10 @@ class Trainers:
         trainer = self._joined(device)
         return trainer is not None and trainer.status is _S.KILLED
 
+    def serves(self, device: int) -> bool:
+        """Whether one has joined that is not killed."""
+        return self._joined(device) is not None and not self.is_killed(device)
+
     def kills_due(self) -> list[tuple[float, ProcessId]]:
         """By when those that are killed should be gone, by the clock."""
         return [(due, process) for process, due in self._kills_due.items()]

@@ -19,8 +19,8 @@ import mmap
 import os
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
-from optuna_fleet.pipeline.chunks.extents import Extents
 from optuna_fleet.pipeline.chunks.memory_files import HUGE_PAGE, address_of, madvise, map_aligned
 
 PATIENCE_S = 2.5e-3
@@ -33,6 +33,24 @@ _LONGEST_PAUSE = 32
 _MADV_COLLAPSE = 25
 _SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1
 _SEALS = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extents:
+    """Where the parts of an arena are: memory from 0 on, the disk from ``disk_begin`` on."""
+
+    memory_bytes: int
+    disk_begin: int
+    disk_bytes: int
+
+    @property
+    def num_files(self) -> int:
+        """How many files that are: one, or two."""
+        return 2 if self.disk_bytes else 1
+
+    def is_on_disk(self, address: int) -> bool:
+        """Returns whether an address is one of the disk."""
+        return address >= self.disk_begin
 
 
 class HugePages:
@@ -59,10 +77,8 @@ class HugePages:
 class Arena:
     """The side of those who write: the agent, and the preprocessors that are forked from it.
 
-    Args:
-        memory_bytes: Its size in memory; taken when it is first written to.
-        disk_bytes: Its size on the disk; likewise.
-        folder: Where that is, on a file system that knows ``O_TMPFILE``.
+    Memory and disk are taken when they are first written to; the folder's file system must know
+    ``O_TMPFILE``.
 
     Attributes:
         extents: Where its parts are.

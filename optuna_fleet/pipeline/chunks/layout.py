@@ -68,12 +68,10 @@ def aligned(nbytes: int) -> int:
 
 
 class ChunkWriter:
-    """Writes samples into a chunk, one by one.
+    """Writes so many samples into a chunk, one by one.
 
-    Args:
-        room: Where to; it begins at a multiple of the alignment.
-        num_samples: How many there will be.
-        collated_by_user: They must come out as they are, for the user's ``collate_fn``.
+    ``room`` begins at a multiple of the alignment. Those that are ``collated_by_user`` must come
+    out as they are.
     """
 
     def __init__(self, room: memoryview, num_samples: int, *, collated_by_user: bool) -> None:
@@ -86,10 +84,14 @@ class ChunkWriter:
         """Adds a sample.
 
         Raises:
-            OutgrownError: It is known by now that they do not fit; this one was not added.
+            OutgrownError: It is known by now that they do not fit.
         """
         if self._objects is None and self._dense is None:
-            self._dense = _Dense.of(self._room, self._num_samples, sample)
+            try:
+                self._dense = _Dense.of(self._room, self._num_samples, sample)
+            except OutgrownError:
+                self._objects = [sample]
+                raise
         if self._dense is not None:
             if self._dense.add(sample):
                 return
@@ -103,9 +105,6 @@ class ChunkWriter:
 
     def finish(self, *, is_finished: bool) -> int:
         """Writes what is left to write, and returns the bytes that the chunk takes.
-
-        Args:
-            is_finished: Trainers have nothing more to do with the samples.
 
         Raises:
             OutgrownError: The samples do not fit.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-Kind = Literal["leaf", "tuple", "list", "dict", "namedtuple"]
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,54 +12,40 @@ class Structure:
     """One node of the nest.
 
     Attributes:
-        kind: What the node is; anything that is not a plain container is a leaf.
+        type: A tuple, a list, a dict or a namedtuple; None for a leaf, which is anything else.
         children: The nodes below it.
         keys: Keys of a dict, in its order.
-        type: Class of a namedtuple.
     """
 
-    kind: Kind
+    type: type[Any] | None = None
     children: tuple[Structure, ...] = ()
     keys: tuple[Any, ...] = ()
-    type: type[Any] | None = None
 
 
-_LEAF = Structure("leaf")
+_LEAF = Structure()
 
 
 def flatten(sample: Any, leaves: list[Any]) -> Structure:
     """Appends the sample's leaves to ``leaves``, depth first, and returns its structure."""
     kind = type(sample)
-    if kind is tuple or kind is list:
-        children = tuple(flatten(item, leaves) for item in sample)
-        return Structure("tuple" if kind is tuple else "list", children)
     if kind is dict:
-        children = tuple(flatten(item, leaves) for item in sample.values())
-        return Structure("dict", children, tuple(sample))
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        children = tuple(flatten(item, leaves) for item in sample)
-        return Structure("namedtuple", children, (), kind)
+        children = [flatten(item, leaves) for item in sample.values()]
+        return Structure(kind, tuple(children), tuple(sample))
+    if kind is tuple or kind is list or _is_namedtuple(sample):
+        return Structure(kind, tuple([flatten(item, leaves) for item in sample]))
     leaves.append(sample)
     return _LEAF
 
 
+def _is_namedtuple(sample: Any) -> bool:
+    return isinstance(sample, tuple) and hasattr(sample, "_fields")
+
+
 def rebuild(structure: Structure, leaves: Iterator[Any]) -> Any:
     """Returns the sample with this structure and these leaves."""
-    match structure.kind:
-        case "leaf":
-            return next(leaves)
-        case "dict":
-            return {
-                key: rebuild(child, leaves)
-                for key, child in zip(structure.keys, structure.children, strict=True)
-            }
-        case "namedtuple":
-            assert structure.type is not None
-            return structure.type(*(rebuild(child, leaves) for child in structure.children))
-        case "tuple":
-            return tuple(rebuild(child, leaves) for child in structure.children)
-        case "list":
-            return [rebuild(child, leaves) for child in structure.children]
+    if structure.type is None:
+        return next(leaves)
+    return _filled(structure, [rebuild(child, leaves) for child in structure.children])
 
 
 def rebuild_batch(structure: Structure, columns: Iterator[Any]) -> Any:
@@ -70,34 +54,27 @@ def rebuild_batch(structure: Structure, columns: Iterator[Any]) -> Any:
     That is: tuples become lists, and a column of strings (given as a list) becomes a tuple below
     a sequence and stays a list elsewhere.
     """
-    match structure.kind:
-        case "leaf":
-            return next(columns)
-        case "dict":
-            return {
-                key: rebuild_batch(child, columns)
-                for key, child in zip(structure.keys, structure.children, strict=True)
-            }
-        case "namedtuple":
-            assert structure.type is not None
-            return structure.type(*_below_sequence(structure, columns))
-        case "tuple" | "list":
-            return list(_below_sequence(structure, columns))
+    if structure.type is None:
+        return next(columns)
+    parts = [rebuild_batch(child, columns) for child in structure.children]
+    if structure.type is not dict:
+        parts = [
+            tuple(part) if child.type is None and isinstance(part, list) else part
+            for child, part in zip(structure.children, parts, strict=True)
+        ]
+    return parts if structure.type is tuple else _filled(structure, parts)
 
 
-def _below_sequence(structure: Structure, columns: Iterator[Any]) -> Iterator[Any]:
-    for child in structure.children:
-        part = rebuild_batch(child, columns)
-        yield tuple(part) if child.kind == "leaf" and isinstance(part, list) else part
+def _filled(structure: Structure, parts: Sequence[Any]) -> Any:
+    kind = structure.type
+    assert kind is not None
+    if kind is dict:
+        return dict(zip(structure.keys, parts, strict=True))
+    return kind(parts) if kind is tuple or kind is list else kind(*parts)
 
 
 def map_leaves(sample: Any, function: Callable[[Any], Any]) -> Any:
     """Returns the sample with ``function`` applied to every leaf."""
-    kind = type(sample)
-    if kind is tuple or kind is list:
-        return kind([map_leaves(item, function) for item in sample])
-    if kind is dict:
-        return {key: map_leaves(item, function) for key, item in sample.items()}
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return kind(*[map_leaves(item, function) for item in sample])
-    return function(sample)
+    leaves: list[Any] = []
+    structure = flatten(sample, leaves)
+    return rebuild(structure, map(function, leaves))

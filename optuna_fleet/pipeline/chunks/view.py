@@ -109,13 +109,9 @@ def cut_alike(
     *,
     copies: bool = False,
 ) -> tuple[Any, bool]:
-    """Returns the batch of these samples, and whether it is finished.
+    """Returns the batch of these samples as `cut_batch`, and whether it is finished.
 
-    Args:
-        parts: As for `cut_batch`.
-        collate: Likewise.
-        finish: Finishes a sample of a chunk that is not, where others of the batch are.
-        copies: As for `cut_batch`.
+    Where some chunks are, ``finish`` finishes the samples of the others.
     """
     finished = [chunk.header.is_finished for chunk, _, _ in parts]
     if all(finished) or not any(finished):

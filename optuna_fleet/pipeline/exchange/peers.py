@@ -42,11 +42,7 @@ class Answer(NamedTuple):
 class Peers:
     """The other nodes, as an agent and the process that gives its chunks see them.
 
-    Args:
-        agent: The incarnation of this node's agent.
-        secret: Of the sweep.
-        spec: The data sets.
-        patience_s: How long to wait for an answer.
+    ``agent`` is the incarnation of this node's agent, ``secret`` the sweep's.
     """
 
     def __init__(
@@ -102,12 +98,7 @@ class Peers:
 
 
 class Asking:
-    """A process' connections to peers.
-
-    Args:
-        secret: Of the sweep.
-        patience_s: How long to wait for an answer.
-    """
+    """A process' connections to peers, which knows the sweep's secret."""
 
     def __init__(self, secret: bytes, patience_s: float) -> None:
         self._secret = secret

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from optuna_fleet.pipeline.packed import packed_part
 from optuna_fleet.pipeline.preprocessor import prefetch, samplers
 from optuna_fleet.pipeline.preprocessor.order import own_randomness, seed_sample
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import SplitDataset, decide, may_split
 from optuna_fleet.pipeline.spec import DatasetSpec, PipelineSpec
-
-Pack = Callable[[str, str, Any], "bytes | None"]
-"""Packs something for trainers: given what it is called, the data set's name, and itself."""
 
 
 def decided(
@@ -25,17 +21,11 @@ def decided(
     *,
     by_itself: bool | None,
     finish_on_device: bool,
-    pack: Pack,
 ) -> PipelineSpec:
     """Returns the description with how data sets are taken apart, and whether read many at once.
 
-    Args:
-        spec: What the user said.
-        source: The user's own data sets, of which no sample is read.
-        packed: The same, packed.
-        by_itself: Data sets' own transforms may be taken apart; None: torchvision's data sets'.
-        finish_on_device: Trainers do the elementwise end of the preprocessing.
-        pack: Makes bytes of that.
+    No sample is read of ``source``, which is the user's own, but of what was ``packed`` of it.
+    Whether data sets' own transforms are taken apart ``by_itself``: see `may_split`.
 
     Raises:
         FleetConfigError: What the user gave does not do what it must.
@@ -62,7 +52,7 @@ def decided(
         # With a collate_fn, samples must be finished before they are collated.
         if finish_on_device and each.collate is None:
             end = source.stages[each.name].finish if found is None else found.finish
-            each = replace(each, finish=pack("transform", each.name, end))
+            each = replace(each, finish=packed_part("transform", each.name, end))
         datasets.append(each)
     return replace(spec, datasets=tuple(datasets))
 

@@ -20,13 +20,7 @@ from optuna_fleet.pipeline.server.decoded import ENTRY, first_entries
 
 
 class DecodedSamples:
-    """Reads the store, and writes into what was lent to it.
-
-    Args:
-        arena: Where its samples lie.
-        table: Where each of them does.
-        lengths: Number of samples of each data set.
-    """
+    """Reads the store, as the table says, and writes into what was lent to it."""
 
     def __init__(self, arena: Arena, table: mmap.mmap, lengths: Mapping[str, int]) -> None:
         self._first = first_entries(lengths)

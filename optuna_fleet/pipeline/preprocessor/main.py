@@ -7,8 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,12 +33,7 @@ from optuna_fleet.pipeline.messages import (
     SampleMeasured,
 )
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples
-from optuna_fleet.pipeline.preprocessor.sampling import (
-    Sample,
-    SampleError,
-    Samples,
-    reported,
-)
+from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples, reported
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.spec import CHUNK_S, MIN_CHUNK_SAMPLES, ChunkKey, PipelineSpec
 from optuna_fleet.settings import Adoption, Settings
@@ -61,15 +55,8 @@ def preprocessor_main(
 ) -> None:
     """Serves the agent until it closes the socket.
 
-    Args:
-        sock: This process' end of the socket pair; blocking.
-        load: Returns the data sets.
-        spec: Their description.
-        settings: What the script's process is set to.
-        budgets: What the pipeline may take.
-        arena: Where chunks are written.
-        decoded: The decoded store.
-        asking: The way to nodes that share chunks with this one.
+    ``load`` returns the data sets, ``settings`` are those of the script, ``asking`` is the way to
+    nodes that share chunks with this one.
     """
     Adoption(has_gpu=False).adopt(settings)
     # One core each: there is one preprocessor per core it may use.
@@ -111,10 +98,11 @@ def _keep_freed_memory(nbytes: int) -> None:
 
 
 class _Kept(NamedTuple):
-    """Samples of a chunk that is wanted again by the next order, and whether all are finished."""
+    """The first samples of a chunk that is wanted again by the next order."""
 
     key: ChunkKey
-    samples: list[Sample]
+    version: int  # of `Samples`
+    samples: list[Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,13 +125,15 @@ class _Producer:
         by_user = self.spec.dataset(key.name).collate is not None
         nbytes = guess_sample_bytes(self.chunk_bytes)
         header_bytes, prepared_bytes, sample_s = 0, None, 0.0
+        self.samples.begin()
+        version = self.samples.version
         try:
             first = self.samples.sample(key, 0)
-            self.kept = _Kept(key, [first])
+            self.kept = _Kept(key, version, [first])
             prepared_bytes = self.samples.prepared_bytes(key)
             nbytes, sample_s = self._further(self.kept, by_user)
-            chunk = write_chunk([first.data], collated_by_user=by_user)
-            first_bytes = sample_bytes(first.data, collated_by_user=by_user)
+            chunk = write_chunk([first], collated_by_user=by_user)
+            first_bytes = sample_bytes(first, collated_by_user=by_user)
             header_bytes = max(0, chunk.nbytes - first_bytes)
         except Exception:
             pass  # The size is a guess then; the order for the chunk will tell the error.
@@ -166,7 +156,7 @@ class _Producer:
             Bytes of the largest, and the seconds that the fastest took.
         """
         most = min(MIN_CHUNK_SAMPLES, self.spec.dataset(kept.key.name).num_samples)
-        sizes = [sample_bytes(kept.samples[0].data, collated_by_user=by_user)]
+        sizes = [sample_bytes(kept.samples[0], collated_by_user=by_user)]
         times: list[float] = []
         while (
             len(sizes) < most and (len(sizes) < 3 or len(set(sizes)) > 1) and sum(times) < CHUNK_S
@@ -177,7 +167,7 @@ class _Producer:
             except SampleError:
                 break  # the order for its chunk will tell
             times.append(time.perf_counter() - started)
-            sizes.append(sample_bytes(sample.data, collated_by_user=by_user))
+            sizes.append(sample_bytes(sample, collated_by_user=by_user))
             kept.samples.append(sample)
         return max(sizes), min(times, default=0.0)
 
@@ -250,70 +240,39 @@ class _Producer:
 
     def _write(self, order: ProduceChunk, room: memoryview) -> tuple[int, int, int]:
         """Returns the chunk's bytes, its samples, and how many of them were made just now."""
-        key, size = order.key, order.chunk_size
-        made: list[Sample] = []
-        if self.kept is not None and self.kept.key == key:
-            made = self.kept.samples[:size]
+        key, start, samples = order.key, order.key.chunk * order.chunk_size, self.samples
+        stop = min(start + order.chunk_size, self.spec.dataset(key.name).num_samples)
+        kept, self.kept = self.kept, None
+        made: list[Any] = []
+        if kept is not None and (kept.key, kept.version) == (key, samples.version):
+            made = kept.samples[: order.chunk_size]
         else:
-            self.samples.begin()
-        self.kept = None
+            samples.begin()
         self.decoded.begin(order.extents)
-        start = key.chunk * size
-        stop = min(start + size, self.spec.dataset(key.name).num_samples)
-        chunk = _Chunk(self.samples, key, room, stop - start, self._by_user(key))
-        self.samples.expect(key, start + len(made), stop)
-        try:
-            for sample in made:
-                chunk.add(sample)
-            for position in range(start + len(made), stop):
-                chunk.add(self.samples.sample(key, position, use_store=order.split))
-            if self.samples.num_loaded and key.name in self.samples.audit.mismatches:
-                self.samples.begin()  # found just now: those before it can't be trusted either
-                chunk = _Chunk(self.samples, key, room, stop - start, self._by_user(key))
-                for position in range(start, stop):
-                    chunk.add(self.samples.sample(key, position))
-            return chunk.finish(), stop - start, stop - start - len(made)
-        except OutgrownError:
-            self.kept = _Kept(key, chunk.samples())
-            raise
+        samples.expect(key, start + len(made), stop)
+        nbytes = self._filled(order, room, made, range(start, stop))
+        return nbytes, stop - start, stop - start - len(made)
 
-    def _by_user(self, key: ChunkKey) -> bool:
-        return self.spec.dataset(key.name).collate is not None
-
-
-class _Chunk:
-    """A chunk while it is being written: its samples are all finished, or none of them is."""
-
-    def __init__(
-        self, samples: Samples, key: ChunkKey, room: memoryview, num_samples: int, by_user: bool
-    ) -> None:
-        self._samples = samples
-        self._key = key
-        self._new = partial(ChunkWriter, room, num_samples, collated_by_user=by_user)
-        self._writer = self._new()
-        self._is_finished: bool | None = None
-        self._unwritten: list[Sample] = []
-
-    def add(self, sample: Sample) -> None:
-        """Adds a sample."""
-        if self._is_finished is None:
-            self._is_finished = sample.is_finished
-        added = [sample]
-        if self._is_finished != sample.is_finished:
-            added = self._samples.finished(self._key.name, [*self.samples(), sample])
-            self._writer, self._is_finished = self._new(), True
-        self._unwritten = added
-        for each in added:
-            self._writer.add(each.data)
-        self._unwritten = []
-
-    def samples(self) -> list[Sample]:
-        """Returns all that was added, also what did not fit."""
-        if len(self._unwritten) > 1:
-            return self._unwritten
-        written = [Sample(data, bool(self._is_finished)) for data in self._writer.samples()]
-        return [*written, *self._unwritten]
-
-    def finish(self) -> int:
-        """Returns the bytes of the chunk."""
-        return self._writer.finish(is_finished=self._is_finished is not False)
+    def _filled(
+        self, order: ProduceChunk, room: memoryview, made: list[Any], positions: range
+    ) -> int:
+        """Returns the chunk's bytes, of which the first samples are there already."""
+        key, samples = order.key, self.samples
+        by_user = self.spec.dataset(key.name).collate is not None
+        while True:
+            version, sample = samples.version, None
+            writer = ChunkWriter(room, len(positions), collated_by_user=by_user)
+            try:
+                for each in made:
+                    writer.add(each)
+                for position in positions[len(made) :]:
+                    sample = samples.sample(key, position, use_store=order.split)
+                    if samples.version != version:
+                        break
+                    writer.add(sample)
+                else:
+                    return writer.finish(is_finished=samples.is_finished(key.name))
+            except OutgrownError:
+                self.kept = _Kept(key, version, writer.samples())
+                raise
+            made = samples.again(key.name, [*writer.samples(), sample])

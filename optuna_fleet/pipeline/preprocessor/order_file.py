@@ -29,9 +29,6 @@ class OrderFile:
 
     Processes forked from the one that made it share it. Who is killed while drawing leaves nothing
     behind, not even a lock.
-
-    Args:
-        length: Samples per epoch.
     """
 
     def __init__(self, length: int) -> None:
@@ -44,13 +41,9 @@ class OrderFile:
     def read(
         self, epoch: int, start: int, stop: int, draw: Callable[[], NDArray[np.int64]]
     ) -> NDArray[np.int64]:
-        """Returns positions ``start`` to ``stop`` of the order of an epoch.
+        """Returns positions [start, stop) of the order of an epoch.
 
-        Args:
-            epoch: From 0.
-            start: First position.
-            stop: Behind the last one.
-            draw: Returns the whole order; called if nobody has, while others wait for it.
+        ``draw`` returns the whole order; called if nobody has, while others wait for it.
         """
         slot = epoch % self._num_slots
         epochs, orders = self._memory

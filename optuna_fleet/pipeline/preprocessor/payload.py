@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from optuna_fleet.pipeline.chunks.memory_files import map_privately
-from optuna_fleet.pipeline.preprocessor import tables
-from optuna_fleet.pipeline.preprocessor.mapped_files import MappedFiles
+from optuna_fleet.pipeline.preprocessor import mapped_files, tables
 from optuna_fleet.pipeline.preprocessor.order import Generator, is_generator
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.wire import packing
@@ -42,9 +41,6 @@ class Payload:
     """A sealed memory file, which lasts as long as somebody has it open or mapped.
 
     Pickled, it is its path: it comes out opened anew, or as None where that can't be opened.
-
-    Args:
-        descriptor: Of the file; this object closes it.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -157,7 +153,6 @@ class _Pickler(packing.Pickler):
     def __init__(self, stream: Any, *, buffer_callback: Callable[[Any], bool]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=buffer_callback)
         self.generators: list[Generator] = []
-        self._files = MappedFiles()
         self._tables: dict[int, Any] = {}
         self._storages: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
 
@@ -170,7 +165,7 @@ class _Pickler(packing.Pickler):
             self.generators.append(obj)
         found = None
         if isinstance(obj, np.ndarray):
-            found = self._files.reduction(obj) or _array_reduction(obj)
+            found = mapped_files.reduction(obj) or _array_reduction(obj)
         elif "torch" in sys.modules and type(obj) is sys.modules["torch"].Tensor:
             found = self._tensor_reduction(obj)
         else:

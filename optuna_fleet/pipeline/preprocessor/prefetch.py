@@ -24,10 +24,7 @@ def gives_many(dataset: Any) -> bool:
 def agrees(dataset: Any, length: int, seed: Callable[[int], None]) -> bool:
     """Returns whether many samples at once are what they are one by one, for a few of them.
 
-    Args:
-        dataset: A copy of it that nobody reads: what it opens stays open.
-        length: Its length.
-        seed: Seeds for the sample of this index.
+    The data set is a copy that nobody reads: what it opens stays open.
     """
     from optuna_fleet.pipeline.preprocessor.comparing import same
 
@@ -46,11 +43,9 @@ def agrees(dataset: Any, length: int, seed: Callable[[int], None]) -> bool:
 class Prefetched:
     """Gives what ``dataset[index]`` gives, but fetches many of the samples that will be asked for.
 
-    Args:
-        dataset: Has ``__getitems__``.
-        seed: Seeds as for the sample that is asked for.
-        own: Generators that it seeds too. Where random numbers are drawn, a sample would depend on
-            those it is fetched with: then they are fetched alone.
+    ``seed`` seeds as for the sample that is asked for. Where random numbers are drawn, of ``own``
+    generators or others, a sample would depend on those it is fetched with: then they are fetched
+    alone.
     """
 
     def __init__(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from optuna_fleet.pipeline.chunks.columns import without_images
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor import prefetch
-from optuna_fleet.pipeline.preprocessor.audit import Audit
+from optuna_fleet.pipeline.preprocessor.comparing import Audit
 from optuna_fleet.pipeline.preprocessor.decoded_samples import DecodedSamples, pack, unpack
 from optuna_fleet.pipeline.preprocessor.order import seed_sample, watched
 from optuna_fleet.pipeline.preprocessor.order_file import order_files
@@ -42,13 +42,6 @@ _RAISED = (Exception, SystemExit)
 _OURS = str(Path(__file__).parents[1])
 
 
-class Sample(NamedTuple):
-    """A sample, and whether trainers have nothing more to do with it."""
-
-    data: Any
-    is_finished: bool
-
-
 class SampleError(Exception):
     """Something of the user's raised, in the making of a sample or of what it needs."""
 
@@ -59,17 +52,16 @@ class SampleError(Exception):
 class Samples:
     """Makes samples; for one preprocessor.
 
-    Args:
-        load: Returns the data sets; called when the first sample is wanted.
-        spec: Their description.
-        decoded: The decoded store, if there is one.
-        force_decoded: Use it even where it does not pay.
+    ``load`` returns the data sets, when the first sample is wanted. With ``force_decoded`` the
+    decoded store is used even where it does not pay.
 
     Attributes:
         skipped: Indices that raised since ``begin``, where these are skipped.
         complaint: What the first of them raised.
         num_loaded: Samples since ``begin`` whose beginning came from the decoded store.
         audit: What tells whether that may be used.
+        version: Samples of another one do not go together with those made from now on: they are
+            of another chunk, or see `again`.
     """
 
     def __init__(
@@ -87,24 +79,24 @@ class Samples:
         self._source: Source | None = None
         self._splits: dict[str, SplitDataset | None] = {}
         self.audit = Audit()
+        self.version = 0
         self._block: tuple[str, int, int] | None = None  # data set, epoch and begin of the next
         self._places: Any = ()
         self._seed_again: Callable[[], None] = lambda: None
         self.begin()
 
     def begin(self) -> None:
-        """Begins to count for another chunk."""
+        """Begins another chunk."""
+        self.version += 1
+        self._is_whole = self._is_wrong = False
         self.skipped: list[int] = []
         self.complaint: ChunkError | None = None
         self.num_loaded = 0
 
-    def sample(self, key: ChunkKey, position: int, *, use_store: bool = False) -> Sample:
+    def sample(self, key: ChunkKey, position: int, *, use_store: bool = False) -> Any:
         """Returns the sample at this position of the order of the chunk's epoch.
 
-        Args:
-            key: Tells the data set and the epoch.
-            position: From 0.
-            use_store: Take the beginning from the decoded store, or put it there.
+        If it may ``use_store``, the beginning is taken from the decoded store, or put there.
 
         Raises:
             SampleError: It raised, or as many samples in a row as may be skipped.
@@ -121,7 +113,7 @@ class Samples:
 
     def _substitute(
         self, spec: DatasetSpec, epoch: int, position: int, use_store: bool, error: BaseException
-    ) -> Sample:
+    ) -> Any:
         """The next sample that does not raise: of the data set, or of those that are drawn."""
         place = self._place(spec, epoch, position)
         for step in range(1, MAX_SUBSTITUTES):
@@ -181,50 +173,59 @@ class Samples:
         draw = partial(epoch_order, source, spec, self._spec.seed, epoch)
         return source.orders[spec.name].read(epoch, begin, stop, draw)
 
-    def finished(self, name: str, samples: Iterable[Sample]) -> list[Sample]:
-        """Returns samples of a data set, of which some are not finished, as finished ones."""
+    def is_finished(self, name: str) -> bool:
+        """Returns whether trainers have nothing more to do with the samples of the chunk."""
+        return self._is_whole or self._spec.dataset(name).finish is None
+
+    def again(self, name: str, made: list[Any]) -> list[Any]:
+        """Returns what the first samples of a chunk are to be, as the last has shown.
+
+        None of them can be trusted if that was not what the decoded store gave; if it could not be
+        taken apart, it is finished, and they have to be too.
+        """
+        if self._is_wrong:
+            self.begin()
+            return []
         packed = self._spec.dataset(name).finish
         assert packed is not None
-        finish = packing.unpack(packed)
-        return [
-            each if each.is_finished else Sample(finish(each.data), is_finished=True)
-            for each in samples
-        ]
+        return [*map(packing.unpack(packed), made[:-1]), made[-1]]
 
-    def _make(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Sample:
-        data, is_finished = self._made(spec, epoch, place, use_store)
-        if spec.collate is None:
-            data = map_leaves(data, without_images)
-        return Sample(data, is_finished)
+    def _make(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Any:
+        data = self._made(spec, epoch, place, use_store)
+        return map_leaves(data, without_images) if spec.collate is None else data
 
-    def _made(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Sample:
+    def _made(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Any:
         source = self._sources()
         dataset, finish = source.datasets[spec.name], source.stages[spec.name].finish
         index = place % spec.length
         seed = partial(self._seed, spec.name, epoch, place)
-        defers = spec.finish is not None
+        defers = not self.is_finished(spec.name)
         found = self._split(spec.name)
-        use_store = use_store and spec.name not in self.audit.mismatches
-        num_loaded = self.num_loaded
         if found is None:
             seed()
             sample = dataset[index]
-            return Sample(sample if defers or finish is None else finish(sample), not defers)
+            return sample if defers or finish is None else finish(sample)
+        whole = partial(found.whole, dataset, index, seed)
+        use_store = use_store and spec.name not in self.audit.mismatches
         if use_store or defers:
+            num_loaded = self.num_loaded
             try:
                 prepared = self._prepared(found, spec.name, index, seed, use_store)
                 seed()
                 augmented = found.augmented(prepared)
                 sample = augmented if defers else found.finished(augmented)
             except AnotherWayError:
-                pass
+                if defers:
+                    self._is_whole = True
+                    self.version += 1
             else:
-                audited = self.num_loaded > num_loaded and self.audit.is_due(epoch, index)
-                finish = found.finished if defers else _itself
-                make = partial(found.whole, dataset, index, seed)
-                if not audited or self.audit.agrees(spec.name, index, finish(sample), make):
-                    return Sample(sample, not defers)
-        return Sample(found.whole(dataset, index, seed), True)
+                if self.num_loaded > num_loaded and self.audit.is_due(epoch, index):
+                    ours = found.finished(sample) if defers else sample
+                    if not self.audit.agrees(spec.name, index, ours, whole):
+                        self._is_wrong = True
+                        self.version += 1
+                return sample
+        return whole()
 
     def _seed(self, name: str, epoch: int, place: int) -> None:
         own = self._sources().generators
@@ -313,10 +314,6 @@ def _theirs(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_OURS):
         frames = frames.tb_next
     return frames or first
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def _timed(action: Callable[[], Any]) -> tuple[float, Any]:

@@ -101,10 +101,7 @@ def called(function: Function | None, value: Any) -> Any:
 def may_split(dataset: Any, stages: Stages, *, by_itself: bool | None) -> bool:
     """Returns whether there is anything to try, without reading a sample.
 
-    Args:
-        dataset: The data set.
-        stages: What the user gave for it.
-        by_itself: Its own transform may be taken apart; None if it is a data set of torchvision's.
+    Its own transform may be taken apart ``by_itself``; of None: if it is of torchvision's.
     """
     if stages.in_parts or by_itself is False:
         return stages.in_parts
@@ -118,14 +115,8 @@ def decide(
     """Returns how to take a data set apart: tried on its first sample that does not raise.
 
     It is to be asked once for all processes, which rebuild the split by ``rebuilt``. What raises
-    may be of the moment (a file server), and is told of when the sample is wanted.
-
-    Args:
-        name: The name of the data set.
-        dataset: A copy of it that nobody reads: what it opens stays open.
-        stages: What the user gave for it.
-        num_samples: Its length.
-        seed: Seeds for the sample of this index.
+    may be of the moment (a file server), and is told of when the sample is wanted. The data set is
+    a copy that nobody reads: what it opens stays open.
 
     Raises:
         FleetConfigError: What the user gave does not do what it must.
@@ -146,13 +137,7 @@ def decide(
 
 
 def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDataset | None:
-    """Takes a data set apart, by its own ``transform`` or as the user says.
-
-    Args:
-        dataset: The data set.
-        stages: What the user gave for it.
-        index: The sample it is tried on.
-        seed: Seeds torch, NumPy and ``random`` for that sample.
+    """Takes a data set apart, by its own ``transform`` or as the user says; tried on a sample.
 
     Returns:
         None if there is no place to split, or the parts do not give what the data set gives.

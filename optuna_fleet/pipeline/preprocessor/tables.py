@@ -6,6 +6,7 @@ read one is to write its reference count.
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +21,8 @@ LEAST_ITEMS = 1000
 def reduction(dataset: Any, known: dict[int, Any]) -> Any:
     """Returns how pickle is to put together a data set of torchvision's, with tables for lists.
 
-    Only for these, as their code is known to do no more with such a list than to index it.
-
-    Args:
-        dataset: Any object.
-        known: Tables of lists met before, with these, by their ids.
-
-    Returns:
-        None for any other object.
+    Only for these, as their code is known to do no more with such a list than to index it; None
+    for any other object. ``known`` has the tables of lists met before, with these, by their ids.
     """
     if not is_torchvisions(dataset):
         return None
@@ -41,70 +36,30 @@ def _table(value: Any, known: dict[int, Any]) -> Any:
     if type(value) is not list or len(value) < LEAST_ITEMS:
         return value
     if id(value) not in known:
-        known[id(value)] = value, _columns(value)
-    columns = known[id(value)][1]
-    return value if columns is None else columns
+        known[id(value)] = value, Table(value) if all(map(_is_plain, value)) else value
+    return known[id(value)][1]
 
 
-def _columns(items: list[Any]) -> Table | None:
-    try:
-        if type(items[0]) is not tuple:
-            return Table([_column(items)], is_flat=True)
-        widths = set(map(len, items))
-        is_regular = len(widths) == 1 and set(map(type, items)) == {tuple}
-        return Table([_column(each) for each in zip(*items, strict=True)]) if is_regular else None
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _column(values: Sequence[Any]) -> Any:
-    (kind,) = set(map(type, values))
-    if kind is int:
-        return np.array(values, dtype=np.int64)
-    if kind is str:
-        return Texts(values)
-    raise TypeError
-
-
-class Texts:
-    """Many strings in one array of bytes."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-        self._ends = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
-        self._bytes = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-
-    def __getitem__(self, number: int) -> str:
-        """Returns a string."""
-        begin, end = self._ends[number], self._ends[number + 1]
-        return self._bytes[begin:end].tobytes().decode("utf-8", "surrogatepass")
+def _is_plain(item: Any) -> bool:
+    parts = item if type(item) is tuple else (item,)
+    return all(type(part) in (int, str) for part in parts)
 
 
 class Table(Sequence[Any]):
-    """Gives what a list of tuples, or of single values, gives; it can't be changed.
+    """Gives what a list of integers, strings and tuples of these gives; it can't be changed."""
 
-    Args:
-        columns: Arrays of integers, or `Texts`.
-        is_flat: There is one column, and an item is a value, not a tuple.
-    """
-
-    def __init__(self, columns: list[Any], *, is_flat: bool = False) -> None:
-        self._columns = columns
-        self._is_flat = is_flat
-        first = columns[0]
-        self._length = len(first) if isinstance(first, np.ndarray) else len(first._ends) - 1
+    def __init__(self, items: Sequence[Any]) -> None:
+        records = [marshal.dumps(item) for item in items]
+        self._ends = np.cumsum([0, *map(len, records)], dtype=np.int64)
+        self._records = np.frombuffer(b"".join(records), dtype=np.uint8)
 
     def __len__(self) -> int:
         """Number of items."""
-        return self._length
+        return len(self._ends) - 1
 
     def __getitem__(self, index: Any) -> Any:
         """Returns an item, or a list of those of a slice."""
         if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(self._length))]
-        number = range(self._length)[index]  # its errors are those of a list
-        item = tuple(
-            int(column[number]) if isinstance(column, np.ndarray) else column[number]
-            for column in self._columns
-        )
-        return item[0] if self._is_flat else item
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]  # its errors are those of a list
+        return marshal.loads(self._records[self._ends[number] : self._ends[number + 1]].data)

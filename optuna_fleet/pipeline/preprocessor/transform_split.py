@@ -46,9 +46,7 @@ def steps_in(dataset: Any) -> tuple[Step, ...] | None:
 def cuts(dataset: Any, index: int) -> Iterator[Cut]:
     """Yields the ways to split a data set, the best first.
 
-    Args:
-        dataset: The data set.
-        index: The sample by which to find where the transform's result goes.
+    Where in a sample the transform's result goes is found by the sample of an index.
     """
     steps = steps_in(dataset) or ()
     random_steps = (i for i, step in enumerate(steps) if not transforms.is_deterministic(step))
@@ -65,10 +63,6 @@ def cuts(dataset: Any, index: int) -> Iterator[Cut]:
 
 class Parts:
     """A data set's transform in three parts.
-
-    Args:
-        dataset: The data set.
-        cut: Where to cut.
 
     Attributes:
         middle: The random part of the transform, applied to a sample; None for none.

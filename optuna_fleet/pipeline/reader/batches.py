@@ -93,41 +93,36 @@ class _Reading:
     def __init__(self, client: PipelineClient, plan: ReadPlan) -> None:
         self._client = client
         self._plan = plan
-        self._spans = list(plan.spans)
-        self._reader: _SpanReader | None = None
-        self._ended: _SpanReader | None = None
+        self._spans = plan.spans
+        self._open: dict[Span, _SpanReader] = {}
         self.consumed = 0
 
     def parts(self, step: int) -> list[Part]:
         """Returns the pieces of chunks that make up this rank's share of a step."""
-        self._close_ended()
+        start, stop = self._plan.positions(step)
+        # Not earlier: the parts of the last step were still to be read.
+        self._close([span for span in self._open if start + span.shift >= span.last])
         parts: list[Part] = []
-        _, stop = asked = self._plan.positions(step)
-        while True:
-            first, last = self._spans[0].positions(*asked)
+        for span in self._spans:
+            first, last = span.positions(start, stop)
             if first < last:
-                self._reader = self._reader or self._begin(step)
-                parts += self._reader.parts(step)
-            if len(self._spans) == 1 or stop + self._spans[0].shift <= self._spans[0].last:
-                return parts
-            del self._spans[0]
-            self._ended, self._reader = self._reader, None  # its parts are still to be read
+                if span not in self._open:
+                    self._open[span] = self._begin(span, step)
+                parts += self._open[span].parts(step)
+        return parts
 
-    def _begin(self, step: int) -> _SpanReader:
-        continues = self._plan.continues or len(self._spans) > 1
-        return _SpanReader(self._client, self._plan, self._spans[0], step, continues=continues)
+    def _begin(self, span: Span, step: int) -> _SpanReader:
+        continues = self._plan.continues or span != self._spans[-1]
+        return _SpanReader(self._client, self._plan, span, step, continues=continues)
 
     def close(self) -> None:
         """Ends what is open and reports it."""
-        self._close_ended()
-        if self._reader is not None:
-            self._reader.close(self.consumed)
-            self._reader, self.consumed = None, 0
+        self._close(list(self._open))
 
-    def _close_ended(self) -> None:
-        if self._ended is not None:
-            self._ended.close(self.consumed)
-            self._ended, self.consumed = None, 0
+    def _close(self, spans: list[Span]) -> None:
+        for span in spans:
+            self._open.pop(span).close(self.consumed)
+            self.consumed = 0
 
 
 class _SpanReader:

@@ -25,12 +25,10 @@ _AT_ONCE = int(socket.MSG_DONTWAIT)
 class PipelineClient:
     """Reads the shared data sets; for one thread of one trainer process.
 
-    Args:
-        sock: The trainer's end of the socket pair whose other end the ``PipelineServer`` has.
-        spec: The description of the data sets.
+    Its socket is one end of a pair whose other end the ``PipelineServer`` has.
 
     Attributes:
-        spec: Likewise.
+        spec: The description of the data sets.
         waited_s: Seconds spent waiting for data so far.
         at_wait: Called when such a wait begins, and when it ends.
     """

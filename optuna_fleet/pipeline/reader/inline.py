@@ -56,7 +56,7 @@ class InlineClient:
 
     def _sample(self, plan: ReadPlan, position: int) -> Any:
         try:
-            return self._samples.sample(ChunkKey(plan.name, plan.epoch, 0), position).data
+            return self._samples.sample(ChunkKey(plan.name, plan.epoch, 0), position)
         except SampleError as failure:
             raise failure.__cause__ or failure from None
 

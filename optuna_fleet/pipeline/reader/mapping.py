@@ -21,7 +21,7 @@ from ctypes import addressof, c_uint64
 
 import numpy as np
 
-from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.chunks.arena import Extents
 from optuna_fleet.pipeline.chunks.memory_files import address_of, madvise, map_aligned
 from optuna_fleet.pipeline.chunks.view import Bytes
 
@@ -38,12 +38,7 @@ _mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
 
 
 class Mapping:
-    """An arena, mapped by a process that reads.
-
-    Args:
-        extents: Where its parts are.
-        descriptors: Of these; the mapping takes them over and closes them in the end.
-    """
+    """An arena, mapped by a process that reads; it closes the descriptors in the end."""
 
     def __init__(self, extents: Extents, descriptors: Sequence[int]) -> None:
         self._extents = extents

@@ -17,7 +17,6 @@ from optuna_fleet.pipeline.messages import (
     ClosePass,
     PassOpened,
     ReleaseChunks,
-    ReturnChunks,
 )
 from optuna_fleet.pipeline.reader.mapping import Mapping
 
@@ -31,10 +30,6 @@ FromAgent = PassOpened | ChunkReady | ReleaseChunks | ChunkFailed
 class OpenedPass:
     """Reads the chunks of an epoch; for the process that began it.
 
-    Args:
-        client: Its connection to the agent.
-        number: Unlike those of the client's other passes.
-
     Attributes:
         chunk_size: Samples of a chunk; 0 until the agent has told it.
         num_ahead: Chunks that may be asked for ahead.
@@ -47,6 +42,7 @@ class OpenedPass:
         self.is_open = True
         self._client = client
         self._number = number
+        self._cursor = 0
         self._pid = os.getpid()
         self._chunks: dict[int, ChunkView] = {}
         self._places: dict[int, tuple[int, int]] = {}  # in the arena, of those that are no copies
@@ -61,6 +57,7 @@ class OpenedPass:
         released: Iterable[int] = (),
     ) -> None:
         """Tells the agent where the pass is, what it wants, and what it has let go of."""
+        self._cursor = cursor
         message = Advance(self._number, cursor, tuple(needed), tuple(ahead), tuple(released))
         self._client.send(message)
 
@@ -137,7 +134,7 @@ class OpenedPass:
         found = None if brief else self._mapping.lend(address, nbytes)
         if found is None:
             self._chunks[chunk] = ChunkView(self._mapping.copy(address, nbytes))
-            self._client.send(ReturnChunks(pass_id=self._number, chunks=(chunk,)))
+            self.advance(self._cursor, released=[chunk])
         else:
             self._places[chunk] = address, nbytes
             self._chunks[chunk] = ChunkView(found)
@@ -148,7 +145,7 @@ class OpenedPass:
         for chunk in chunks:
             self._keep(chunk)
         self._places.clear()
-        self._client.send(ReturnChunks(pass_id=self._number, chunks=chunks))
+        self.advance(self._cursor, released=chunks)
 
     def _keep(self, chunk: int) -> None:
         if chunk in self._places:

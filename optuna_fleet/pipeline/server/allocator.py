@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 
-from optuna_fleet.pipeline.chunks.extents import Extents
+from optuna_fleet.pipeline.chunks.arena import Extents
 
 PAGE = 4096
 """Bytes. Pieces begin at multiples of it, so that what a reader writes into one stays in it."""
@@ -22,10 +22,6 @@ def pages(nbytes: int) -> int:
 
 class Allocator:
     """Pieces of a range of addresses; the smallest that fits is given, the lowest of these.
-
-    Args:
-        begin: The first address.
-        end: The one after the last.
 
     Attributes:
         free_bytes: All that is free, in one piece or in many.
@@ -93,8 +89,7 @@ class Allocator:
 class Space:
     """The addresses of an arena: memory for chunks, memory for decoded samples, disk for chunks.
 
-    Args:
-        extents: Where its parts are; whole pages of these are given out.
+    Whole pages are given out.
 
     Attributes:
         border: Where the decoded store's part of the memory begins.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from optuna_fleet.pipeline.messages import Extent, Stored
@@ -21,6 +21,25 @@ SPARE_BYTES = 64
 
 ENTRY = struct.Struct("<QQ")
 """A sample's entry in the table: address + 1 (0: it is not there), length."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What is known of one data set.
+
+    Attributes:
+        first: The number of its first entry in the table.
+        missing: Samples that are not there.
+        kept_bytes: What those take that are.
+        each_bytes: What one may take; 0 if none are kept.
+        is_stopped: None will be kept or read any more.
+    """
+
+    first: int
+    missing: int
+    kept_bytes: int = 0
+    each_bytes: int = 0
+    is_stopped: bool = False
 
 
 class DecodedStore:
@@ -40,12 +59,10 @@ class DecodedStore:
     def __init__(self, lengths: Mapping[str, int], max_bytes: int, free: Allocator) -> None:
         self._max_bytes = max_bytes
         self._free = free
-        self._first = first_entries(lengths)
         self._lengths = dict(lengths)
-        self._missing = dict(lengths)
-        self._prepared_bytes: dict[str, int] = {}
-        self._stopped: set[str] = set()
-        self._kept_bytes: Counter[str] = Counter()
+        self._kept = {
+            name: _Kept(first, lengths[name]) for name, first in first_entries(lengths).items()
+        }
         self._lent: dict[object, list[Extent]] = {}
         self.used_bytes = 0
         self.is_full = False
@@ -54,46 +71,40 @@ class DecodedStore:
     @property
     def wanted_bytes(self) -> int:
         """Bytes it will take in the end, as far as its data sets are known."""
-        served = self._prepared_bytes.keys() - self._stopped
-        wanted = sum(self._prepared_bytes[name] * self._lengths[name] for name in served)
+        served = filter(self.serves, self._kept)
+        wanted = sum(self._kept[name].each_bytes * self._lengths[name] for name in served)
         return min(self._max_bytes, max(wanted, self.used_bytes))
+
+    def serve(self, name: str, prepared_bytes: int) -> None:
+        """Begins to keep samples of about this size of a data set, if it was not stopped."""
+        self._kept[name].each_bytes = prepared_bytes + SPARE_BYTES
 
     def serves(self, name: str) -> bool:
         """Returns whether samples of this data set are kept."""
-        return name in self._prepared_bytes and name not in self._stopped
+        return self._kept[name].each_bytes > 0 and not self._kept[name].is_stopped
 
     def stop(self, name: str) -> None:
         """No more samples of a data set are kept or read.
 
         What it has stays taken: orders under way may still read it.
         """
-        self._stopped.add(name)
+        self._kept[name].is_stopped = True
 
     def fitting_share(self, name: str) -> float:
         """Returns about which part of a data set's samples is kept, or will be with what is left.
 
         What is lent counts as left: it is being filled.
         """
-        length, missing = self._lengths[name], self._missing[name]
-        kept = length - missing
-        each = self._kept_bytes[name] / kept if kept else self._prepared_bytes[name]
-        left = self._max_bytes - self._kept_bytes.total()
-        return min(1.0, (kept + left / each) / length)
-
-    def serve(self, name: str, prepared_bytes: int) -> None:
-        """Begins to keep samples of about this size of a data set."""
-        self._prepared_bytes[name] = prepared_bytes + SPARE_BYTES
+        length, kept = self._lengths[name], self._kept[name]
+        number = length - kept.missing
+        each = kept.kept_bytes / number if number else kept.each_bytes
+        left = self._max_bytes - sum(other.kept_bytes for other in self._kept.values())
+        return min(1.0, (number + left / each) / length)
 
     def lend(self, order: object, name: str, num_samples: int) -> list[Extent]:
-        """Lends space for up to ``num_samples`` new samples; perhaps less, or none.
-
-        Args:
-            order: Whoever gets it, once at a time.
-            name: The data set.
-            num_samples: Samples it will come across.
-        """
-        each = self._prepared_bytes[name]
-        need = min(num_samples, self._missing[name]) * each
+        """Lends an order space for up to ``num_samples`` new samples; perhaps less, or none."""
+        each = self._kept[name].each_bytes
+        need = min(num_samples, self._kept[name].missing) * each
         lent: list[Extent] = []
         while need > 0:
             # A piece in which no sample fits would only take the place of one in which it does.
@@ -111,14 +122,14 @@ class DecodedStore:
 
     def publish(self, order: object, name: str, stored: Iterable[Stored]) -> None:
         """Makes what an order has written known to all; takes back what it left."""
-        left = self._lent.pop(order, [])
+        left, kept = self._lent.pop(order, []), self._kept[name]
         for index, address, length in stored:
             if self.is_kept(name, index):
                 continue  # another preprocessor was faster
             left = _without(left, address, length)
-            self._missing[name] -= 1
-            self._kept_bytes[name] += length
-            self._prepared_bytes[name] = max(self._prepared_bytes[name], length + SPARE_BYTES)
+            kept.missing -= 1
+            kept.kept_bytes += length
+            kept.each_bytes = max(kept.each_bytes, length + SPARE_BYTES)
             place = self._place(name, index)
             # The length first: a reader that sees the address sees the length as well.
             struct.pack_into("<Q", self.table, place + 8, length)
@@ -132,7 +143,7 @@ class DecodedStore:
         return bool(ENTRY.unpack_from(self.table, self._place(name, index))[0])
 
     def _place(self, name: str, index: int) -> int:
-        return (self._first[name] + index) * ENTRY.size
+        return (self._kept[name].first + index) * ENTRY.size
 
 
 def first_entries(lengths: Mapping[str, int]) -> dict[str, int]:

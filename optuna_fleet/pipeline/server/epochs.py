@@ -59,8 +59,7 @@ class Pass:
         epoch: What it reads.
         cursor: The first chunk that is still needed.
         continues: The reader will go on with the next epoch.
-        wanted: Chunks it waits for.
-        urgent: Those of them it can't go on without.
+        wanted: Chunks it waits for, and whether it can't go on without.
         held: Chunks that it was given.
         frontier: No chunk between the cursor and this one is absent.
         next_frontier: None of the next epoch before this one is.
@@ -72,8 +71,7 @@ class Pass:
     epoch: Epoch
     cursor: int
     continues: bool
-    wanted: set[int] = field(default_factory=set)
-    urgent: set[int] = field(default_factory=set)
+    wanted: dict[int, bool] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
     frontier: int = 0
     next_frontier: int = 0
@@ -87,7 +85,7 @@ class Epoch:
     Attributes:
         name: The data set.
         number: Which epoch.
-        rank: Among epochs that nobody reads the one of the highest rank is given up first.
+        rank: Its own; among epochs that nobody reads that of the highest is given up first.
         size: How it is cut.
         chunks: Where the resident chunks are.
         pins: How many passes hold them.
@@ -95,14 +93,15 @@ class Epoch:
         producing: The orders for those in production.
         failed: Those that could not be made.
         deaths: How many preprocessors died over a chunk.
-        waiting: By chunk, who waits for it, and whether they can't go on without.
+        waiting: By chunk, who waits for it; in order.
         passes: The passes that are open.
         cursors: Theirs, in order.
+        is_unneeded: Whether it counts as one that `has_unneeded` chunks.
     """
 
     name: str
     number: int
-    rank: int
+    rank: tuple[int, str, int]
     size: Size
     chunks: dict[int, Place] = field(default_factory=dict)
     pins: Counter[int] = field(default_factory=Counter)
@@ -110,9 +109,10 @@ class Epoch:
     producing: dict[int, Order] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     deaths: Counter[int] = field(default_factory=Counter)
-    waiting: dict[int, dict[Pass, bool]] = field(default_factory=dict)
+    waiting: dict[int, dict[Pass, None]] = field(default_factory=dict)
     passes: dict[PassId, Pass] = field(default_factory=dict)
     cursors: list[int] = field(default_factory=list)
+    is_unneeded: bool = False
 
     @property
     def num_chunks(self) -> int:
@@ -167,50 +167,3 @@ class Epoch:
             at = bisect_left(self.idle, behind) - 1
             if at >= 0 and self.idle[at] >= cursor:
                 yield self.idle[at] - cursor, self.idle[at]
-
-
-class Eviction:
-    """Ranks idle chunks by how soon they are to be given up.
-
-    First those that no open pass will come to, by the rank of their epochs, the last chunk first;
-    then those that are farthest ahead of every reader. What a pass is certain to read is worth
-    more than what a trial to come may read.
-    """
-
-    def __init__(self) -> None:
-        self._unneeded: list[tuple[int, str, int]] = []
-        self._epochs: dict[tuple[int, str, int], Epoch] = {}
-
-    def update(self, epoch: Epoch) -> None:
-        """The idle chunks or the cursors of an epoch have changed."""
-        key = epoch.rank, epoch.name, epoch.number
-        if (key in self._epochs) == epoch.has_unneeded:
-            return
-        if epoch.has_unneeded:
-            self._epochs[key] = epoch
-            insort(self._unneeded, key)
-        else:
-            del self._epochs[key]
-            del self._unneeded[bisect_left(self._unneeded, key)]
-
-    def worst(self, read: set[Epoch], spare: int) -> tuple[Epoch, int] | None:
-        """Returns the chunk to give up first; None if there is no candidate.
-
-        Args:
-            read: The epochs that somebody reads.
-            spare: So many chunks from the cursor of every open pass on are not touched.
-        """
-        if self._unneeded:
-            epoch = self._epochs[self._unneeded[-1]]
-            return epoch, epoch.last_unneeded()
-        found = [
-            (distance, chunk, epoch)
-            for epoch in read
-            if epoch.idle
-            for distance, chunk in epoch.farthest()
-            if distance >= spare
-        ]
-        if not found:
-            return None
-        _, chunk, epoch = max(found, key=lambda each: (*each[:2], each[2].name, each[2].number))
-        return epoch, chunk

@@ -14,10 +14,8 @@ _SLACK = 64
 class Lookahead:
     """Finds it without looking at the chunks that are there: each pass has a frontier.
 
-    Args:
-        window: Chunks ahead of each open pass that are made before they are asked for.
-        epochs: What is known of epochs, by name and number.
-        sizes: How those are cut of which nothing is known.
+    So many chunks ahead of each open pass are its ``window``; ``sizes`` tell how epochs are cut of
+    which nothing is known.
     """
 
     def __init__(

@@ -12,10 +12,6 @@ from optuna_fleet.pipeline.spec import PipelineSpec
 class Notices:
     """Says what the pipeline does that the user might not expect, and what it costs.
 
-    Args:
-        budgets: What the pipeline may take.
-        spec: The data sets.
-
     Attributes:
         outbox: Sentences for the user; the server empties it.
     """

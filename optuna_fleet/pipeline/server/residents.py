@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
+from operator import attrgetter
 
 from optuna_fleet.pipeline.server.allocator import Space, pages
-from optuna_fleet.pipeline.server.epochs import Epoch, Eviction, Order, Place
+from optuna_fleet.pipeline.server.epochs import Epoch, Order, Place
 from optuna_fleet.pipeline.server.lookahead import Lookahead
 
 BRIEF_SHARE = 0.5
@@ -18,14 +20,15 @@ _SHRINK = 8
 """A chunk gives back what it does not need, if that is more than one part in so many."""
 
 
-class Residents:
-    """Keeps account of them.
+_rank = attrgetter("rank")
 
-    Args:
-        space: Where they lie.
-        epochs: What is known of epochs, by name and number.
-        eviction: Ranks those that nobody holds.
-        lookahead: Told of those that are gone.
+
+class Residents:
+    """Keeps account of them; ``lookahead`` is told of those that are gone.
+
+    First to go are those that no open pass will come to, by the rank of their epochs, the last
+    chunk first; then those that are farthest ahead of every reader. What a pass is certain to read
+    is worth more than what a trial to come may read.
 
     Attributes:
         num_dropped: How many made room for others.
@@ -35,13 +38,13 @@ class Residents:
         self,
         space: Space,
         epochs: dict[tuple[str, int], Epoch],
-        eviction: Eviction,
         lookahead: Lookahead,
     ) -> None:
         self._space = space
         self._epochs = epochs
-        self._eviction = eviction
         self._lookahead = lookahead
+        self._read: set[Epoch] = set()
+        self._unneeded: list[Epoch] = []  # those that have such chunks, by rank
         self._lent = [0, 0]  # bytes in memory, on the disk
         self._idle = [0, 0]
         self.num_dropped = 0
@@ -50,6 +53,24 @@ class Residents:
     def lent_bytes(self) -> int:
         """Bytes of the chunks that passes hold."""
         return sum(self._lent)
+
+    def passes_changed(self, epoch: Epoch) -> None:
+        """Passes through an epoch have begun or ended."""
+        if epoch.passes:
+            self._read.add(epoch)
+        else:
+            self._read.discard(epoch)
+        self.update(epoch)
+
+    def update(self, epoch: Epoch) -> None:
+        """The idle chunks or the cursors of an epoch have changed."""
+        if epoch.is_unneeded == epoch.has_unneeded:
+            return
+        epoch.is_unneeded = epoch.has_unneeded
+        if epoch.is_unneeded:
+            insort(self._unneeded, epoch, key=_rank)
+        else:
+            del self._unneeded[bisect_left(self._unneeded, epoch.rank, key=_rank)]
 
     def add(self, epoch: Epoch, order: Order, nbytes: int) -> None:
         """A chunk of so many bytes is there now, as it was ordered."""
@@ -61,7 +82,7 @@ class Residents:
         epoch.chunks[order.key.chunk] = Place(order.address, taken)
         epoch.rest(order.key.chunk)
         self._idle[self._space.is_on_disk(order.address)] += taken
-        self._eviction.update(epoch)
+        self.update(epoch)
 
     def pin(self, epoch: Epoch, chunk: int) -> None:
         """One more pass holds a chunk."""
@@ -71,7 +92,7 @@ class Residents:
             epoch.wake(chunk)
             self._idle[self._space.is_on_disk(address)] -= nbytes
             self._lent[self._space.is_on_disk(address)] += nbytes
-            self._eviction.update(epoch)
+            self.update(epoch)
 
     def unpin(self, epoch: Epoch, chunk: int) -> None:
         """One pass less holds a chunk."""
@@ -85,7 +106,7 @@ class Residents:
         epoch.rest(chunk)
         if not self._space.has(address, nbytes):  # reserved, or the disk has failed, meanwhile
             self._drop(epoch, chunk)
-        self._eviction.update(epoch)
+        self.update(epoch)
 
     def is_short(self, epoch: Epoch, chunk: int, largest: int) -> bool:
         """Whether what is left beside this and the lent chunks is too little for comfort."""
@@ -95,21 +116,17 @@ class Residents:
         budget = self._space.capacity(on_disk=where)
         return lent > BRIEF_SHARE * budget or lent + largest > budget
 
-    def make_room(self, nbytes: int, read: set[Epoch], *, spare: int) -> int | None:
-        """Drops chunks until so many bytes fit, and returns where they do.
-
-        Args:
-            nbytes: In one piece.
-            read: The epochs that somebody reads.
-            spare: So many chunks from the cursor of every open pass on are not touched.
+    def make_room(self, nbytes: int, *, spare: int) -> int | None:
+        """Drops chunks until so many bytes fit in one piece, and returns where they do.
 
         Returns:
-            None if they do not fit without what may not be dropped.
+            None if they do not fit without what is held, or is one of the ``spare`` chunks from
+            the cursor of an open pass on.
         """
         address = self._space.allocate(nbytes)
         if address is None and not self._space.could_fit(nbytes, *self._idle):
             return None  # known beforehand: not even without all idle chunks
-        while address is None and (worst := self._eviction.worst(read, spare)) is not None:
+        while address is None and (worst := self._worst(spare)) is not None:
             self._drop(*worst)
             address = self._space.allocate(nbytes)
         return address
@@ -130,6 +147,22 @@ class Residents:
         if epoch.is_forgotten:
             self._epochs.pop((epoch.name, epoch.number), None)
 
+    def _worst(self, spare: int) -> tuple[Epoch, int] | None:
+        """The chunk to give up first."""
+        if self._unneeded:
+            return self._unneeded[-1], self._unneeded[-1].last_unneeded()
+        found = [
+            (distance, chunk, epoch)
+            for epoch in self._read
+            if epoch.idle
+            for distance, chunk in epoch.farthest()
+            if distance >= spare
+        ]
+        if not found:
+            return None
+        _, chunk, epoch = max(found, key=lambda each: (*each[:2], each[2].name, each[2].number))
+        return epoch, chunk
+
     def _drop_idle(self, which: Callable[[Place], bool]) -> None:
         for epoch in [*self._epochs.values()]:
             for chunk in [chunk for chunk in epoch.idle if which(epoch.chunks[chunk])]:
@@ -142,5 +175,5 @@ class Residents:
         self._idle[self._space.is_on_disk(place.address)] -= place.nbytes
         self._space.free(*place)
         self._lookahead.absent(epoch, chunk)
-        self._eviction.update(epoch)
+        self.update(epoch)
         self.forget(epoch)

@@ -6,11 +6,9 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from optuna_fleet.exceptions import ProtocolError
-from optuna_fleet.pipeline import limits
-from optuna_fleet.pipeline.chunks.arena import Arena
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.messages import (
     Advance,
@@ -21,15 +19,10 @@ from optuna_fleet.pipeline.messages import (
     OpenPass,
     PassId,
     PassOpened,
-    ReturnChunks,
 )
-from optuna_fleet.pipeline.preprocessor.order_file import order_files
-from optuna_fleet.pipeline.preprocessor.source import Source
-from optuna_fleet.pipeline.server.allocator import Space
+from optuna_fleet.pipeline.packed import PipelineSetup
 from optuna_fleet.pipeline.server.production import Production
-from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.server.workers import Spawn
-from optuna_fleet.pipeline.spec import PipelineSetup
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import Port
 
@@ -54,8 +47,7 @@ class PipelineServer:
         setup: The data sets and what they may take; their file is the server's from now on.
         spawn: Starts a child process, see ``Spawn``.
         selector: The agent's selector.
-        notify: Given a sentence that the user should read, now and then.
-        on_event: Called after each message of a trainer.
+        notify: Given a sentence that the user should read, now and then, by `resume`.
         clock: Seconds since any time.
         peers: The nodes that share chunks with this one.
     """
@@ -67,44 +59,21 @@ class PipelineServer:
         spawn: Spawn,
         selector: selectors.BaseSelector,
         notify: Callable[[str], None] = lambda text: None,
-        on_event: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         peers: Peers | None = None,
     ) -> None:
-        spec = setup.spec
-        budgets = limits.budgets(setup.wanted)
-        self._budgets = budgets
         self._selector = selector
         self._notify = notify
-        self._on_event = on_event
-        self._counts = PipelineStats()
-        self._arena = Arena(budgets.memory_bytes, budgets.spill_bytes, budgets.spill_dir)
-        self._space = Space(self._arena.extents)
-        self._store = ChunkStore(
-            self._space,
-            window=2 * setup.num_preprocessors + 2,
-            fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
-            rolling=spec.order == "rolling",
-        )
-        assert setup.payload is not None
-        self._payload = setup.payload
-        self._orders = order_files(spec)
         self._production = Production(
-            load=self._load,
-            setup=setup,
-            budgets=budgets,
-            arena=self._arena,
-            space=self._space,
-            store=self._store,
-            counts=self._counts,
+            setup,
             spawn=spawn,
             selector=selector,
             close_in_child=self._close_in_preprocessor,
             on_idle=self._work,
-            after=self._tell,
             clock=clock,
             peers=peers,
         )
+        self._store = self._production.store
         self._readers: dict[Hashable, _Reader] = {}
         self._unopened: list[tuple[Hashable, OpenPass]] = []
 
@@ -117,10 +86,10 @@ class PipelineServer:
             self._selector,
             on_message=lambda message: self._from_reader(reader_id, message),
             on_close=lambda: self.remove_reader(reader_id),
-            after=self._after_reader,
         )
         self._readers[reader_id] = _Reader(channel)
-        channel.send(ArenaOpened(extents=self._arena.extents), self._arena.descriptors)
+        arena = self._production.arena
+        channel.send(ArenaOpened(extents=arena.extents), arena.descriptors)
 
     def remove_reader(self, reader_id: Hashable) -> None:
         """Forgets a trainer, dead or done; what it held is free. Harmless if it is unknown."""
@@ -138,10 +107,6 @@ class PipelineServer:
         known = [pool.child_died(pid) for pool in self._production.pools]
         return any(known)
 
-    def plan_changed(self) -> None:
-        """Tells that other nodes, or others of their chunks, are to be asked from now on."""
-        self._work()
-
     def kill_stuck(self, limit_s: float) -> None:
         """Ends preprocessors that have worked on one chunk for so many seconds.
 
@@ -154,13 +119,15 @@ class PipelineServer:
     def resume(self) -> None:
         """Tries again what could not be done for want of processes, memory or descriptors.
 
-        To be called now and then: nothing tells when that is over.
+        To be called now and then: nothing tells when that is over. What there is to tell the user
+        is told now: what goes wrong with that is not the fault of whoever was the cause.
         """
         self._production.resume()
         self._work()
         for reader in self._readers.values():
             reader.channel.resume()
-        self._tell()
+        while notices := self._production.notices.outbox:
+            self._notify(notices.pop(0))
 
     @property
     def preprocessor_pids(self) -> tuple[int, ...]:
@@ -173,27 +140,17 @@ class PipelineServer:
 
     def stats(self) -> PipelineStats:
         """Returns what was done so far."""
-        return replace(
-            self._counts,
-            resident_bytes=self._resident_bytes(),
-            lent_bytes=self._store.residents.lent_bytes,
-            decoded_bytes=self._production.decoded_bytes,
-            spilled_bytes=self._space.spilled,
-            num_dropped=self._store.residents.num_dropped,
-            num_lost=sum(pool.num_lost for pool in self._production.pools),
-            use=self._production.use(),
-        )
+        return self._production.stats()
 
     def close(self) -> None:
         """Frees all memory and cuts everyone off.
 
         Preprocessors exit when they notice, trainers' reads raise. The agent reaps.
         """
-        self._production.close()
         for reader in self._readers.values():
             reader.channel.close()
         self._readers.clear()
-        self._close_files()
+        self._production.close()
 
     def close_in_child(self) -> None:
         """Closes what a forked child inherited; every trainer the agent forks must call it first.
@@ -201,18 +158,7 @@ class PipelineServer:
         It could otherwise write what all others read, and would hide the death of its siblings.
         """
         self._close_in_preprocessor()
-        self._close_files()
-
-    def _load(self) -> Source:
-        """Returns the data sets, in a preprocessor."""
-        source: Source = self._payload.load()
-        return replace(source, orders=self._orders)
-
-    def _close_files(self) -> None:
-        self._payload.close()
-        for orders in self._orders.values():
-            orders.close()
-        self._arena.close()
+        self._production.close_files()
 
     def _close_in_preprocessor(self) -> None:
         self._production.close_in_child()
@@ -229,21 +175,16 @@ class PipelineServer:
                 self._open(reader_id, message)
             case FindHead():
                 self._find_head(reader_id, message)
-            case ReturnChunks():
-                self._store.release((reader_id, message.pass_id), message.chunks)
             case ClosePass():
                 self._close_pass((reader_id, message.pass_id), message)
             case _:
                 raise ProtocolError(f"A trainer sent the pipeline an unexpected {message!r}.")
         self._work()
 
-    def _after_reader(self) -> None:
-        self._tell()
-        self._on_event()
-
     def _work(self) -> None:
         """Does what follows from an event: opens passes, orders chunks, tells readers."""
-        known = [each for each in self._unopened if self._production.knows(each[1].name)]
+        knows = self._production.knows
+        known = [each for each in self._unopened if knows(each[1].name, each[1].epoch)]
         self._unopened = [each for each in self._unopened if each not in known]
         for reader_id, opening in known:
             self._open(reader_id, opening)
@@ -252,20 +193,13 @@ class PipelineServer:
             reader_id, message = self._store.outbox.popleft()
             if (reader := self._readers.get(reader_id)) is not None:
                 reader.channel.send(message)
-        self._counts.peak_bytes = max(self._counts.peak_bytes, self._resident_bytes())
-
-    def _tell(self) -> None:
-        """Tells the user; what goes wrong with that is not the fault of whoever was the cause."""
-        while notices := self._production.notices.outbox:
-            self._notify(notices.pop(0))
 
     def _open(self, reader_id: Hashable, message: OpenPass) -> None:
         if message.continues or message.epoch:
             self._production.expect_more(message.name)
-        if not self._production.knows(message.name):
+        if not self._production.knows(message.name, message.epoch):
             # How many samples make a chunk is known once one of them has been preprocessed.
             self._unopened.append((reader_id, message))
-            self._production.measure(message.name, message.epoch)
             return
         size = self._store.chunk_size(message.name, message.epoch)
         reader = self._readers[reader_id]
@@ -278,7 +212,7 @@ class PipelineServer:
             continues=message.continues,
         )
         nbytes = self._store.chunk_bytes(message.name, message.epoch)
-        num_ahead = min(max(1, self._budgets.chunk_bytes // nbytes), _MOST_AHEAD)
+        num_ahead = min(max(1, self._production.budgets.chunk_bytes // nbytes), _MOST_AHEAD)
         reader.channel.send(
             PassOpened(pass_id=message.pass_id, chunk_size=size, num_ahead=num_ahead)
         )
@@ -297,8 +231,9 @@ class PipelineServer:
             self._store.request(pass_id, chunk, urgent=False)
 
     def _close_pass(self, pass_id: PassId, message: ClosePass) -> None:
-        self._counts.consumed += message.num_consumed
-        self._counts.waited_s += message.waited_s
+        counts = self._production.counts
+        counts.consumed += message.num_consumed
+        counts.waited_s += message.waited_s
         passes = self._readers[pass_id[0]].passes
         if message.pass_id in passes:
             passes.remove(message.pass_id)
@@ -307,6 +242,3 @@ class PipelineServer:
             self._unopened = [
                 entry for entry in self._unopened if (entry[0], entry[1].pass_id) != pass_id
             ]
-
-    def _resident_bytes(self) -> int:
-        return self._space.used + self._production.decoded_bytes

@@ -19,13 +19,9 @@ CHANGED = 4
 
 
 class Sizing:
-    """Has data sets measured, and tells the store how to cut them.
+    """Has data sets measured, and tells the store how to cut them, in chunks of ``chunk_bytes``.
 
-    Args:
-        spec: The data sets.
-        store: The chunk store.
-        chunk_bytes: Size of a chunk to aim at.
-        peers: The nodes that share chunks with this one: then their size does not change any more.
+    Where nodes share chunks, their size does not change any more.
 
     Attributes:
         found: By data set, what its first samples told.
@@ -48,18 +44,16 @@ class Sizing:
         """Data sets being measured; somebody waits for each."""
         return len(self._flying)
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether somebody is to measure a data set."""
-        return bool(self._wanted)
-
-    def measure(self, name: str, epoch: int) -> None:
-        """Has a data set measured by samples of this epoch."""
-        if name not in self._flying:
+    def knows(self, name: str, epoch: int) -> bool:
+        """Returns whether a data set was measured; if not, samples of this epoch are to be."""
+        if name not in self.found and name not in self._flying:
             self._wanted.setdefault(name, ChunkKey(name, epoch, 0))
+        return name in self.found
 
-    def order(self) -> MeasureSample:
-        """Returns the next order."""
+    def order(self) -> MeasureSample | None:
+        """Returns the next order, if anything is to be measured."""
+        if not self._wanted:
+            return None
         name, key = self._wanted.popitem()
         self._flying.add(name)
         decider = self._peers.decider() if self._peers is not None else None

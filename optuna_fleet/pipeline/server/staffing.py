@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from optuna_fleet.pipeline.stats import PipelineUse
@@ -48,51 +47,37 @@ class Levels(NamedTuple):
 _NOTHING = Levels()
 
 
-@dataclass(slots=True)
 class Meter:
     """Sums levels over time, in which somebody reads. Pure: the time is an argument.
 
     Attributes:
         now_s: When the levels were observed.
         levels: The levels since then.
-        busy_s: Seconds that preprocessors were at work, summed over them.
+        use: The sums so far.
     """
 
-    now_s: float
-    levels: Levels = _NOTHING
-    active_s: float = 0.0
-    running_s: float = 0.0
-    busy_s: float = 0.0
-    blocked_s: float = 0.0
-    reading_s: float = 0.0
-    stalled_s: float = 0.0
-    starved_s: float = 0.0
-    ready_s: float = 0.0
-    window_s: float = 0.0
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.levels = _NOTHING
+        self.use = PipelineUse()
 
     def advance(self, now_s: float) -> None:
         """Adds the time since the last call, in which the levels were as they are."""
-        passed_s, levels = max(0.0, now_s - self.now_s), self.levels
+        passed_s, levels, use = max(0.0, now_s - self.now_s), self.levels, self.use
         self.now_s = now_s
         if not levels.reading or not passed_s:
             return
-        self.active_s += passed_s
-        self.running_s += levels.running * passed_s
-        self.busy_s += levels.busy * passed_s
-        self.reading_s += levels.reading * passed_s
-        self.stalled_s += levels.stalled * passed_s
-        self.ready_s += levels.ready * passed_s
-        self.window_s += levels.window * passed_s
+        use.active_s += passed_s
+        use.running_s += levels.running * passed_s
+        use.busy_s += levels.busy * passed_s
+        use.reading_s += levels.reading * passed_s
+        use.stalled_s += levels.stalled * passed_s
+        use.ready_s += levels.ready * passed_s
+        use.window_s += levels.window * passed_s
         if levels.is_blocked:
-            self.blocked_s += (levels.running - levels.busy) * passed_s
+            use.blocked_s += (levels.running - levels.busy) * passed_s
         if levels.stalled:
-            self.starved_s += passed_s
-
-    def use(self) -> PipelineUse:
-        """Returns the sums so far."""
-        sums = {f.name: getattr(self, f.name) for f in fields(PipelineUse) if f.name != "full_s"}
-        idle_s = self.running_s - self.busy_s
-        return PipelineUse(**sums, full_s=max(0.0, idle_s - self.blocked_s))
+            use.starved_s += passed_s
 
 
 class Staffing:
@@ -118,15 +103,12 @@ class Staffing:
         if self._is_adaptive:
             self.number = min(self.number, max(1, running))
 
-    def chunk_made(self, meter: Meter, *, running: int, has_fresh: bool) -> bool:
+    def chunk_made(self, use: PipelineUse, *, running: int, has_fresh: bool) -> bool:
         """Judges after each chunk; returns whether there may be more from now on.
 
-        Args:
-            meter: Up to date.
-            running: Preprocessors that there are.
-            has_fresh: Some still load the data sets: that tells nothing.
+        It does not while some still load the data sets (``has_fresh``): that tells nothing.
         """
-        now = meter.active_s, meter.busy_s, meter.starved_s
+        now = use.active_s, use.busy_s, use.starved_s
         if not self._is_adaptive:
             return False
         self.ended(running)

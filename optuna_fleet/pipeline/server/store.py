@@ -24,7 +24,7 @@ from optuna_fleet.pipeline.messages import (
     ReleaseChunks,
 )
 from optuna_fleet.pipeline.server.allocator import Space, pages
-from optuna_fleet.pipeline.server.epochs import Epoch, Eviction, Order, Pass, Size
+from optuna_fleet.pipeline.server.epochs import Epoch, Order, Pass, Size
 from optuna_fleet.pipeline.server.lookahead import Lookahead
 from optuna_fleet.pipeline.server.residents import Residents
 from optuna_fleet.pipeline.spec import ChunkKey
@@ -62,15 +62,13 @@ class ChunkStore:
         self._epochs: dict[tuple[str, int], Epoch] = {}
         self._passes: dict[PassId, Pass] = {}
         self._num_opened = 0
-        self._read: set[Epoch] = set()
         self._holding: dict[Pass, None] = {}  # and not yet asked to give back
         self._stalled: set[Pass] = set()
         self._heads: dict[str, int] = {}
         self._urgent: OrderedDict[ChunkKey, None] = OrderedDict()
         self._eager: OrderedDict[ChunkKey, None] = OrderedDict()
-        self._eviction = Eviction()
         self._lookahead = Lookahead(window, self._epochs, self._sizes)
-        self._residents = Residents(space, self._epochs, self._eviction, self._lookahead)
+        self._residents = Residents(space, self._epochs, self._lookahead)
 
     @property
     def residents(self) -> Residents:
@@ -132,9 +130,8 @@ class ChunkStore:
         self._passes[pass_id] = found.passes[pass_id] = record
         found.cursors.append(cursor)
         found.cursors.sort()
-        self._read.add(found)
         self._lookahead.add(record)
-        self._eviction.update(found)
+        self._residents.passes_changed(found)
 
     def move(self, pass_id: PassId, cursor: int) -> None:
         """Notes the first chunk that the pass still needs."""
@@ -144,7 +141,7 @@ class ChunkStore:
         if cursor < record.cursor:
             record.frontier = cursor
         record.epoch.move(record, cursor)
-        self._eviction.update(record.epoch)
+        self._residents.update(record.epoch)
         self._lookahead.update(record)
         self._reached(record.epoch, cursor)
 
@@ -160,12 +157,10 @@ class ChunkStore:
         if chunk in epoch.failed:
             epoch.failed.discard(chunk)
             self._lookahead.absent(epoch, chunk)
-        record.wanted.add(chunk)
+        record.wanted[chunk] = urgent or record.wanted.get(chunk, False)
         if urgent:
-            record.urgent.add(chunk)
             self._stalled.add(record)
-        waiting = epoch.waiting.setdefault(chunk, {})
-        waiting[record] = urgent or waiting.get(record, False)
+        epoch.waiting.setdefault(chunk, {})[record] = None
         if chunk not in epoch.producing:
             self._queue(epoch.key(chunk), urgent=urgent)
 
@@ -202,9 +197,7 @@ class ChunkStore:
         self._lookahead.remove(record)
         del epoch.passes[pass_id]
         epoch.move(record, None)
-        if not epoch.passes:
-            self._read.discard(epoch)
-        self._eviction.update(epoch)
+        self._residents.passes_changed(epoch)
         self._residents.forget(epoch)
 
     def head(self, name: str) -> tuple[int, int]:
@@ -241,7 +234,7 @@ class ChunkStore:
             urgent = key in self._urgent
             # What can wait may not push out what readers will come to next.
             spare = 0 if urgent else self._window
-            address = self._residents.make_room(nbytes, self._read, spare=spare)
+            address = self._residents.make_room(nbytes, spare=spare)
             if address is not None:
                 return self._order(key, nbytes, address)
             if urgent:  # the others are no smaller and no more urgent
@@ -267,23 +260,36 @@ class ChunkStore:
         self._residents.add(epoch, epoch.producing.pop(key.chunk), nbytes)
         if epoch.size.is_estimate and key.chunk + 1 < epoch.num_chunks:
             epoch.size.chunk_bytes, epoch.size.is_estimate = nbytes, False
-        for record, urgent in epoch.waiting.pop(key.chunk, {}).items():
-            self._no_longer_wants(record, key.chunk)
+        for record in epoch.waiting.pop(key.chunk, {}):
+            urgent = self._no_longer_wants(record, key.chunk)
             self._lend(record, key.chunk, urgent=urgent)
+
+    def end_order(self, key: ChunkKey) -> Epoch:
+        """A chunk is no longer in production: its place is free, and it may be ordered again."""
+        epoch = self._epochs[key.name, key.epoch]
+        order = epoch.producing.pop(key.chunk)
+        self._space.free(order.address, order.max_bytes)
+        if waiting := epoch.waiting.get(key.chunk):
+            urgent = any(record.wanted[key.chunk] for record in waiting)
+            self._queue(key, urgent=urgent)
+            (self._urgent if urgent else self._eager).move_to_end(key, last=False)
+        self._lookahead.absent(epoch, key.chunk)
+        self._residents.forget(epoch)
+        return epoch
 
     def outgrew(self, key: ChunkKey, nbytes: int) -> None:
         """A chunk is larger than any before: it is to be produced again where there is room."""
-        size = self._end_order(key).size
+        size = self.end_order(key).size
         size.chunk_bytes, size.is_estimate = max(size.chunk_bytes, nbytes), False
 
     def disk_failed(self, key: ChunkKey) -> None:
         """A chunk could not be written to the disk: it is for those there are from now on."""
         self._residents.close_disk()
-        self._end_order(key)
+        self.end_order(key)
 
     def failed(self, key: ChunkKey, error: ChunkError) -> None:
         """A sample raised: those who waited are told; only a new request tries again."""
-        self._end_order(key)
+        self.end_order(key)
         self._refuse(key, error)
 
     def lost(self, key: ChunkKey, error: ChunkError) -> None:
@@ -295,7 +301,7 @@ class ChunkStore:
         if epoch.deaths[key.chunk] >= MAX_DEATHS:
             self.failed(key, error)
         else:
-            self._end_order(key)
+            self.end_order(key)
 
     # What they have in common
 
@@ -304,7 +310,7 @@ class ChunkStore:
         if found is None:
             rank = _LATEST - number if self._rolling else number
             rank = -1 if name in self._fixed else rank
-            found = Epoch(name, number, rank, self._sizes[name])
+            found = Epoch(name, number, (rank, name, number), self._sizes[name])
             self._epochs[name, number] = found
         return found
 
@@ -319,11 +325,12 @@ class ChunkStore:
         self._urgent.pop(key, None)
         self._eager.pop(key, None)
 
-    def _no_longer_wants(self, record: Pass, chunk: int) -> None:
-        record.wanted.discard(chunk)
-        record.urgent.discard(chunk)
-        if not record.urgent:
+    def _no_longer_wants(self, record: Pass, chunk: int) -> bool:
+        """Returns whether it was urgent."""
+        urgent = record.wanted.pop(chunk)
+        if not any(record.wanted.values()):
             self._stalled.discard(record)
+        return urgent
 
     def _lend(self, record: Pass, chunk: int, *, urgent: bool) -> None:
         epoch = record.epoch
@@ -349,19 +356,6 @@ class ChunkStore:
         order = epoch.producing[key.chunk] = Order(key, address, nbytes)
         self._unqueue(key)
         return order
-
-    def _end_order(self, key: ChunkKey) -> Epoch:
-        """A chunk is not in production any more: its place is free."""
-        epoch = self._epochs[key.name, key.epoch]
-        order = epoch.producing.pop(key.chunk)
-        self._space.free(order.address, order.max_bytes)
-        if waiting := epoch.waiting.get(key.chunk):
-            urgent = any(waiting.values())
-            self._queue(key, urgent=urgent)
-            (self._urgent if urgent else self._eager).move_to_end(key, last=False)
-        self._lookahead.absent(epoch, key.chunk)
-        self._residents.forget(epoch)
-        return epoch
 
     def _refuse(self, key: ChunkKey, error: ChunkError) -> None:
         epoch = self._epoch(key.name, key.epoch)

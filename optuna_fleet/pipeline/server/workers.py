@@ -40,17 +40,9 @@ class _Worker:
 class PreprocessorPool:
     """Keeps at most ``limit`` preprocessors, each with at most one chunk to work on.
 
-    Args:
-        limit: Most processes at a time.
-        spawn: Starts one.
-        main: What it runs.
-        selector: The agent's selector.
-        on_message: Called with what a preprocessor sent.
-        on_lost: Called with the chunk that a dead preprocessor worked on, or None.
-        on_idle: Called when there is one more who could work.
-        on_unstarted: Called with the reason why one could not be started; that is tried again.
-        after: Called after each event of a preprocessor.
-        clock: Seconds since any time.
+    ``on_lost`` is called with the chunk that a dead one worked on, or None, ``on_idle`` when there
+    is one more who could work, ``on_unstarted`` with the reason why one could not be started; that
+    is tried again.
 
     Attributes:
         target: How many are wanted now, at most ``limit``.
@@ -68,7 +60,6 @@ class PreprocessorPool:
         on_lost: Callable[[ChunkKey | None], None],
         on_idle: Callable[[], None],
         on_unstarted: Callable[[OSError], None] = lambda error: None,
-        after: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.target = limit
@@ -79,7 +70,6 @@ class PreprocessorPool:
         self._on_lost = on_lost
         self._on_idle = on_idle
         self._on_unstarted = on_unstarted
-        self._after = after
         self._clock = clock
         self._workers: dict[int, _Worker] = {}
         self._idle: list[_Worker] = []  # the one that was at work last is the next to be
@@ -193,7 +183,6 @@ class PreprocessorPool:
             self._selector,
             on_message=lambda message: self._received(worker, message),
             on_close=lambda: self._cut_off(worker),
-            after=self._after,
         )
         worker = self._workers[pid] = _Worker(pid, channel, since=self._clock())
         self._idle.append(worker)

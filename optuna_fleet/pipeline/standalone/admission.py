@@ -15,8 +15,8 @@ import struct
 from dataclasses import dataclass, field
 
 from optuna_fleet.exceptions import ProtocolError
+from optuna_fleet.wire.channel import NONCE_BYTES, derived
 
-_NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _CREDENTIALS = struct.Struct("3i")
 _LIMIT_S = 120.0
@@ -64,9 +64,9 @@ class Address:
     def _enter(self, sock: socket.socket, wish: bytes) -> None:
         if peer_uid(sock) != os.geteuid():
             raise ProtocolError("The pipeline's socket is held by another user's process.")
-        theirs, mine = _packet(sock), secrets.token_bytes(_NONCE_BYTES)
-        sock.sendall(mine + prove(self.secret, b"reader" + wish, theirs, mine) + wish)
-        if not hmac.compare_digest(_packet(sock), prove(self.secret, b"server", mine, theirs)):
+        theirs, mine = _packet(sock), secrets.token_bytes(NONCE_BYTES)
+        sock.sendall(mine + derived(self.secret, b"reader" + wish, mine, theirs) + wish)
+        if not hmac.compare_digest(_packet(sock), derived(self.secret, b"server", mine, theirs)):
             raise ProtocolError("The process on the pipeline's socket does not know its secret.")
 
 
@@ -87,7 +87,7 @@ class Applicant:
             raise ProtocolError("A process of another user tried to read from the pipeline.")
         self._sock = sock
         self._secret = secret
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
         sock.setblocking(False)
         sock.send(self._nonce)
 
@@ -98,20 +98,15 @@ class Applicant:
             ProtocolError: It does not know the secret.
             OSError: It is gone.
         """
-        answer = self._sock.recv(_NONCE_BYTES + _PROOF_BYTES + 1)
-        theirs, wish = answer[:_NONCE_BYTES], answer[_NONCE_BYTES + _PROOF_BYTES :]
-        proof = answer[_NONCE_BYTES : _NONCE_BYTES + _PROOF_BYTES]
+        answer = self._sock.recv(NONCE_BYTES + _PROOF_BYTES + 1)
+        theirs, wish = answer[:NONCE_BYTES], answer[NONCE_BYTES + _PROOF_BYTES :]
+        proof = answer[NONCE_BYTES : NONCE_BYTES + _PROOF_BYTES]
         if not hmac.compare_digest(
-            proof, prove(self._secret, b"reader" + wish, self._nonce, theirs)
+            proof, derived(self._secret, b"reader" + wish, theirs, self._nonce)
         ):
             raise ProtocolError("A process that does not know the secret tried to read.")
-        self._sock.send(prove(self._secret, b"server", theirs, self._nonce))
+        self._sock.send(derived(self._secret, b"server", theirs, self._nonce))
         return wish
-
-
-def prove(secret: bytes, role: bytes, peer_nonce: bytes, own_nonce: bytes) -> bytes:
-    """Returns what only who knows the secret can say about these nonces."""
-    return hmac.digest(secret, role + peer_nonce + own_nonce, "sha256")
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -121,7 +116,7 @@ def peer_uid(sock: socket.socket) -> int:
 
 
 def _packet(sock: socket.socket) -> bytes:
-    packet = sock.recv(_NONCE_BYTES)
-    if len(packet) != _NONCE_BYTES:
+    packet = sock.recv(NONCE_BYTES)
+    if len(packet) != NONCE_BYTES:
         raise EOFError
     return packet

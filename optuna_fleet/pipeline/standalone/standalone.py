@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PipelineLostError
 from optuna_fleet.pipeline import limits
-from optuna_fleet.pipeline.spec import PipelineSetup, PipelineSpec
+from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.pipeline.wire import MAX_PACKET, socket_pair

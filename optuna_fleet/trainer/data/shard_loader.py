@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from optuna_fleet.arguments import check_that, is_a
-from optuna_fleet.events import RateMeasured
+from optuna_fleet.events import DataRequested, Model, RateMeasured
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
@@ -28,7 +28,7 @@ from optuna_fleet.trainer.seeding import seed_gpu
 from optuna_fleet.trainer.session import Yielded
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.widths import Bounds
-from optuna_fleet.wire.messages import FirstBatchRequested, RunTrial, Trained
+from optuna_fleet.wire.messages import RunTrial, Trained
 
 _LONG_S = 120.0
 _UNPREPARED = (
@@ -105,7 +105,7 @@ class ShardLoader:
         self.split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
-        self._reached: FirstBatchRequested | None = None  # as told last
+        self._reached: Model | None = None  # as told last
         self._seeded_for: tuple[int, int] | None = None
         self._samples_per_epoch = 0
         self._trained_loop: int | None = None  # the last, of which these are
@@ -321,15 +321,13 @@ class ShardLoader:
         self._has_reached_training = trains
         self._samples_per_epoch = per_period
         self._tell_reached(
-            FirstBatchRequested(
-                run_id=self._run.run_id,
+            Model(
                 structure=self._structure(name, batch_size),
                 resumable=self._position.is_inside,
-                batch_size=batch_size,
                 samples_per_epoch=per_period,
                 max_epochs=max_epochs,
                 min_devices=self.bounds.min_devices,
-                max_devices=self.bounds.max_devices,
+                max_devices=self.bounds.most_for(batch_size),
                 spans_types=self.bounds.spans_types,
                 movable=movable,
             )
@@ -350,16 +348,17 @@ class ShardLoader:
         """
         self.bounds = replace(self.bounds, min_devices=num_devices)
         if self._reached is not None:
-            self._tell_reached(replace(self._reached, min_devices=num_devices))
+            most = self.bounds.most_for(self._reached.max_devices)
+            self._tell_reached(replace(self._reached, min_devices=num_devices, max_devices=most))
             self._session.unwind(Yielded)
         raise FleetConfigError(
             f"The model does not fit on {self._run.world_size} devices, but on {num_devices}. A "
             "trial can have several only if its batches come from trial.batches()."
         )
 
-    def _tell_reached(self, reached: FirstBatchRequested) -> None:
-        self._reached = replace(reached, run_id=self._run.run_id)
-        self._tell(self._reached)
+    def _tell_reached(self, reached: Model) -> None:
+        self._reached = reached
+        self._tell(DataRequested(run_id=self._run.run_id, model=reached))
 
     def _structure(self, name: str, batch_size: int) -> str:
         """What decides the rate on devices of one type: parameter shapes, batch size, data."""
@@ -388,7 +387,7 @@ class ShardLoader:
     def _tell_rate(self, samples_per_s: float) -> None:
         self._tell(RateMeasured(run_id=self._run.run_id, samples_per_s=samples_per_s))
 
-    def _tell(self, message: FirstBatchRequested | Trained | RateMeasured) -> None:
+    def _tell(self, message: DataRequested | Trained | RateMeasured) -> None:
         if self._run.rank == 0:
             self._session.send(message)
 

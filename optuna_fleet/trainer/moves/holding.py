@@ -283,8 +283,6 @@ class Holding:
         """Keep nothing: it would keep the trial's memory."""
         self._now = self._kept = self._told = self._contents = None
         self._is_in_step = False
-        self._steps.at_step, self._steps.at_stepped = lambda: None, lambda optimizer: None
-        self._shares.at_gradients, self._shares.at_reduced = lambda: None, lambda added: None
 
     def held(self) -> Held | None:
         """Others are gone: go back to what this rank holds, if it does."""

@@ -67,11 +67,6 @@ class ParameterServer:
         """w_global, at the clock."""
         return self._snapshots[self.clock]
 
-    @property
-    def num_snapshots(self) -> int:
-        """Versions that are kept, as some virtual worker may ask for them."""
-        return len(self._snapshots)
-
     def receive(self, message: Message) -> None:
         """Take a push, or answer a pull as soon as its weights are there."""
         match message:

@@ -211,6 +211,7 @@ class Agent:
             self._pipeline.resume()
             if self._setup.stuck_s is not None:
                 self._pipeline.kill_stuck(self._setup.stuck_s)
+            self._report_now_and_then()
 
     # -- children ---------------------------------------------------------------------------------
 
@@ -294,7 +295,6 @@ class Agent:
             setup,
             spawn=self._forks.spawn,
             selector=self._selector,
-            on_event=self._report_now_and_then,
             notify=lambda text: self._channel.send(PipelineNotice(text=text)),
             peers=peers,
         )

@@ -99,7 +99,6 @@ class Sharing:
         self.peers.follow(message)
         if self._news is not None:
             self._news.send(message)
-        self.server.plan_changed()
 
     def exited(self, pid: int) -> bool:
         """Tells that a child was reaped; returns whether it was this process."""

@@ -83,8 +83,9 @@ class HarvestEngine(AsksScheduler):
                 )
             )
         if numbers := pilots.to_cancel(time.time()):
-            with contextlib.suppress(LaunchError):  # they have just ended
+            with contextlib.suppress(LaunchError):  # they have just ended, or it is tried again
                 ask("scancel", *numbers)
+                pilots.cancelled(numbers)
         pilots.lose(self._ends())
         for _ in range(pilots.missing(time.time())):
             if not self._closed.is_set():

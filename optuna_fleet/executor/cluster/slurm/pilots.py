@@ -74,6 +74,7 @@ class Pilots:
         self.ending = [
             before[job.number] for job in jobs if job.state in _ENDING and job.number in before
         ]
+        self._lost.intersection_update(self.running)
         self._count_failures(jobs, now)
         there = {self.name_of(job) for job in (*self.running, *self.ending)}
         states = {job.number: job.state for job in jobs}
@@ -116,7 +117,7 @@ class Pilots:
 
     def lose(self, nodes: Iterable[str]) -> None:
         """These are lost: whose pilot still runs at the next look does so in vain."""
-        self._lost = {job for job in self.running if self.name_of(job) in nodes}
+        self._lost |= {job for job in self.running if self.name_of(job) in nodes}
 
     # -- what to do -------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Pilots:
         return job.end is not None and job.end - now < self.limits.renewal_s
 
     def to_cancel(self, now: float) -> list[str]:
-        """Those that are not wanted, or will never start, or are lost; each once.
+        """Those that are not wanted, or will never start, or are lost, until they are `cancelled`.
 
         Of those that run and have long been too many, the ones that would end first.
         """
@@ -151,9 +152,11 @@ class Pilots:
         held = [job.number for job in self.waiting if "held" in job.reason.lower()]
         others = [job.number for job in self.waiting if job.number not in held]
         unwanted = {*lost, *held, *others[self._room(now) :], *self._surplus(now)}
-        unwanted -= self._dropped
-        self._dropped |= unwanted
-        return sorted(unwanted)
+        return sorted(unwanted - self._dropped)
+
+    def cancelled(self, numbers: Iterable[str]) -> None:
+        """Slurm was told to cancel these."""
+        self._dropped.update(numbers)
 
     def _surplus(self, now: float) -> list[str]:
         surplus = len(self._lasting(now)) - self._target
