@@ -14,8 +14,8 @@ import hypothesis
 import optuna
 import pytest
 
-from tests import leftovers
-from tests.fleets import fleet_of
+from tests import leftovers, workers
+from tests.huge_pages import use_huge_pages
 from tests.nursery import Nursery, processes_start_afresh
 
 gc.disable()  # while modules are imported, of which nothing is to be freed
@@ -32,8 +32,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    workers.fork_them()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        workers.end_them()
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # nor is it looked at again and again
+    use_huge_pages()
     gc.enable()
 
 
@@ -54,7 +66,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def nursery(_nothing_is_left_behind: None, _ctrl_c_is_heard: None) -> Iterator[Nursery]:
     """Agents and solvers of the tests' fleets are forked from it."""
-    nursery = Nursery()
+    nursery = workers.ours or Nursery()
     with nursery.bears_all():
         yield nursery
     nursery.close()
@@ -113,5 +125,7 @@ def log() -> Iterator[io.StringIO]:
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Any]:
     """Four CPU slots with small data sets."""
+    from tests.fleets import fleet_of  # imports torch, which the master of workers does not need
+
     with fleet_of(devices=4) as executor:
         yield executor

@@ -1,4 +1,4 @@
-"""A process that has imported torch and Optuna, and forks the agents and solvers of the tests.
+"""A process that has imported torch and Optuna, and forks the tests' workers, agents and solvers.
 
 To start an agent afresh takes 5 seconds of CPU, a solver one, all but a moment of it for imports.
 A forked one has another parent and no command line of its own; the rest is as if started afresh.
@@ -33,10 +33,12 @@ from optuna_fleet.executor.cluster import config
 from optuna_fleet.executor.cluster.agent.command import _START
 from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.processes import ModuleProcess, flush_prints, preload
+from tests.huge_pages import use_huge_pages
 
 AGENT = "optuna_fleet.executor.cluster.agent.main"
 SERVER = "optuna_fleet.pipeline.standalone.main"
 SOLVER = "optuna_fleet.alloc.solver_process"
+WORKER = "tests.workers"
 FIRST = "OPTUNA_FLEET_TESTS_FIRST"
 """Environment variable: a script that agents, servers and solvers run first."""
 TOLD = "OPTUNA_FLEET_TESTS_NURSERY"
@@ -71,10 +73,10 @@ class Nursery:
         ) -> Any:
             if module not in (AGENT, SERVER):
                 return _AFRESH[ModuleProcess](self_, module, environment, pass_fds)
-            return self._with_pipes(module, {**os.environ, **environment}, pass_fds=pass_fds)
+            return self.start_main(module, {**os.environ, **environment}, pass_fds=pass_fds)
 
         def solver(self_: Any) -> Any:
-            return self._with_pipes(SOLVER, os.environ, answers=True)
+            return self.start_main(SOLVER, answers=True)
 
         with _started_by({ModuleProcess: module_process, IsolatedAllocator: solver}):
             yield
@@ -117,14 +119,15 @@ class Nursery:
         if self._process is not None:
             self._process.wait()
 
-    def _with_pipes(
+    def start_main(
         self,
         module: str,
-        environment: Mapping[str, str],
+        environment: Mapping[str, str] = os.environ,
         *,
         pass_fds: Sequence[int] = (),
         answers: bool = False,
     ) -> Forked:
+        """``main()`` of a module, with a pipe to it, and perhaps one from it."""
         theirs, stdin = os.pipe()
         stdout, their_stdout = os.pipe() if answers else (None, os.dup(1))
         streams = (theirs, their_stdout, 2)
@@ -295,6 +298,7 @@ def main() -> NoReturn:
     # Agents are told to import torchvision, as collected tests have.
     torchvision = ("torchvision.models", "torchvision.transforms.v2")
     preload((AGENT, SERVER, SOLVER, "mip", *torchvision, *config.modules_to_preload(), *more))
+    use_huge_pages()
     nest = Nest()
     nest.listen(socket.socket(fileno=int(orders_fd)))
     while True:
@@ -374,7 +378,7 @@ def _become(order: Order, fds: list[int], status: socket.socket, way: socket.soc
         os.setsid()
         with status:
             status.send(_NUMBER.pack(os.getpid()))
-        if order.argv is None:
+        if order.argv is None and order.module != WORKER:
             way.close()
         if order.inside is not None:
             _enter(order.inside)
@@ -431,6 +435,10 @@ def _run(order: Order, way: socket.socket) -> None:
             else:
                 runpy.run_module(order.module, run_name="__main__", alter_sys=True)
             atexit._run_exitfuncs()
+        return
+    if order.module == WORKER:
+        importlib.import_module(WORKER).main(Nursery(way))
+        atexit._run_exitfuncs()
         return
     if first := order.environment.get(FIRST):
         runpy.run_path(first)

@@ -51,10 +51,12 @@ def _serve(listener: socket.socket, nursery: Nursery) -> None:
 def _fork(way: socket.socket, nursery: Nursery) -> None:
     """Do one order, and end with who gave it."""
     with way:
-        order, (out, err), _, _ = socket.recv_fds(way, 1 << 20, 2)
+        order, fds, _, _ = socket.recv_fds(way, 1 << 20, 2)
+        if not order:  # it was killed at once
+            return
         argv, environment, folder = json.loads(order)
-        with os.fdopen(out, "wb") as stdout, os.fdopen(err, "wb") as stderr:
-            forked = nursery.start(argv, environment, stdout, stderr, Path(folder))
+        with os.fdopen(fds[0], "wb") as out, os.fdopen(fds[1], "wb") as err:
+            forked = nursery.start(argv, environment, out, err, Path(folder))
         with contextlib.suppress(ConnectionError):
             way.send(b"%d" % forked.pid)
         ready, _, _ = select.select([forked, way], [], [])

@@ -51,7 +51,15 @@ from optuna_fleet.executor.cluster.local import AgentProcess
 from optuna_fleet.executor.deciding.controller import Controller, PolicyRules
 from optuna_fleet.processes import ModuleProcess
 from optuna_fleet.resources import Device
-from tests.fleets import Leg, Noise, ScriptedController, fleet_of, small_model, train
+from tests.fleets import (
+    Leg,
+    Noise,
+    ScriptedController,
+    await_trainers,
+    fleet_of,
+    small_model,
+    train,
+)
 from tests.waiting import until
 
 COMPLETE, FAIL, RUNNING = TrialState.COMPLETE, TrialState.FAIL, TrialState.RUNNING
@@ -546,7 +554,7 @@ def test_a_trainer_that_one_call_has_killed_gets_nothing_from_the_next(
     fleet: Any, log: io.StringIO
 ) -> None:
     """Its death may be heard of later; another rank's failure would have passed for its own."""
-    optuna.create_study().optimize(tell_pid, n_trials=1, executor=fleet)
+    await_trainers(fleet, 4)
     runtime = fleet._runner._runtime
     killed = runtime.trainers.process_on(1).pid
     runtime.kill(1)

@@ -165,21 +165,24 @@ def check_equal(study: optuna.Study, alone: Any) -> None:
     assert trial.user_attrs["draws"] == alone.user_attrs["draws"]
 
 
+PLAIN, SOME, GATHERS = ("plain", 1), ("", 3), ("accumulates", 1)
+LOSSES: list[tuple[tuple[str, int], Kills, list[tuple[int, ...]]]] = [
+    (PLAIN, {5: ("backward", (1,))}, [(0, 2)]),
+    (GATHERS, {0: ("end", (0,))}, [(3, 2, 1)]),
+    (GATHERS, {12: ("after", (2,))}, [(0, 1, 3)]),
+    (PLAIN, {12: ("after", (2,)), 13: ("backward", (1,))}, [(0, 1, 3), (0, 3)]),
+    (PLAIN, {STEPS - 1: ("end", (0,))}, [(1,)]),
+    (GATHERS, {2 * STEPS: ("evaluated", (0,))}, [(2, 1)]),
+    (GATHERS, {7: ("backward", (0, 1))}, [(0, 2)]),
+    (PLAIN, {6: ("backward", (1,)), 17: ("end", (0,))}, [(2, 0, 3), (0, 3)]),
+    (GATHERS, {9: ("after", (1,))}, [(3,)]),  # who survives writes it down
+]
+
+
 @pytest.mark.parametrize(
-    ("kills", "devices"),
-    [
-        ({5: ("backward", (1,))}, [(0, 2)]),
-        ({0: ("end", (0,))}, [(3, 2, 1)]),
-        ({12: ("after", (2,))}, [(0, 1, 3)]),
-        ({12: ("after", (2,)), 13: ("backward", (1,))}, [(0, 1, 3), (0, 3)]),
-        ({STEPS - 1: ("end", (0,))}, [(1,)]),
-        ({2 * STEPS: ("evaluated", (0,))}, [(2, 1)]),
-        ({7: ("backward", (0, 1))}, [(0, 2)]),
-        ({6: ("backward", (1,)), 17: ("end", (0,))}, [(2, 0, 3), (0, 3)]),
-        ({9: ("after", (1,))}, [(3,)]),  # who survives writes it down
-    ],
+    ("how", "every", "kills", "devices"),
+    [(*kind, kills, devices) for how, kills, devices in LOSSES for kind in (SOME, how)],
 )
-@pytest.mark.parametrize(("how", "every"), [("plain", 1), ("", 3), ("accumulates", 1)])
 def test_it_goes_on_from_the_last_step_that_is_held(
     sweep: Sweep,
     undisturbed: Any,

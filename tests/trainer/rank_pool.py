@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing as mp
-import os
-import signal
+import pickle
 import sys
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.nursery import Nursery
 
 
 @dataclass(frozen=True)
@@ -19,44 +20,41 @@ class Failure:
     text: str
 
 
-def _serve(pipe: Any, folder: str) -> None:
-    sys.path.insert(0, folder)
+def main() -> None:
+    """Run jobs until there are no more."""
     import torch
 
     torch.set_num_threads(1)
     jobs = importlib.import_module("rank_jobs")
-    while True:
-        request = pipe.recv()
-        if request is None:
-            return
-        name, args = request
+    pipe: Any = Connection(int(sys.stdin.read()))
+    while request := pipe.recv_bytes():
+        name, args = pickle.loads(request)
         try:
-            pipe.send(getattr(jobs, name)(*args))
+            result = getattr(jobs, name)(*args)
         except Exception as error:
-            pipe.send(Failure(type(error).__name__, traceback.format_exc()))
+            result = Failure(type(error).__name__, traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(result))  # not `send`, for which torch would share tensors
 
 
 class RankPool:
-    def __init__(self, num_ranks: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "optuna_fleet.trainer.training"])
+    def __init__(self, nursery: Nursery, num_ranks: int) -> None:
         self.pipes, self.processes = [], []
         for _ in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, str(Path(__file__).parent)), daemon=True
-            )
-            process.start()
-            theirs.close()
+            ours, theirs = Pipe()
+            with theirs:
+                process = nursery.start_main(__name__, pass_fds=(theirs.fileno(),))
+                assert process.stdin is not None
+                with process.stdin as stdin:
+                    stdin.write(b"%d" % theirs.fileno())
             self.pipes.append(ours)
             self.processes.append(process)
 
     def start(self, index: int, name: str, *args: Any) -> None:
-        self.pipes[index].send((name, args))
+        self.pipes[index].send_bytes(pickle.dumps((name, args)))
 
     def result(self, index: int) -> Any:
         assert self.pipes[index].poll(800), f"process {index} hangs"
-        return self.pipes[index].recv()
+        return pickle.loads(self.pipes[index].recv_bytes())
 
     def run(self, calls: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Run ``name, *args`` on each process at the same time; return the results."""
@@ -65,12 +63,12 @@ class RankPool:
         return {index: self.result(index) for index in calls}
 
     def kill(self, index: int) -> None:
-        os.kill(self.processes[index].pid, signal.SIGKILL)
-        self.processes[index].join()
+        self.processes[index].kill()
+        self.processes[index].wait()
 
     def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
-            if process.is_alive():
-                pipe.send(None)
-                process.join(10)
+            if process.poll() is None:
+                pipe.send_bytes(b"")
+                process.wait()
             pipe.close()

@@ -15,6 +15,7 @@ from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
 from optuna_fleet.trainer import groups, nested
 from optuna_fleet.trainer.gradients import collectives, gradient_sync
 from optuna_fleet.trainer.groups import GroupSpec
+from tests.nursery import Nursery
 
 _prefixes = itertools.count()
 
@@ -22,8 +23,8 @@ _prefixes = itertools.count()
 class Fleet:
     """Runs a job in groups of the pool's processes."""
 
-    def __init__(self) -> None:
-        self.pool = RankPool(3)
+    def __init__(self, nursery: Nursery) -> None:
+        self.pool = RankPool(nursery, 3)
         self.store, self.port = groups.serve_store()
 
     def spec(self, rank: int, world_size: int, prefix: str) -> GroupSpec:
@@ -50,8 +51,8 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    fleet = Fleet()
+def fleet(nursery: Nursery) -> Iterator[Fleet]:
+    fleet = Fleet(nursery)
     yield fleet
     fleet.pool.close()
 
@@ -256,8 +257,10 @@ def test_rng_of_every_rank(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("job", ["reduce_forever", "backward_forever"])
-def test_survivors_of_a_killed_peer_form_a_group(job: str, tmp_path: Path) -> None:
-    fleet = Fleet()
+def test_survivors_of_a_killed_peer_form_a_group(
+    job: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    fleet = Fleet(nursery)
     for member, call in fleet.calls([0, 1, 2], job, str(tmp_path)).items():
         fleet.pool.start(member, *call)
     while len(list(tmp_path.iterdir())) < 3:
@@ -271,8 +274,8 @@ def test_survivors_of_a_killed_peer_form_a_group(job: str, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not groups.CAN_SHUT_DOWN, reason="such processes end: `can_leave_alone`")
-def test_ranks_that_went_different_ways_hold_up_no_other_group() -> None:
-    fleet = Fleet()
+def test_ranks_that_went_different_ways_hold_up_no_other_group(nursery: Nursery) -> None:
+    fleet = Fleet(nursery)
     assert fleet.run(2, "part_ways") == [([2.0, 2.0], True)] * 2
     for member in range(3):
         fleet.pool.kill(member)
