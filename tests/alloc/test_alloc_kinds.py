@@ -26,8 +26,7 @@ from optuna_fleet.alloc import (
     SingleDeviceAllocator,
     validate,
 )
-from optuna_fleet.alloc.fluid import fluid_optimum
-from optuna_fleet.alloc.fluid_kinds import fluid_seconds
+from optuna_fleet.alloc.fluid import fluid_optimum, fluid_seconds
 from optuna_fleet.alloc.problem import SEVERAL
 
 ALLOCATORS = [
