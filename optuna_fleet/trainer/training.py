@@ -23,7 +23,7 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.gradients import collectives, module_hooks
-from optuna_fleet.trainer.gradients.replicas import are_apart
+from optuna_fleet.trainer.gradients.replicas import tell_if_apart
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
 from optuna_fleet.trainer.moves.holding import Held, Holding
@@ -110,7 +110,6 @@ class Training:
         self.batches = self._loader.batches
         self.moving = Moving(self.parts, self.holding)
         self._regrouping = Regrouping(self.parts, self.moving, self._prepared)
-        self._are_apart = False  # the ranks, as the user was told
         if self._run.inherits is not None:
             self._inherit(held)
         else:
@@ -287,8 +286,7 @@ class Training:
             self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
         decision = self._session.ask(EndEpoch, epoch=epoch)
-        if not self._are_apart:
-            self._are_apart = are_apart(self._objects, self._session.warn)
+        tell_if_apart(self.parts)
         if decision is EpochDecision.YIELD and self.moving.has_left():
             self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:

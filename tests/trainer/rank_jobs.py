@@ -247,6 +247,21 @@ def branches(spec: GroupSpec) -> list[torch.Tensor | None]:
         return [param.grad for param in model.parameters()]
 
 
+def trained_before(spec: GroupSpec) -> tuple[list[torch.Tensor | None], bool]:
+    """A model that an earlier trial has trained as well, whose last batch was all rank 0's."""
+    with group(spec):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)]).double()
+        earlier, shares = BatchShares(), BatchShares()
+        gradient_sync.make_data_parallel(model, earlier)
+        earlier.present = Share(int(spec.rank == 0), 1)
+        earlier.end()
+        gradient_sync.make_data_parallel(model, shares)
+        x = shard(torch.arange(10.0, dtype=torch.float64).view(5, 2), shares)
+        model[1](model[0](x)).square().mean().backward()
+        return [param.grad for param in model.parameters()], earlier.collectives[-1][0] == 0
+
+
 def sparse(spec: GroupSpec) -> list[Any]:
     with group(spec):
         shares = BatchShares()

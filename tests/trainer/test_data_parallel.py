@@ -99,7 +99,7 @@ def test_evaluation_does_not_communicate(fleet: Fleet) -> None:
     assert fleet.run(2, "lonely_passes") == ["done", "done"]
 
 
-@pytest.mark.parametrize("job", ["freezing", "branches", "sparse"])
+@pytest.mark.parametrize("job", ["freezing", "branches", "trained_before", "sparse"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_odd_graphs(fleet: Fleet, job: str, world_size: int) -> None:
     alone = fleet.run(1, job)[0]

@@ -193,7 +193,7 @@ class _Reducer:
                 hook_gradient(param, torch.no_grad()(partial(self._arrive, index)))
 
     def _arrive(self, index: int, _: Tensor) -> None:
-        if group_size() == 1:  # the model has outlived its group
+        if group_size() == 1 or self._shares.is_over:  # the model has outlived its group, or trial
             return
         # A nested backward (reentrant checkpointing) and one after a backward that failed are
         # passes of their own. Reducing a reduced gradient again is harmless: weights add up to 1.

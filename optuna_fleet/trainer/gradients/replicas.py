@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,21 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optuna_fleet.trainer.groups import group_size, wire_device
+from optuna_fleet.trainer.parts import Parts
 
 _TOLERANCE = 1e-9  # unlike devices add up in an order of their own
 
 
-def are_apart(objects: Sequence[Any], warn: Callable[[str], None]) -> bool:
-    """Whether what was prepared is not the same; says so. Called on all ranks."""
-    if not (apart := find_divergence(objects)):
-        return False
+def tell_if_apart(parts: Parts) -> None:
+    """Tell the user if what was prepared is not the same. Called on all ranks."""
+    if not (apart := find_divergence(parts.objects)):
+        return
     shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
-    warn(
+    parts.session.remark(
+        [f"ranks of trial {parts.run.number} are apart"],
         f"Its ranks have come apart: {shown}. On another number of "
         "devices it would give other results. What decides must be alike on all ranks: use "
-        "trial.mean(loss) for it; prepare layers when the model is complete."
+        "trial.mean(loss) for it; prepare layers when the model is complete.",
     )
-    return True
 
 
 @torch.no_grad()

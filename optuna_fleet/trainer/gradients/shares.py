@@ -126,6 +126,7 @@ class BatchShares:
         collectives: Number, purpose and step of the last collectives of this rank.
         follows: Note which batches modules are called with on one device too.
         is_found: What a module was called with last is of a batch, or several, that are known.
+        is_over: The trial has ended here.
         at_collective: Told what a collective is for that is about to begin.
         at_gradients: Called before gradients are reduced: returns bytes to travel along, if any.
         at_reduced: Called with these, added up over the ranks.
@@ -140,12 +141,14 @@ class BatchShares:
         self.at_gradients: Callable[[], Tensor | None]
         self.at_reduced: Callable[[Tensor], None]
         self.end()
+        self.is_over = False
         self._thread = threading.get_ident()
         self._is_threaded = False
         self.begin_run()
 
     def end(self) -> None:
         """Tell nobody any more: hooks at parameters lead here, and would keep all that is told."""
+        self.is_over = True
         self.on_too_wide = lambda text, max_devices: None
         self.at_collective = lambda purpose: None
         self.at_gradients = lambda: None
