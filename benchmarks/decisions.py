@@ -24,8 +24,7 @@ from ensembles import NUM_TRIALS, ensemble
 
 from optuna_fleet.alloc.counts import CountProblem, solve_exactly
 from optuna_fleet.alloc.counts_mip import solve_by_mip
-from optuna_fleet.alloc.elastic import ElasticAllocator
-from optuna_fleet.alloc.outcome import count_problem
+from optuna_fleet.alloc.elastic import ElasticAllocator, count_problem
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.replay.jobs import load_jobs
 from optuna_fleet.replay.scenarios import EnsembleScenario

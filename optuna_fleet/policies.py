@@ -20,7 +20,7 @@ from optuna_fleet.alloc import (
     MipAllocator,
     SingleDeviceAllocator,
 )
-from optuna_fleet.alloc.outcome import Objective
+from optuna_fleet.alloc.elastic import Objective
 from optuna_fleet.arguments import (
     check_choice,
     check_number,

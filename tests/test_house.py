@@ -88,7 +88,6 @@ def test_what_decides_does_no_io(room: str) -> None:
     at_the_edge = {
         "optuna_fleet.alloc.isolation",
         "optuna_fleet.alloc.solver_process",
-        "optuna_fleet.alloc.timing",
     }
     within = [m for m in MODULES if m.startswith(f"optuna_fleet.{room}")]
     assert within

@@ -138,11 +138,20 @@ def test_it_sees_who_is_where_and_who_waits(study: optuna.Study) -> None:
     assert (plain.for_s, plain.left_s, plain.samples_per_s, plain.value) == (5, None, None, None)
     assert (snapshot.waiting, snapshot.elsewhere, snapshot.num_to_come) == ((5,), (), 8)
     assert [trial.number for trial in snapshot.best] == [1]
-    assert [(trial.number, trial.widths) for trial in snapshot.recent] == [
+    assert [(trial.number, snapshot.widths[trial.number]) for trial in snapshot.recent] == [
         (2, (1,)),
         (1, (2,)),
         (0, (1,)),
     ]
+
+
+def test_a_trial_that_ends_while_the_study_is_read_may_be_the_best(
+    study: optuna.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = study.get_trials(deepcopy=False)
+    best = add_trial(study, TrialState.COMPLETE, 0.9)
+    monkeypatch.setattr(study, "get_trials", lambda **_: before)
+    assert [trial.number for trial in at(study, 40).best] == [best]
 
 
 def test_a_trial_that_has_begun_since_the_driver_wrote_is_nowhere_yet(study: Any) -> None:

@@ -64,25 +64,13 @@ class Counts:
 
     Attributes:
         widths: (kind, devices) per trial; (0, 0) if it waits.
-        objective: Sum of the values of these widths.
         status: "optimal", or "feasible" if the time limit came first.
         gap: Relative distance to the solver's bound; None if it has none.
     """
 
     widths: tuple[tuple[int, int], ...]
-    objective: float
     status: Literal["optimal", "feasible"]
     gap: float | None
-
-
-def objective_of(problem: CountProblem, widths: Sequence[tuple[int, int]]) -> float:
-    """Sum of the values of ``widths``, (kind, devices) per trial; -inf if one can't be."""
-    used = [sum(n for kind, n in widths if kind == k) for k in range(problem.num_kinds)]
-    assert all(u <= c for u, c in zip(used, problem.capacities, strict=True))
-    return math.fsum(
-        v[kind, n] if 0 <= n < v.shape[1] else -math.inf
-        for v, (kind, n) in zip(problem.values, widths, strict=True)
-    )
 
 
 def solve_exactly(problem: CountProblem) -> Counts:
@@ -101,15 +89,22 @@ def solve_exactly(problem: CountProblem) -> Counts:
         widths = [(0, n) for n in _solve_one_kind(problem.values, problem.capacities[0])]
     else:
         widths = _solve_many_kinds(problem)
-    objective = objective_of(problem, widths)
-    return Counts(widths=tuple(widths), objective=objective, status="optimal", gap=0.0)
+    return Counts(widths=tuple(widths), status="optimal", gap=0.0)
+
+
+def useful_options(gains: Array) -> tuple[list[int], list[int], list[float]]:
+    """Rows, widths and gains of the options with more gain than 0 and than all narrower ones."""
+    narrower = np.maximum.accumulate(np.maximum(gains, 0.0), axis=1)
+    rows, columns = np.nonzero(gains[:, 1:] > narrower[:, :-1])
+    worth = gains[rows, columns + 1]
+    return rows.tolist(), (columns + 1).tolist(), worth.tolist()
 
 
 def _solve_many_kinds(problem: CountProblem) -> list[tuple[int, int]]:
     most = sum(values.shape[1] - 1 for values in problem.values)
     room = tuple(min(capacity, most) for capacity in problem.capacities)
     assert len(problem.values) * math.prod(n + 1 for n in room) <= MAX_CELLS
-    tables = [[_NOTHING, *zip(*_useful(v - v[0, 0]), strict=True)] for v in problem.values]
+    tables = [[_NOTHING, *zip(*useful_options(v - v[0, 0]), strict=True)] for v in problem.values]
     return [(kind, n) for kind, n, _ in _best_choice(tables, room)]
 
 
@@ -212,19 +207,13 @@ def _choose(gains: Array, allowed: NDArray[np.bool_], capacity: int) -> Ints:
     least = widths[open_]
     extra = gains[open_] - gains[open_, least][:, None]
     tables = [[_NOTHING] for _ in open_]
-    for row, n, gain in zip(*_useful(np.where(allowed[open_], extra, -np.inf)), strict=True):
+    for row, n, gain in zip(
+        *useful_options(np.where(allowed[open_], extra, -np.inf)), strict=True
+    ):
         tables[row].append((0, n - int(least[row]), gain))
     room = min(capacity - int(widths.sum()), sum(table[-1][1] for table in tables))
     widths[open_] += [n for _, n, _ in _best_choice(tables, (room,))]
     return widths
-
-
-def _useful(gains: Array) -> tuple[list[int], list[int], list[float]]:
-    """Rows, widths and gains of the options with more gain than 0 and than all narrower ones."""
-    narrower = np.maximum.accumulate(np.maximum(gains, 0.0), axis=1)
-    rows, columns = np.nonzero(gains[:, 1:] > narrower[:, :-1])
-    worth = gains[rows, columns + 1]
-    return rows.tolist(), (columns + 1).tolist(), worth.tolist()
 
 
 def _best_choice(tables: Sequence[Sequence[Option]], room: tuple[int, ...]) -> list[Option]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 
 from optuna_fleet.alloc.problem import AllocationFailed, AllocationProblem, Allocator, Plan
-from optuna_fleet.alloc.timing import timed
 from optuna_fleet.alloc.validation import validate
 from optuna_fleet.processes import outlet
 from optuna_fleet.wire.packing import pack
@@ -27,6 +26,15 @@ from optuna_fleet.wire.packing import pack
 _logger = logging.getLogger(__name__)
 
 _MODULE = "optuna_fleet.alloc.solver_process"
+
+
+def timed(allocator: Allocator, problem: AllocationProblem) -> Plan:
+    """The allocator's plan, with `solve_time_s` set: allocators themselves know no clock."""
+    started = time.perf_counter()
+    plan = allocator.allocate(problem)
+    elapsed_s = time.perf_counter() - started
+    # What is no plan is for the caller to refuse: the allocator may be the user's.
+    return replace(plan, solve_time_s=elapsed_s) if isinstance(plan, Plan) else plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,8 +84,11 @@ class ByKind:
         limit = stream_limit(problem)
         mixtures = plan_mixtures(share, self.inner, cautious=self.cautious)
         before = {SEVERAL: mixtures} if mixtures else {}
-        problem = without(share, mixtures)
-        fixed = _flying(problem) if self.cautious else _flying(problem, problem.pinned)
+        homes, problem = _flying(problem), without(share, mixtures)
+        fixed = _flying(problem, problem.pinned)
+        if self.cautious:  # those too whose devices a mixture has taken
+            homes = {t: k for t, k in homes.items() if t in problem.by_number and k != SEVERAL}
+            fixed = homes | _flying(problem)
         decided = self._decided(problem, fixed)
         plan = self._planned(problem, decided, before, limit)
         if kept := self._regretted(problem, decided, plan):
@@ -95,7 +98,7 @@ class ByKind:
     # -- types ------------------------------------------------------------------------------------
 
     def _decided(self, problem: AllocationProblem, fixed: Kinds) -> Kinds:
-        decided = {} if self.cautious else self._worth_most(problem, fixed)
+        decided = fixed if self.cautious else self._worth_most(problem, fixed)
         return _with_waiting(problem, _flying(problem) | decided)
 
     def _worth_most(self, problem: AllocationProblem, fixed: Kinds) -> Kinds:

@@ -11,20 +11,19 @@ long as all rates are tried, and else on the safe side (see :mod:`optuna_fleet.a
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from optuna_fleet.alloc.assembly import assemble, fill_idle
+from optuna_fleet.alloc.cbc import choose, new_model
 from optuna_fleet.alloc.greedy import GreedyAllocator
-from optuna_fleet.alloc.problem import AllocationFailed, AllocationProblem, Candidate, Plan
+from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.streams import Widths, group_widths, serves, stream_limit
 from optuna_fleet.alloc.windows import Option, by_window, phases_of, windows
-
-_logger = logging.getLogger(__name__)
 
 _TIE = 1e-3
 _OBJECTIVE_SCALE = 1000.0  # CBC takes objectives that differ by 1e-4 for equal
@@ -106,33 +105,16 @@ class MipAllocator:
     def _run_solver(
         self, problem: AllocationProblem, values: Mapping[Option, float]
     ) -> tuple[Widths, str, float | None]:
-        # Imported late: the driver names this class, but only the solver process loads CBC.
-        import mip
-
-        solved = (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE)
-        try:
-            model, x = self._model(problem, values)
-            status = model.optimize(max_seconds=problem.time_limit_s)
-            chosen = [option for option, var in x.items() if status in solved and var.x > 0.5]
-            gap = float(model.gap) if status in solved else math.inf
-        except Exception as error:
-            raise AllocationFailed(f"CBC failed: {type(error).__name__}: {error}") from error
-        if status not in solved:
-            raise AllocationFailed(
-                f"CBC ended with {status.name} after at most {problem.time_limit_s:g} s."
-            )
-        _logger.debug("CBC: %s, gap %g, %d options", status.name, gap, len(x))
-        return dict(chosen), status.name.lower(), gap if math.isfinite(gap) else None
+        make = partial(self._model, problem, values)
+        chosen, status, gap = choose(make, problem.time_limit_s)
+        return dict(chosen), status, gap
 
     def _model(
         self, problem: AllocationProblem, values: Mapping[Option, float]
     ) -> tuple[Any, dict[Option, Any]]:
         import mip
 
-        model = mip.Model(sense=mip.MAXIMIZE, solver_name=mip.CBC)
-        model.verbose = 0
-        model.threads = 1
-        model.preprocess = 0  # CBC of python-mip 2.0 aborts in its preprocessing on valid models
+        model = new_model()
         model.cuts = 0  # measured 2 to 20 times faster with 60 to 200 trials
         model.max_mip_gap = _RELATIVE_GAP
         x = {option: model.add_var(var_type=mip.BINARY) for option in values}
@@ -146,7 +128,7 @@ class MipAllocator:
         limit = stream_limit(problem)
         if math.isfinite(limit):
             # As shares of the limit: CBC's tolerance is absolute, ours relative.
-            drawn = ((w.fastest or 0.0) / limit * var for w, var in zip(tried, y, strict=True))
+            drawn = (w.rate / limit * var for w, var in zip(tried, y, strict=True))
             model += mip.xsum(drawn) <= 1
         for number, m in problem.pinned.items():
             model += x[number, m] == 1

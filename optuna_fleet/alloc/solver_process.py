@@ -13,7 +13,7 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
-from optuna_fleet.alloc.timing import timed
+from optuna_fleet.alloc.isolation import timed
 from optuna_fleet.processes import die_with
 
 

@@ -31,21 +31,19 @@ class Window:
 
     Attributes:
         phase: The phase of its trials; 0 where phases don't matter.
-        slowest: Least rate it admits, in samples/s; None for what ``fastest`` leaves.
-        fastest: Greatest rate it admits and what its stream draws, in samples/s; None for what
-            ``slowest`` leaves.
+        rate: Its slowest rate, in samples/s; or its fastest one, which its stream draws.
+        is_fastest: Which of the two.
     """
 
     phase: int
-    slowest: float | None = None
-    fastest: float | None = None
+    rate: float
+    is_fastest: bool
 
     def admits(self, rate: float, rate_spread: float) -> bool:
         """Whether a trial of that rate, in the same phase, may join."""
-        slowest = rate if self.slowest is None else self.slowest
-        fastest = rate if self.fastest is None else self.fastest
+        slow, fast = (rate, self.rate) if self.is_fastest else (self.rate, rate)
         # Multiplied as in `group_by_rate`: a quotient might round to the other side.
-        return slowest <= rate <= fastest and fastest <= slowest * rate_spread
+        return slow <= fast <= slow * rate_spread
 
 
 def windows(problem: AllocationProblem, rates: Mapping[Option, float]) -> list[Window]:
@@ -64,10 +62,7 @@ def windows(problem: AllocationProblem, rates: Mapping[Option, float]) -> list[W
         references = sorted({*references, *(rates[o] for o in options if o in pinned)})
         if math.isinf(problem.rate_spread) and not limited:
             del references[1:]
-        found += [
-            Window(phase=phase, fastest=rate) if limited else Window(phase=phase, slowest=rate)
-            for rate in references
-        ]
+        found += [Window(phase=phase, rate=rate, is_fastest=limited) for rate in references]
     return found
 
 

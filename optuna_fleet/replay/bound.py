@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from optuna_fleet.alloc.fluid import fluid_optimum
-from optuna_fleet.alloc.fluid_kinds import fluid_seconds
+from optuna_fleet.alloc.fluid import fluid_optimum, fluid_seconds
 from optuna_fleet.replay.workload import SimulatedTrial
 
 

@@ -14,10 +14,10 @@ from itertools import count
 
 from typing_extensions import assert_never
 
+from optuna_fleet.alloc.isolation import timed
 from optuna_fleet.alloc.kinds import ByKind
 from optuna_fleet.alloc.problem import AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.rates import RateProfile
-from optuna_fleet.alloc.timing import timed
 from optuna_fleet.events import (
     Abort,
     Allocate,

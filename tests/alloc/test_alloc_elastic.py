@@ -17,8 +17,8 @@ from optuna_fleet.alloc import (
     EqualSplitAllocator,
     validate,
 )
+from optuna_fleet.alloc.elastic import count_problem
 from optuna_fleet.alloc.lengths import MAX_CORRECTION
-from optuna_fleet.alloc.outcome import count_problem
 from optuna_fleet.exceptions import FleetConfigError
 
 MAKESPAN = ElasticAllocator()

@@ -26,8 +26,7 @@ from optuna_fleet.alloc import (
     SingleDeviceAllocator,
     validate,
 )
-from optuna_fleet.alloc.fluid import fluid_optimum
-from optuna_fleet.alloc.fluid_kinds import fluid_seconds
+from optuna_fleet.alloc.fluid import fluid_optimum, fluid_seconds
 from optuna_fleet.alloc.problem import SEVERAL
 
 ALLOCATORS = [
@@ -136,6 +135,36 @@ def test_a_cautious_plan_changes_no_trials_type(problem):
         if (problem.kept_width(candidate) or 0) >= candidate.min_devices:
             now = problem.kind_now(candidate)
             assert now in (problem.kind_of(a.devices), SEVERAL)
+
+
+def test_a_trial_whose_devices_a_mixture_takes_does_not_change_its_type_in_a_cautious_plan():
+    kinds = {
+        k: tuple(r * m for m in range(1, 6)) for k, r in {"a": 5.0, "b": 8.0, "c": 6.0}.items()
+    }
+    large = Candidate(
+        number=0,
+        rates=kinds["b"],
+        rates_by_kind={**kinds, SEVERAL: kinds["c"]},
+        min_devices=5,
+        samples_per_epoch=1.0,
+    )
+    flying = [
+        Candidate(
+            number=n, rates=kinds["c"], rates_by_kind=kinds, devices=(n,), samples_per_epoch=1.0
+        )
+        for n in (6, 7)
+    ]
+    problem = AllocationProblem(
+        candidates=(large, *flying),
+        nodes=((0, 1), (2, 3, 4, 5), (6, 7)),
+        kinds=("a", "b", "c"),
+        rate_spread=10.0,
+    )
+    plan = ByKind(inner=GreedyAllocator(), cautious=True).allocate(problem)
+    validate(problem, plan)
+    given = {n: problem.kind_of(a.devices) for n, a in plan.assignments.items()}
+    assert given.pop(0) == SEVERAL
+    assert set(given.values()) <= {"c"}
 
 
 def test_a_cautious_plan_serves_somebody_where_only_a_change_of_type_would_do_with_less():

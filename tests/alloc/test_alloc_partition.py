@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partition_mip import best_partition_by_mip, orders
 
 from optuna_fleet.alloc.layouts.contention import best_partitions
 from optuna_fleet.alloc.partition import (
@@ -20,7 +21,6 @@ from optuna_fleet.alloc.partition import (
     best_partition,
     largest_in_flight,
 )
-from optuna_fleet.alloc.partition.formulation import best_partition_by_mip, orders
 from optuna_fleet.alloc.partition.problem import partition_of
 
 

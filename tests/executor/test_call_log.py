@@ -189,8 +189,9 @@ def test_a_sweep_can_be_watched_while_it_runs(
     (call,) = calls_of(study)
     assert (call.n_trials, call.num_asked, call.runs) == (1, 1, ())
     assert call.ending == ("failed" if fails else "done")
-    (ended,) = snapshot_of(study, call.noted).recent
-    assert ended.widths[0] == 1  # it begins on one device
+    snapshot = snapshot_of(study, call.noted)
+    (ended,) = snapshot.recent
+    assert snapshot.widths[ended.number][0] == 1  # it begins on one device
 
 
 def _trains(snapshot: Snapshot) -> bool:

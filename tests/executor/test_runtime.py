@@ -612,9 +612,11 @@ def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(
     assert list(runtime.devices_at_first()) == [there, DeviceLost(device=0)]
     trainer_ready(runtime, pid=8)
     assert list(runtime.devices_at_first()) == [there]
-    engine.departures.append(Departure(node="here", cause="so", by=time.time()))
-    hear(runtime)  # an earlier call was told, or nobody
-    assert list(runtime.devices_at_first()) == [there, DeviceLeaving(device=0)]
+    for left_s, news in ((0.0, [DeviceLeaving(device=0)]), (NOTICE_S + 100.0, [])):
+        by = time.time() + left_s
+        engine.departures.append(Departure(node="here", cause="its time limit", by=by))
+        hear(runtime)  # an earlier call was told, or nobody
+        assert list(runtime.devices_at_first()) == [there, *news]
     runtime.exclusion.leave_out_node("here", "it loses all trials")
     assert list(runtime.devices_at_first()) == []
 

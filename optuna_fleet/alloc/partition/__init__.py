@@ -1,9 +1,8 @@
 """Layers to stages on unlike devices (HetPipe, section 7)."""
 
-from optuna_fleet.alloc.partition.in_flight import largest_in_flight
-from optuna_fleet.alloc.partition.layers import Layers
 from optuna_fleet.alloc.partition.problem import (
     DoesNotFit,
+    Layers,
     Link,
     Links,
     Memory,
@@ -12,7 +11,7 @@ from optuna_fleet.alloc.partition.problem import (
     Stage,
     StageDevice,
 )
-from optuna_fleet.alloc.partition.search import best_partition
+from optuna_fleet.alloc.partition.search import best_partition, largest_in_flight
 
 __all__ = [
     "DoesNotFit",

@@ -8,7 +8,7 @@ last stage's time. Devices that are equal (node, type, memory) are not told apar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,32 @@ def best_partition(problem: PartitionProblem) -> Partition:
         raise DoesNotFit(_why(problem))
     order, cuts = ends
     return partition_of(problem, order, cuts)
+
+
+def largest_in_flight(problem: PartitionProblem) -> int:
+    """Most minibatches in flight for which some partition fits (section 4: Max_m), at most 2k - 1.
+
+    More than 2k - 1 would keep the pipeline no fuller: see
+    :func:`optuna_fleet.wsp.turns.held_minibatches`.
+
+    Args:
+        problem: Its `in_flight` is not looked at.
+
+    Raises:
+        DoesNotFit: Not even one minibatch fits.
+    """
+    best = best_partition(replace(problem, in_flight=1))
+    most = 2 * len(problem.devices) - 1
+    for in_flight in range(2, most + 1):
+        fuller = replace(problem, in_flight=in_flight)
+        # As long as the best one fits, it need not be looked for.
+        devices = tuple(stage.device for stage in best.stages)
+        if not partition_of(fuller, devices, best.cuts).fits:
+            try:
+                best = best_partition(fuller)
+            except DoesNotFit:
+                return in_flight - 1
+    return most
 
 
 @dataclass(frozen=True, slots=True)

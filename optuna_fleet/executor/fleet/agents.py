@@ -233,10 +233,12 @@ class Agents:
     def leaving(self) -> Iterator[NodeLeaving]:
         """Yield nodes that will be gone soon; each is told once."""
         for name, notice in list(self._notices.items()):
-            node, by = self.nodes.named(name), notice.by or 0.0
-            if node is not None and by - time.time() <= NOTICE_S:
+            if (node := self.nodes.named(name)) is None:
+                continue
+            by = notice.by or 0.0
+            node.is_leaving = by - time.time() <= NOTICE_S  # its time limit may have changed
+            if node.is_leaving:
                 del self._notices[name]
-                node.is_leaving = True
                 at = time.strftime("%H:%M:%S", time.localtime(by))
                 yield NodeLeaving(
                     text=f"Node {name} leaves at {at} ({notice.cause}); its trials move away.",

@@ -66,18 +66,6 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """A trial that has ended; `widths` says on how many devices it was, one after the other."""
-
-    number: int
-    state: TrialState
-    values: tuple[float, ...]
-    widths: tuple[int, ...]
-    took_s: float | None
-    params: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """What is shown of a study.
 
@@ -97,6 +85,7 @@ class Snapshot:
         num_to_come: Trials that are still to be asked for; None where nobody says.
         expected_end: When all will be done; None where nothing tells.
         recent: The trials that ended last, the newest first.
+        widths: On how many devices each trial was, one after the other; by number.
     """
 
     study_name: str
@@ -105,14 +94,15 @@ class Snapshot:
     began: float | None = None
     noted: float | None = None
     states: Mapping[TrialState, int]
-    best: tuple[Ended, ...] = ()
+    best: tuple[FrozenTrial, ...] = ()
     devices: tuple[Device, ...] = ()
     runs: tuple[Run, ...] = ()
     waiting: tuple[int, ...] = ()
     elsewhere: tuple[int, ...] = ()
     num_to_come: int | None = None
     expected_end: float | None = None
-    recent: tuple[Ended, ...] = ()
+    recent: tuple[FrozenTrial, ...] = ()
+    widths: Mapping[int, tuple[int, ...]]
 
     @property
     def idle(self) -> tuple[Device, ...]:
@@ -137,11 +127,6 @@ def snapshot_of(study: optuna.Study, now: float) -> Snapshot:
     waiting = {n for call in calls for n in call.waiting if n in running}
     noted = max((call.noted for call in calls), default=None)
     new = {n for n in running if noted is not None and _started(trials[n]) > noted}
-    ended = {
-        n: _ended(trial, flights.get(n, ()))
-        for n, trial in trials.items()
-        if trial.state.is_finished()
-    }
     snapshot = Snapshot(
         study_name=study.study_name,
         time=now,
@@ -149,17 +134,19 @@ def snapshot_of(study: optuna.Study, now: float) -> Snapshot:
         began=min((call.began for call in calls), default=None),
         noted=noted,
         states=Counter(trial.state for trial in trials.values()),
-        best=tuple(ended[n] for n in _best(study)),
+        best=tuple(_best(study)),
         devices=tuple(device for known in there.values() for device in known.values()),
         runs=tuple(sorted(runs, key=lambda run: run.number)),
         waiting=tuple(sorted(waiting)),
         elsewhere=tuple(sorted(running - waiting - {run.number for run in runs} - new)),
         num_to_come=_num_to_come(calls),
-        recent=tuple(ended[n] for n in _last_ended(trials.values())),
+        recent=tuple(_last_ended(trials.values())),
+        widths={n: tuple(len(r["devices"]) for r in records) for n, records in flights.items()},
     )
     if snapshot.condition is not Condition.RUNNING:
         return snapshot
     spent = {n: _device_s(records) for n, records in flights.items()}
+    ended = [n for n, trial in trials.items() if trial.state.is_finished()]
     return replace(snapshot, expected_end=_expected_end(snapshot, calls, spent, ended))
 
 
@@ -227,30 +214,17 @@ def _run(state: RunState, trial: FrozenTrial, there: Mapping[int, Device], until
     )
 
 
-def _ended(trial: FrozenTrial, records: Sequence[Mapping[str, Any]]) -> Ended:
-    took = trial.duration
-    return Ended(
-        number=trial.number,
-        state=trial.state,
-        values=tuple(trial.values or ()),
-        widths=tuple(len(record["devices"]) for record in records),
-        took_s=None if took is None else max(0.0, took.total_seconds()),
-        params=trial.params,
-    )
-
-
-def _best(study: optuna.Study) -> list[int]:
-    """Numbers of the best trials; none where no trial is complete, or none is feasible."""
+def _best(study: optuna.Study) -> list[FrozenTrial]:
+    """The best trials; none where no trial is complete, or none is feasible."""
     try:
-        best = study.best_trials if len(study.directions) > 1 else [study.best_trial]
+        return study.best_trials if len(study.directions) > 1 else [study.best_trial]
     except ValueError:
         return []
-    return [trial.number for trial in best]
 
 
-def _last_ended(trials: Iterable[FrozenTrial]) -> list[int]:
-    ended = [(t.datetime_complete, t.number) for t in trials if t.datetime_complete is not None]
-    return [number for _, number in sorted(ended, reverse=True)[:_NUM_RECENT]]
+def _last_ended(trials: Iterable[FrozenTrial]) -> list[FrozenTrial]:
+    ended = [(t.datetime_complete, t.number, t) for t in trials if t.datetime_complete is not None]
+    return [trial for *_, trial in sorted(ended, reverse=True)[:_NUM_RECENT]]
 
 
 def _num_to_come(calls: Sequence[CallState]) -> int | None:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
-from optuna_fleet.visualization.live.snapshot import Condition, Device, Ended, Run, Snapshot
+from optuna_fleet.visualization.live.snapshot import Condition, Device, Run, Snapshot
 
 _LONGEST = 48
 _MOST_SHOWN = 12
@@ -43,7 +43,7 @@ class View:
 
 def view_of(snapshot: Snapshot) -> View:
     """The snapshot in words."""
-    tables = [_on_devices(snapshot), _recent(snapshot.recent)]
+    tables = [_on_devices(snapshot), _recent(snapshot)]
     return View(
         title=printable(snapshot.study_name),
         condition=_condition(snapshot),
@@ -118,7 +118,7 @@ def _trials(snapshot: Snapshot) -> str:
     return ", ".join(words)
 
 
-def _best(best: Sequence[Ended]) -> str:
+def _best(best: Sequence[FrozenTrial]) -> str:
     if len(best) > 1:
         numbers = _numbers(trial.number for trial in best)
         return f"{len(best)} trials that no other is better than: {numbers}"
@@ -175,20 +175,22 @@ def _rate(samples_per_s: float | None) -> str:
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.3g}"
 
 
-def _recent(ended: Sequence[Ended]) -> Table:
+def _recent(snapshot: Snapshot) -> Table:
     rows = tuple(
         (
-            str(one.number),
-            one.state.name.lower(),
-            _values(one.values) or _NOTHING,
-            _widths(one.widths),
-            _NOTHING if one.took_s is None else duration(one.took_s),
-            _params(one.params),
+            str(trial.number),
+            trial.state.name.lower(),
+            _values(trial.values) or _NOTHING,
+            _widths(snapshot.widths.get(trial.number, ())),
+            _NOTHING
+            if trial.duration is None
+            else duration(max(0.0, trial.duration.total_seconds())),
+            _params(trial.params),
         )
-        for one in ended
+        for trial in snapshot.recent
     )
     headings = ("trial", "ended", "value", "number of devices", "took", "parameters")
-    trials = tuple(one.number for one in ended)
+    trials = tuple(trial.number for trial in snapshot.recent)
     return Table(title="Ended last", headings=headings, rows=rows, trials=trials)
 
 
@@ -212,8 +214,8 @@ def _numbers(numbers: Iterable[int]) -> str:
     return ranges(known[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _values(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.6g}" for value in values)
+def _values(values: Sequence[float] | None) -> str:
+    return ", ".join(f"{value:.6g}" for value in values or ())
 
 
 def _params(params: Mapping[str, Any]) -> str:
