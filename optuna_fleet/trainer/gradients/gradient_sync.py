@@ -70,7 +70,7 @@ def check_same(module: torch.nn.Module) -> None:
 
 
 def attach(module: torch.nn.Module, shares: BatchShares) -> None:
-    """Let a model that is alike on all ranks train data-parallel; it can't be undone.
+    """Let a model that is alike on all ranks train data-parallel, until `BatchShares.end`.
 
     In a group of one it trains as if nothing had been done.
     """
@@ -190,10 +190,11 @@ class _Reducer:
         self._task: int | None = None  # the backward pass under way
         for index, param in enumerate(params):
             if param.is_floating_point() or param.is_complex():
-                hook_gradient(param, torch.no_grad()(partial(self._arrive, index)))
+                hook = torch.no_grad()(partial(self._arrive, index))
+                shares.hooks.append(hook_gradient(param, hook))
 
     def _arrive(self, index: int, _: Tensor) -> None:
-        if group_size() == 1 or self._shares.is_over:  # the model has outlived its group, or trial
+        if group_size() == 1:  # the model has outlived its group
             return
         # A nested backward (reentrant checkpointing) and one after a backward that failed are
         # passes of their own. Reducing a reduced gradient again is harmless: weights add up to 1.

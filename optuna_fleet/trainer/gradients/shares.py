@@ -21,15 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.gradients.collectives import share_of_sum
-from optuna_fleet.trainer.gradients.tensor_owners import (
-    Places,
-    Scaled,
-    drop_nans,
-    owners_behind,
-)
+from optuna_fleet.trainer.gradients.tensor_owners import Places, Scaled, drop_nans, owners_behind
 from optuna_fleet.trainer.groups import group_size
 
 _MOST_AHEAD = 64
@@ -126,7 +122,7 @@ class BatchShares:
         collectives: Number, purpose and step of the last collectives of this rank.
         follows: Note which batches modules are called with on one device too.
         is_found: What a module was called with last is of a batch, or several, that are known.
-        is_over: The trial has ended here.
+        hooks: Of the reducers, at parameters.
         at_collective: Told what a collective is for that is about to begin.
         at_gradients: Called before gradients are reduced: returns bytes to travel along, if any.
         at_reduced: Called with these, added up over the ranks.
@@ -140,15 +136,19 @@ class BatchShares:
         self.at_collective: Callable[[str], None]
         self.at_gradients: Callable[[], Tensor | None]
         self.at_reduced: Callable[[Tensor], None]
+        self.hooks: list[RemovableHandle] = []
         self.end()
-        self.is_over = False
         self._thread = threading.get_ident()
         self._is_threaded = False
         self.begin_run()
 
     def end(self) -> None:
-        """Tell nobody any more: hooks at parameters lead here, and would keep all that is told."""
-        self.is_over = True
+        """Reduce no more, as a model may train in the next trial too, and tell nobody.
+
+        The session leads here, and would keep all that is told as long as it is kept itself.
+        """
+        while self.hooks:
+            self.hooks.pop().remove()
         self.on_too_wide = lambda text, max_devices: None
         self.at_collective = lambda purpose: None
         self.at_gradients = lambda: None
