@@ -621,6 +621,26 @@ def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(
     assert list(runtime.devices_at_first()) == []
 
 
+def test_the_devices_of_a_node_that_is_replaced_may_join_as_if_for_the_first_time(
+    runtime: Runtime,
+) -> None:
+    """A trial that needs them waits, though a call begins before they are ready."""
+
+    def all_ready(pid: int) -> None:
+        for device in (0, 1):
+            ready = TrainerReady(device=device, process=process(runtime, pid + device))
+            runtime.device_events(ready)
+
+    all_ready(7)
+    assert not runtime.may_grow
+    (lost,) = die(runtime, KILLED)
+    for exited in lost.exits:
+        runtime.device_events(exited)
+    assert (runtime.may_grow, list(runtime.devices_at_first())) == (True, [])
+    all_ready(9)
+    assert (runtime.may_grow, len(list(runtime.devices_at_first()))) == (False, 2)
+
+
 def test_an_engine_is_told_how_many_nodes_would_be_used(
     runtime: Runtime, engine: FakeEngine
 ) -> None:

@@ -169,6 +169,7 @@ class Runtime:
         self.rendezvous.node_lost(node.agent)
         self.sharing.left(node.agent)
         dead = self.trainers.node_lost(node.agent)
+        self.trainers.have_served.difference_update(device.index for device in node.devices)
         self._reports.node_lost(node.agent)
         yield NodeLost(
             text=(
@@ -280,7 +281,7 @@ class Runtime:
 
     @property
     def may_grow(self) -> bool:
-        """Whether devices may join that were never there."""
+        """Whether devices may join that were never there, or are lost with their node."""
         awaited = self.nodes.devices.keys() - self.trainers.have_served - self.faults.left_out
         return bool(awaited) or self.agents.awaits_nodes
 

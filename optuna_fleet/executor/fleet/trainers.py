@@ -62,7 +62,7 @@ class Trainers:
     """Those of all devices. Each device has at most one that has joined.
 
     Attributes:
-        have_served: Devices on which one has joined.
+        have_served: Devices on which one has joined since their node has.
     """
 
     def __init__(
