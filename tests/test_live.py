@@ -448,7 +448,11 @@ def test_it_writes_nothing(tmp_path: Path, capsys: Any) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_it_is_shown_anew_in_a_terminal_until_an_interrupt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("terminal", ["xterm", "dumb"])
+def test_it_is_shown_anew_in_a_terminal_until_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: str
+) -> None:
+    monkeypatch.setenv("TERM", terminal)
     ours, its = pty.openpty()
     where = filled(f"sqlite:///{tmp_path}/study.db")
     with started("--storage", where, stdout=its) as process:

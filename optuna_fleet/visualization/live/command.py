@@ -113,6 +113,10 @@ def _in_terminal(views: Iterator[View]) -> None:
     if not console.is_terminal:
         console.print(rendered(next(views)))
         return
+    if console.is_dumb_terminal:  # it has no cursor to move, and would show the last one only
+        for view in views:
+            console.print(rendered(view))
+        return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         for view in views:
             live.update(rendered(view), refresh=True)
