@@ -499,9 +499,15 @@ def test_the_page_is_written_anew_until_an_interrupt(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "study.db"]
 
 
-def started(*options: str, stdout: Any) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def started(*options: str, stdout: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """It ends with the test: one that fails would wait for it."""
     command = [sys.executable, "-m", "optuna_fleet.cli", "top", "--interval", "0.1", *options]
-    return subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE)
+    with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_it_needs_no_torch(tmp_path: Path) -> None:
