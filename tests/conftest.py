@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import signal
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,6 +42,11 @@ def pytest_xdist_setupnodes() -> None:
 def pytest_sessionfinish() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         workers.end_them()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mix the files: in whole folders tests mostly wait, and all workers would at a time."""
+    items.sort(key=lambda item: zlib.crc32(item.path.name.encode()))
 
 
 def pytest_collection_finish() -> None:

@@ -283,7 +283,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its end is not known here yet
+                os.kill(self.pid, number)
 
     def _read(self) -> int:
         return int(_NUMBER.unpack(self._status.recv(_NUMBER.size))[0])

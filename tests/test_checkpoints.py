@@ -350,7 +350,9 @@ def test_a_damaged_checkpoint_costs_nothing_but_time(
     objective = Dying(folder.path, damages, tmp_path / "died")
     study.optimize(objective, n_trials=1, executor=keeping)
     assert (tmp_path / "died").exists()
-    assert study.trials[0].user_attrs == undisturbed
+    # It may be run again on both devices.
+    right = {name: pytest.approx(values, rel=1e-10) for name, values in undisturbed.items()}
+    assert study.trials[0].user_attrs == right
     assert len(study.trials[0].intermediate_values) == 4
     text = log.getvalue()
     assert text.count("The checkpoint ") == len(words)

@@ -142,6 +142,9 @@ def forget_cached_trials(study: optuna.Study) -> None:
 def return_to_queue(study: optuna.Study, trial: optuna.Trial) -> None:
     """Return an asked trial to the study: WAITING, with its parameters; the next `ask` gets it."""
     study._storage.set_trial_state_values(trial._trial_id, TrialState.WAITING)
+    # A storage in memory looks for WAITING trials only from where it has found the first one.
+    first = getattr(study._storage, "_prev_waiting_trial_number", {})
+    first[study._study_id] = min(trial.number, first.get(study._study_id, trial.number))
     forget_cached_trials(study)
 
 

@@ -26,6 +26,7 @@ from optuna_fleet.exceptions import (
 from optuna_fleet.sampler_bridge import choices, compat
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.repeatable import repeatable
+from optuna_fleet.sampler_bridge.repeats import Repeats
 from optuna_fleet.wire.calls import Call
 from optuna_fleet.wire.packing import is_primitive, unpack
 
@@ -165,7 +166,7 @@ class Ledger:
         self._progress_bar = progress_bar
         self._flights: list[dict[str, Any]] = []
         self._num_flight_records = 0
-        self._replayed: dict[int, frozenset[int]] = {}
+        self._repeats = Repeats()
         self._num_spans = 0
 
     def carry_out(self, number: int, call: Call) -> Any:
@@ -209,14 +210,30 @@ class Ledger:
         Raises:
             Exception: Whatever Optuna raises.
         """
-        if step not in self._replayed.get(number, ()):
+        if not self._repeats.has_reported(number, step):
             self._proposals.note_defined(number)
             compat.forget_cached_trials(self.study)
             self._proposals[number].report(value, step)
 
+    def should_prune(self, number: int, last_step: int | None) -> bool:
+        """Ask the pruner, which judges the last report that the study has.
+
+        Where the trial was before, it gets the same answer.
+
+        Raises:
+            Exception: Whatever Optuna raises.
+        """
+        trial = self._proposals[number]
+        if (known := self._repeats.verdict(number, last_step)) is not None:
+            return known
+        compat.forget_cached_trials(self.study)
+        is_pruned = trial.should_prune()
+        self._repeats.judged(number, last_step, is_pruned=is_pruned)
+        return is_pruned
+
     def note_restart(self, number: int) -> None:
         """The trial is run again from an earlier epoch: it will report some steps twice."""
-        self._replayed[number] = frozenset(self.frozen(number).intermediate_values)
+        self._repeats.begin(number, self.frozen(number).intermediate_values)
 
     def frozen(self, number: int) -> FrozenTrial:
         """The trial as the study knows it now."""
@@ -227,9 +244,11 @@ class Ledger:
         params = self.frozen(number).params
         return {name: value for name, value in params.items() if is_primitive(value)}
 
-    def reported_values(self, number: int) -> list[float]:
-        """The trial's intermediate values, in order of step."""
-        return [value for _, value in sorted(self.frozen(number).intermediate_values.items())]
+    def reported_values(self, number: int, last_step: int | None) -> list[float]:
+        """The trial's intermediate values, in order of step, that led to where it is now."""
+        ahead = self._repeats.ahead(number, last_step)
+        values = sorted(self.frozen(number).intermediate_values.items())
+        return [value for step, value in values if step not in ahead]
 
     def record(self, number: int, flight: Flight) -> None:
         """Store where and when the trial ran.
@@ -282,7 +301,7 @@ class Ledger:
             state = self._tell(trial, value, error)
         finally:
             self._proposals.release(number)
-            self._replayed.pop(number, None)
+            self._repeats.forget(number)
             if self._gc_after_trial:
                 gc.collect()
         if state is TrialState.FAIL and error is not None and not isinstance(error, self._catch):

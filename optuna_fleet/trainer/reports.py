@@ -27,6 +27,11 @@ class Reports:
         self.at_best: Callable[[], None] | None = None
         self._sign = 1.0 if maximize else -1.0
 
+    @property
+    def last_step(self) -> int | None:
+        """The last step of them, as `optuna.trial.FrozenTrial.last_step`."""
+        return max(self.values, default=None)
+
     def add(self, value: float, step: int) -> None:
         """Note what was just reported."""
         if self._note(value, step) and self.at_best is not None:

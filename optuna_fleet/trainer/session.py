@@ -13,7 +13,7 @@ from optuna_fleet.exceptions import PeersLostError, TrainerLostError
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.reports import Reports
-from optuna_fleet.wire.calls import Call, RankCall, Reply, Report
+from optuna_fleet.wire.calls import Call, RankCall, Reply, Report, ShouldPrune
 from optuna_fleet.wire.channel import Channel
 from optuna_fleet.wire.messages import Ended, Progress, Rehearsed, Release, Remark, RunTrial
 from optuna_fleet.wire.packing import is_primitive, pack, unpack, unpack_error
@@ -229,13 +229,15 @@ class Session:
         return self.ask(Call, target=target, name=name, arguments=pack(((), {})), is_read=True)
 
     def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
-        """Like `call` for what returns nothing: only rank 0 says it."""
+        """Like `call` for what returns nothing: rank 0's arguments count, the others don't wait.
+
+        They say it too: they may go on beyond it when rank 0 is dead.
+        """
         if self.run.rank == 0:
             self.call(target, name, *args, **kwargs)
         else:
-            self.check()  # as rank 0 does, or the ranks would part here
-            with self._lock:
-                self._index += 1
+            arguments = pack((args, kwargs))
+            self.ask(Call, target=target, name=name, arguments=arguments, is_awaited=False)
 
     def count(self) -> None:
         """A call that nobody has to carry out: all ranks come by here, none without the others."""
@@ -249,6 +251,10 @@ class Session:
             self._num_unanswered += 1
             is_awaited = self._num_unanswered == _MOST_UNANSWERED
             self.ask(Report, value=value, step=step, is_awaited=is_awaited)
+
+    def should_prune(self) -> bool:
+        """Ask the pruner."""
+        return self.ask(ShouldPrune, last_step=self.reports.last_step)  # type: ignore[no-any-return]
 
     def remark(self, keys: Iterable[str], text: str) -> None:
         """Tell the user, unless this sweep has told of all `keys`; rank 0's word counts.

@@ -285,7 +285,8 @@ class Training:
         if self._split_check is not None:
             self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
-        decision = self._session.ask(EndEpoch, epoch=epoch)
+        last_step = self._session.reports.last_step
+        decision = self._session.ask(EndEpoch, epoch=epoch, last_step=last_step)
         tell_if_apart(self.parts)
         if decision is EpochDecision.YIELD and self.moving.has_left():
             self._session.unwind(Yielded)  # even if the objective catches everything

@@ -86,7 +86,7 @@ class FleetTrial(optuna.Trial):
 
     def should_prune(self) -> bool:
         """See `optuna.Trial.should_prune`; every rank gets the same answer."""
-        return self._session.call("trial", "should_prune")  # type: ignore[no-any-return]
+        return self._session.should_prune()
 
     def set_user_attr(self, key: str, value: Any) -> None:
         """See `optuna.Trial.set_user_attr`; rank 0's value counts."""
@@ -232,8 +232,8 @@ class FleetTrial(optuna.Trial):
             raise NotImplementedError(
                 f"Trial.{asked_by} is not supported for multi-objective optimization."
             )
-        if run.checkpoints or run.follows is not None:  # that tells what was reported before
-            self._open_training().arrive()
+        if run.checkpoints or run.follows is not None or run.inherits is not None:
+            self._open_training().arrive()  # that tells what was reported before
         return self._session.reports
 
     def prepare(

@@ -62,11 +62,28 @@ class Report(RankCall):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShouldPrune(RankCall):
+    """What the pruner says.
+
+    Attributes:
+        last_step: The last one that has led to where the trial is; the study may know later ones.
+    """
+
+    name: str = "should_prune"
+    last_step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndEpoch(RankCall):
-    """The run has done this epoch and asks what to do: answered with an `EpochDecision`."""
+    """The run has done this epoch and asks what to do: answered with an `EpochDecision`.
+
+    Attributes:
+        last_step: As of `ShouldPrune`.
+    """
 
     name: str = "end_epoch"
     epoch: int
+    last_step: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,7 +191,7 @@ class _Sweep:
         # On a busy machine all that is slow would count as stuck, if that were soon noticed.
         hangs = any(fault.kind.startswith("stop ") for fault in self._faults)
         command = [str(self._folder / "sweep.py"), self._url, checkpoints]
-        command += [str(self._num_trials), "6" if hangs else "120"]
+        command += [str(self._num_trials), "24" if hangs else "120"]
         environment = {
             **os.environ,
             SOCKET: str(self._folder / "demon"),

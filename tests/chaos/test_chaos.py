@@ -91,7 +91,7 @@ def test_the_undisturbed_sweep_has_all_kinds_of_ends(undisturbed: Result) -> Non
     assert states.count(TrialState.COMPLETE) >= 3
     assert states.count(TrialState.PRUNED) >= 3
     assert len(states) == NUM_TRIALS
-    assert set(undisturbed.widths.values()) >= {1, 2}
+    assert min(undisturbed.widths.values()) == 1 < max(undisturbed.widths.values())
 
 
 @pytest.mark.timeout(1200)  # the harness has its own

@@ -9,6 +9,8 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
+from types import FrameType
 
 SOCKET = "OPTUNA_FLEET_TESTS_FORKS"
 """Environment variable: where the nursery is to be had; without it there is none."""
@@ -22,8 +24,13 @@ def main() -> None:
     order = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd()])
     socket.send_fds(way, [order.encode()], [1, 2])
     pid = int(way.recv(64))
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):  # it has ended, and its code is on the way
+            os.kill(pid, number)
+
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda number, frame: os.kill(pid, number))
+        signal.signal(number, pass_on)
     code = int(way.recv(64))
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -53,12 +58,36 @@ def improves_for_a_while(trial: Any) -> float:
     return value
 
 
-def test_a_trial_that_has_converged_leaves_its_loop_and_is_complete() -> None:
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Any]:
+    convergence = Convergence(patience=2, min_improvement=0.01)
+    with fleet_of(devices=2, convergence=convergence) as executor:
+        yield executor
+
+
+def test_a_trial_that_has_converged_leaves_its_loop_and_is_complete(fleet: Any) -> None:
     study = optuna.create_study()
     study.enqueue_trial({"kind": "falls"})
     study.enqueue_trial({"kind": "stays"})
-    with fleet_of(devices=2, convergence=Convergence(patience=2, min_improvement=0.01)) as fleet:
-        study.optimize(improves_for_a_while, n_trials=2, executor=fleet)
+    study.optimize(improves_for_a_while, n_trials=2, executor=fleet)
     assert [trial.state for trial in study.trials] == [TrialState.COMPLETE] * 2
     assert [trial.last_step for trial in study.trials] == [5, 2]
     assert [trial.value for trial in study.trials] == [pytest.approx(0.7), 1.0]
+
+
+def dies_when_it_has_converged(trial: Any, once: Path) -> float:
+    value = improves_for_a_while(trial)
+    if not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def test_a_trial_that_is_run_again_converges_where_it_had(fleet: Any, tmp_path: Path) -> None:
+    study = optuna.create_study()
+    study.enqueue_trial({"kind": "falls"})
+    objective = functools.partial(dies_when_it_has_converged, once=tmp_path / "died")
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert (tmp_path / "died").exists()
+    (trial,) = study.trials
+    assert (trial.last_step, trial.value) == (5, pytest.approx(0.7))

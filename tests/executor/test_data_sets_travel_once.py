@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -104,6 +105,15 @@ def files_of(pid: int) -> set[int]:
     return {os.stat(x).st_ino for x in links if "optuna-fleet-data" in os.readlink(x)}
 
 
+def sweep_on_both(fleet: FleetExecutor) -> None:
+    """One that was started anew may join when all trials are done by the other."""
+    while True:
+        sweep(fleet)
+        with contextlib.suppress(OSError):  # of one whose end is not known yet
+            if len(agents(fleet)) == 2 and all(map(files_of, agents(fleet))):
+                return
+
+
 class Here:
     """This process, which may have fleets of other tests."""
 
@@ -132,11 +142,11 @@ def fleet(here: Here) -> Iterator[FleetExecutor]:
 
 
 def test_nodes_of_the_drivers_machine_read_one_file(fleet: FleetExecutor, here: Here) -> None:
-    sweep(fleet)
+    sweep_on_both(fleet)
     (file,) = here.files
     assert [files_of(agent) for agent in agents(fleet)] == [{file}, {file}]
     os.kill(agents(fleet)[0], signal.SIGKILL)
-    sweep(fleet)
+    sweep_on_both(fleet)
     assert places_on(agents(fleet)) == {str(file)}
     assert places_of_data(os.getpid()) == ["own"]  # the user's
     assert Marked.num_pickled == 1
@@ -146,9 +156,9 @@ def test_nodes_of_other_machines_fetch_the_same_file(
     fleet: FleetExecutor, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config, "machine", lambda: "another")
-    sweep(fleet)
+    sweep_on_both(fleet)
     os.kill(agents(fleet)[0], signal.SIGKILL)
-    sweep(fleet)
+    sweep_on_both(fleet)
     files = [files_of(agent) for agent in agents(fleet)]
     assert len(set.union(*files, here.files)) == 3
     for agent, (file,) in zip(agents(fleet), files, strict=True):

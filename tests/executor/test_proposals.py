@@ -34,6 +34,18 @@ def test_a_trial_that_was_given_back_is_to_come() -> None:
     assert to_come(asked) == 2
 
 
+@pytest.mark.parametrize("storage", [None, "sqlite://"])
+def test_all_trials_that_were_given_back_are_asked_for_again(storage: str | None) -> None:
+    study = optuna.create_study(storage=storage)
+    asked = Proposals(study, 3, None)
+    assert [asked.ask() for _ in range(3)] == [0, 1, 2]
+    asked.return_to_queue(0)
+    asked.return_to_queue(1)
+    assert [asked.ask() for _ in range(2)] == [0, 1]
+    asked.return_to_queue(1)
+    assert study.ask().number == 1  # and by plain Optuna
+
+
 def test_a_timeout_lets_as_many_come_as_have_in_that_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
+import torch
 from optuna.pruners import (
     BasePruner,
     HyperbandPruner,
@@ -20,7 +25,7 @@ from optuna.pruners import (
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor
-from tests.fleets import Leg
+from tests.fleets import Leg, small_model, train_epoch
 from tests.samplers import ByNumber
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -129,3 +134,50 @@ def test_two_ranks_get_one_verdict(fleet: Any) -> None:
     assert trial.state is TrialState.PRUNED
     assert trial.user_attrs["votes"] == [0, 0, 2]
     assert trial.intermediate_values == {0: 1.0, 1: 1.0, 2: 1.0}  # once each
+
+
+class Twice(BasePruner):
+    """Would prune at two steps; says so once at the second, as successive halving does."""
+
+    def __init__(self) -> None:
+        self._second = iter([True])
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        return trial.last_step == 1 or (trial.last_step == 3 and next(self._second, False))
+
+
+def is_pruned_when_told_twice(trial: Any, once: Path) -> float:
+    """Asks before and after each report; dies when it is to be pruned."""
+    model = small_model()
+    model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    verdicts = trial.state.setdefault("verdicts", [])
+    for epoch in trial.epochs(6):
+        verdicts.append(trial.should_prune())
+        train_epoch(trial, model, optimizer, [], batch_size=41)
+        trial.report(1.0, epoch)
+        verdicts.append(trial.should_prune())
+        if sum(verdicts[1::2]) == 2:
+            if not once.exists():
+                once.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            trial.set_user_attr("verdicts", verdicts)
+            raise optuna.TrialPruned
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    "legs", [[Leg((0,)), Leg((1,))], [Leg((0,), 2), Leg((1,)), Leg((2,))]], ids=["anew", "moved"]
+)
+def test_a_trial_that_is_run_again_gets_the_same_verdicts(
+    fleet: Any, legs: Sequence[Leg], tmp_path: Path
+) -> None:
+    fleet.script = {0: legs}
+    study = optuna.create_study(pruner=Twice())
+    objective = functools.partial(is_pruned_when_told_twice, once=tmp_path / "died")
+    study.optimize(objective, n_trials=1, executor=fleet)
+    assert (tmp_path / "died").exists()
+    (trial,) = study.trials
+    assert trial.state is TrialState.PRUNED
+    assert list(trial.intermediate_values) == [0, 1, 2, 3]
+    # Before each report it is what was said of the one before.
+    assert trial.user_attrs["verdicts"] == [False, False, False, True, True, False, False, True]

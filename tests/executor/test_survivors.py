@@ -221,6 +221,42 @@ def test_who_survives_goes_on_with_what_is_left(undisturbed: Any, tmp_path: Path
     assert num_repeated(tmp_path) <= 2
 
 
+def tells_before_it_steps(trial: Any, kills: Kills, folder: Path) -> float:
+    trial.set_user_attr("best before", trial.best_value)
+    model, optimizer, *_ = prepared(trial, "plain")
+    trial.state["step"] = 0
+    for _ in trial.epochs(1):
+        for images, numbers in trial.batches("train", batch_size=BATCH, movable=True):
+            step = trial.state["step"]
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), numbers % 3).backward()
+            dies(trial, folder, kills, step, "reduced")
+            trial.report(step, step)
+            trial.set_user_attr(str(step), trial.rank)
+            optimizer.step()
+            trial.state["step"] += 1
+    return 0.0
+
+
+@pytest.mark.parametrize(("dead", "then"), [((1,), (0, 2)), ((0,), (1, 2)), ((0, 2), (1,))])
+def test_what_only_some_ranks_have_told_is_not_lost(
+    fleet: Any, tmp_path: Path, dead: tuple[int, ...], then: tuple[int, ...]
+) -> None:
+    """Those that survive are at the next step already."""
+    study = optuna.create_study()
+    fleet.script = {0: [Leg((0, 1, 2)), Leg(then)]}
+    kills: Kills = {7: ("reduced", dead)}
+    objective = functools.partial(tells_before_it_steps, kills=kills, folder=tmp_path)
+    study.optimize(objective, n_trials=1, executor=fleet)
+    (trial,) = study.trials
+    assert endings(study) == ["lost", "returned"]
+    assert trial.intermediate_values == {step: step for step in range(STEPS)}
+    assert trial.user_attrs.pop("best before") == 0.0
+    assert trial.user_attrs.keys() == {str(step) for step in range(STEPS)}
+    assert trial.user_attrs.pop("7") == (1 if 0 in dead else 0)
+    assert set(trial.user_attrs.values()) == {0}
+
+
 def held_in(trial: Any, epoch: int) -> float:
     """The epoch that a rank would go back to from the beginning of this one; only 0 is movable."""
     model, optimizer, *_ = prepared(trial, "plain")

@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import selectors
 import shutil
 import signal
 import subprocess
@@ -20,9 +21,12 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
 from optuna_fleet.exceptions import FleetConfigError, PreprocessingError
-from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline import SharedPipeline, wire
+from optuna_fleet.pipeline.messages import MeasureSample
 from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.server.store import MAX_DEATHS
+from optuna_fleet.pipeline.server.workers import PreprocessorPool
+from optuna_fleet.pipeline.spec import ChunkKey
 
 
 class Broken(Counted):
@@ -309,3 +313,35 @@ def test_image_bytes_of_a_data_set_without_a_transform():
         (batch,) = agent.client().read("val", epoch=0, batch_size=4)
     assert batch.data[0].shape == (4, 1, 3, 4)
     assert batch.data[0][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_who_is_done_is_not_killed_because_nobody_has_looked_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = wire.socket_pair()
+    heard: list[object] = []
+    killed: list[int] = []
+    now = [0.0]
+    monkeypatch.setattr(os, "kill", lambda pid, signal: killed.append(pid))
+    with selectors.DefaultSelector() as selector, theirs:
+        pool = PreprocessorPool(
+            limit=1,
+            spawn=lambda main: (1, ours),
+            main=lambda sock: None,
+            selector=selector,
+            on_message=heard.append,
+            on_lost=lambda key: None,
+            on_idle=lambda: None,
+            clock=lambda: now[0],
+        )
+        work = MeasureSample(key=ChunkKey("train", 0, 0))
+        pool.give(work)
+        wire.send(theirs, "done")
+        now[0] += 100
+        pool.kill_stuck(10)
+        assert (heard, killed) == (["done"], [])
+        pool.give(work)
+        now[0] += 100
+        pool.kill_stuck(10)
+        assert killed == [1]
+        pool.close()

@@ -14,7 +14,15 @@ from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.background_sampler import BackgroundSampler
 from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
-from optuna_fleet.wire.calls import Call, EndEpoch, IsAmongBest, RankCall, Reply, Report
+from optuna_fleet.wire.calls import (
+    Call,
+    EndEpoch,
+    IsAmongBest,
+    RankCall,
+    Reply,
+    Report,
+    ShouldPrune,
+)
 from optuna_fleet.wire.messages import Remark
 from optuna_fleet.wire.packing import pack, pack_error, unpack
 
@@ -46,8 +54,8 @@ class CallHandler:
         self._sampler: BackgroundSampler | None = None
         self._waiting: deque[tuple[RunRecord, Call]] = deque()
 
-    def take(self, run: RunRecord, call: RankCall | Remark) -> int | None:
-        """Take a call and answer it; or return the epoch of one that asks what to do after it."""
+    def take(self, run: RunRecord, call: RankCall | Remark) -> EndEpoch | None:
+        """Take a call and answer it; or return one that asks what to do after an epoch."""
         if isinstance(call, Remark):
             self._warn(run.launch.number, call)
             return None
@@ -60,20 +68,20 @@ class CallHandler:
             self._told.update(remark.keys)
             compat.fleet_logger.warning(f"Trial {number}: {remark.text}")
 
-    def _carry_out(self, run: RunRecord) -> int | None:
+    def _carry_out(self, run: RunRecord) -> EndEpoch | None:
         """Carry out those of rank 0's calls that wait for no other rank."""
-        epoch = None
+        ended = None
         while (call := run.calls.next_call()) is not None:
             match call:
                 case EndEpoch():
-                    run.pending_epoch, epoch = call, call.epoch
+                    run.pending_epoch = ended = call
                 case Call() if call.is_suggestion:
                     self._waiting.append((run, call))
                     self._suggest()
                 case _:
                     self._answer(run, call, self._carried_out(run, call))
         self._send_replies(run)
-        return epoch
+        return ended
 
     def _answer(self, run: RunRecord, call: RankCall, reply: Reply) -> None:
         run.calls.answer(call, reply)
@@ -144,6 +152,11 @@ class CallHandler:
         run.calls.leave(rank)
         self._carry_out(run)
 
+    def run_again(self, run: RunRecord) -> None:
+        """A run has ended, and its trial has not: nobody else will make calls in it."""
+        for call in run.calls.unheard():
+            self._carried_out(run, call)
+
     # -- what is asked of the study ---------------------------------------------------------------
 
     def _carried_out(self, run: RunRecord, call: RankCall) -> Reply:
@@ -153,6 +166,8 @@ class CallHandler:
             match call:
                 case Report():
                     self._ledger.report(number, call.value, call.step)
+                case ShouldPrune():
+                    value = self._ledger.should_prune(number, call.last_step)
                 case IsAmongBest():
                     value = self._retention.is_among_best(unpack(call.value))
                 case Call():

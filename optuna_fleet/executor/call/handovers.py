@@ -119,6 +119,8 @@ class Handovers:
         call_off: Forgets an order to rehearse, if it was not sent.
     """
 
+    _orders = count(-1, -1)  # of all calls: what is left of one is not taken for another's
+
     def __init__(
         self,
         send: Callable[[int, Any], None],
@@ -132,7 +134,6 @@ class Handovers:
         self._rehearsals: dict[int, _Rehearsal] = {}  # by device
         self._asked: dict[int, tuple[RunRecord, tuple[int, ...]]] = {}  # by run
         self._going: set[int] = set()  # devices that will be gone soon
-        self._orders = count(-1, -1)
 
     # -- before a run stops -----------------------------------------------------------------------
 

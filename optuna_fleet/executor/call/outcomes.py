@@ -18,6 +18,7 @@ from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import Decision, Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
+from optuna_fleet.wire.calls import EndEpoch
 
 
 @dataclass(slots=True)
@@ -140,20 +141,20 @@ class EpochEvaluator:
         self._ledger = ledger
         self._has_complained = False
 
-    def epoch_ended(self, run_id: int, number: int, epochs_done: int) -> EpochEnded:
-        """The event that a trial has done so many epochs."""
+    def epoch_ended(self, number: int, call: EndEpoch) -> EpochEnded:
+        """The event that a trial has done another epoch."""
         return EpochEnded(
-            run_id=run_id,
-            epochs_done=epochs_done,
-            converged=self.has_converged(number),
+            run_id=call.run_id,
+            epochs_done=call.epoch + 1,
+            converged=self.has_converged(number, call.last_step),
             predicted_epochs=self._predicted_epochs(number),
         )
 
-    def has_converged(self, number: int) -> bool:
-        """Whether a trial ends here."""
+    def has_converged(self, number: int, last_step: int | None) -> bool:
+        """Whether a trial ends here, having come to its report of that step."""
         if self._convergence is None or self._maximize is None:
             return False
-        values = self._ledger.reported_values(number)
+        values = self._ledger.reported_values(number, last_step)
         return self._convergence.is_reached(values, maximize=self._maximize)
 
     def _predicted_epochs(self, number: int) -> float | None:

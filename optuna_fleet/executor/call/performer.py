@@ -61,6 +61,7 @@ class Performer:
             case Requeue():
                 outlives = parts.handovers.outlives(instruction.number)
                 run = self._end(instruction.run_id, is_done=False)
+                parts.calls.run_again(run)
                 outcomes.run_again(run, outlives=outlives)
             case GiveUp():
                 parts.handovers.forget(instruction.number)

@@ -145,8 +145,8 @@ class Receiver:
         news: list[Event] = []
         if (ended := self._parts.calls.take(run, call)) is not None:
             number = run.launch.number
-            self._parts.call_log.epoch_ended(number, ended + 1)
-            news.append(self._parts.evaluator.epoch_ended(call.run_id, number, ended + 1))
+            self._parts.call_log.epoch_ended(number, ended.epoch + 1)
+            news.append(self._parts.evaluator.epoch_ended(number, ended))
         if isinstance(call, Report | EndEpoch):
             news += self._progressed(run, run.launch.devices)
         return news + self._parts.outcomes.propose(again=True)

@@ -18,7 +18,7 @@ from optuna_fleet.executor.call.ranks import out_of_step
 from optuna_fleet.options import NUM_HEARTBEATS, Limits
 from optuna_fleet.wire.messages import Ended, Heartbeat, Phase
 
-_LOOK_EVERY_S = 1.0  # at runs of which nothing is heard: there may be hundreds
+_LOOK_EVERY_S = 5.0  # at runs of which nothing is heard: there may be hundreds
 _CLOCK_S = 0.01
 
 

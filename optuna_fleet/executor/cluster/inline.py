@@ -196,9 +196,9 @@ class _InlineSession(Session):
 
     def _take(self, message: RankCall | Remark) -> None:
         number = self.run.number
-        if (epoch := self._calls.take(self._record, message)) is not None:
-            self._log.epoch_ended(number, epoch + 1)
-            has_converged = self._evaluator.has_converged(number)
+        if (ended := self._calls.take(self._record, message)) is not None:
+            self._log.epoch_ended(number, ended.epoch + 1)
+            has_converged = self._evaluator.has_converged(number, ended.last_step)
             decision = EpochDecision.STOP if has_converged else EpochDecision.GO
             self._calls.answer_epoch(self._record, decision)
 

@@ -132,8 +132,13 @@ class PreprocessorPool:
 
     def kill_stuck(self, limit_s: float) -> None:
         """Kills those who have worked on one chunk for so long; others try it again."""
-        for worker in self._workers.values():
-            if worker.key is not None and self._clock() - worker.since >= limit_s:
+
+        def is_stuck(worker: _Worker) -> bool:
+            return worker.key is not None and self._clock() - worker.since >= limit_s
+
+        for worker in filter(is_stuck, list(self._workers.values())):
+            worker.channel.drain()  # if we were away, it may be done
+            if is_stuck(worker):
                 self._kill(worker)
                 worker.since = self._clock()  # once is enough
 
