@@ -54,7 +54,8 @@ def test_who_goes_on_saves_what_is_due(tmp_path: Path) -> None:
         optuna.create_study().optimize(objective, n_trials=1, executor=fleet)
         saved = [event for event in fleet.events if isinstance(event, CheckpointSaved)]
     assert begun(tmp_path / "m") == [0, 1]
-    assert [(event.run_id, event.epoch) for event in saved] == [(1, 0), (1, 1)]
+    # That of epoch 1 is left out where that of epoch 0 is still being written.
+    assert [(event.run_id, event.epoch) for event in saved] in ([(1, 0)], [(1, 0), (1, 1)])
 
 
 def begins(trial: Any, how: str) -> None:
