@@ -80,7 +80,12 @@ def test_nobody_else_can_write(arena) -> None:
         arena.readable()[0] = 1
 
 
-def test_what_a_reader_writes_is_its_own_and_gone_when_the_place_is_written_anew(arena) -> None:
+@pytest.mark.parametrize("counts_faults", [True, False])
+def test_what_a_reader_writes_is_its_own_and_gone_when_the_place_is_written_anew(
+    arena, monkeypatch, counts_faults
+) -> None:
+    if not counts_faults:
+        monkeypatch.setattr(mappings, "_num_faults", lambda: 0)
     write(arena, 0, b"a" * (3 * PAGE))
     one, other = mapped(arena), mapped(arena)
     piece, theirs = lent(one, 0, 3 * PAGE), lent(other, 0, 3 * PAGE)

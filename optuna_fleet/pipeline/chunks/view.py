@@ -113,9 +113,9 @@ def cut_alike(
 
     Where some chunks are, ``finish`` finishes the samples of the others.
     """
-    finished = [chunk.header.is_finished for chunk, _, _ in parts]
-    if all(finished) or not any(finished):
-        return cut_batch(parts, collate, copies=copies), all(finished)
+    kinds = {chunk.header.is_finished for chunk, _, _ in parts}
+    if len(kinds) == 1:
+        return cut_batch(parts, collate, copies=copies), kinds.pop()
     assert finish is not None
     samples: list[Any] = []
     for chunk, start, stop in parts:

@@ -108,7 +108,7 @@ class _Reading:
             if first < last:
                 if span not in self._open:
                     self._open[span] = self._begin(span, step)
-                parts += self._open[span].parts(step)
+                parts += self._open[span].parts(step, first, last)
         return parts
 
     def _begin(self, span: Span, step: int) -> _SpanReader:
@@ -142,17 +142,19 @@ class _SpanReader:
         start, _ = span.positions(step * plan.batch_size, plan.num_samples)
         self._opened = client.open_pass(plan.name, span.epoch, start, continues=continues)
         self._asked: set[int] = set()
+        self._needed = range(0)
         self._over: dict[int, int] = {}  # chunks that were needed, and for how many steps not
         self._cursor = 0
         self._looked = -1
         self._read_to = 0
 
-    def parts(self, step: int) -> list[Part]:
-        """Returns the pieces of chunks that make up this rank's share of a step."""
-        start, stop = self._span.positions(*self._plan.positions(step))
+    def parts(self, step: int, start: int, stop: int) -> list[Part]:
+        """Returns the pieces of chunks that are samples [start, stop) of the epoch, in a step."""
         self._read_to = stop
         needed = self._chunks(start, stop)
-        self._advance(needed, self._next_chunks(step, needed))
+        if self._over or needed != self._needed:  # else nothing changes
+            self._needed = needed
+            self._advance(needed, self._next_chunks(step, needed))
         size = self._opened.chunk_size
         return [
             (

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import struct
 import weakref
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ class Mapping:
         self._mapped = bytearray(-(-end // _GRANULE))
         self._lent: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
         self._kept: dict[int, int] = {}  # address and length of pieces that are the process' own
+        self._faults: dict[int, int] = {}  # address of pieces and the page faults before
         with suppress(OSError):
             self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
             self._descriptors.append(self._pagemap)
@@ -91,12 +93,16 @@ class Mapping:
         # Of a memoryview: an array's views would keep its base alive, and not itself.
         piece: Bytes = np.frombuffer(self._memory[address : address + nbytes], np.uint8)
         self._lent[address] = piece
+        self._faults[address] = _num_faults()
         return piece
 
     def clean(self, address: int, nbytes: int) -> None:
         """Throws away what the process has written there; nobody may have a view of it."""
         if address in self._kept:
             return  # it was done when the last view went
+        faults = self._faults.pop(address, 0)
+        if faults and faults == _num_faults():
+            return  # who writes to a page first has a page fault
         begin = self._base + address
         for start, stop in self._own_pages(begin, begin + nbytes):
             madvise(start, stop - start, mmap.MADV_DONTNEED)
@@ -111,6 +117,7 @@ class Mapping:
         if madvise(self._base + address, nbytes, _MADV_POPULATE_WRITE):
             piece[::_PAGE] |= 0  # an assignment to itself NumPy leaves out
         self._kept[address] = nbytes
+        self._faults.pop(address, None)
         weakref.finalize(piece, self._forget, address).atexit = False
 
     def keep_all(self) -> None:
@@ -157,6 +164,12 @@ def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     descriptors.clear()
+
+
+def _num_faults() -> int:
+    """The page faults of this process so far, in all threads; 0 where they are not counted."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
 
 
 def _granules(address: int, nbytes: int) -> slice:

@@ -73,7 +73,8 @@ class OpenedPass:
         Raises:
             PreprocessingError: It could not be produced.
         """
-        self._client.wait_until(lambda: self.has(chunk))
+        if not self.has(chunk):
+            self._client.wait_until(lambda: self.has(chunk))
         if chunk in self._errors:
             raise PreprocessingError(self._errors[chunk].text())
         return self._chunks[chunk]
