@@ -38,9 +38,13 @@ class Device:
 
 
 def needs_gloo(devices: Iterable[Device]) -> bool:
-    """Whether NCCL can't form a group: any two slots are on one GPU, or some are on none."""
+    """Whether NCCL can't form a group: any two slots may be on one GPU, or some are on none.
+
+    Slices of a GPU (MIG) are one GPU to NCCL.
+    """
     slots = [(device.node, device.visible) for device in devices]
-    return len(set(slots)) < len(slots) or not all(visible for _, visible in slots)
+    is_whole = (visible and not visible.startswith("MIG-") for _, visible in slots)
+    return len(set(slots)) < len(slots) or not all(is_whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
