@@ -40,11 +40,13 @@ class Device:
 def needs_gloo(devices: Iterable[Device]) -> bool:
     """Whether NCCL can't form a group: any two slots may be on one GPU, or some are on none.
 
-    Slices of a GPU (MIG) are one GPU to NCCL.
+    Slices of a GPU (MIG) are one GPU to NCCL, and do not say which they are of.
     """
     slots = [(device.node, device.visible) for device in devices]
-    is_whole = (visible and not visible.startswith("MIG-") for _, visible in slots)
-    return len(set(slots)) < len(slots) or not all(is_whole)
+    if not all(visible for _, visible in slots):
+        return True
+    is_slice = (visible.startswith("MIG-") for _, visible in slots)
+    return len(slots) > 1 and (len(set(slots)) < len(slots) or any(is_slice))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

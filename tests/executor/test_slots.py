@@ -30,7 +30,9 @@ def test_slots_in_a_row_are_on_unlike_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 def test_slices_of_a_gpu_do_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_gpu_names", lambda: ["A100 MIG 3g.20gb"] * 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1f2e,MIG-3d4c")
-    assert needs_gloo(find_fleet(None, None).devices)
+    slices = find_fleet(None, None).devices
+    assert needs_gloo(slices)
+    assert not needs_gloo(slices[:1])  # alone it is a GPU like any other
 
 
 def test_cpu_slots_are_as_many_as_are_wanted() -> None:
