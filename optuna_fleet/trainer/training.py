@@ -110,11 +110,19 @@ class Training:
         self.batches = self._loader.batches
         self.moving = Moving(self.parts, self.holding)
         self._regrouping = Regrouping(self.parts, self.moving, self._prepared)
+        try:
+            self._begin(held)
+        except BaseException:
+            self._stop_watching()  # nobody ends what has not begun
+            raise
+
+    def _begin(self, held: Held | None) -> None:
+        """Join the other ranks, with what the trial goes on with."""
         if self._run.inherits is not None:
             self._inherit(held)
         else:
             num_damaged = self._resume()  # may fail, so before anybody waits for it
-            join_group_of(session.run, self.device.type)
+            join_group_of(self._run, self.device.type)
             if self._run.checkpoints:
                 self._check_alike(num_damaged)
         self.moving.begin_run()
@@ -174,16 +182,20 @@ class Training:
         self.holding.end()
         if self.in_stages is not None:
             self.in_stages.close(alone=alone)
-        self.parts.steps.close()
-        self._shares.end()
-        if self._split_check is not None:
-            self._split_check.close()
+        self._stop_watching()
         self.parts.saver.finish()  # or the file would appear when nobody expects it any more
         # Its peers end when the driver has heard of this. A process' end waits for nobody.
         self.is_stuck = alone and not is_needed and not can_leave_alone(self.device.type)
         if not self.is_stuck:
             leave_group()
         return self._usage()
+
+    def _stop_watching(self) -> None:
+        """Hear no more of modules and optimizers: that would keep the trial's memory."""
+        self.parts.steps.close()
+        self._shares.end()
+        if self._split_check is not None:
+            self._split_check.close()
 
     def _usage(self) -> Usage:
         """Where the time went in this run."""
