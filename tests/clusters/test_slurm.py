@@ -65,6 +65,16 @@ def test_a_node_that_has_failed_before_is_no_matter(allocate, slurm) -> None:
         hub.wait_for(lambda: hub.nodes() == ["node1", "node3", "node4"])
 
 
+def test_a_job_of_an_array_has_its_own_nodes(slurm, monkeypatch) -> None:
+    array = slurm.submit("sleep 1000", "--array=0-3", "--exclusive")
+    slurm.wait_for(lambda: list(slurm.queue().values()) == ["RUNNING"] * 4)
+    jobs = slurm.run("squeue", "-h", "-o", "%A %N").splitlines()
+    (node,) = [line.split()[1] for line in jobs if line.split()[0] == array]  # as the array itself
+    monkeypatch.setenv("SLURM_JOB_NODELIST", node)
+    with hub_of(array) as hub:
+        hub.wait_for(lambda: hub.nodes() == [node])
+
+
 @pytest.mark.parametrize("exit_code", [0, 3])
 def test_an_agent_that_ends_is_replaced(exit_code: int, allocate) -> None:
     with hub_of(allocate("--nodelist=node1,node2")) as hub:

@@ -98,7 +98,7 @@ class Allocation:
         except LaunchError as error:
             self.news.tell(error)
             return
-        for job in jobs:
+        for job in [job for job in jobs if job.number == self._job]:  # none else of its array
             self._steps = dict.fromkeys(job.nodes)  # those that have failed are no longer in it
             if job.end is not None:
                 self.leave(f"job {self._job} reaches its time limit", by=job.end)

@@ -21,7 +21,7 @@ _PASSING = (
     *("Unable to contact", "timed out", "Connection refused", "temporarily", "can't be run"),
     *("QOSMax", "AssocMax", "AssocGrp", "QOSGrp", "job submit limit"),
 )
-_FORMAT = "%i|%T|%e|%N|%r"
+_FORMAT = "%A|%T|%e|%N|%r"
 _NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 _TASK_END = re.compile(r"srun: (?:\S+: )*?(\S+): tasks? [\d,-]+: (.+?)\s*$")
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
@@ -35,6 +35,7 @@ class Job:
     """What squeue says of a job.
 
     Attributes:
+        number: Its own, also where it is one of an array.
         state: Slurm's word for it, as in "RUNNING".
         end: When its time limit ends it, or it has ended, in seconds since the epoch; None for
             never, or not known.

@@ -43,7 +43,10 @@ if [ -n "$early" ] && [ "$status" -ne 0 ]; then
 fi
 exit "$status"
 """
-_REQUEUE = 'echo "Not at its end in time: requeued."; scontrol requeue "$SLURM_JOB_ID"'
+_REQUEUE = """\
+echo "Not at its end in time: requeued."
+    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}  # none else of its array
+    scontrol requeue "${job:-$SLURM_JOB_ID}\""""
 _TELL = "echo 'Not at its end in time. Where it has `checkpoints` it goes on with: sbatch {file}'"
 
 
