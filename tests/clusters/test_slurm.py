@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 
 import pytest
 
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.slurm import cluster
+from optuna_fleet.executor.cluster.slurm import allocation, cluster
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine, check_allocation
+from optuna_fleet.executor.cluster.slurm.commands import Job, ask_job
 from tests.clusters.hub import AGENT, Hub
 from tests.clusters.slurm_lab import NODES
 
@@ -112,6 +114,28 @@ def test_the_time_limit_is_a_known_departure(allocate) -> None:
         hub.wait_for(lambda: len(hub.departures) == 2)
         assert sorted(d.node for d in hub.departures) == sorted(hub.engine.expected())
         assert before + 295 <= (hub.departures[0].by or 0.0) <= time.time() + 301
+
+
+@pytest.mark.parametrize("limit", ["10", "UNLIMITED"])
+def test_a_time_limit_that_is_put_off_is_told_before_it_comes(
+    limit: str, allocate, slurm, monkeypatch
+) -> None:
+    is_changed, looks = threading.Event(), iter([True])
+
+    def look(number: str) -> Job | None:
+        next(looks, False) or is_changed.wait()
+        return ask_job(number)
+
+    monkeypatch.setattr(allocation, "_LOOK_AGAIN_S", 1e6)  # at once
+    monkeypatch.setattr(allocation, "ask_job", look)
+    job = allocate("--nodelist=node1", "--time=5")
+    with hub_of(job) as hub:
+        hub.wait_for(lambda: hub.departures)
+        slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={limit}")
+        is_changed.set()
+        hub.wait_for(lambda: len(hub.departures) == 2)
+        before, after = (departure.by or 0.0 for departure in hub.departures)
+        assert after - before == (300 if limit == "10" else math.inf)
 
 
 def test_an_agent_that_is_placed_again_has_the_same_time_limit(allocate) -> None:

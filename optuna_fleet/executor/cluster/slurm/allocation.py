@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
 from collections import Counter
@@ -11,7 +13,7 @@ from dataclasses import replace
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.asking import News
 from optuna_fleet.executor.cluster.engine import Departure
-from optuna_fleet.executor.cluster.slurm.commands import ask_jobs, departures_of
+from optuna_fleet.executor.cluster.slurm.commands import ask_job, departures_of
 from optuna_fleet.executor.cluster.slurm.step import Step, show
 from optuna_fleet.processes import cause_of_death
 
@@ -19,6 +21,7 @@ _MOST_RESTARTS = 3
 _RESTART_AFTER_S = 1.0
 _END_LIMIT_S = 5.0
 _LAST_LINES = 5
+_LOOK_AGAIN_S = 90.0  # before a time limit, which may have been changed; trials leave 60 s before
 
 
 class Allocation:
@@ -94,15 +97,27 @@ class Allocation:
 
     def _look_and_run(self) -> None:
         try:
-            jobs = ask_jobs(f"--jobs={self._job}")
+            job = ask_job(self._job)
         except LaunchError as error:
             self.news.tell(error)
             return
-        for job in [job for job in jobs if job.number == self._job]:  # none else of its array
+        if job is not None:
             self._steps = dict.fromkeys(job.nodes)  # those that have failed are no longer in it
             if job.end is not None:
-                self.leave(f"job {self._job} reaches its time limit", by=job.end)
+                self._begin(self._tell_limit, job.end)
         self._run(self.nodes)
+
+    def _tell_limit(self, end: float) -> None:
+        """Tell of the time limit, and again if whoever runs Slurm has put it off meanwhile."""
+        told = 0.0
+        while end != told and self._ending is None:
+            told = end
+            self.leave(f"job {self._job} reaches its time limit", by=end)
+            if self._closed.wait(min(end - _LOOK_AGAIN_S - time.time(), threading.TIMEOUT_MAX)):
+                return
+            with contextlib.suppress(LaunchError):
+                job = ask_job(self._job)
+                end = end if job is None else job.end or math.inf
 
     def _run(self, nodes: Sequence[str]) -> None:
         """Start agents, and listen to srun until they have ended."""

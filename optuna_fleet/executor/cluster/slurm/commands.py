@@ -56,6 +56,11 @@ def ask_jobs(*which: str) -> list[Job]:
     return jobs_of(text)
 
 
+def ask_job(number: str) -> Job | None:
+    """One job, if it is known; waits for the answer, which may show others of its array."""
+    return next((job for job in ask_jobs(f"--jobs={number}") if job.number == number), None)
+
+
 def jobs_of(text: str) -> list[Job]:
     """The jobs in an answer of squeue."""
     lines = (line.strip().split("|", 4) for line in text.splitlines() if line.count("|") >= 4)
