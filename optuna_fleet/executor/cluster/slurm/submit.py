@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
+import operator
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,7 +84,7 @@ def script_of(submission: Submission) -> str:
     return _SCRIPT.format(
         mark=_MARK,
         file=file,
-        options="\n".join(f"#SBATCH {option}" for option in options),
+        options="\n".join(f"#SBATCH {shlex.quote(option)}" for option in options),
         command=shlex.join(submission.command),
         notice_s=submission.notice_s,
         grace_s=max(1, submission.notice_s // 2),
@@ -143,9 +146,17 @@ def _submission(given: argparse.Namespace) -> Submission:
         raise FleetConfigError(
             "What is to run? Give it last, as in `optuna-fleet submit --nodes 4 python sweep.py`."
         )
-    if wrong := [option for option in given.others if not option.startswith("--")]:
+    short = [option for option in given.others if not option.startswith("--")]
+    is_alone = bool(given.others) and "=" not in given.others[-1]
+    if short or command[0].startswith("-") or (is_alone and shutil.which(command[0]) is None):
         raise FleetConfigError(
-            f"{wrong[0]!r} is no option: give those of sbatch in one word, as in --account=abc."
+            f"{(short or command)[0]!r} is no long option, and no program: give options of sbatch "
+            "in one word, as in --account=abc, and write those with a blank into the script."
+        )
+    if (limit_s := _seconds(given.time or "")) < given.notice:
+        raise FleetConfigError(
+            f"--time {given.time} is {limit_s} s, but Slurm is to announce its end {given.notice} "
+            "s before: give more, as in 8:00:00 for 8 hours, or a shorter --notice."
         )
     script = next((Path(word).stem for word in command if word.endswith(".py")), "sweep")
     named = {
@@ -164,6 +175,16 @@ def _submission(given: argparse.Namespace) -> Submission:
         notice_s=given.notice,
         requeue=given.requeue,
     )
+
+
+def _seconds(limit: str) -> float:
+    """What Slurm takes a time limit for; infinity for none, and for what it will refuse."""
+    days, is_long, rest = limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in (days or "0", *parts)):
+        return math.inf
+    units = (3600, 60, 1) if is_long or len(parts) == 3 else (60, 1)
+    return sum(map(operator.mul, map(int, parts), units), 86400 * int(days or 0)) or math.inf
 
 
 def _write(file: Path, script: str) -> None:
