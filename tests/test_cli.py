@@ -14,6 +14,7 @@ import pytest
 import optuna_fleet
 from optuna_fleet.cli import main
 from optuna_fleet.policies import POLICIES
+from optuna_fleet.wire.invitation import Invitation
 
 COMMON = {"makespan_s", "trials", "rescales", "decisions", "idle_s", "waiting_s", "solver_s"}
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -231,6 +232,23 @@ def test_wrong_files_are_refused(ensemble: str, trace: str, jobs: str, capsys: A
 def test_an_agent_says_that_there_is_no_such_file(capsys: Any) -> None:
     assert main(["agent", "--join", "fleet.jion"]) == 2
     assert "fleet.jion is no invitation of a driver" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ("--devices 0", "`--devices` is 0, but must be a whole number >= 1, or None."),
+        ("--slots-per-device -1", "`--slots-per-device` is -1, but must be"),
+        ("--notice nan", "`--notice` is nan, but must be a number >= 0."),
+        ("", "'a..b:7' is no address of a driver"),
+    ],
+)
+def test_an_agent_says_what_is_wrong(
+    given: str, complaint: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTUNA_FLEET_TOKEN", Invitation(addresses=(), secret=bytes(32)).token)
+    assert main(["agent", "--join", "a..b:7", *given.split()]) == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_the_version_is_told(capsys: Any) -> None:

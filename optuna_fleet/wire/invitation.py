@@ -111,8 +111,15 @@ def split_address(text: str) -> tuple[str, int]:
     """
     host, _, port = text.strip().rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not _is_name(host) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise FleetConfigError(
             f"{text.strip()!r} is no address of a driver: give HOST:PORT, as in 10.0.0.5:7077."
         )
     return host, int(port)
+
+
+def _is_name(host: str) -> bool:
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from optuna_fleet.arguments import check_number
 from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.config import AgentOptions
 from optuna_fleet.executor.cluster.devices import find_fleet
@@ -46,6 +47,9 @@ def add_agent(commands: Any) -> None:
 
 
 def _run(given: argparse.Namespace) -> int:
+    check_number("--devices", given.devices, least=1, whole=True, optional=True)
+    check_number("--slots-per-device", given.slots_per_device, least=1, whole=True)
+    check_number("--notice", given.notice, least=0)
     names_file = os.sep in given.join or (given.join and ":" not in given.join)
     if names_file or os.path.exists(given.join):
         invitation = Invitation.read(Path(given.join))
