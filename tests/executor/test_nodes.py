@@ -17,6 +17,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from optuna_fleet import FleetConfigError, FleetExecutor, JoinCluster, LocalCluster
+from optuna_fleet.executor.cluster.join import JoinEngine
 from optuna_fleet.executor.fleet import agents, runtime
 from optuna_fleet.wire.invitation import Invitation
 from tests.fleets import Leg, fleet_of, train
@@ -177,6 +178,26 @@ def test_what_can_not_join_says_why(
 def test_the_devices_of_nodes_that_join_are_theirs_to_say(tmp_path: Path) -> None:
     with pytest.raises(FleetConfigError, match="give `--devices` and `--device-type` to"):
         FleetExecutor(devices=2, cluster=JoinCluster(file=tmp_path / "join"))
+
+
+@pytest.mark.parametrize("wrong", [{"port": 65536}, {"host": 5}])
+def test_an_address_that_can_not_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(FleetConfigError, match=f"`{next(iter(wrong))}` is"):
+        JoinCluster(**wrong)
+
+
+def test_a_driver_removes_its_own_invitation_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [JoinEngine(tmp_path / "join") for _ in range(2)]
+    address = ("127.0.0.1", 7)
+    for number, engine in enumerate(engines):
+        engine.open(Invitation(addresses=(address,), secret=bytes([number] * 32)))
+    assert caplog.text.count("was there already") == 1
+    engines[0].close()
+    assert Invitation.read(tmp_path / "join").secret == bytes([1] * 32)
+    engines[1].close()
+    assert not (tmp_path / "join").exists()
 
 
 # -- agents that join ----------------------------------------------------------------------------

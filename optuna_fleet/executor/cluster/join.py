@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from optuna_fleet.arguments import check_number, path
+from optuna_fleet.arguments import check_number, check_that, is_a, path
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.executor.cluster.engine import Engine, Network
 from optuna_fleet.executor.cluster.protocol import Options, Runner
@@ -36,7 +36,8 @@ class JoinCluster:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "file", path("file", self.file))
-        check_number("port", self.port, least=0, whole=True)
+        check_that("host", self.host, is_a(str), "be an address of this machine, or ''")
+        check_number("port", self.port, least=0, most=65535, whole=True)
 
     def new_runner(self, options: Options) -> Runner:
         """See `Cluster`."""
@@ -54,10 +55,17 @@ class JoinEngine(Engine):
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._invitation: Invitation | None = None
 
     def open(self, invitation: Invitation) -> None:
         """See `Engine`."""
+        if self._file.exists():
+            fleet_logger.warning(
+                f"{self._file} was there already: if its driver lives, no more nodes join that. "
+                "Give each driver a file of its own."
+            )
         invitation.write(self._file)
+        self._invitation = invitation
         fleet_logger.info(
             f"Nodes may join now: run `optuna-fleet agent --join {self._file.absolute()}` on each."
         )
@@ -67,5 +75,6 @@ class JoinEngine(Engine):
 
     def close(self) -> None:
         """See `Engine`."""
-        with contextlib.suppress(OSError):  # it never was there, or its folder is gone
-            self._file.unlink()
+        with contextlib.suppress(FleetConfigError, OSError):  # it is not there any more
+            if Invitation.read(self._file) == self._invitation:  # and not another driver's
+                self._file.unlink()
