@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -86,6 +87,34 @@ def test_an_agent_that_ends_is_replaced(exit_code: int, allocate) -> None:
         assert hub.departures[0].exit_code == exit_code
         assert hub.departures[0].is_replaced
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("Unable to contact slurm controller (connect failure)", ["node1"]),
+        ("Requested node configuration is not available", ["node1", "node1"]),
+    ],
+)
+def test_one_that_slurm_does_not_start_now_is_started_later(
+    why: str, told: list[str], allocate, tmp_path, monkeypatch
+) -> None:
+    refuses, srun = tmp_path / "refuses", tmp_path / "srun"
+    srun.write_text(
+        f'#!/bin/sh\n[ -e {refuses} ] || exec {shutil.which("srun")} "$@"\nrm {refuses}\n'
+        f"echo 'srun: error: Unable to create step for job 1: {why}' >&2; exit 1\n"
+    )
+    srun.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(allocation, "_PUT_OFF_S", 0.0)
+    with hub_of(allocate("--nodelist=node1,node2")) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        refuses.touch()
+        hub.agent_of("node1").end(1)
+        hub.wait_for(lambda: hub.nodes() == ["node2"])
+        hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
+        assert hub.gone() == told
+        assert all(departure.is_replaced for departure in hub.departures)
 
 
 def test_one_that_keeps_ending_is_left_out_and_the_last_ends_all(allocate) -> None:

@@ -10,6 +10,7 @@ from optuna_fleet.executor.cluster.slurm.commands import (
     Job,
     ask,
     departures_of,
+    is_put_off,
     jobs_of,
     may_pass,
     node_names,
@@ -104,6 +105,19 @@ def test_what_srun_says(
 )
 def test_what_may_pass(said: str, passes: bool) -> None:
     assert may_pass(LaunchError(said)) == passes
+
+
+@pytest.mark.parametrize(
+    ("why", "is_so"),
+    [
+        ("Unable to contact slurm controller (connect failure)", True),
+        ("Memory required by task is not available", True),
+        ("Requested node configuration is not available", False),
+    ],
+)
+def test_what_srun_may_start_later(why: str, is_so: bool) -> None:
+    assert is_put_off(f"srun: error: Unable to create step for job 12: {why}\n") is is_so
+    assert not is_put_off(why)
 
 
 def test_a_command_that_fails_says_how() -> None:

@@ -7,20 +7,20 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.asking import News
 from optuna_fleet.executor.cluster.engine import Departure
-from optuna_fleet.executor.cluster.slurm.commands import ask_job, departures_of
-from optuna_fleet.executor.cluster.slurm.step import Step, show
+from optuna_fleet.executor.cluster.slurm.commands import ask_job, departures_of, is_put_off
+from optuna_fleet.executor.cluster.slurm.step import Step
 from optuna_fleet.processes import cause_of_death
 
 _MOST_RESTARTS = 3
 _RESTART_AFTER_S = 1.0
 _END_LIMIT_S = 5.0
-_LAST_LINES = 5
+_PUT_OFF_S = 20.0  # while Slurm's controller is out of reach
 _LOOK_AGAIN_S = 90.0  # before a time limit, which may have been changed; trials leave 60 s before
 
 
@@ -90,8 +90,7 @@ class Allocation:
 
     # -- on threads -------------------------------------------------------------------------------
 
-    def _begin(self, work: object, *arguments: object) -> None:
-        assert callable(work)
+    def _begin(self, work: Callable[..., None], *arguments: object) -> None:
         name = "optuna-fleet-slurm"
         threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
 
@@ -128,14 +127,18 @@ class Allocation:
             return
         if step is None:
             return
-        said = self._listen(step)
+        self._listen(step)
         how = cause_of_death(step.wait())
         for node in [node for node, its in self._steps.items() if its is step]:
-            self._left(Departure(node=node, cause=f"its srun ended with {how}"))
+            is_second = self._num_restarts[node] > 0
+            if is_second and is_put_off(step.said):
+                self._begin(self._run_again, node, _PUT_OFF_S)
+            else:
+                cause = f"its srun ended with {how}"
+                self._left(Departure(node=node, cause=cause, is_replaced=is_second))
         with self._lock:
             self._running.discard(step)
-        text = f"The srun of the agents of job {self._job} ended with {how}. It said:\n"
-        self._tell_if_last(text + "".join(said))
+        self._tell_if_last(f"The srun of job {self._job} ended with {how}. It said:\n{step.said}")
 
     def _tell_if_last(self, problem: str) -> None:
         """Tell that there is no node any more, and nothing to wait for."""
@@ -155,18 +158,15 @@ class Allocation:
             self._steps |= dict.fromkeys(nodes, step)
             return step
 
-    def _listen(self, step: Step) -> list[str]:
-        """What srun says last; what the agents print goes where the driver prints."""
-        said: list[str] = []
+    def _listen(self, step: Step) -> None:
+        """Have what the agents and srun say printed, and heed what srun says of nodes."""
         for line in step.lines():
             if not line.startswith("srun: ") or (
                 line.startswith("srun: error: ") and not self._is_ending()
             ):
-                said = [*said[1 - _LAST_LINES :], line]
-                show(line)
+                step.say(line)
             for departure in departures_of(line):
                 self._left(departure)
-        return said
 
     def _is_ending(self) -> bool:
         return self._ending is not None or self._closed.is_set()
@@ -188,9 +188,9 @@ class Allocation:
             departure = Departure(node=node, cause=f"Slurm ends its job: {self._ending[0]}")
         self.news.tell(replace(departure, is_replaced=False))
 
-    def _run_again(self, node: str) -> None:
+    def _run_again(self, node: str, wait_s: float = _RESTART_AFTER_S) -> None:
         # It may have ended as all do in the end, or be left out.
-        if self._closed.wait(_RESTART_AFTER_S) or node not in self._steps:
+        if self._closed.wait(wait_s) or node not in self._steps:
             return
         if self._ending is None:
             self._run([node])

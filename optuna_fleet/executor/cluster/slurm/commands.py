@@ -20,10 +20,14 @@ _LIMIT_S = 600.0
 _PASSING = (
     *("Unable to contact", "timed out", "Connection refused", "temporarily", "can't be run"),
     *("QOSMax", "AssocMax", "AssocGrp", "QOSGrp", "job submit limit"),
+    "Memory required by task",  # of a step, until a new controller knows the nodes
 )
 _FORMAT = "%A|%T|%e|%N|%r"
 _NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 _TASK_END = re.compile(r"srun: (?:\S+: )*?(\S+): tasks? [\d,-]+: (.+?)\s*$")
+_REFUSED = re.compile(
+    r"srun: error: Unable to (?:confirm allocation|create step) for job \S+: (.+)"
+)
 _CANCELLED = re.compile(r"slurmstepd\S*: error: \*\*\* STEP \S+ ON \S+ CANCELLED AT ")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _ENDINGS = {"Completed": 0} | {signal.strsignal(number): -int(number) for number in signal.Signals}
@@ -112,6 +116,11 @@ def departures_of(line: str) -> list[Departure]:
             for node in node_names(match[1])
         ]
     return []
+
+
+def is_put_off(text: str) -> bool:
+    """Whether srun's standard error says that Slurm may start a step later, but not now."""
+    return any(may_pass(LaunchError(match[1])) for match in _REFUSED.finditer(text))
 
 
 def is_of_ending(line: str) -> bool:

@@ -11,6 +11,7 @@ from optuna_fleet.executor.cluster.slurm.commands import in_a_step, is_of_ending
 from optuna_fleet.processes import outlet
 
 _KILL_LIMIT_S = 2.0
+_LAST_LINES = 5
 
 
 class Step:
@@ -18,6 +19,9 @@ class Step:
 
     Args:
         agent: Command line of an agent, but for its name.
+
+    Attributes:
+        said: Its last lines, and those of the agents.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Step:
             start_new_session=True,  # a Ctrl-C is for the driver
         )
         self.wait = self._process.wait
+        self.said = ""
 
     def lines(self) -> Iterator[str]:
         """What it says, and the agents, until all have ended."""
@@ -42,6 +47,12 @@ class Step:
             for line in lines:
                 if not is_of_ending(line):  # the driver says so itself
                     yield line
+
+    def say(self, line: str) -> None:
+        """Print a line where the driver prints."""
+        self.said = "".join([*self.said.splitlines(keepends=True)[1 - _LAST_LINES :], line])
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(line, end="", file=sys.__stderr__, flush=True)
 
     def end(self, patience_s: float) -> None:
         """Wait so long for its end, then end it."""
@@ -54,9 +65,3 @@ class Step:
             except subprocess.TimeoutExpired:
                 end()
         self.wait()
-
-
-def show(line: str) -> None:
-    """Print it where the driver prints."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(line, end="", file=sys.__stderr__, flush=True)
