@@ -1,9 +1,12 @@
 """What is sent of a user's script arrives."""
 
 import functools
+import inspect
+import runpy
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +124,11 @@ def objective(trial): return doubled(torch.zeros(1)).item()
 
 def test_functions_of_the_script_may_be_compiled() -> None:
     assert sent(script(COMPILED)["objective"])(None) == 4
+
+
+def test_the_code_of_a_script_still_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.py"
+    path.write_text("def objective(trial):\n    return lambda: trial\n")
+    objective = sent(runpy.run_path(str(path), run_name="__main__")["objective"])
+    assert inspect.getsource(objective) == path.read_text()
+    assert objective(None).__code__.co_filename == str(path)
