@@ -119,6 +119,10 @@ MEANS = {
     ).backward(),
     "scaled inputs": lambda m, x, y: F.cross_entropy(m(x / 255), y).backward(),
     "parts of the model": lambda m, x, y: F.cross_entropy(m[1:](m[0](x)), y).backward(),
+    "other views of the whole batch": lambda m, x, y: F.cross_entropy(
+        m(torch.cat([x, x.flip(1)])).chunk(2)[0], y
+    ).backward(),
+    "sorted": lambda m, x, y: F.cross_entropy(m(x[y.argsort()]), y[y.argsort()]).backward(),
     "several views": lambda m, x, y: F.cross_entropy(
         m(torch.cat([x, x * 2, x + 1])).chunk(3)[0], y
     ).backward(),
@@ -141,6 +145,10 @@ NO_MEANS = {
     "contrastive, by shape": of(
         lambda o, y: F.cross_entropy(similarity(o), torch.arange(o.shape[0]))
     ),
+    "centred inputs": lambda m, x, y: F.cross_entropy(m(x - x.mean(0)), y).backward(),
+    "inputs mixed in place": lambda m, x, y: F.cross_entropy(
+        m(x.mul_(0.7).add_(x.flip(0), alpha=0.3)), y
+    ).backward(),
     "covariance": of(lambda o, y: ((o - o.mean(0)).T @ (o - o.mean(0))).square().mean()),
 }
 

@@ -24,6 +24,10 @@ class CannotFollowError(Exception):
     """It can't be told what a part of the batch would give."""
 
 
+class MixedError(CannotFollowError):
+    """Samples are made of several samples of the batch."""
+
+
 class TooLargeError(CannotFollowError):
     """It would take too much memory.
 
@@ -109,16 +113,17 @@ def find_rows(tensor: Tensor, whole: Tensor, parts: Sequence[Tensor]) -> Rows:
 
     Raises:
         CannotFollowError: Some are not to be found, or several alike.
+        MixedError: Those of the parts are others than those of the whole.
     """
     first, second = parts
     everything = torch.arange(len(whole), device=whole.device)
     close = _CLOSE.get(whole.dtype, _CLOSE[torch.float64])
-    if len(first) + len(second) == len(whole) and _are_close(
-        torch.cat([first, second]), whole, close
-    ):
+    are_all = len(first) + len(second) == len(whole)
+    if are_all and _are_close(torch.cat([first, second]), whole, close):
         found = [everything[: len(first)], everything[len(first) :]]
     else:
-        found = [_places(whole, part, close) for part in parts]
+        error = MixedError if are_all else CannotFollowError
+        found = [_places(whole, part, close, error) for part in parts]
         if len(set(torch.cat(found).tolist())) < len(whole):
             raise CannotFollowError("rows that are alike")
     rough = _CLOSE.get(tensor.dtype, _COARSE)
@@ -136,14 +141,16 @@ def _are_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return torch.allclose(one.to(other.dtype), other, rtol=tolerance, atol=0, equal_nan=True)
 
 
-def _places(whole: Tensor, part: Tensor, tolerance: float) -> Tensor:
+def _places(
+    whole: Tensor, part: Tensor, tolerance: float, error: type[Exception] = CannotFollowError
+) -> Tensor:
     """Which row of the whole each row of the part is."""
     marks = [some.reshape(len(some), -1).double() for some in (whole, part)]
     line = torch.linspace(1, 2, marks[0].shape[1], dtype=torch.float64, device=whole.device).sin()
     ours, theirs = (mark @ line for mark in marks)
     gaps = (theirs[:, None] - ours[None, :]).abs()
     if bool((gaps.amin(1) > tolerance * ours.abs().amax()).any()):
-        raise CannotFollowError("rows")
+        raise error("rows")
     return gaps.argmin(1)
 
 

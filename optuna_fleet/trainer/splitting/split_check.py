@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from optuna_fleet.trainer.gradients.shares import BatchShares
-from optuna_fleet.trainer.splitting.cuts import MOST_NUMBERS
+from optuna_fleet.trainer.splitting.cuts import MOST_NUMBERS, MixedError
 from optuna_fleet.trainer.splitting.tracked import tracked
 from optuna_fleet.trainer.splitting.worlds import Counterparts, Worlds
 
@@ -40,6 +40,12 @@ FAILS = (
     "A part of a batch can't be computed on as the whole is ({error}), so several devices could "
     "not share its batches. The trial stays on one. Take numbers of samples from the tensors at "
     "hand (`len(x)`) instead of the batch size that was asked for."
+)
+
+MIXES = (
+    "Its model is called with samples that depend on others of their batch (on its mean, or mixed "
+    "with them), which several devices would not have at hand. So that its results do not depend "
+    "on the number of devices, the trial stays on one. BatchNorm in the model is exact on several."
 )
 
 TOO_LARGE = (
@@ -200,7 +206,7 @@ class SplitCheck:
 
     def _fails(self, error: Exception) -> None:
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
-        self._tell(FAILS.format(error=first_line))
+        self._tell(MIXES if isinstance(error, MixedError) else FAILS.format(error=first_line))
 
     def _tell(self, what: str) -> None:
         if not self._is_done:

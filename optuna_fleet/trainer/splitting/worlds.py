@@ -37,6 +37,7 @@ from optuna_fleet.trainer.splitting.cuts import (
     MOST_NUMBERS,
     CannotFollowError,
     Cut,
+    MixedError,
     Rows,
     TooLargeError,
     check_fits,
@@ -208,7 +209,7 @@ class Worlds(TorchFunctionMode):
             # Hooks of the objective's (of `torch.utils.checkpoint`) are for its own tensors.
             with saved_tensors_hooks(_itself, _itself):
                 return function(*args)
-        except CannotSplitError as error:
+        except (CannotSplitError, MixedError) as error:
             self._give_up()
             self._on_failure(error)
         except TooLargeError as error:
