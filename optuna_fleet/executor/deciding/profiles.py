@@ -138,8 +138,10 @@ class Profiles:
 
     def _estimate(self, structure: str, kind: str) -> RateProfile:
         elsewhere = self._profiles_of(structure)
-        if not elsewhere:  # lost before it was measured: as good as any
-            return RateProfile(structure=structure, measured={1: 1.0}, kind=kind)
+        if not elsewhere:  # it needs several devices, or was lost too soon: as good as any
+            rates = [self._on_one_node(p).rates(1)[0] for p in self._known.values()] or [1.0]
+            usual = statistics.median(rates)
+            return RateProfile(structure=structure, measured={1: usual}, kind=kind)
         source = max(elsewhere, key=lambda p: self._ratio(kind, p.kind)[0])
         _, ratio = self._ratio(kind, source.kind)
         measured = {m: ratio * rate for m, rate in source.measured.items()}
