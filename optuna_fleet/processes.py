@@ -309,9 +309,10 @@ class Forks:
         try:
             die_with(parent)
             self._in_child()
-            with contextlib.suppress(SystemExit):
-                main(sock)
+            main(sock)
             code = 0
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
         except BaseException:
             traceback.print_exc()
         finally:

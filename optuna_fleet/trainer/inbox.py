@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from queue import SimpleQueue
 from typing import Any
 
+from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.channel import Channel
@@ -18,12 +20,12 @@ class Inbox:
 
     Attributes:
         is_over: The driver is gone, or wants this process to end.
-        send: `Channel.send`.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.is_over = False
-        self.send = channel.send
+        self._pid = os.getpid()
+        self._send = channel.send
         self._receive = channel.receive
         self._orders = SimpleQueue[Any]()
         self._put_back: list[Any] = []
@@ -32,6 +34,24 @@ class Inbox:
         self._lines: dict[int, StopLine] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._read, name="optuna-fleet-inbox", daemon=True).start()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy, in a process that the objective has forked."""
+        return os.getpid() != self._pid
+
+    def send(self, message: Any) -> None:
+        """See `Channel.send`.
+
+        Raises:
+            TrialError: This is a copy: the channel has one sender, and here nobody reads it.
+        """
+        if self.is_forked:
+            raise TrialError(
+                "`trial` was used in a process that the objective has forked, which has no "
+                "connection to the study: hand results back to the objective's own process."
+            )
+        self._send(message)
 
     def next_order(self) -> Any:
         """Wait for what this process is to do; `Quit` also when the driver is gone."""

@@ -142,10 +142,7 @@ class Trainer:
             self._adopt_numbers()
             seed_run(run.seed, run.number)
             _join_group(run, self._device, open_training)
-            try:
-                returned = objective(FleetTrial(session, open_training))
-            finally:
-                session.check()  # what was to unwind it does so, whatever it made of that
+            returned = self._called(objective, FleetTrial(session, open_training), session)
             way_out = "returned"
             session.leave(way_out)
             value = _finished(returned, training)
@@ -158,6 +155,8 @@ class Trainer:
             ending, error, alone, way_out = Ending.ABORTED, pack_error(trouble), True, ""
             self._is_spent = isinstance(trouble, PipelineLostError)
         except BaseException as raised:
+            if self._inbox.is_forked:  # the process ends as it would end a script
+                raise
             ending = _ending_of(raised, session.run)
             error = pack_error(_explained(raised, training))
             alone = not isinstance(raised, TrialPruned)
@@ -178,6 +177,15 @@ class Trainer:
             ended = replace(ended, usage=usage)
             self._is_spent = self._is_spent or training.is_stuck
         return None if session.waits else ended
+
+    def _called(self, objective: Any, trial: FleetTrial, session: Session) -> Any:
+        try:
+            returned = objective(trial)
+        finally:
+            session.check()  # what was to unwind it does so, whatever it made of that
+        if self._inbox.is_forked:
+            sys.exit()
+        return returned
 
     def _hold(self, training: Training | None, ending: Ending) -> None:
         """Keep what the trial can go on with, if this rank has outlived others."""

@@ -564,6 +564,31 @@ def test_a_trainer_that_one_call_has_killed_gets_nothing_from_the_next(
     assert "run again" not in log.getvalue()
 
 
+def fork(trial: Any, *, do: Callable[[Any], Any]) -> int:
+    """The exit code of a process that does so, which a script would leave there."""
+    child = os.fork()
+    if child == 0:
+        return do(trial) or 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize(
+    ("do", "code"),
+    [
+        (lambda trial: None, 0),
+        (lambda trial: sys.exit(3), 3),
+        (raise_own, 1),
+        (lambda trial: trial.report(1.0, 0), 1),  # which is refused
+    ],
+)
+def test_a_process_that_an_objective_forks_is_not_its_trial(
+    fleet: Any, do: Callable[[Any], Any], code: int
+) -> None:
+    study = optuna.create_study()
+    study.optimize(functools.partial(fork, do=do), n_trials=2, executor=fleet)
+    assert [(t.value, t.intermediate_values) for t in study.trials] == [(code, {})] * 2
+
+
 def always_die(trial: Any) -> float:
     if trial.number == 0:
         os.kill(os.getpid(), signal.SIGKILL)
