@@ -199,7 +199,16 @@ class FleetExecutor:
             del self
 
     def close(self) -> None:
-        """End all processes of the executor; a later `optimize` starts new ones."""
+        """End all processes of the executor; a later `optimize` starts new ones.
+
+        Raises:
+            RuntimeError: It is optimizing.
+        """
+        if self._busy:
+            raise RuntimeError(
+                "This FleetExecutor is optimizing: end that with `study.stop()`, and close it "
+                "when `optimize` has returned."
+            )
         self._runner.close()
 
     def __enter__(self) -> FleetExecutor:

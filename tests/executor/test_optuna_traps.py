@@ -330,6 +330,13 @@ def test_an_executor_serves_one_call_at_a_time(fleet: Any) -> None:
     assert states(other) == [COMPLETE]
 
 
+def test_an_executor_is_not_closed_in_a_call(fleet: Any) -> None:
+    study = optuna.create_study()
+    with pytest.raises(RuntimeError, match=r"end that with `study.stop\(\)`"):
+        study.optimize(unit, n_trials=1, callbacks=[lambda *_: fleet.close()], executor=fleet)
+    assert states(study) == [COMPLETE]
+
+
 # -- trials ---------------------------------------------------------------------------------------
 
 
