@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
@@ -184,8 +185,8 @@ class RetryingStorage:
                     self._end = str(end) or "The study's storage was gone when you left."
                     raise
                 is_repeated, pause_s = True, min(2 * pause_s, _LONGEST_PAUSE_S)
-            except BaseException:  # Ctrl-C in the midst of it
-                self._roll_back()
+            except BaseException as interrupt:  # Ctrl-C in the midst of it
+                self._roll_back(interrupt)
                 raise
             else:
                 if self._gone_since is not None:
@@ -193,12 +194,13 @@ class RetryingStorage:
                 return result
         raise StorageLostError(self._end)
 
-    def _roll_back(self) -> None:
-        """End this thread's transaction, whose locks would keep out the other threads.
+    def _roll_back(self, interrupt: BaseException) -> None:
+        """End this thread's transaction, whose locks would keep out the other threads, and us.
 
         An exception that strikes between a transaction and its own end leaves it open, for as
-        long as somebody has the exception's traceback.
+        long as somebody has the exception's traceback; or only a cursor that has read a part.
         """
+        traceback.clear_frames(interrupt.__traceback__)
         with contextlib.suppress(Exception):
             self.itself.remove_session()
 

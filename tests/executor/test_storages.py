@@ -344,6 +344,27 @@ def test_ctrl_c_in_a_transaction_does_not_keep_others_out(tmp_path: Path) -> Non
     assert study.user_attrs == {"b": 2}
 
 
+def test_ctrl_c_in_a_query_does_not_keep_us_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = {"connect_args": {"timeout": 0}}
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db", engine_kwargs=at_once)
+    study, _ = optuna.create_study(storage=storage), optuna.create_study(storage=storage)
+    execute = storage.engine.dialect.do_execute
+
+    def interrupted(*query: Any) -> None:
+        execute(*query)
+        raise KeyboardInterrupt
+
+    patient: Any = RetryingStorage(storage, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.engine.dialect, "do_execute", interrupted)
+        with pytest.raises(KeyboardInterrupt) as _kept:
+            patient.get_all_studies()
+    study.set_user_attr("b", 2)  # or "database is locked"
+    assert study.user_attrs == {"b": 2}
+
+
 def test_an_error_of_the_call_itself_is_not_waited_for(storages: Storages, fleet: Any) -> None:
     study = new_study(storages.new("sqlite"))
 
