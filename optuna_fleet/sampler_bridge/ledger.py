@@ -197,10 +197,8 @@ class Ledger:
 
     def unsampled(self, number: int, call: Call) -> optuna.Trial | None:
         """The trial, if this call makes the sampler propose its parameters."""
-        if not call.is_suggestion:
-            return None
-        if number not in self._proposals.unfinished():  # a late call: `carry_out` will say so
-            return None
+        if not call.is_suggestion or number not in self._proposals.unfinished():
+            return None  # to a late call, `carry_out` will say so
         trial = self._proposals[number]
         return trial if compat.is_unsampled(trial, _parameter(*unpack(call.arguments))) else None
 
@@ -223,11 +221,10 @@ class Ledger:
         Raises:
             Exception: Whatever Optuna raises.
         """
-        trial = self._proposals[number]
         if (known := self._repeats.verdict(number, last_step)) is not None:
             return known
         compat.forget_cached_trials(self.study)
-        is_pruned = trial.should_prune()
+        is_pruned = self._proposals[number].should_prune()
         self._repeats.judged(number, last_step, is_pruned=is_pruned)
         return is_pruned
 
@@ -293,17 +290,15 @@ class Ledger:
         """Tell the study how the trial ended, as `Study.optimize` does, then run the callbacks.
 
         Raises:
-            BaseException: `error`, unless `catch` covers it; whatever a sampler or callback
-                raises.
+            BaseException: `error`, unless `catch` covers it; what a sampler or callback raises.
         """
         trial = self._proposals[number]
         try:
             state = self._tell(trial, value, error)
-        finally:
-            self._proposals.release(number)
-            self._repeats.forget(number)
-            if self._gc_after_trial:
-                gc.collect()
+        except Exception:
+            self._let_go(number)
+            raise  # after Ctrl-C, which may have come before it was told, `abandon` is due
+        self._let_go(number)
         if state is TrialState.FAIL and error is not None and not isinstance(error, self._catch):
             raise error
         finished = compat.frozen(self.study, trial)
@@ -312,12 +307,17 @@ class Ledger:
         self._progress_bar.update(self._proposals.elapsed_s, self.study)
         return state
 
+    def _let_go(self, number: int) -> None:
+        self._proposals.release(number)
+        self._repeats.forget(number)
+        if self._gc_after_trial:
+            gc.collect()
+
     def abandon(self, numbers: Sequence[int], error: BaseException) -> None:
         """Fail trials cut short because the whole call ends with `error`; raises no Exception.
 
         If it is the fleet that failed, or somebody interrupted it, they stay RUNNING where a later
-        call can go on with them.
-        One line tells of all: `error` and its traceback are about to be shown anyway.
+        call can go on with them. One line tells of all: `error` is about to be shown anyway.
         """
         is_resumable = isinstance(error, RetryableError) or not isinstance(error, Exception)
         stay = is_resumable and self._proposals.are_claimed
@@ -334,6 +334,8 @@ class Ledger:
     def _is_abandoned(self, number: int, error: BaseException, stays: bool) -> bool:
         try:
             if not stays:
+                if self.frozen(number).state.is_finished():
+                    return False
                 self._tell(self._proposals[number], None, error, is_logged=False)
             return True
         except StorageLostError:  # which is what the call ends with

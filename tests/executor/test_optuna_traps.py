@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import pickle
 import signal
@@ -15,7 +16,7 @@ from unittest import mock
 import optuna
 import pytest
 from optuna.artifacts import FileSystemArtifactStore, download_artifact, upload_artifact
-from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
+from optuna.storages import InMemoryStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor, TrialError
@@ -114,6 +115,26 @@ def test_a_second_control_c_leaves_at_once(owner: type, method: str, left: Trial
         after.optimize(unit, n_trials=4, executor=executor)  # no device is still busy with that
     assert states(study) == 2 * [left]
     assert states(after) == 4 * [COMPLETE]
+
+
+@pytest.mark.parametrize(("is_told", "left"), [(False, FAIL), (True, COMPLETE)])
+def test_control_c_while_a_trial_is_told_does_not_leave_it_running(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch, log: io.StringIO, is_told: bool, left: TrialState
+) -> None:
+    tell = InMemoryStorage.set_trial_state_values
+
+    def interrupted(self: Any, trial_id: int, state: TrialState, values: Any = None) -> None:
+        if state is FAIL or is_told:
+            tell(self, trial_id, state, values)
+        if state is COMPLETE:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(InMemoryStorage, "set_trial_state_values", interrupted)
+    study = optuna.create_study()
+    with pytest.raises(KeyboardInterrupt):
+        study.optimize(unit, n_trials=1, executor=fleet)
+    assert states(study) == [left]
+    assert "could not be told" not in log.getvalue()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
