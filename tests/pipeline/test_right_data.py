@@ -212,6 +212,24 @@ def test_steps_may_change_themselves():
         assert agent.stats().num_loaded > 0
 
 
+def dark(sample):
+    """Works in place, on what was not mirrored too: that is the decoded store's memory."""
+    return sample[0].clamp_(max=100), sample[1]
+
+
+def test_a_finish_that_works_in_place_does_not_write_into_the_decoded_store():
+    dataset = Images(v2.Compose([v2.CenterCrop(10), v2.RandomHorizontalFlip()]))
+    options = {"finish": dark, "seed": 0}  # sample 0, on which the split is tried, is mirrored
+    wanted = whole(dataset, **options)
+    pipeline = SharedPipeline(train=dataset, split=True, decoded_bytes=1 << 20, **options)
+    with serving(pipeline) as agent:
+        epochs = [
+            agent.client().read("train", epoch=e, batch_size=7, continues=True) for e in (0, 1)
+        ]
+        assert same([leaf for epoch in epochs for b in epoch for leaf in b.data], wanted)
+        assert agent.stats().num_loaded > 0
+
+
 # -- what nobody can see beforehand ---------------------------------------------------------------
 
 HIDDEN = np.random.default_rng()

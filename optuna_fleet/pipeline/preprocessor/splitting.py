@@ -57,7 +57,7 @@ class SplitDataset:
         augment: The random rest; None where nothing is random.
         finish: The elementwise end; None for none. Without the data set: it may be sent elsewhere.
         stages: What the user gave.
-        copies: ``augment`` may write into what it is given.
+        copies: ``augment``, or a ``finish`` of the user's, may write into what is stored.
         cut: Where the data set's own transform was taken apart; None where the user said how.
     """
 
@@ -180,7 +180,7 @@ def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | Non
         augment=parts.middle,
         finish=end,
         stages=stages,
-        copies=parts.copies,
+        copies=parts.copies or stages.finish is not None,
         cut=cut,
     )
 
