@@ -79,11 +79,13 @@ def receive(sock: socket.socket, flags: int = 0) -> object:
 def receive_first(sock: socket.socket) -> tuple[object, list[int]]:
     """Returns the first message, and the descriptors with it, which the caller must close.
 
+    It stays the first: `receive` takes it away.
+
     Raises:
         EOFError: The other side is gone.
     """
     # Not socket.recv_fds, which ignores its flags (seen in Python 3.11).
-    flags = int(socket.MSG_CMSG_CLOEXEC)
+    flags = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_PEEK)
     packet, control, _, _ = sock.recvmsg(MAX_PACKET, _CONTROL_BYTES, flags)
     found = [data for level, kind, data in control if kind == socket.SCM_RIGHTS]
     return _decode(packet), [fd for data in found for (fd,) in struct.iter_unpack("i", data)]

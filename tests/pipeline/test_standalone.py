@@ -7,8 +7,10 @@ import gc
 import multiprocessing
 import os
 import pickle
+import resource
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +33,7 @@ from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.standalone.standalone import PipelineHandle
 from tests import leftovers
 from tests.nursery import Nursery
+from tests.waiting import until
 
 SIZE = 150
 READ, COUNT = b"r", b"c"
@@ -410,6 +413,47 @@ def test_a_killed_server_is_reported_to_all_readers() -> None:
     assert holds_no_more_than(before)
     with pipeline:
         assert len(indices(pipeline.batches("train", batch_size=8, epoch=0))) == SIZE
+
+
+def test_who_comes_when_many_others_wait_to_be_let_in_waits_too() -> None:
+    with new_pipeline() as pipeline, contextlib.ExitStack() as crowd:
+        handle = pipeline.handle()
+        os.kill(server_of(pipeline), signal.SIGSTOP)
+        with contextlib.suppress(BlockingIOError):
+            while True:  # until the kernel lets nobody else wait
+                sock = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                sock.setblocking(False)
+                sock.connect(handle.address.name)
+        fork = Forked(lambda: indices(handle.connect().batches("val", batch_size=8, epoch=0)))
+        until(lambda: _state(fork.pid) in "SZ")  # it sleeps in its call to connect, or has failed
+        os.kill(server_of(pipeline), signal.SIGCONT)
+        assert sorted(fork.result()) == list(range(20))
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_what_is_short_of_descriptors_says_so_and_reads_when_there_are_some() -> None:
+    def read(handle: PipelineHandle) -> list[int]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        taken: list[int] = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(OSError, match="Too many open files"):
+            handle.connect()
+        os.close(taken.pop())
+        reader = handle.connect()
+        with pytest.raises(FleetError, match="too many open files"):
+            indices(reader.batches("val", batch_size=8, epoch=0))
+        for descriptor in taken:
+            os.close(descriptor)
+        return indices(reader.batches("val", batch_size=8, epoch=0))
+
+    with new_pipeline() as pipeline:
+        seen = Forked(lambda: read(pipeline.handle())).result()
+    assert sorted(seen) == list(range(20))
 
 
 def test_readers_killed_in_mid_batch_cost_the_others_nothing() -> None:

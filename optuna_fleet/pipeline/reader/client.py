@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -168,8 +169,11 @@ class PipelineClient:
         message, descriptors = wire.receive_first(self._sock)
         assert isinstance(message, ArenaOpened)
         if len(descriptors) < message.extents.num_files:
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise FleetError(
                 "This process has too many open files to be given any data: close some, or raise "
                 "the limit (ulimit -n)."
             )
+        wire.receive(self._sock)
         self._mapping = Mapping(message.extents, descriptors)

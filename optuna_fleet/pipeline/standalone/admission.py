@@ -19,7 +19,8 @@ from optuna_fleet.wire.channel import NONCE_BYTES, derived
 
 _PROOF_BYTES = 32
 _CREDENTIALS = struct.Struct("3i")
-_LIMIT_S = 120.0
+_LIMIT_S = 120
+_FOREVER_S = 0
 _BACKLOG = 128
 
 
@@ -47,15 +48,17 @@ class Address:
 
         Raises:
             ProtocolError: It is an impostor.
-            OSError: It is gone.
+            ConnectionError: It is gone.
+            BlockingIOError: It does not answer.
             EOFError: It went away, or refused.
+            OSError: This process can't have one more connection.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            sock.settimeout(_LIMIT_S)
+            _limit(sock, _LIMIT_S)
             sock.connect(self.name)
             self._enter(sock, wish)
-            sock.settimeout(None)
+            _limit(sock, _FOREVER_S)
         except BaseException:
             sock.close()
             raise
@@ -113,6 +116,12 @@ def peer_uid(sock: socket.socket) -> int:
     """Returns the user of the process at the other end."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(data)[1])
+
+
+def _limit(sock: socket.socket, seconds: int) -> None:
+    """How long to wait. By the kernel: with Python's limits nobody waits behind many others."""
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
 
 def _packet(sock: socket.socket) -> bytes:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 READ, COUNT = b"r", b"c"
 """What a process may wish for: to read, or to be told the counts."""
 
+_GONE = (ConnectionError, BlockingIOError, EOFError)
+
 _SERVER = "optuna_fleet.pipeline.standalone.main"
 
 
@@ -67,6 +69,7 @@ class PipelineHandle:
 
         Raises:
             FleetError: The pipeline runs no more.
+            OSError: This process can't have one more connection.
         """
         return PipelineReader(self)
 
@@ -79,7 +82,7 @@ class PipelineHandle:
         try:
             with self.address.connect(COUNT) as sock:
                 stats = pickle.loads(sock.recv(MAX_PACKET))
-        except (OSError, EOFError) as error:
+        except _GONE as error:
             raise _gone() from error
         assert isinstance(stats, PipelineStats)
         return stats
@@ -94,7 +97,7 @@ class PipelineReader:
 
         try:
             self._sock = handle.address.connect(READ)
-        except (OSError, EOFError) as error:
+        except _GONE as error:
             raise _gone(server) from error
         self._client = PipelineClient(self._sock, handle.spec)
         self._server = server
