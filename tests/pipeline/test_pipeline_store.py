@@ -202,6 +202,24 @@ def test_chunks_are_lent_briefly_where_memory_is_short():
     assert store.residents.lent_bytes == 2 * PAGE  # the fifth waits until it is needed
 
 
+def test_who_holds_chunks_leaves_room_for_the_largest_in_one_piece():
+    store = make_store(budget=8)
+    store.set_size("val", num_samples=NUM_CHUNKS, chunk_size=1, chunk_bytes=4 * PAGE)
+    fill(store, "train", 0, range(6))
+    fill(store, "train", 1, range(2))
+    briefs = []
+    for reader, epoch, chunk in [("a", 0, 3), ("b", 1, 1)]:  # the fourth page and the last
+        store.open_pass((reader, 0), "train", epoch, chunk)
+        told(store)
+        store.request((reader, 0), chunk, urgent=True)
+        ((_, ready),) = told(store)
+        briefs.append(ready.brief)
+    assert briefs == [False, True]
+    store.release(("b", 0), [1])
+    assert drops_for(store, ChunkKey("val", 0, 0))
+    assert told(store) == []  # there is no need that the first gives its own back
+
+
 def test_chunk_larger_than_expected_is_ordered_again_where_it_fits():
     store = make_store(budget=10)
     store.open_pass(("a", 0), "train", 0, 0)
@@ -251,11 +269,22 @@ def test_what_is_reserved_is_free_at_once_unless_it_is_held():
     fill(store, "train", 0, [0, 1, 2, 3])
     store.open_pass(("a", 0), "train", 0, 3)
     store.request(("a", 0), 3, urgent=True)
-    assert gone(store, lambda: store.residents.reserve(2 * PAGE)) == [ChunkKey("train", 0, 2)]
+    assert gone(store, lambda: store.reserve(2 * PAGE)) == [ChunkKey("train", 0, 2)]
     assert list(store.space.decoded) == [(2 * PAGE, PAGE)]
     store.release(("a", 0), [3])
     assert list(store.space.decoded) == [(2 * PAGE, 2 * PAGE)]
     assert store.space.used == 2 * PAGE
+
+
+def test_nothing_is_reserved_while_the_largest_chunk_would_find_no_room():
+    store = make_store(budget=4)
+    store.set_size("val", num_samples=NUM_CHUNKS, chunk_size=1, chunk_bytes=2 * PAGE)
+    fill(store, "train", 0, [0, 1, 2, 3])
+    store.open_pass(("a", 0), "train", 0, 1)
+    store.request(("a", 0), 1, urgent=True)
+    assert gone(store, lambda: store.reserve(3 * PAGE)) == []
+    store.release(("a", 0), [1])
+    assert gone(store, lambda: store.reserve(3 * PAGE)) == [ChunkKey("train", 0, 3)]
 
 
 def test_an_epoch_keeps_the_size_of_its_chunks():
@@ -408,7 +437,7 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule(border=st.integers(4, 6))
     def reserve(self, border):
-        self.store.residents.reserve(border * PAGE)
+        self.store.reserve(border * PAGE)
         self.follow()
 
     @precondition(lambda self: self.producing)

@@ -242,7 +242,7 @@ class Production:
     def _share_memory(self) -> None:
         """Chunks may take what the decoded store does not, as far as its samples are known."""
         border = self._memory_bytes - self._decoded.wanted_bytes
-        self.store.residents.reserve(border)
+        self.store.reserve(border)
 
     def _preprocessor_main(self, sock: socket.socket) -> None:
         self._close_in_child()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from optuna_fleet.pipeline.server.allocator import Space, pages
@@ -45,14 +45,14 @@ class Residents:
         self._lookahead = lookahead
         self._read: set[Epoch] = set()
         self._unneeded: list[Epoch] = []  # those that have such chunks, by rank
-        self._lent = [0, 0]  # bytes in memory, on the disk
-        self._idle = [0, 0]
+        self._lent: tuple[set[Place], set[Place]] = (set(), set())  # in memory, on the disk
+        self._idle = [0, 0]  # bytes, likewise
         self.num_dropped = 0
 
     @property
     def lent_bytes(self) -> int:
         """Bytes of the chunks that passes hold."""
-        return sum(self._lent)
+        return sum(nbytes for places in self._lent for _, nbytes in places)
 
     def passes_changed(self, epoch: Epoch) -> None:
         """Passes through an epoch have begun or ended."""
@@ -88,10 +88,10 @@ class Residents:
         """One more pass holds a chunk."""
         epoch.pins[chunk] += 1
         if epoch.pins[chunk] == 1:
-            address, nbytes = epoch.chunks[chunk]
+            place = epoch.chunks[chunk]
             epoch.wake(chunk)
-            self._idle[self._space.is_on_disk(address)] -= nbytes
-            self._lent[self._space.is_on_disk(address)] += nbytes
+            self._idle[self._space.is_on_disk(place.address)] -= place.nbytes
+            self._lent[self._space.is_on_disk(place.address)].add(place)
             self.update(epoch)
 
     def unpin(self, epoch: Epoch, chunk: int) -> None:
@@ -100,21 +100,25 @@ class Residents:
         if epoch.pins[chunk]:
             return
         del epoch.pins[chunk]
-        address, nbytes = epoch.chunks[chunk]
-        self._lent[self._space.is_on_disk(address)] -= nbytes
-        self._idle[self._space.is_on_disk(address)] += nbytes
+        place = epoch.chunks[chunk]
+        self._lent[self._space.is_on_disk(place.address)].remove(place)
+        self._idle[self._space.is_on_disk(place.address)] += place.nbytes
         epoch.rest(chunk)
-        if not self._space.has(address, nbytes):  # reserved, or the disk has failed, meanwhile
+        if not self._space.has(*place):  # reserved, or the disk has failed, meanwhile
             self._drop(epoch, chunk)
         self.update(epoch)
 
     def is_short(self, epoch: Epoch, chunk: int, largest: int) -> bool:
-        """Whether what is left beside this and the lent chunks is too little for comfort."""
-        address, nbytes = epoch.chunks[chunk]
-        where = self._space.is_on_disk(address)
-        lent = self._lent[where] + (0 if epoch.pins[chunk] else nbytes)
-        budget = self._space.capacity(on_disk=where)
-        return lent > BRIEF_SHARE * budget or lent + largest > budget
+        """Whether what is left beside this and the lent chunks is too little for comfort.
+
+        The ``largest`` chunk must still find room in one piece.
+        """
+        place = epoch.chunks[chunk]
+        where = self._space.is_on_disk(place.address)
+        lent, budget = {*self._lent[where], place}, self._space.capacity(on_disk=where)
+        begin = self._space.disk_begin if where else 0
+        is_much = sum(nbytes for _, nbytes in lent) > BRIEF_SHARE * budget
+        return is_much or _room(lent, begin, begin + budget) < largest
 
     def make_room(self, nbytes: int, *, spare: int) -> int | None:
         """Drops chunks until so many bytes fit in one piece, and returns where they do.
@@ -131,9 +135,12 @@ class Residents:
             address = self._space.allocate(nbytes)
         return address
 
-    def reserve(self, border: int) -> None:
-        """Leaves memory from this address on to the decoded store."""
-        if border < self._space.border:
+    def reserve(self, border: int, largest: int) -> None:
+        """Leaves memory from this address on to the decoded store.
+
+        But not while readers hold so much before it that the ``largest`` chunk finds no room.
+        """
+        if border < self._space.border and _room(self._lent[False], 0, border) >= largest:
             self._space.reserve(border)
             self._drop_idle(lambda p: border < sum(p) and not self._space.is_on_disk(p.address))
 
@@ -177,3 +184,11 @@ class Residents:
         self._lookahead.absent(epoch, chunk)
         self.update(epoch)
         self.forget(epoch)
+
+
+def _room(lent: Iterable[Place], begin: int, end: int) -> int:
+    """The most bytes in one piece, from ``begin`` to ``end``, that are not lent."""
+    room = 0
+    for address, nbytes in sorted(lent):
+        room, begin = max(room, min(address, end) - begin), address + nbytes
+    return max(room, end - begin)

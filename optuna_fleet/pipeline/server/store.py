@@ -1,9 +1,9 @@
 """The chunk store: who wants which chunk, what to produce next, what to drop. Pure bookkeeping.
 
 Events go in; orders for preprocessors come out, and what readers are to be told is put into
-``outbox``. An event costs O(log n), however many chunks, preprocessors and readers there are; only
-where every idle chunk is one that somebody is yet to read is dropping one proportional to the
-number of passes.
+``outbox``. An event costs O(log n), however many chunks, preprocessors and readers there are; but
+lending a chunk looks at all that are lent, and where every idle chunk is one that somebody is yet
+to read, dropping one is proportional to the number of passes.
 
 Chunks lie in a `Space`, whose budget can't be exceeded. What passes hold is never dropped, so
 where room is short they are asked to copy what they need and to give the chunks back: nobody waits
@@ -215,6 +215,10 @@ class ChunkStore:
 
     # Production
 
+    def reserve(self, border: int) -> None:
+        """Leaves memory from this address on to the decoded store, as soon as that is possible."""
+        self._residents.reserve(border, self._largest)
+
     def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> Order | None:
         """Returns what to make next, where room was made for it; None if there is nothing.
 
@@ -305,6 +309,11 @@ class ChunkStore:
 
     # What they have in common
 
+    @property
+    def _largest(self) -> int:
+        """Bytes of the largest chunk that is expected."""
+        return pages(max(size.chunk_bytes for size in self._sizes.values()))
+
     def _epoch(self, name: str, number: int) -> Epoch:
         found = self._epochs.get((name, number))
         if found is None:
@@ -334,8 +343,7 @@ class ChunkStore:
 
     def _lend(self, record: Pass, chunk: int, *, urgent: bool) -> None:
         epoch = record.epoch
-        largest = max(size.chunk_bytes for size in self._sizes.values())
-        brief = self._residents.is_short(epoch, chunk, largest)
+        brief = self._residents.is_short(epoch, chunk, self._largest)
         if brief and not urgent:
             return  # it will be asked for again
         self._residents.pin(epoch, chunk)
