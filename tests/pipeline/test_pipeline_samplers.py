@@ -443,6 +443,11 @@ class Table(Augmented):
         return [self.row(index, len(wanted)) for index in wanted]
 
 
+class Lazy(Table):
+    def __getitems__(self, wanted):
+        yield from super().__getitems__(wanted)
+
+
 class Padded(Table):
     """What it gives depends on what else is asked for."""
 
@@ -481,7 +486,9 @@ class Alone:
 AUGMENT = {"augment": lambda sample: (sample[0], sample[1] + torch.rand(200))}
 
 
-@pytest.mark.parametrize("wrapped", [lambda d: d, lambda d: Subset(d, range(N))])
+@pytest.mark.parametrize(
+    "wrapped", [lambda d: d, lambda d: Subset(d, range(N)), lambda d: Lazy(N)]
+)
 @pytest.mark.parametrize("stages", [{}, AUGMENT])
 def test_many_samples_are_fetched_at_once(wrapped, stages):
     wanted = labels(SharedPipeline(train=Alone(Table(N)), **stages).inline(), 1)

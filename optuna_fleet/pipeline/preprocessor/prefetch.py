@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from optuna_fleet.pipeline.preprocessor.order import Generator, watched
@@ -78,8 +77,9 @@ class Prefetched:
         indices = list(dict.fromkeys(self._expected[begin : begin + AT_ONCE]))
         self._expected = self._expected[begin + AT_ONCE :]
         try:
-            fetch = partial(self._dataset.__getitems__, indices)
-            found, self._is_random = watched(fetch, self._seed, self._own)
+            found, self._is_random = watched(
+                lambda: list(self._dataset.__getitems__(indices)), self._seed, self._own
+            )
         except Exception:
             return  # one by one, to see which it is
         finally:
