@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from asyncio import CancelledError
 from functools import partial
 
 import h5py
@@ -64,6 +65,16 @@ def test_skipped_samples_are_replaced_by_the_next_and_counted():
     assert "Traceback" in notice
 
 
+def test_of_many_skipped_samples_a_few_are_named():
+    pipeline = SharedPipeline(val=Broken(1000, range(0, 1000, 2)), on_error="skip")
+    with serving(pipeline, num_preprocessors=1) as agent:
+        labels(agent.client(), "val")
+        (notice,) = agent.notices()
+    assert notice.startswith(
+        "Skipped sample(s) 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, ... of data set "
+    )
+
+
 def test_skipping_ends_where_nothing_works():
     pipeline = SharedPipeline(val=Broken(50, range(50)), on_error="skip")
     with serving(pipeline) as agent, pytest.raises(PreprocessingError, match=r"\d+ is broken"):
@@ -76,7 +87,12 @@ class Mute(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "message"), [(Mute(), r"raised Mute: \(its text"), (SystemExit(3), "SystemExit: 3")]
+    ("error", "message"),
+    [
+        (Mute(), r"raised Mute: \(its text"),
+        (SystemExit(3), "SystemExit: 3"),
+        (CancelledError("too late"), "CancelledError: too late"),
+    ],
 )
 def test_odd_exceptions_of_samples_end_no_process(error, message):
     pipeline = SharedPipeline(val=Angry(error))

@@ -36,9 +36,6 @@ _BLOCK = 1024
 WORTH = 2.0
 """The decoded store is used where preparing takes this many times as long as loading."""
 
-_RAISED = (Exception, SystemExit)
-"""What user code may raise: a sample must not end the process that makes it."""
-
 _OURS = str(Path(__file__).parents[1])
 
 
@@ -106,7 +103,9 @@ class Samples:
         place = self._place(spec, key.epoch, position)
         try:
             return self._make(spec, key.epoch, place, use_store)
-        except _RAISED as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a cancellation, a panic in Rust: that ends no process
             if self._spec.on_error == "raise":
                 raise _sample_error(spec, place, error) from error
             return self._substitute(spec, key.epoch, position, use_store, error)
@@ -125,7 +124,9 @@ class Samples:
                 place = (place + 1) % spec.length
             try:
                 return self._make(spec, epoch, place, use_store)
-            except _RAISED as another:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as another:
                 if step + 1 == MAX_SUBSTITUTES:
                     raise _sample_error(spec, place, another) from another
         raise AssertionError
@@ -288,7 +289,9 @@ def reported(what: str) -> Iterator[None]:
     """An exception within becomes a `SampleError`, which can be sent."""
     try:
         yield
-    except _RAISED as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise _error(what, error) from error
 
 

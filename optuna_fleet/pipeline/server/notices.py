@@ -8,6 +8,8 @@ from optuna_fleet.pipeline.limits import Budgets
 from optuna_fleet.pipeline.messages import ChunkError
 from optuna_fleet.pipeline.spec import PipelineSpec
 
+_MOST_NAMED = 10  # samples that were skipped
+
 
 class Notices:
     """Says what the pipeline does that the user might not expect, and what it costs.
@@ -31,9 +33,10 @@ class Notices:
 
     def skipped(self, name: str, indices: tuple[int, ...], complaint: ChunkError) -> None:
         """Samples raised, and others took their places."""
+        named = [*map(str, indices[:_MOST_NAMED]), *["..."] * (len(indices) > _MOST_NAMED)]
         self._once(
             ("skipped", name),
-            f"Skipped sample(s) {', '.join(map(str, indices))} of data set {name!r}; "
+            f"Skipped sample(s) {', '.join(named)} of data set {name!r}; "
             f"others take their places. More of them are only counted. {complaint.text()}",
         )
 
