@@ -45,14 +45,15 @@ class Residents:
         self._lookahead = lookahead
         self._read: set[Epoch] = set()
         self._unneeded: list[Epoch] = []  # those that have such chunks, by rank
-        self._lent: tuple[set[Place], set[Place]] = (set(), set())  # in memory, on the disk
-        self._idle = [0, 0]  # bytes, likewise
+        self._held: tuple[set[Place], set[Place]] = (set(), set())  # by passes: in memory, on disk
+        self._lent = [0, 0]  # bytes of these
+        self._idle = [0, 0]
         self.num_dropped = 0
 
     @property
     def lent_bytes(self) -> int:
         """Bytes of the chunks that passes hold."""
-        return sum(nbytes for places in self._lent for _, nbytes in places)
+        return sum(self._lent)
 
     def passes_changed(self, epoch: Epoch) -> None:
         """Passes through an epoch have begun or ended."""
@@ -90,8 +91,10 @@ class Residents:
         if epoch.pins[chunk] == 1:
             place = epoch.chunks[chunk]
             epoch.wake(chunk)
-            self._idle[self._space.is_on_disk(place.address)] -= place.nbytes
-            self._lent[self._space.is_on_disk(place.address)].add(place)
+            where = self._space.is_on_disk(place.address)
+            self._idle[where] -= place.nbytes
+            self._lent[where] += place.nbytes
+            self._held[where].add(place)
             self.update(epoch)
 
     def unpin(self, epoch: Epoch, chunk: int) -> None:
@@ -101,8 +104,10 @@ class Residents:
             return
         del epoch.pins[chunk]
         place = epoch.chunks[chunk]
-        self._lent[self._space.is_on_disk(place.address)].remove(place)
-        self._idle[self._space.is_on_disk(place.address)] += place.nbytes
+        where = self._space.is_on_disk(place.address)
+        self._held[where].remove(place)
+        self._lent[where] -= place.nbytes
+        self._idle[where] += place.nbytes
         epoch.rest(chunk)
         if not self._space.has(*place):  # reserved, or the disk has failed, meanwhile
             self._drop(epoch, chunk)
@@ -115,10 +120,14 @@ class Residents:
         """
         place = epoch.chunks[chunk]
         where = self._space.is_on_disk(place.address)
-        lent, budget = {*self._lent[where], place}, self._space.capacity(on_disk=where)
+        budget = self._space.capacity(on_disk=where)
+        lent = self._lent[where] + (0 if epoch.pins[chunk] else place.nbytes)
+        if lent > BRIEF_SHARE * budget:
+            return True
+        if budget - lent >= largest * (len(self._held[where]) + 2):
+            return False  # however they lie, one of the pieces between them is as large
         begin = self._space.disk_begin if where else 0
-        is_much = sum(nbytes for _, nbytes in lent) > BRIEF_SHARE * budget
-        return is_much or _room(lent, begin, begin + budget) < largest
+        return _room(self._held[where] | {place}, begin, begin + budget) < largest
 
     def make_room(self, nbytes: int, *, spare: int) -> int | None:
         """Drops chunks until so many bytes fit in one piece, and returns where they do.
@@ -140,7 +149,7 @@ class Residents:
 
         But not while readers hold so much before it that the ``largest`` chunk finds no room.
         """
-        if border < self._space.border and _room(self._lent[False], 0, border) >= largest:
+        if border < self._space.border and _room(self._held[False], 0, border) >= largest:
             self._space.reserve(border)
             self._drop_idle(lambda p: border < sum(p) and not self._space.is_on_disk(p.address))
 

@@ -1,9 +1,10 @@
 """The chunk store: who wants which chunk, what to produce next, what to drop. Pure bookkeeping.
 
 Events go in; orders for preprocessors come out, and what readers are to be told is put into
-``outbox``. An event costs O(log n), however many chunks, preprocessors and readers there are; but
-lending a chunk looks at all that are lent, and where every idle chunk is one that somebody is yet
-to read, dropping one is proportional to the number of passes.
+``outbox``. An event costs O(log n), however many chunks, preprocessors and readers there are. Only
+where chunks that are held leave little room does lending one look at all of these; and where every
+idle chunk is one that somebody is yet to read, dropping one is proportional to the number of
+passes.
 
 Chunks lie in a `Space`, whose budget can't be exceeded. What passes hold is never dropped, so
 where room is short they are asked to copy what they need and to give the chunks back: nobody waits
