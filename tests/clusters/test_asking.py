@@ -160,3 +160,11 @@ def test_a_pilot_that_slurm_did_not_cancel_is_cancelled_later_and_once(
         slurm.refuses = refuses
         harvest._look()
     assert [command for command in slurm.commands if command[0] == "scancel"] == [("scancel", "7")]
+
+
+def test_pilots_that_slurm_does_not_cancel_in_the_end_are_told_of(
+    slurm: Slurm, harvest: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    slurm.refuses = "scancel"
+    harvest._leave()
+    assert f"`scancel --name={harvest._job_name}` removes them" in caplog.text

@@ -38,6 +38,16 @@ def test_pilots_join_and_are_cancelled_in_the_end(slurm: SlurmLab, tmp_path: Pat
     slurm.wait_for(lambda: not slurm.queue())
 
 
+def test_pilots_are_seen_whatever_name_the_environment_gives_the_user(
+    slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("LOGNAME", "nobody")
+        with hub_of(tmp_path, most=1) as hub:
+            joined_and_seen(hub, slurm)
+            assert len(slurm.queue()) == 1
+
+
 def test_as_many_wait_as_are_wanted(slurm: SlurmLab, tmp_path: Path) -> None:
     blocker = slurm.submit("sleep 1000", "--nodes=4", "--exclusive")
     slurm.wait_for(lambda: slurm.queue()[blocker] == "RUNNING")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
+import os
 import secrets
 import shlex
 import time
@@ -59,7 +59,7 @@ class HarvestEngine(AsksScheduler):
     def _prepare(self) -> None:
         self._pilots = Pilots(limits=self._limits)
         self._job_name = f"optuna-fleet-{secrets.token_hex(4)}"
-        self._mine = (f"--name={self._job_name}", f"--user={getpass.getuser()}")
+        self._mine = (f"--name={self._job_name}", f"--user={os.getuid()}")  # whatever $USER says
         self._has_pilots = self._is_troubled = False
 
     def _look(self) -> None:
@@ -114,11 +114,17 @@ class HarvestEngine(AsksScheduler):
         self._is_troubled = True
 
     def _leave(self) -> None:
-        with contextlib.suppress(LaunchError):
+        try:
             ask("scancel", "--quiet", *self._mine)
+        except LaunchError as error:
+            self._tell_of_left(str(error))
 
     def _is_stuck(self) -> None:
-        fleet_logger.warning(
-            f"Slurm does not answer: pilot jobs may be left in its queue. They end by "
-            f"themselves as they start; `scancel --name={self._job_name}` removes them."
-        )
+        self._tell_of_left("Slurm does not answer.")
+
+    def _tell_of_left(self, why: str) -> None:
+        if self._has_pilots:
+            fleet_logger.warning(
+                f"{why} Pilot jobs may be left in Slurm's queue. They end by themselves as "
+                f"they start; `scancel --name={self._job_name}` removes them."
+            )
