@@ -34,7 +34,12 @@ from optuna_fleet.wire import channel as channels
 from optuna_fleet.wire.channel import HELLO, Channel, connect
 from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.messages import TrainerReady
-from optuna_fleet.wire.node_messages import AgentJoining, ProcessId, TrainerExited
+from optuna_fleet.wire.node_messages import (
+    AgentJoining,
+    ConnectionEnded,
+    ProcessId,
+    TrainerExited,
+)
 from optuna_fleet.wire.tls import Certificate, make_certificate
 
 SECRET = b"s" * 32
@@ -632,6 +637,16 @@ def test_a_message_that_was_tampered_with_cuts_its_sender_off(
     assert "tampered" in record.getMessage()
     with pytest.raises((EOFError, OSError)):
         peers.trainer.receive()
+
+
+def test_a_message_that_only_another_version_knows_cuts_its_sender_off(
+    peers: Peers, said: list[logging.LogRecord]
+) -> None:
+    peers.agent.post_bytes(b"coptuna_fleet.wire.messages\nNewerThanThis\n.")
+    (ended,) = peers.collect(1)
+    assert ended == ConnectionEnded(agent=AGENT)
+    (record,) = said
+    assert "has another version of optuna_fleet" in record.getMessage()
 
 
 def test_a_stranger_is_logged_by_who_waits_for_messages(said: list[logging.LogRecord]) -> None:

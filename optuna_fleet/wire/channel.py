@@ -38,6 +38,8 @@ _LENGTH = struct.Struct("!Q")
 _HEAD_BYTES = _LENGTH.size + _PROOF_BYTES
 _MAX_BYTES = 4 << 30
 _JOINED_BYTES = 1 << 16  # larger ones are not copied
+_UNKNOWN = (AttributeError, ImportError, TypeError, ValueError, pickle.UnpicklingError)
+"""What unpickling raises for what other versions know."""
 
 
 class Channel:
@@ -128,10 +130,17 @@ class Channel:
 
         Raises:
             EOFError: The peer is gone.
-            ConnectionAbortedError: What arrived is not what the peer sent.
+            ConnectionAbortedError: What arrived is not what the peer sent, or is not known here.
             OSError: The connection broke.
         """
-        return pickle.loads(self.receive_bytes())
+        data = self.receive_bytes()
+        try:
+            return pickle.loads(data)
+        except _UNKNOWN as error:
+            raise ConnectionAbortedError(
+                f"A message of the control channel can't be read ({error}): its sender has "
+                "another version of optuna_fleet, or of Python. The connection was cut."
+            ) from error
 
     def receive_bytes(self) -> memoryview:
         """Return what was sent by `post_bytes`, waiting for it; it raises as `receive` does."""
