@@ -155,12 +155,14 @@ def leave_group() -> None:
         return
     if dist.get_backend() == "gloo":
         _leave_aside()
-        return
-    try:
-        dist.destroy_process_group()
-    except Exception:
-        _logger.debug("The process group could not be shut down; forgetting it.", exc_info=True)
-        _abort_group()
+    else:
+        try:
+            dist.destroy_process_group()
+        except Exception:
+            _logger.debug("The process group could not be shut down: forget it.", exc_info=True)
+            _abort_group()
+    if ignite := sys.modules.get("ignite.distributed"):  # or it would go by the old group's size
+        ignite.sync()
 
 
 def can_leave_alone(device_kind: str) -> bool:

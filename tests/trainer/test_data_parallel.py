@@ -371,3 +371,14 @@ def test_to_device_copies_containers() -> None:
     assert moved["x"].is_meta
     assert moved["y"][0].is_meta
     assert moved["y"][1] == "label"
+
+
+@pytest.mark.filterwarnings("ignore:Local rank information")
+def test_ignite_goes_by_the_present_group() -> None:
+    idist = pytest.importorskip("ignite.distributed")
+    spec = GroupSpec(rank=0, world_size=1, prefix="ignite", store_host="", store_port=None)
+    for _ in range(2):
+        groups.join_group(spec, "gloo", timeout_s=5)
+        assert idist.model_name() == "native-dist"
+        groups.leave_group()
+        assert idist.model_name() == "serial"
