@@ -308,6 +308,9 @@ def test_ragged_samples_come_one_by_one():
         RuntimeError, match=r"equal size.*give SharedPipeline\(collate_fn=\.\.\.\)"
     ):
         cut_batch([(chunk, 0, 2)], None)
+    unlike = view([{"image": 1, "box": 2}, {"image": 3}])
+    with pytest.raises(KeyError, match=r"'box'.*give SharedPipeline\(collate_fn=\.\.\.\)"):
+        cut_batch([(unlike, 0, 2)], None)
 
 
 def test_dense_and_object_chunks_make_one_batch():

@@ -148,8 +148,8 @@ def _collated(samples: list[Any], collate: Callable[[list[Any]], Any] | None) ->
         return collate(samples)
     try:
         return default_collate(samples)
-    except (TypeError, RuntimeError) as error:
-        if is_out_of_memory(error) or type(error) not in (TypeError, RuntimeError):
+    except (TypeError, RuntimeError, KeyError) as error:
+        if is_out_of_memory(error) or type(error) not in (TypeError, RuntimeError, KeyError):
             raise
         raise type(error)(
             f"The samples of a batch can't be put together by torch's default_collate: {error}. "
