@@ -87,6 +87,18 @@ def test_what_becomes_of_other_code_runs(page: str, inline: Any) -> None:
     assert len(study.trials) == 2
 
 
+@pytest.mark.filterwarnings("ignore:Local rank information")
+def test_the_objective_for_ignite_runs(inline: Any) -> None:
+    (code,) = (b for b in blocks(ROOT / "docs" / "integrations.md") if "evaluator.run" in b)
+    engine, metrics = map(pytest.importorskip, ("ignite.engine", "ignite.metrics"))
+    names = {**vars(engine), "Accuracy": metrics.Accuracy, "F": F, "build": build}
+    exec(code, names)
+    study = optuna.create_study(direction="maximize")
+    fleet = inline(optuna_fleet.SharedPipeline(train=Noise(41), val=Noise(20)))
+    study.optimize(names["objective"], n_trials=1, executor=fleet)
+    assert 0 <= study.best_value <= 1
+
+
 def test_every_page_is_in_the_sites_navigation() -> None:
     listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(listed) == sorted(page.name for page in PAGES[1:])
