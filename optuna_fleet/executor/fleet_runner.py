@@ -88,7 +88,7 @@ class FleetRunner:
         return Controller(self._options.policy, profiles=runtime.profiles, run_ids=runtime.run_ids)
 
     def _started(self, preload: bool) -> Runtime:
-        if self._runtime is None:
+        if self._runtime is None or not self._runtime.is_ours:
             options = self._options
             self._runtime = Runtime(
                 self._engine,
@@ -102,7 +102,7 @@ class FleetRunner:
                 self._network,
                 preload=preload or options.pipeline is not None,
             )
-            self._finalizer = weakref.finalize(self, self._runtime.close_if_owner)
+            self._finalizer = weakref.finalize(self, self._runtime.close)
             for name in options.pipeline.left_whole() if options.pipeline else ():
                 compat.fleet_logger.info(_LEFT_WHOLE.format(name=name))
         return self._runtime

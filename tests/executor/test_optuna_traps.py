@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import multiprocessing
 import os
 import pickle
 import signal
@@ -349,6 +350,21 @@ def test_an_executor_serves_one_call_at_a_time(fleet: Any) -> None:
     assert not other.trials
     other.optimize(unit, n_trials=1, executor=fleet)
     assert states(other) == [COMPLETE]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_an_executor_starts_processes_of_its_own_in_a_fork(log: io.StringIO) -> None:
+    study = optuna.create_study()
+    with FleetExecutor(devices=1) as executor:
+        study.optimize(unit, n_trials=1, executor=executor)
+        fork = multiprocessing.get_context("fork").Process
+        child = fork(target=executor.optimize, args=(study, unit, 1))
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        study.optimize(unit, n_trials=1, executor=executor)
+    assert states(study) == 2 * [COMPLETE]
+    assert "lost" not in log.getvalue()  # the agent of this process
 
 
 def test_an_executor_is_not_closed_in_a_call(fleet: Any) -> None:

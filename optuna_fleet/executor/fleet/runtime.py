@@ -381,18 +381,19 @@ class Runtime:
         self._wait_until(have_answered, _REPORT_LIMIT_S)
         return self.last_stats if self._reports.are_there else None
 
-    def close_if_owner(self) -> None:
-        """`close`, unless this is a fork of the process that started the fleet."""
-        if os.getpid() == self._owner:
-            self.close()
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that started the fleet, and no fork of it."""
+        return os.getpid() == self._owner
 
     def close(self) -> None:
-        """End every process and remove what is ours."""
-        self.allocator.close()
-        self.agents.close()
-        self._transfer_server.close()
-        self._setups.close()
-        self._remove_private_folder()
+        """End every process and remove what is ours; in a fork of ours nothing is."""
+        if self.is_ours:
+            self.allocator.close()
+            self.agents.close()
+            self._transfer_server.close()
+            self._setups.close()
+            self._remove_private_folder()
 
     def _remove_private_folder(self) -> None:
         if not self._keeps_checkpoints:
