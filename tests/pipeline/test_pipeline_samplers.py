@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_datasets import Augmented, Counted
+from pipeline_datasets import COUNTS, SWITCH, Augmented, Counted
 from pipeline_harness import Forked, serving
 from torch.utils.data import (
     BatchSampler,
@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from optuna_fleet.exceptions import FleetConfigError, PreprocessingError
 from optuna_fleet.pipeline import SharedPipeline
+from optuna_fleet.pipeline.preprocessor import order_file
 from optuna_fleet.pipeline.preprocessor.order_file import OrderFile
 
 N = 50
@@ -422,6 +423,26 @@ def test_orders_of_many_epochs_take_bounded_memory():
     for epoch in range(20):
         orders.read(epoch, 0, 1, lambda: np.arange(n))
     assert os.fstat(orders._fd).st_blocks * 512 <= (64 << 20) + (1 << 16)
+
+
+class CountingSampler(Sampler):
+    def __len__(self):
+        return N
+
+    def __iter__(self):
+        COUNTS[SWITCH] += 1
+        return iter(range(N))
+
+
+def test_orders_are_not_drawn_again_for_each_chunk_where_few_of_them_are_kept(monkeypatch):
+    monkeypatch.setattr(order_file, "MOST_BYTES", 0)  # two are: epochs 0 and 2 share a place
+    pipeline = SharedPipeline(train=Counted(N), sampler=CountingSampler())
+    with serving(pipeline, num_preprocessors=1) as agent:
+        before = COUNTS[SWITCH]
+        epochs = [agent.client().read("train", epoch=epoch, batch_size=10) for epoch in (0, 2, 4)]
+        for one, *others in zip(*epochs, strict=True):
+            assert all(torch.equal(one.data[1], other.data[1]) for other in others)
+        assert COUNTS[SWITCH] - before == len(epochs)
 
 
 # -- many samples at once -------------------------------------------------------------------------

@@ -30,8 +30,11 @@ from optuna_fleet.wire import packing
 MAX_SUBSTITUTES = 16
 """Where samples that raise are skipped: after this many in a row something else is wrong."""
 
-_BLOCK = 1024
-"""Positions of an order that are looked up at once."""
+_BLOCK = 1 << 16
+"""Positions of an order that are looked up at once: it may have to be drawn again for that."""
+
+_MOST_BLOCKS = 16
+"""Of so many this process knows the positions: one for each epoch that is being made, usually."""
 
 WORTH = 2.0
 """The decoded store is used where preparing takes this many times as long as loading."""
@@ -77,8 +80,7 @@ class Samples:
         self._splits: dict[str, SplitDataset | None] = {}
         self.audit = Audit()
         self.version = 0
-        self._block: tuple[str, int, int] | None = None  # data set, epoch and begin of the next
-        self._places: Any = ()
+        self._blocks: dict[tuple[str, int, int], Any] = {}  # by data set, epoch, begin
         self._seed_again: Callable[[], None] = lambda: None
         self.begin()
 
@@ -161,12 +163,13 @@ class Samples:
             return position
         # A window of an endless stream has each sample once only if its order repeats.
         epoch = 0 if self._spec.rolls(spec.name) else epoch
-        begin = position - position % _BLOCK
-        if self._block != (spec.name, epoch, begin):
+        block = spec.name, epoch, (begin := position - position % _BLOCK)
+        if block not in self._blocks:
             with reported(f"Drawing the order of an epoch of data set {spec.name!r}"):
-                self._places = self._ordered(spec, epoch, begin)
-            self._block = (spec.name, epoch, begin)
-        return int(self._places[position - begin])
+                self._blocks[block] = self._ordered(spec, epoch, begin)
+            if len(self._blocks) > _MOST_BLOCKS:
+                del self._blocks[next(iter(self._blocks))]
+        return int(self._blocks[block][position - begin])
 
     def _ordered(self, spec: DatasetSpec, epoch: int, begin: int) -> Any:
         source = self._sources()
