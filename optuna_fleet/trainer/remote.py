@@ -7,6 +7,7 @@ from typing import Any
 
 import optuna
 
+from optuna_fleet.exceptions import TrialError
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.trainer.session import Session
 
@@ -31,6 +32,12 @@ class Remote:
         raise AttributeError(
             f"`{name}` can't be set in an objective, as the {self._target} is in another process: "
             "set it before `optimize` or in a callback."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TrialError(
+            f"The {self._target} can't be pickled or copied in an objective, as it is in another "
+            "process: do so in a callback."
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import multiprocessing
@@ -413,6 +414,9 @@ def use_the_study(trial: Any, *, store: FileSystemArtifactStore, path: Path) -> 
         study.sampler = optuna.samplers.RandomSampler()
     with pytest.raises(TrialError, match="a trial can't leave the driver"):
         study.ask()  # it would be a trial of a copy of the study
+    for save in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TrialError, match="do so in a callback"):
+            save(study)
     return 0.0
 
 
