@@ -27,7 +27,7 @@ from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.main import Trainer
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.wire.messages import RunTrial
-from optuna_fleet.wire.node_messages import OpenStore, Quit
+from optuna_fleet.wire.node_messages import KillTrainer, OpenStore, Quit
 from tests.leftovers import children
 
 
@@ -96,6 +96,21 @@ def test_a_store_that_can_not_be_started_is_started_later_and_once(
     assert "can't be started, and is tried again" in channel.send.call_args.args[0].text
     for sock in (ours, theirs):
         sock.close()
+    node._selector.close()
+
+
+def test_a_trainer_that_the_driver_kills_is_replaced_at_once_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn = mock.Mock(side_effect=[(pid, mock.Mock()) for pid in range(10)])
+    monkeypatch.setattr(Forks, "spawn", lambda self, main: spawn())
+    monkeypatch.setattr(os, "kill", lambda pid, number: node._exited(pid, -number))
+    setup = mock.Mock(stuck_s=None, silence_s=None)
+    node = agent.Agent(mock.Mock(), mock.Mock(), "agent", "127.0.0.1", setup)
+    node._start_trainer(Device(index=0, node=0, kind="cpu"))
+    for pid in range(9):
+        node._act(KillTrainer(pid=pid))
+    assert spawn.call_count == 10
     node._selector.close()
 
 

@@ -150,7 +150,8 @@ class Agent:
             case KeepObjective():
                 self._keep_objective(message)
             case KillTrainer():
-                if message.pid in self._trainers:
+                if (killed := self._trainers.get(message.pid)) is not None:
+                    self._backoff.is_ended(killed.index)
                     os.kill(message.pid, signal.SIGKILL)
             case LeaveOut():
                 self._leave_out(message.device)

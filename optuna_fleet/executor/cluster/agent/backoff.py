@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -26,6 +27,10 @@ class Backoff:
         """A process was started; it is no longer due."""
         self._born[key] = self._clock()
         self._due.pop(key, None)
+
+    def is_ended(self, key: int) -> None:
+        """A process is ended on purpose: however short its life was, that is no failure."""
+        self._born[key] = -math.inf
 
     def may_start_again(self, key: int) -> bool:
         """A process has ended: whether to start it again now, or when it is `due`."""
