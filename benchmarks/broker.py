@@ -90,7 +90,7 @@ def preprocess(control: socket.socket) -> None:
 def read(socks: list[socket.socket], num_chunks: int) -> None:
     """Be all readers, each of a whole pass."""
     for sock in socks:
-        wire.receive_first(sock)
+        wire.receive(sock)  # of the arena, which nobody here maps
         wire.send(sock, OpenPass(pass_id=1, name="train", epoch=0, start=0, continues=False))
     left = len(socks)
     with selectors.DefaultSelector() as selector:

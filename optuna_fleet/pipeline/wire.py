@@ -76,7 +76,7 @@ def receive(sock: socket.socket, flags: int = 0) -> object:
         raise EOFError from None
 
 
-def receive_first(sock: socket.socket) -> tuple[object, list[int]]:
+def peek_first(sock: socket.socket) -> tuple[object, list[int]]:
     """Returns the first message, and the descriptors with it, which the caller must close.
 
     It stays the first: `receive` takes it away.

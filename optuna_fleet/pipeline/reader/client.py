@@ -166,7 +166,7 @@ class PipelineClient:
             opened.hear(message)
 
     def _open_arena(self) -> None:
-        message, descriptors = wire.receive_first(self._sock)
+        message, descriptors = wire.peek_first(self._sock)
         assert isinstance(message, ArenaOpened)
         if len(descriptors) < message.extents.num_files:
             for descriptor in descriptors:
