@@ -16,6 +16,7 @@ import selectors
 import signal
 import socket
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -165,13 +166,15 @@ def serve(num_preprocessors: int, num_readers: int, num_chunks: int) -> None:
                 key.data(mask)
         elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
         made = server.stats().preprocessed
+    os.kill(children[0], signal.SIGKILL)
+    if os.waitpid(children[1], 0)[1]:
+        raise SystemExit("The readers failed: nothing was measured.")
     images = num_chunks * IMAGES
     print(
         f"{num_preprocessors} preprocessors, {num_readers} readers, {num_chunks} chunks of "
         f"{IMAGES} images ({made} made): {1e6 * cpu_s / num_chunks:.0f} us of the broker's CPU "
         f"per chunk, {images / cpu_s:,.0f} images/s of a core ({images / elapsed_s:,.0f} here)"
     )
-    os.kill(children[0], signal.SIGKILL)
 
 
 def _fork(main: Callable[[], None]) -> int:
@@ -179,8 +182,11 @@ def _fork(main: Callable[[], None]) -> int:
     if pid == 0:
         try:
             main()
-        finally:
             os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
     return pid
 
 
