@@ -163,6 +163,20 @@ def test_skip_connections_masks_and_token_inputs_cross_cuts():
     assert furthest(run.workers.weights(), Oracle(plan, tokens).weights(run.starts)) <= 1e-14
 
 
+@pytest.mark.parametrize("cuts", [(), (2,)])
+def test_a_first_layer_may_work_in_place_on_minibatches_of_one_batch(cuts):
+    together = torch.randn(4, 3, 6, dtype=torch.float64)
+    before = together.clone()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ReLU(inplace=True), *mlp()).double()
+    train(
+        blueprint(Flush(4), cuts, model=model),
+        num_waves=1,
+        batches=lambda worker, number: (together[number - 1], torch.ones(3, 6).double()),
+    )
+    assert torch.equal(together, before)
+
+
 class Spectrum(nn.Module):
     def forward(self, x):
         return torch.fft.fft(x).conj()  # a view, whose memory is not conjugated

@@ -57,9 +57,9 @@ class StageModule:
     ) -> tuple[Any, HeldPass]:
         """Return what goes on, or of the last stage its loss, and what to keep."""
         leaves = values if self._is_first else map_tensors(values, leaf_of)
-        # A copy, as the module may change it in place: neither a leaf nor what the stage before
-        # keeps may change.
-        given = leaves if self._is_first else map_tensors(leaves, torch.clone)
+        # A copy, as the module may change it in place: neither a leaf, nor what the stage before
+        # keeps, nor the batch, of which other minibatches are views, may change.
+        given = map_tensors(leaves, torch.clone)
         output = functional_call(self._module, dict(weights), (given,))
         if self._loss is not None:
             assert targets is not None
