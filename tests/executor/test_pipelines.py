@@ -49,6 +49,11 @@ def momentum(parameters: Any, lr: float) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=1e-3)
 
 
+def momentum_of_some(parameters: Any, lr: float) -> torch.optim.SGD:
+    """The first layer has gradients, which count for their norm, but is not trained."""
+    return momentum([*parameters][2:], lr)
+
+
 def is_right(outputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"accuracy": (outputs.argmax(1) == labels).double().mean(), "largest": outputs.max()}
 
@@ -108,7 +113,7 @@ DELAYED = {"in_flight": 3, "flush": False}
     ("make", "options", "build"),
     [
         (torch.optim.AdamW, FLUSHED, layers),
-        (momentum, FLUSHED, layers),
+        (momentum_of_some, FLUSHED, layers),
         (momentum, DELAYED, layers),
         (torch.optim.AdamW, FLUSHED, tied_layers),
     ],

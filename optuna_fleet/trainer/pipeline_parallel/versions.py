@@ -233,7 +233,8 @@ class FlushedWeights:
         if number % self._wave_size == 0:
             self._before_step(self._parameters)
             self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            for parameter in self._parameters.values():  # also what the optimizer does not have
+                parameter.grad = None
             self._stepped = number
 
     def latest(self) -> Tensors:
