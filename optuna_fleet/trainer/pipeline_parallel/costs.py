@@ -20,6 +20,7 @@ from optuna_fleet.trainer.groups import gloo_group
 from optuna_fleet.trainer.nested import map_tensors, tensors_in, to_device
 from optuna_fleet.trainer.pipeline_parallel.agreement import leaves_something
 from optuna_fleet.trainer.pipeline_parallel.passes import Loss, leaf_of
+from optuna_fleet.trainer.randomness import own_randomness
 
 _REPEATS = 3
 _NUM_BYTES = 2**20  # of a long message
@@ -60,7 +61,7 @@ def layer_costs(
     """
     costs: list[LayerCost] = []
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with own_randomness(), torch.random.fork_rng(devices), torch.enable_grad():
         values, targets = to_device(values, device), to_device(targets, device)
         for place, layer in enumerate(layers):
             own = copy.deepcopy(layer).to(device)

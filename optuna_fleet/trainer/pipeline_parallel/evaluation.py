@@ -31,6 +31,8 @@ class Evaluation:
     def __init__(self, metric: Metric, device: torch.device) -> None:
         self._metric = metric
         self._device = device
+        # Of layers that draw when they are evaluated; alike on all ranks, and another each time.
+        self._seed = int(torch.randint(2**31, (), device="cpu"))
         self._sums: dict[str, float] = {}
         self._num_batches = 0
 
@@ -39,7 +41,7 @@ class Evaluation:
         number, self._num_batches = self._num_batches, self._num_batches + 1
         if number % placed.num_workers != placed.address.worker:
             return
-        with placed.naming_errors():
+        with placed.naming_errors(), placed.noise.of(self._seed, number):
             if placed.is_first:
                 values = to_device(inputs, self._device)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.func import functional_call
 
 from optuna_fleet.trainer.nested import map_tensors, tensors_in
 from optuna_fleet.trainer.pipeline_parallel.messages import Targets, Tensors
+from optuna_fleet.trainer.randomness import own_randomness
 
 Loss = Callable[[Any, Any], Tensor]
 """From a model's output and a minibatch's targets to a scalar."""
@@ -106,9 +108,9 @@ def _floating(values: Any) -> tuple[Tensor, ...]:
 
 
 class Noise:
-    """Seeds each layer's forward pass from (seed, minibatch, layer).
+    """Seeds each layer's forward pass from (seed, minibatch, layer): all generators.
 
-    The generators are then what they were, as objectives draw from them too.
+    These are then what they were, as objectives draw from them too, and those of ranks are alike.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Noise:
     ) -> None:
         self._device = device
         self._seed = seed
-        self._minibatch: int | None = None
+        self._minibatch: tuple[int, ...] | None = None
         places: dict[nn.Module, deque[int]] = {}
         for place, layer in layers.items():  # a module may be several of the layers
             places.setdefault(layer, deque()).append(place)
@@ -131,10 +133,11 @@ class Noise:
             handle.remove()
 
     @contextmanager
-    def of(self, minibatch: int) -> Iterator[None]:
-        """The forward pass of a minibatch, counted over the whole training."""
+    def of(self, *minibatch: int) -> Iterator[None]:
+        """The forward pass of a minibatch, counted over the whole training or an evaluation."""
         devices = [] if self._device.type == "cpu" else [self._device]
-        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+        forked = torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
+        with own_randomness(), forked:
             self._minibatch = minibatch
             try:
                 yield
@@ -144,9 +147,11 @@ class Noise:
     def _begin(self, places: deque[int]) -> None:
         if self._minibatch is None:
             return
-        sequence = np.random.SeedSequence(self._seed, spawn_key=(self._minibatch, places[0]))
+        sequence = np.random.SeedSequence(self._seed, spawn_key=(*self._minibatch, places[0]))
         places.rotate(-1)
-        seed = int(sequence.generate_state(1, np.uint64)[0])
+        seed, of_python, of_numpy = map(int, sequence.generate_state(3, np.uint64))
+        random.seed(of_python)
+        np.random.seed(of_numpy % 2**32)
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
             torch.cuda.manual_seed(seed)

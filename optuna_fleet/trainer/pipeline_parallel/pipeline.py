@@ -274,14 +274,15 @@ class Pipeline:
         """
         self.flush()
         modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
         evaluation = Evaluation(metric or self._loss, self._parts.device)
         try:
             with torch.no_grad():
                 for inputs, targets in batches:
                     self._parts.session.check()
                     self._parts.shares.begin("pipeline.evaluate")
-                    evaluation.add(self._place(inputs, targets).placed, inputs, targets)
+                    placed = self._place(inputs, targets).placed  # measured as it trains
+                    self._model.eval()
+                    evaluation.add(placed, inputs, targets)
         finally:
             for module, mode in modes:
                 module.training = mode
