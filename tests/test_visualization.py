@@ -365,6 +365,15 @@ def test_other_formats_and_empty_studies_can_be_saved(tmp_path, ending):
     assert os.path.getsize(path) > 1000
 
 
+def test_names_are_no_formulas(tmp_path):
+    study = optuna.create_study(study_name=r"from $1 to $\x")
+    add_trial(study, flight([0, 1], 0, 10))
+    add_stays(study, (0, "$a", 0, 10), (1, r"$\b$", 0, 10))
+    save_timeline(study, tmp_path / "names.svg")
+    text = (tmp_path / "names.svg").read_text()
+    assert all(f"<!-- {label}" in text for label in (r"from $1 to $\x: ", "$a  0 ", r"$\b$  1 "))
+
+
 def test_without_matplotlib_the_error_says_what_to_install(study, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):

@@ -79,7 +79,8 @@ def save_bars(
     figure = Figure(figsize=(_WIDTH_PX / _DPI, height_px / _DPI), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     axes = _empty_axes(figure, height_px, left_px)
-    axes.set_title(style.title_of(bars, name), loc="left", y=1.0, pad=20, fontsize=9)
+    title = style.title_of(bars, name)
+    axes.set_title(title, loc="left", y=1.0, pad=20, fontsize=9, parse_math=False)
     if bars:
         _draw(axes, bars, order, stays, lane)
     else:
@@ -115,6 +116,7 @@ def _draw(
     axes.set_yticks(
         [*range(0, len(rows), every), *[lane.centre] * has_lane],
         labels=[*labels_of(order[::every]), *[style.LANE_LABEL] * has_lane],
+        parse_math=False,
     )
     handles = [*_draw_stays(axes, stays, rows), *_draw_bars(axes, bars, rows)]
     for height in borders(order):
