@@ -41,7 +41,7 @@ def flight(devices, start, end, *, rnd=1, ending="returned"):
     }
 
 
-def add_trial(study, *flights, state=TrialState.COMPLETE, params=None):
+def add_trial(study, *flights, state=TrialState.COMPLETE, params=None, began=0):
     params = params or {"lr": 0.1}
     study.add_trial(
         optuna.create_trial(
@@ -55,7 +55,8 @@ def add_trial(study, *flights, state=TrialState.COMPLETE, params=None):
     )
     number = len(study.trials) - 1
     records = [{"trial": number, **record} for record in flights]
-    compat.set_study_record(study, FLIGHTS_KEY.format(began=START, index=number), records)
+    key = FLIGHTS_KEY.format(began=START + began, index=number)
+    compat.set_study_record(study, key, records)
 
 
 @pytest.fixture
@@ -398,7 +399,7 @@ def test_it_is_there_after_import_optuna_fleet_alone():
 # -- nodes ---------------------------------------------------------------------------------------
 
 
-def add_stays(study, *stays):
+def add_stays(study, *stays, began=0):
     """Of devices: (device, node, start, end)."""
     spans = [
         DeviceSpan(
@@ -411,7 +412,7 @@ def add_stays(study, *stays):
         for device, node, start, end in stays
     ]
     records = [dataclasses.asdict(span) for span in spans]
-    compat.set_study_record(study, DEVICES_KEY.format(began=START, index=0), records)
+    compat.set_study_record(study, DEVICES_KEY.format(began=START + began, index=0), records)
 
 
 @pytest.fixture
@@ -433,6 +434,15 @@ def test_bars_know_their_nodes(on_nodes):
     assert nodes[(0, 1, 0)] == nodes[(0, 1, 1)] == "a"
     assert nodes[(1, 1, 4)] == "b"
     assert nodes[(1, 3, 1)] == "b"
+
+
+def test_devices_of_drivers_that_run_at_once_are_told_apart():
+    study = optuna.create_study()
+    for began, node in ((0, "a"), (5, "b")):
+        add_stays(study, (0, node, began, 40), (1, node, began, 40), began=began)
+        add_trial(study, flight([0], began, began + 1), began=began)
+        add_trial(study, flight([1], 10 + began, 30), began=began)
+    assert [(b.number, b.node) for b in bars_of(study)] == [(0, "a"), (2, "b"), (1, "a"), (3, "b")]
 
 
 def test_rows_are_grouped_by_node_and_say_which(on_nodes):

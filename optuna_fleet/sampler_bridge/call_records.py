@@ -89,6 +89,6 @@ def calls_of(study: optuna.Study) -> list[CallState]:
                 ),
             }
         )
-        for record in compat.study_records(study, CALL_PREFIX)
+        for record in compat.study_records(study, CALL_PREFIX).values()
     ]
     return sorted(calls, key=lambda call: call.began)

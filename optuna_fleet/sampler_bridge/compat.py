@@ -219,10 +219,10 @@ def try_study_record(study: optuna.Study, key: str, value: Any) -> bool:
     return True
 
 
-def study_records(study: optuna.Study, prefix: str) -> list[Any]:
-    """Our records of the study whose keys begin like this."""
+def study_records(study: optuna.Study, prefix: str) -> dict[str, Any]:
+    """Our records of the study whose keys begin like this, by what follows in their keys."""
     records = study._storage.get_study_system_attrs(study._study_id)
-    return [value for key, value in records.items() if key.startswith(prefix)]
+    return {key[len(prefix) :]: value for key, value in records.items() if key.startswith(prefix)}
 
 
 def tell(

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from typing import Any, TypeAlias
 
 import optuna
@@ -129,10 +128,11 @@ class DeviceSpan:
 
 
 def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
-    """The recorded flights of each trial by its number, in order; the fields are `Flight`'s."""
+    """Each trial's flights by its number, in order: `Flight`'s fields, and in which `call`."""
     flights: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    records = chain.from_iterable(compat.study_records(study, FLIGHTS_PREFIX))
-    for record in sorted(records, key=lambda record: record["start"]):
+    records = compat.study_records(study, FLIGHTS_PREFIX).items()
+    flown = ({**record, "call": key.partition(":")[0]} for key, few in records for record in few)
+    for record in sorted(flown, key=lambda record: record["start"]):
         flights[record["trial"]].append(record)
     return flights
 
@@ -140,8 +140,8 @@ def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
 def device_spans_of(study: optuna.Study, began: float | None = None) -> list[DeviceSpan]:
     """When which device was there, as recorded, by start; in the call that `began` then."""
     prefix = DEVICES_PREFIX if began is None else f"{DEVICES_PREFIX}{began:.3f}:"
-    records = chain.from_iterable(compat.study_records(study, prefix))
-    return sorted((DeviceSpan(**record) for record in records), key=lambda span: span.start)
+    records = compat.study_records(study, prefix).values()
+    return sorted((DeviceSpan(**r) for few in records for r in few), key=lambda span: span.start)
 
 
 class Ledger:

@@ -99,7 +99,8 @@ def _first(
 
     None from the queue, several of which may be the first to suggest something.
     """
-    records = {record["first"]: record["names"] for record in compat.study_records(study, _SPACE)}
+    stored = compat.study_records(study, _SPACE).values()
+    records = {record["first"]: record["names"] for record in stored}
     for trial in trials:
         names = records.get(trial.number, ())
         has_ended = trial.state in (TrialState.COMPLETE, TrialState.PRUNED)

@@ -113,7 +113,7 @@ def _bars_of_trial(
     trial: FrozenTrial,
     records: Sequence[Mapping[str, Any]],
     zero: float,
-    node_at: Callable[[int, float], str],
+    node_at: Callable[[str, int, float], str],
 ) -> Iterator[Bar]:
     for flight, record in enumerate(records, start=1):
         for device in record["devices"]:
@@ -123,7 +123,7 @@ def _bars_of_trial(
                 values=tuple(trial.values or ()),
                 params=tuple(trial.params.items()),
                 device=device,
-                node=node_at(device, record["start"]),
+                node=node_at(record["call"], device, record["start"]),
                 devices=tuple(record["devices"]),
                 start_s=record["start"] - zero,
                 end_s=max(record["start"], record["end"]) - zero,  # a clock may be set back

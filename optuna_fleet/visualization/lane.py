@@ -74,7 +74,8 @@ class Lane:
 def lane_of(study: optuna.Study, num_devices: int) -> Lane:
     """The lane of a study; without spans if none are recorded."""
     zero = first_start(study)
-    spans = [PipelineSpan(**record) for record in compat.study_records(study, PIPELINE_PREFIX)]
+    records = compat.study_records(study, PIPELINE_PREFIX).values()
+    spans = [PipelineSpan(**record) for record in records]
     moved = (
         replace(span, start=max(0.0, span.start - zero), end=max(0.0, span.end - zero))
         for span in spans

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import optuna
 
-from optuna_fleet.sampler_bridge.ledger import DeviceSpan, device_spans_of
+from optuna_fleet.sampler_bridge import compat
+from optuna_fleet.sampler_bridge.ledger import DEVICES_PREFIX, DeviceSpan, device_spans_of
 
 _LONGEST_NAME = 24
 
@@ -30,14 +31,20 @@ class Stay:
     end_s: float
 
 
-def node_of(study: optuna.Study) -> Callable[[int, float], str]:
-    """From a device and seconds since the epoch to its node's name; "" if there is only one."""
-    spans = _spans_by_device(study)
+def node_of(study: optuna.Study) -> Callable[[str, int, float], str]:
+    """From a call, a device and seconds since the epoch to its node's name; "" if there is one."""
+    stays: dict[tuple[str, int], list[tuple[float, str]]] = defaultdict(list)
+    for key, records in compat.study_records(study, DEVICES_PREFIX).items():
+        for record in records:  # a number is a device of its call: drivers may run at once
+            stay = record["start"], record["node"]
+            stays[key.partition(":")[0], record["device"]].append(stay)
+    if len({node for own in stays.values() for _, node in own}) < 2:
+        return lambda call, device, time_s: ""
 
-    def at(device: int, time_s: float) -> str:
-        of_device = spans.get(device, [])
-        before = [span for span in of_device if span.start <= time_s] or of_device[:1]
-        return before[-1].node if before else ""
+    def at(call: str, device: int, time_s: float) -> str:
+        of_device = sorted(stays.get((call, device), []))
+        before = [stay for stay in of_device if stay[0] <= time_s] or of_device[:1]
+        return before[-1][1] if before else ""
 
     return at
 

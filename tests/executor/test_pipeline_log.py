@@ -145,7 +145,7 @@ def test_a_sweep_leaves_its_pipelines_work_in_summary_study_and_timeline() -> No
             assert 0.0 < use.reading_s <= 2 * use.active_s
             assert use.num_preprocessors <= 1.0
             assert "queues were" in str(fleet.summary)
-            spans = compat.study_records(study, PIPELINE_PREFIX)
+            spans = compat.study_records(study, PIPELINE_PREFIX).values()
             assert spans
             assert all(0.0 <= span[share] <= 1.0 for span in spans for share in SHARES)
             names = {trace.name for trace in plot_timeline(study).data}
