@@ -458,6 +458,14 @@ def test_what_can_not_be_is_told_of(
         flown(three, objective, Leg((0,)))
 
 
+@pytest.mark.parametrize(("max_steps", "reports"), [(2, [0]), (7, [0, 1])])  # an epoch has 6
+def test_an_epoch_that_is_cut_short_is_reported_as_one(
+    three: Any, tmp_path: Path, max_steps: int, reports: list[int]
+) -> None:
+    trial = flown(three, objective_of("classifier", tmp_path, max_steps=max_steps), Leg((0,)))
+    assert list(trial.intermediate_values) == reports
+
+
 def test_plain_optuna_is_told_of() -> None:
     with pytest.raises(FleetConfigError, match="given a `FixedTrial`"):
         FleetTrainer(optuna.trial.FixedTrial({}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import optuna
@@ -48,7 +49,7 @@ class PruningCallback(TrainerCallback):
             return
         by_steps = getattr(args.eval_strategy, "value", args.eval_strategy) == "steps"
         assert metrics is not None
-        step = state.global_step if by_steps else round(state.epoch) - 1
+        step = state.global_step if by_steps else math.ceil(state.epoch) - 1
         self._trial.report(metrics[self._monitor], step)
         if self._trial.should_prune():
             raise optuna.TrialPruned(f"Trial was pruned at step {step}.")
