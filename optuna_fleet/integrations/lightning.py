@@ -129,6 +129,9 @@ class FleetStrategy(Strategy):
     def setup(self, trainer: Trainer) -> None:
         """Prepare all that trains; in a resumed trial it is restored."""
         super().setup(trainer)
+        follower = _Follower(self._trial, trainer.max_epochs)
+        callbacks = _callbacks_of(trainer)
+        callbacks[:] = [follower, *(c for c in callbacks if not isinstance(c, _Follower))]
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if trainer.max_epochs is None or trainer.max_epochs < 1:
@@ -137,9 +140,6 @@ class FleetStrategy(Strategy):
                 "long a trial can get: give a number >= 1. Callbacks may end it earlier."
             )
         trainer.num_sanity_val_steps = 0  # it would read data outside of the trial's epochs
-        follower = _Follower(self._trial, trainer.max_epochs)
-        callbacks = _callbacks_of(trainer)
-        callbacks[:] = [follower, *(c for c in callbacks if not isinstance(c, _Follower))]
         parts: list[Any] = [self.lightning_module, *self.optimizers][1 if self._has_model else 0 :]
         self._has_model = True
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
@@ -197,12 +197,13 @@ class FleetStrategy(Strategy):
 class _Follower(Callback):
     """Goes through the trial's epochs as Lightning goes through its own."""
 
-    def __init__(self, trial: FleetTrial, num_epochs: int) -> None:
+    def __init__(self, trial: FleetTrial, num_epochs: int | None) -> None:
         self._trial = trial
         self._num_epochs = num_epochs
         self._epochs: Iterator[int] = iter(())
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._num_epochs is not None  # see `FleetStrategy.setup`
         self._epochs = self._trial.epochs(self._num_epochs)
         pl_module.log = _Log(self._trial, pl_module)  # type: ignore[method-assign]
 
@@ -213,6 +214,9 @@ class _Follower(Callback):
         assert epoch == trainer.current_epoch
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._merge(trainer)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._merge(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -296,12 +300,32 @@ class _Progress:
             if (state := callback.state_dict())
         }
         metrics = {name: value.cpu() for name, value in self._trainer.callback_metrics.items()}
-        return {"loops": loops, "callbacks": callbacks, "metrics": metrics}
+        checkpoint: dict[str, Any] = {}
+        for callback in self._with_hooks():
+            checkpoint = checkpoint or {"state_dict": self._trainer.lightning_module.state_dict()}
+            callback.on_save_checkpoint(self._trainer, self._trainer.lightning_module, checkpoint)
+        return {
+            "loops": loops,
+            "callbacks": callbacks,
+            "metrics": metrics,
+            "checkpoint": checkpoint,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `state_dict`."""
-        self._trainer.fit_loop.load_state_dict(state["loops"])
+        fit_loop = self._trainer.fit_loop
+        fit_loop.load_state_dict(state["loops"])
+        # With `max_steps` Lightning would take the epoch that comes for the one that is done.
+        fit_loop._restarting = fit_loop.epoch_loop.restarting = False
         for callback in _callbacks_of(self._trainer):
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
+        for callback in self._with_hooks():
+            module = self._trainer.lightning_module
+            callback.on_load_checkpoint(self._trainer, module, state["checkpoint"])
         self._trainer.callback_metrics.update(state["metrics"])
+
+    def _with_hooks(self) -> list[Callback]:
+        """Callbacks that put something into checkpoints themselves, as averages of weights."""
+        plain = Callback.on_save_checkpoint
+        return [c for c in _callbacks_of(self._trainer) if type(c).on_save_checkpoint is not plain]

@@ -192,6 +192,51 @@ def test_what_some_devices_could_not_log_is_to_be_logged_on_fewer(three: Any) ->
     assert set(limits) == {1}
 
 
+def test_epochs_after_a_move_are_trained_with_max_steps_too(three: Any) -> None:
+    def objective(trial: Any) -> float:
+        trainer = pl.Trainer(
+            **QUIET, max_epochs=EPOCHS, max_steps=8, strategy=FleetStrategy(trial)
+        )
+        trainer.fit(model := Classifier(), trial.batches("train", BATCH_SIZE))
+        trial.set_user_attr("steps", trainer.global_step)
+        return sum(float(each.abs().sum()) for each in model.parameters())
+
+    alone = flown(three, objective, Leg((0,)))
+    moved = flown(three, objective, Leg((0, 1), 1), Leg((2,)))
+    assert alone.user_attrs["steps"] == moved.user_attrs["steps"] == 8
+    assert moved.value == close_to(alone.value)
+
+
+class WithTest(Classifier):
+    def test_step(self, batch: Any, index: int) -> None:
+        self.log("tested", self.loss(batch))
+
+
+def test_a_test_is_that_of_all_devices(three: Any) -> None:
+    def objective(trial: Any) -> float:
+        trial.prepare(model := WithTest())
+        trainer = pl.Trainer(**QUIET, strategy=FleetStrategy(trial))
+        return trainer.test(model, trial.batches("val", BATCH_SIZE), verbose=False)[0]["tested"]
+
+    alone, wide = (flown(three, objective, Leg(devices)) for devices in [(0,), (0, 1, 2)])
+    assert wide.value == close_to(alone.value)
+
+
+def test_averages_of_weights_move_along(three: Any) -> None:
+    def objective(trial: Any) -> float:
+        trainer = pl.Trainer(
+            **QUIET,
+            max_epochs=EPOCHS,
+            strategy=FleetStrategy(trial),
+            callbacks=[pl.callbacks.EMAWeightAveraging(decay=0.9)],
+        )
+        trainer.fit(model := Classifier(), trial.batches("train", BATCH_SIZE))
+        return sum(float(each.abs().sum()) for each in model.parameters())
+
+    alone = flown(three, objective, Leg((0,)))
+    assert flown(three, objective, Leg((0, 1), 1), Leg((2,))).value == close_to(alone.value)
+
+
 @pytest.mark.parametrize("max_epochs", [-1, 0])
 def test_a_trial_must_have_an_end(three: Any, max_epochs: int) -> None:
     def objective(trial: Any) -> None:
