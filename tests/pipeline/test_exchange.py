@@ -99,6 +99,18 @@ def test_little_memory_does_not_make_nodes_wait_for_each_other(memory_bytes):
         assert read_everywhere(found, range(2), (7, 16)) == [[order_of(0), order_of(1)]] * 4
 
 
+def test_what_the_decoded_store_leaves_does_not_make_nodes_wait_for_each_other():
+    data = SharedPipeline(
+        train=Counted(N),
+        seed=3,
+        prepare=lambda sample: (sample[0].repeat(8), sample[1]),
+        augment=lambda sample: sample,
+        decoded_bytes=70_000,  # of 80_000
+    )
+    with nodes(data, 2, patience_s=LONG_S, memory_bytes=80_000) as found:
+        assert read_everywhere(found, range(3), (7, 16)) == [[order_of(e) for e in range(3)]] * 4
+
+
 def test_a_sample_that_raises_is_an_error_on_every_node():
     with nodes(SharedPipeline(train=Raising(64), shuffled=[]), 2, patience_s=LONG_S) as found:
         for node in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from optuna_fleet.pipeline.exchange.peers import Peers
 from optuna_fleet.pipeline.exchange.plan import Peer
 from optuna_fleet.pipeline.messages import ProduceChunk
+from optuna_fleet.pipeline.server.allocator import Space
 from optuna_fleet.pipeline.server.workers import PreprocessorPool
 from optuna_fleet.pipeline.spec import ChunkKey
 
@@ -12,16 +13,16 @@ NUM_FETCHERS = 4
 """Chunks that are asked of other nodes at a time; who waits for one is no preprocessor."""
 
 FETCHED_SHARE = 1 / 8
-"""Part of the budget that these may take: the rest is for what others wait for."""
+"""Part of the memory for chunks that these may take: the rest is for what others wait for."""
 
 
 class Fetching:
     """Orders chunks from other nodes; those that do not come are to be made here."""
 
-    def __init__(self, peers: Peers | None, pool: PreprocessorPool, memory_bytes: int) -> None:
+    def __init__(self, peers: Peers | None, pool: PreprocessorPool, space: Space) -> None:
         self._peers = peers
         self._pool = pool
-        self._most_bytes = FETCHED_SHARE * memory_bytes
+        self._space = space
         self._flying: dict[ChunkKey, ProduceChunk] = {}
         self._failed: set[ChunkKey] = set()
 
@@ -39,6 +40,10 @@ class Fetching:
         if self._peers is None or not (self._peers.share() and self._pool.has_room()):
             return False
         return sum(work.max_bytes for work in self._flying.values()) < self._most_bytes
+
+    @property
+    def _most_bytes(self) -> float:
+        return FETCHED_SHARE * self._space.border  # the decoded store has what is beyond
 
     def give(self, work: ProduceChunk) -> None:
         """Has a chunk asked for."""

@@ -115,7 +115,7 @@ class Production:
         self.pool, fetchers = new_pool(limit=setup.num_preprocessors), new_pool(limit=NUM_FETCHERS)
         self.pools = [self.pool, fetchers]
         self._peers = peers
-        self._fetching = Fetching(peers, fetchers, budgets.memory_bytes)
+        self._fetching = Fetching(peers, fetchers, self._space)
         self._staffing = Staffing(setup.num_preprocessors, is_adaptive=setup.is_adaptive)
         self._meter = Meter(clock())
         self._looked_s = float("-inf")
