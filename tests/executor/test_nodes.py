@@ -122,6 +122,23 @@ def test_a_node_that_freezes_is_lost_and_its_processes_end_when_it_thaws(
         assert not any(map(_runs, frozen))
 
 
+def test_ctrl_c_at_an_agent_ends_it_and_fails_no_trial(
+    nursery: Nursery, undisturbed: list[Any], tmp_path: Path
+) -> None:
+    with joined(nursery, tmp_path / "join", "b") as here:
+
+        def interrupt(number: int, epoch: int) -> None:
+            if epoch == 2 and "a" not in here.agents:
+                here.start("a")  # where its trials go on
+                agent = here.agents["b"].pid
+                reached = [pid for pid in _tree(agent) if os.getpgid(pid) == os.getpgid(agent)]
+                for pid in reversed(reached):
+                    os.kill(pid, signal.SIGINT)
+
+        assert_allclose(sweep(here.fleet, interrupt), undisturbed, rtol=1e-10)
+        assert here.agents["b"].wait() == 1
+
+
 def test_nodes_may_join_a_sweep_that_waits_and_one_that_runs(
     nursery: Nursery, undisturbed: list[Any], tmp_path: Path
 ) -> None:

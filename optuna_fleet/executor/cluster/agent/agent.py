@@ -86,7 +86,7 @@ class Agent:
         self._setup = setup
         self._notice_s = notice_s
         self._selector = selectors.DefaultSelector()
-        self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._channel.close)
+        self._forks = Forks(self._selector, on_exit=self._exited, in_child=self._in_child)
         self._trainers: dict[int, Device] = {}
         self._left_out: set[int] = set()
         self._backoff = Backoff()
@@ -215,6 +215,12 @@ class Agent:
             self._report_now_and_then()
 
     # -- children ---------------------------------------------------------------------------------
+
+    def _in_child(self) -> None:
+        """In a child, first of all: a Ctrl-C at the agent's terminal would fail its trial."""
+        if self._notice_s is not None:
+            os.setpgrp()
+        self._channel.close()
 
     def _close_inherited(self) -> None:
         """In a child: an evicted chunk's memory is only freed once no process has it open."""

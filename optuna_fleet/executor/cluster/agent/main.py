@@ -171,6 +171,8 @@ def main() -> None:
         problem = "" if options.is_child else f"the driver is gone: {str(error) or 'it hung up'}"
     except (FleetConfigError, ProtocolError) as error:
         problem = str(error)
+    except KeyboardInterrupt:
+        problem = "interrupted"
     if problem:
         print(f"optuna-fleet agent: {problem}", file=sys.stderr)
     if options.is_child and not problem:
