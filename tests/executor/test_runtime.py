@@ -73,6 +73,7 @@ from optuna_fleet.wire.node_messages import (
     LeaveOut,
     NodeLeaving,
     NodeLost,
+    NoticeGiven,
     ObjectiveKept,
     OpenStore,
     PipelineReport,
@@ -596,6 +597,19 @@ def test_a_node_that_will_leave_is_told_of_once_and_not_long_before(
     (lost,) = die(runtime, KILLED)
     runtime.device_events(*lost.exits)
     assert trainer_ready(runtime) == [DeviceJoined(device=device)]
+
+
+def test_the_notice_of_an_agent_that_ends_early_is_none_of_the_next_of_its_name(
+    runtime: Runtime, engine: FakeEngine
+) -> None:
+    hear(runtime, NoticeGiven(agent="1st", in_s=NOTICE_S + 20.0))
+    assert min(runtime.agents.waits_s()) <= 20.0
+    hear(runtime, ConnectionEnded(agent="1st"))
+    runtime.agents.nodes._clock = lambda: time.monotonic() + CAUSE_LIMIT_S
+    assert [type(message) for message in hear(runtime)] == [NodeLost]
+    engine.departures.clear()  # as one that does not know agents
+    join(runtime, "2nd")
+    assert min(runtime.agents.waits_s()) > 20.0  # that of its start
 
 
 def test_a_call_is_told_at_its_beginning_of_all_devices_that_have_served(

@@ -299,7 +299,8 @@ class Agents:
             self._engine.want(nodes)
 
     def forget(self, node: Node) -> None:
-        """A node has left: nothing more is heard of it."""
+        """A node has left: nothing more is heard of it, and its notice is none of the next."""
+        self._notices.pop(node.name, None)
         self._connections.give_up(node.agent)
         self.nodes.leave(node)
         self.startup.forget_trainers(node.agent)
