@@ -151,6 +151,21 @@ def test_messages_pass_both_ways(either: Welcomed) -> None:
     theirs.close()
 
 
+def test_who_waits_for_a_machine_that_has_vanished_is_told_within_half_a_minute(
+    either: Welcomed,
+) -> None:
+    mine, theirs = either.pair()
+    with socket.socket(fileno=os.dup(mine.fileno())) as sock:
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle_s, every_s, number = (
+            sock.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+    assert idle_s + number * every_s <= 30
+    mine.close()
+    theirs.close()
+
+
 def test_a_wrong_secret_is_refused_on_both_ends(either: Welcomed) -> None:
     with pytest.raises(ProtocolError, match="different sweeps"):
         connect(replace(either.invitation, secret=b"x" * 32))

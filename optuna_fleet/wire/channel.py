@@ -32,6 +32,7 @@ NONCE_BYTES = 32
 HANDSHAKE_LIMIT_S = 10.0
 
 _RETRY_S = 0.1
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 _HASH_BYTES = 32
 _PROOF_BYTES = 16
 _LENGTH = struct.Struct("!Q")
@@ -276,7 +277,9 @@ def _enter(host: str, port: int, invitation: Invitation) -> Channel:
     limit_s = HANDSHAKE_LIMIT_S / len(invitation.addresses)
     sock = socket.create_connection((host, port), timeout=limit_s)
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its machine may vanish
+        for option, value in ((socket.TCP_NODELAY, 1), *_KEEPALIVE):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.settimeout(HANDSHAKE_LIMIT_S)
         if invitation.fingerprint is not None:
             sock = connect_tls(sock, invitation.fingerprint)
