@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import operator
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -124,7 +125,15 @@ class RayEngine(AsksScheduler):
             is_replaced = name in self._actors
             if error := end.exception():
                 cause = f"its Ray actor died: {str(error).splitlines()[-1].strip()}"
-                self.news.tell(Departure(node=name, cause=cause, is_replaced=is_replaced))
+                could_not = isinstance(error, self._ray.exceptions.RayTaskError)
+                self.news.tell(
+                    Departure(
+                        node=name,
+                        cause=cause,
+                        exit_code=None if could_not else -signal.SIGKILL,  # with its actor
+                        is_replaced=is_replaced,
+                    )
+                )
             else:
                 self.news.tell(agent_ended(name, end.result(), is_replaced=is_replaced))
 
