@@ -151,7 +151,7 @@ def test_messages_pass_both_ways(either: Welcomed) -> None:
     theirs.close()
 
 
-def test_who_waits_for_a_machine_that_has_vanished_is_told_within_half_a_minute(
+def test_who_waits_for_a_machine_that_has_vanished_is_told_in_five_minutes(
     either: Welcomed,
 ) -> None:
     mine, theirs = either.pair()
@@ -161,7 +161,7 @@ def test_who_waits_for_a_machine_that_has_vanished_is_told_within_half_a_minute(
             sock.getsockopt(socket.IPPROTO_TCP, option)
             for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         )
-    assert idle_s + number * every_s <= 30
+    assert idle_s + number * every_s == 300
     mine.close()
     theirs.close()
 

@@ -32,7 +32,9 @@ NONCE_BYTES = 32
 HANDSHAKE_LIMIT_S = 10.0
 
 _RETRY_S = 0.1
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+# A machine that has vanished is found out in five minutes. Not much sooner: a trainer, which says
+# something now and then only, is to outlive what passes in the network.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 30), (socket.TCP_KEEPCNT, 8))
 _HASH_BYTES = 32
 _PROOF_BYTES = 16
 _LENGTH = struct.Struct("!Q")

@@ -125,15 +125,10 @@ class RayEngine(AsksScheduler):
             is_replaced = name in self._actors
             if error := end.exception():
                 cause = f"its Ray actor died: {str(error).splitlines()[-1].strip()}"
-                could_not = isinstance(error, self._ray.exceptions.RayTaskError)
-                self.news.tell(
-                    Departure(
-                        node=name,
-                        cause=cause,
-                        exit_code=None if could_not else -signal.SIGKILL,  # with its actor
-                        is_replaced=is_replaced,
-                    )
-                )
+                did_not_die = isinstance(error, self._ray.exceptions.RayTaskError)
+                code = None if did_not_die else -signal.SIGKILL  # an agent dies with its actor
+                gone = Departure(node=name, cause=cause, exit_code=code, is_replaced=is_replaced)
+                self.news.tell(gone)
             else:
                 self.news.tell(agent_ended(name, end.result(), is_replaced=is_replaced))
 
