@@ -37,6 +37,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.trainer.states import TrainerFn
+    from torchmetrics import Metric
 except ImportError as error:
     raise ImportError(f"{error}; please: pip install 'optuna-fleet[lightning]'") from None
 
@@ -201,6 +202,7 @@ class _Follower(Callback):
         self._trial = trial
         self._num_epochs = num_epochs
         self._epochs: Iterator[int] = iter(())
+        self._metrics: list[tuple[Any, dict[str, Any], int]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._num_epochs is not None  # see `FleetStrategy.setup`
@@ -212,6 +214,18 @@ class _Follower(Callback):
         # ends Lightning's loop.
         epoch = next(self._epochs)
         assert epoch == trainer.current_epoch
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._trial.shard_size == 0:  # metrics must not count the stand-in
+            metrics: Any = [m for m in pl_module.modules() if isinstance(m, Metric)]
+            self._metrics = [(m, m._copy_state_dict(), m._update_count) for m in metrics]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for metric, state, count in self._metrics:
+            vars(metric).update(state, _update_count=count, _computed=None)
+        self._metrics = []
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._merge(trainer)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optuna_integration import PyTorchLightningPruningCallback
+from torchmetrics.classification import MulticlassAccuracy
 
 from optuna_fleet import SharedPipeline
 from optuna_fleet.events import WidthLimited
@@ -235,6 +236,27 @@ def test_averages_of_weights_move_along(three: Any) -> None:
 
     alone = flown(three, objective, Leg((0,)))
     assert flown(three, objective, Leg((0, 1), 1), Leg((2,))).value == close_to(alone.value)
+
+
+class Counting(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = MulticlassAccuracy(3, average="micro")
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.right(self.layers(batch[0]), batch[1])
+        self.log("right", self.right, on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+
+def test_metrics_count_no_stand_ins(three: Any) -> None:
+    def objective(trial: Any) -> float:
+        trainer = pl.Trainer(**QUIET, max_epochs=1, strategy=FleetStrategy(trial))
+        trainer.fit(Counting(), trial.batches("train", BATCH_SIZE))
+        return trainer.callback_metrics["right"].item()
+
+    alone, wide = (flown(three, objective, Leg(devices)) for devices in [(0,), (0, 1, 2)])
+    assert wide.value == alone.value
 
 
 @pytest.mark.parametrize("max_epochs", [-1, 0])
