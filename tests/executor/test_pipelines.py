@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable
@@ -162,6 +163,38 @@ def test_a_model_that_fits_on_each_device_is_on_each_where_that_is_faster(
         assert found["noise"] == expected["noise"]
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
         assert found["found"] == pytest.approx(expected["found"], rel=1e-12)
+
+
+def repeats_a_layer() -> nn.Sequential:
+    again = nn.Linear(36, 36)
+    return nn.Sequential(nn.Flatten(), again, nn.Tanh(), again, nn.Linear(36, 3)).double()
+
+
+def is_as_plain(trial: Any) -> float:
+    """The largest difference from a plain loop over the same batch."""
+    model, images, labels = (
+        repeats_a_layer(),
+        torch.randn(8, 1, 6, 6).double(),
+        torch.arange(8) % 3,
+    )
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, plain)]
+    pipeline = trial.pipeline(model, optimizers[0], F.cross_entropy, max_grad_norm=0.1)
+    for _ in range(3):
+        pipeline.step(images, labels)
+        plain.zero_grad()
+        F.cross_entropy(plain(images), labels).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizers[1].step()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max(float((some - other).detach().abs().max()) for some, other in pairs)
+
+
+def test_a_module_that_is_several_layers_trains_as_in_a_plain_loop() -> None:
+    study = optuna.create_study()
+    with FleetExecutor(cluster="inline") as fleet:
+        study.optimize(is_as_plain, n_trials=1, executor=fleet)
+    assert study.best_value < 1e-9
 
 
 class Centred(nn.Module):

@@ -27,10 +27,16 @@ class Shared:
 
 
 def shared_parameters(model: nn.Sequential) -> list[Shared]:
-    """Those of a model, in the order in which the layers come to them."""
+    """Those of a model, in the order in which the layers come to them.
+
+    A module that is in several layers has one gradient, and counts for the first of them.
+    """
     found: dict[int, Shared] = {}
+    seen: set[nn.Module] = set()
     for place, layer in enumerate(model):
-        for parameter in layer.parameters():
+        new = [module for module in layer.modules() if module not in seen]
+        seen.update(new)
+        for parameter in {p: None for module in new for p in module.parameters(recurse=False)}:
             known = found.setdefault(id(parameter), Shared(parameter, ()))
             found[id(parameter)] = Shared(parameter, (*known.layers, place))
     return [one for one in found.values() if len(one.layers) > 1]
