@@ -150,8 +150,8 @@ class Agent:
             case KeepObjective():
                 self._keep_objective(message)
             case KillTrainer():
-                if (killed := self._trainers.get(message.pid)) is not None:
-                    self._backoff.is_ended(killed.index)
+                if (device := self._trainers.get(message.pid)) is not None:
+                    self._backoff.killed(device.index)
                     os.kill(message.pid, signal.SIGKILL)
             case LeaveOut():
                 self._leave_out(message.device)

@@ -28,8 +28,8 @@ class Backoff:
         self._born[key] = self._clock()
         self._due.pop(key, None)
 
-    def is_ended(self, key: int) -> None:
-        """A process is ended on purpose: however short its life was, that is no failure."""
+    def killed(self, key: int) -> None:
+        """A process was killed on purpose: however short its life was, that is no failure."""
         self._born[key] = -math.inf
 
     def may_start_again(self, key: int) -> bool:
