@@ -371,6 +371,7 @@ def test_a_fork_that_outlives_the_owner_keeps_nothing_alive() -> None:
             if heir == 0:
                 signal.pause()
             theirs.send((heir, server, *children_of(server)))
+            theirs.recv()  # they are watched
             os._exit(0)  # as if it were killed
 
     owner = multiprocessing.get_context("fork").Process(target=own)
@@ -378,6 +379,7 @@ def test_a_fork_that_outlives_the_owner_keeps_nothing_alive() -> None:
     heir, *pids = ours.recv()
     try:
         with watched(*pids) as wait:
+            ours.send(None)
             wait()
     finally:
         for pid in (heir, *pids):
