@@ -125,6 +125,9 @@ def test_a_ray_that_was_there_stays(ray_nodes: RayNodes) -> None:
     try:
         with Hub(RayEngine(RayCluster(), AGENT[1:], "cpu")) as hub:
             hub.wait_for(lambda: len(hub.nodes()) == 2)
+        elsewhere = RayEngine(RayCluster(address="10.0.0.9:1"), AGENT[1:], "cpu")
+        with pytest.raises(LaunchError, match=rf"connected to {ray_nodes.address}, not to 10"):
+            Hub(elsewhere).__enter__()
         assert ray.is_initialized()
     finally:
         ray.shutdown()

@@ -110,6 +110,12 @@ class RayEngine(AsksScheduler):
                 f"Ray can't be used at {address=}: {error} Start it with `ray start --head`, or "
                 "leave out the address: it starts here then."
             ) from error
+        there = getattr(self._ray.get_runtime_context(), "gcs_address", address)
+        if not self._is_ours and address not in (None, "auto", there):
+            raise LaunchError(
+                f"Ray is connected to {there}, not to {address}, which RayCluster was given: "
+                "leave out the address, or call ray.shutdown() before."
+            )
         has_gpus = self._cluster.gpus_per_node or self._ray.cluster_resources().get("GPU")
         self._on_gpus = (self._device_type or ("cuda" if has_gpus else "cpu")) == "cuda"
         self._place()
