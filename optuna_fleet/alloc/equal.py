@@ -40,14 +40,22 @@ class EqualSplitAllocator:
         share = problem.num_devices // len(candidates)
         targets = {c.number: self._share(c, share) for c in candidates}
         left = problem.num_devices - sum(targets.values())
-        for candidate in candidates:
-            target = targets[candidate.number]
-            extra = left if self.published else max(1, candidate.min_devices - target)
-            wider = min(target + min(extra, left), candidate.widest)
-            if wider >= candidate.min_devices:
-                left -= wider - target
-                targets[candidate.number] = wider
+        was_left = None
+        while left and left != was_left:  # one pass is not enough where some are at their widest
+            was_left = left
+            for candidate in candidates:
+                left -= self._widen(candidate, targets, left)
         return targets
+
+    def _widen(self, candidate: Candidate, targets: Widths, left: int) -> int:
+        """Give a trial some of what is left over; return how many."""
+        target = targets[candidate.number]
+        extra = left if self.published else max(1, candidate.min_devices - target)
+        wider = min(target + min(extra, left), candidate.widest)
+        if wider < candidate.min_devices:
+            return 0
+        targets[candidate.number] = wider
+        return wider - target
 
     def _share(self, candidate: Candidate, share: int) -> int:
         enough = (

@@ -304,7 +304,7 @@ def _waiting(problem):
     [
         (False, 1, 8, {0: 3, 1: 3, 2: 2}),
         (False, 1, 2, {0: 1, 1: 1}),
-        (False, 2, 5, {0: 2, 1: 2}),
+        (False, 2, 5, {0: 3, 1: 2}),
         (True, 1, 8, {0: 4, 1: 2, 2: 2}),
         (True, 1, 3, {0: 3}),
     ],
@@ -313,6 +313,21 @@ def test_equal_split_by_hand(published, least, devices, expected):
     trials = [trial(n, min_devices=least) for n in range(3)]
     allocator = EqualSplitAllocator(published=published)
     plan = allocator.allocate(problem_of(*trials, devices=devices))
+    assert counts(plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ([{"max_devices": 1}, {}], {0: 1, 1: 7}),
+        ([{}, {"max_devices": 2}, {"max_devices": 1}], {0: 5, 1: 2, 2: 1}),
+        ([{"min_devices": 3}] * 3, {0: 4, 1: 4}),
+    ],
+)
+def test_equal_split_leaves_no_device_that_somebody_may_have(limits, expected):
+    rates = tuple(float(m) for m in range(1, 9))
+    trials = [trial(n, rates, **limit) for n, limit in enumerate(limits)]
+    plan = EqualSplitAllocator().allocate(problem_of(*trials, devices=8))
     assert counts(plan) == expected
 
 
