@@ -112,10 +112,7 @@ class RayEngine(AsksScheduler):
             ) from error
         there = getattr(self._ray.get_runtime_context(), "gcs_address", address)
         if not self._is_ours and address not in (None, "auto", there):
-            raise LaunchError(
-                f"Ray is connected to {there}, not to {address}, which RayCluster was given: "
-                "leave out the address, or call ray.shutdown() before."
-            )
+            raise LaunchError(f"Ray is connected to {there}, not to {address}: leave that out.")
         has_gpus = self._cluster.gpus_per_node or self._ray.cluster_resources().get("GPU")
         self._on_gpus = (self._device_type or ("cuda" if has_gpus else "cpu")) == "cuda"
         self._place()
@@ -181,19 +178,17 @@ class RayEngine(AsksScheduler):
 
     def _share(self, node: Mapping[str, float]) -> tuple[int, int]:
         """CPUs and GPUs that an actor reserves of what a node has; of nothing, the least."""
-        cluster = self._cluster
         cpus, gpus = (max(1, int(node.get(name, 0))) for name in ("CPU", "GPU"))
         if self._on_gpus:
-            return cluster.cpus_per_node or 0, cluster.gpus_per_node or gpus
-        return cluster.cpus_per_node or cpus, 0
+            return self._cluster.cpus_per_node or 0, self._cluster.gpus_per_node or gpus
+        return self._cluster.cpus_per_node or cpus, 0
 
     def _fits(self, node: Mapping[str, Any]) -> bool:
         there = (node["Resources"].get(name, 0) for name in ("CPU", "GPU"))
         return all(map(operator.ge, there, self._share({})))
 
     def _actor(self, share: tuple[int, int], **options: Any) -> Any:
-        made = self._ray.remote(Placed)
-        return made.options(num_cpus=share[0], num_gpus=share[1], **options).remote()
+        return self._ray.remote(num_cpus=share[0], num_gpus=share[1], **options)(Placed).remote()
 
     def _leave(self) -> None:
         if self._ray.is_initialized():
