@@ -158,6 +158,14 @@ def test_pilots_that_end_at_once_time_and_again_are_hopeless() -> None:
     assert pilots.are_hopeless
 
 
+def test_submissions_that_are_refused_are_no_pilots_that_end_at_once() -> None:
+    pilots = pilots_of(most=2)
+    for now in range(8):
+        pilots.refused(float(now))
+    pilots.see([waiting("1"), ended("2", "FAILED")], 1000.0)
+    assert not pilots.are_hopeless
+
+
 def test_one_that_lasts_shows_that_there_is_hope() -> None:
     pilots = pilots_of()
     pilots.see([running("0")], 0.0)

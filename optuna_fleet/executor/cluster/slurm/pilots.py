@@ -62,6 +62,7 @@ class Pilots:
     _failed: set[str] = field(default_factory=set)
     _first_seen: dict[str, float] = field(default_factory=dict)
     _num_failures: int = 0
+    _num_refusals: int = 0
     _next_submission: float = 0.0
     _dropped: set[str] = field(default_factory=set)
     _surplus_since: float | None = None
@@ -101,15 +102,16 @@ class Pilots:
         }
         failed = {job.number for job in jobs if job.state in _FAILED}
         if any(now - first >= _LASTING_S for first in self._first_seen.values()):
-            self._num_failures = 0
+            self._num_failures = self._num_refusals = 0
         elif failed - self._failed:
+            self._num_failures += 1
             self.refused(now)
         self._failed = failed
 
     @property
     def are_hopeless(self) -> bool:
         """Whether pilot after pilot has failed at once."""
-        return len(self._failed) > 0 and self._num_failures >= _MOST_FAILURES
+        return self._num_failures >= _MOST_FAILURES
 
     def name_of(self, job: Job) -> str:
         """What the agent of a running pilot calls its node."""
@@ -172,8 +174,8 @@ class Pilots:
 
     def refused(self, now: float) -> None:
         """A submission, or a pilot at its beginning, has failed: the next one is tried later."""
-        pause_s = min(_FIRST_PAUSE_S * 2**self._num_failures, _LONGEST_PAUSE_S)
-        self._num_failures += 1
+        pause_s = min(_FIRST_PAUSE_S * 2**self._num_refusals, _LONGEST_PAUSE_S)
+        self._num_refusals += 1
         self._next_submission = now + pause_s
 
 
