@@ -184,12 +184,14 @@ class NodeLost:
         exits: The trainers that were there.
         devices: The node's devices.
         is_replaced: Another agent is started there: its devices come back.
+        had_store: It kept the store where the ranks of a trial find each other.
     """
 
     text: str
     exits: tuple[TrainerExited, ...]
     devices: tuple[int, ...]
     is_replaced: bool
+    had_store: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

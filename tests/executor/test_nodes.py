@@ -38,10 +38,14 @@ class AtReport(optuna.pruners.BasePruner):
         return False
 
 
-def sweep(fleet: Any, act: Callable[[int, int], None] = lambda number, epoch: None) -> list[Any]:
-    """All losses of a sweep of two trials."""
+def sweep(
+    fleet: Any,
+    act: Callable[[int, int], None] = lambda number, epoch: None,
+    num_trials: int = 2,
+) -> list[Any]:
+    """All losses of a sweep."""
     study = optuna.create_study(pruner=AtReport(act))
-    study.optimize(train, n_trials=2, executor=fleet)
+    study.optimize(train, n_trials=num_trials, executor=fleet)
     return [trial.user_attrs["losses"] for trial in study.trials]
 
 
@@ -120,6 +124,33 @@ def test_a_node_that_freezes_is_lost_and_its_processes_end_when_it_thaws(
         assert first.wait() == 1
         assert len(frozen) > 1
         assert not any(map(_runs, frozen))
+
+
+def test_ranks_do_not_look_for_each_other_on_a_node_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+    nursery: Nursery,
+    undisturbed: list[Any],
+    log: io.StringIO,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(agents, "LEASE_S", 6.0)
+    frozen: list[int] = []
+    with joined(nursery, tmp_path / "join", "a") as here:
+
+        def freeze_first(number: int, epoch: int) -> None:
+            if epoch == 0:
+                here.start("b")
+            elif epoch == 2:
+                frozen.extend(_tree(here.agents["a"].pid))
+                for pid in frozen:
+                    os.kill(pid, signal.SIGSTOP)
+
+        here.fleet.script = {0: [Leg((0,), 1), Leg((2,), 3), Leg((2, 3)), Leg((2, 3))]}
+        assert_allclose(sweep(here.fleet, freeze_first, 1), undisturbed[:1], rtol=1e-10)
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+    words = "the node where its ranks look for each other was lost. It is run again from its last"
+    assert words in log.getvalue()
 
 
 def test_ctrl_c_at_an_agent_ends_it_and_fails_no_trial(

@@ -77,6 +77,7 @@ class Receiver:
 
     def _take_of_run(self, run: RunRecord, message: Any) -> list[Event]:  # noqa: C901 - one arm each
         parts, number = self._parts, run.launch.number
+        run.has_met |= isinstance(message, RankCall | DataRequested | Trained)
         match message:
             case RankCall() | Remark():
                 return self._called(run, message)
@@ -223,6 +224,18 @@ class Receiver:
             news += self._change_fleet([DeviceGone(device=device) for device in message.devices])
         for exited in message.exits:  # at once: nothing is placed where all is dead
             news += self._trainer_changed(exited, is_with_node=True)
+        return news + (self._store_lost() if message.had_store else [])
+
+    def _store_lost(self) -> list[Event]:
+        """Those that look for each other there may do so for ever: it need not refuse them."""
+        news: list[Event] = []
+        for run_id, run in self._runs.items():
+            is_joining = not run.has_met and self._parts.watchdog.may_be_joining(run_id)
+            if is_joining and len(run.launch.devices) > 1:
+                run.causes.append("the node where its ranks look for each other was lost")
+                for device in run.remaining():
+                    self._runtime.kill(device)
+                    news.append(DeviceLost(device=device, with_node=True))
         return news
 
     def _lost(self, run: RunRecord, device: int, cause: str) -> list[Event]:

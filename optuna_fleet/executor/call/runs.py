@@ -81,6 +81,7 @@ class RunRecord:
         stop_line: Where it leaves its devices within an epoch.
         stays: The ranks that do not leave, but wait there.
         is_movable: It reads batches between which it can move: its ranks may outlive others.
+        has_met: Its ranks have found each other: one has said something since.
         has_died: A trainer has died before its rank had ended, and not because we have killed it.
     """
 
@@ -98,6 +99,7 @@ class RunRecord:
     stop_line: StopLine = field(default_factory=StopLine)
     stays: tuple[int, ...] = ()
     is_movable: bool = False
+    has_met: bool = False
     has_died: bool = False
 
     def outcome(self) -> tuple[Any, BaseException | None]:

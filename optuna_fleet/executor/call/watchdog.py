@@ -123,6 +123,10 @@ class Watchdog:
             run.progressed = now
         run.counts[heartbeat.rank] = count
 
+    def may_be_joining(self, run_id: int) -> bool:
+        """Whether all that its ranks have told is that they look for each other, if anything."""
+        return run_id in self._runs and _may_be_joining(self._runs[run_id])
+
     def waits_s(self) -> list[float]:
         """Seconds until the next `check`, if there is anything to check."""
         waits = [self._due - self._clock()] if self._due < math.inf else []
@@ -184,7 +188,7 @@ class Watchdog:
                 run_id=launch.run_id,
                 after_s=limits.hang_s,
                 where=where,
-                is_rendezvous=all(_is_joining(run.heartbeats.get(rank)) for rank in run.heard),
+                is_rendezvous=_may_be_joining(run),
             )
         return None
 
@@ -208,8 +212,9 @@ class Watchdog:
         return self._flown_s.get(run.launch.number, 0.0) + self._clock() - run.launched
 
 
-def _is_joining(heartbeat: Heartbeat | None) -> bool:
-    return heartbeat is None or heartbeat.phase is Phase.JOINING
+def _may_be_joining(run: _Watched) -> bool:
+    heartbeats = (run.heartbeats.get(rank) for rank in run.heard)
+    return all(one is None or one.phase is Phase.JOINING for one in heartbeats)
 
 
 def _parted(run: _Watched) -> TrialError | None:

@@ -35,10 +35,12 @@ class Rendezvous:
         """It is no use: the next who wants one asks again."""
         self.store = self._asked = None
 
-    def node_lost(self, agent: str) -> None:
-        """An agent is gone, and what it has kept."""
-        if self._asked == agent:
-            self.void()
+    def node_lost(self, agent: str) -> bool:
+        """An agent is gone, and what it has kept; return whether that was the store."""
+        if self._asked != agent:
+            return False
+        self.void()
+        return True
 
     def ready(self, store: StoreReady) -> None:
         """It is open."""

@@ -166,7 +166,6 @@ class Runtime:
             if process.agent == node.agent:
                 yield from self.connections.last_words(process)
         self.agents.forget(node)
-        self.rendezvous.node_lost(node.agent)
         self.sharing.left(node.agent)
         dead = self.trainers.node_lost(node.agent)
         self.trainers.have_served.difference_update(device.index for device in node.devices)
@@ -179,6 +178,7 @@ class Runtime:
             exits=tuple(TrainerExited(device=d, process=p, cause=cause) for d, p in dead.items()),
             devices=tuple(device.index for device in node.devices),
             is_replaced=is_replaced,
+            had_store=self.rendezvous.node_lost(node.agent),
         )
 
     # -- trainers ---------------------------------------------------------------------------------
