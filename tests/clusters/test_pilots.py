@@ -119,7 +119,8 @@ def test_pilots_that_share_a_node_are_told_apart() -> None:
 
 def test_a_lost_node_is_given_back_unless_its_pilot_begins_anew() -> None:
     pilots = pilots_of()
-    pilots.see([running("1", end=100.0), running("2", end=100.0)], 0.0)
+    for now in (-1.0, 0.0):
+        pilots.see([running("1", end=100.0), running("2", end=100.0)], now)
     pilots.lose(["node1", "node2"])
     pilots.see([running("1", end=100.0), running("2", end=150.0)], 1.0)
     assert pilots.to_cancel(1.0) == ["1"]
@@ -127,7 +128,8 @@ def test_a_lost_node_is_given_back_unless_its_pilot_begins_anew() -> None:
 
 def test_a_pilot_without_a_time_limit_that_has_begun_anew_is_not_lost() -> None:
     pilots = pilots_of()
-    pilots.see([running("1")], 0.0)
+    for now in (-1.0, 0.0):
+        pilots.see([running("1")], now)
     pilots.lose(["node1"])
     pilots.see([waiting("1")], 1.0)
     pilots.see([running("1")], 2.0)

@@ -58,6 +58,7 @@ class Pilots:
     waiting: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
     ending: list[Job] = field(default_factory=list)
+    _staying: set[Job] = field(default_factory=set)  # those that run, and did at the look before
     _lost: set[Job] = field(default_factory=set)
     _failed: set[str] = field(default_factory=set)
     _first_seen: dict[str, float] = field(default_factory=dict)
@@ -75,7 +76,8 @@ class Pilots:
         self.ending = [
             before[job.number] for job in jobs if job.state in _ENDING and job.number in before
         ]
-        self._lost.intersection_update(self.running)
+        self._staying = set(before.values()).intersection(self.running)
+        self._lost.intersection_update(self._staying)
         self._count_failures(jobs, now)
         there = {self.name_of(job) for job in (*self.running, *self.ending)}
         states = {job.number: job.state for job in jobs}
@@ -118,8 +120,11 @@ class Pilots:
         return job.nodes[0] + (f".{job.number}" if self.limits.shares_nodes else "")
 
     def lose(self, nodes: Iterable[str]) -> None:
-        """These are lost: whose pilot still runs at the next look does so in vain."""
-        self._lost |= {job for job in self.running if self.name_of(job) in nodes}
+        """These were lost before the last look: whose pilot is there at the next, is so in vain.
+
+        One that the last was the first to show may have come since.
+        """
+        self._lost |= {job for job in self._staying if self.name_of(job) in nodes}
 
     # -- what to do -------------------------------------------------------------------------------
 
