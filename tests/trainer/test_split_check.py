@@ -417,6 +417,96 @@ def test_batches_of_a_class_that_is_a_mapping_are_looked_into() -> None:
     assert checked.told
 
 
+# -- models ---------------------------------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    """Less the mean of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Attending(nn.Module):
+    """Samples attend to each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.T).softmax(1) @ x
+
+
+class Tokens(nn.Module):
+    """Takes numbers for tokens."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.EmbeddingBag(3, 5, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed((x > 0).long())
+
+
+class SequenceFirst(nn.Module):
+    """Whose rows are no samples, though there are as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(1, 5, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x[..., None])[0].mean(0)
+
+
+def squares(model: nn.Module, x: Tensor, _: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def of_sequences(model: nn.Module, x: Tensor, _: Tensor) -> None:
+    model(torch.cat([x, x, x], dim=1)[:, :SIZE].T).square().mean().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("layer", [Centred, Attending, lambda: nn.BatchNorm1d(8, momentum=0.1)])
+def test_models_whose_samples_depend_on_each_other_are_found(
+    layer: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), layer(), nn.Tanh(), nn.Linear(8, 5))
+    checked = Checked(model, dtype)
+    assert checked.train(of(F.cross_entropy)) is not isinstance(model[2], nn.BatchNorm1d)
+    assert [text[:19] for text in checked.told] in ([], ["What its model give"])
+
+
+@pytest.mark.filterwarnings("ignore:Using .torch.compile", "ignore:The .grad attribute")
+@pytest.mark.parametrize(
+    ("model", "step", "found"),
+    [
+        (lambda: nn.BatchNorm1d(6, track_running_stats=False), squares, True),
+        (lambda: torch.compile(Centred(), backend="eager"), squares, True),
+        (lambda: Tokens(max_norm=0.5), squares, True),
+        (lambda: Tokens(scale_grad_by_freq=True, mode="sum"), squares, True),
+        (Tokens, squares, False),
+        (SequenceFirst, of_sequences, False),
+    ],
+    ids=["statistics", "compiled", "norms", "frequencies", "tokens", "sequences"],
+)
+def test_other_models(model: Callable[[], nn.Module], step: Any, found: bool) -> None:
+    layers = nn.Sequential(nn.Linear(6, 6), model()) if step is squares else model()
+    assert Checked(layers).train(step) is found
+
+
+@pytest.mark.parametrize(
+    ("register", "hook", "found"),
+    [
+        ("register_hook", lambda gradient: gradient.clamp(-1, 1), True),
+        ("register_hook", lambda gradient: None, False),
+        ("register_post_accumulate_grad_hook", lambda weight: None, True),
+    ],
+)
+def test_hooks_that_may_change_gradients_are_found(register: str, hook: Any, found: bool) -> None:
+    checked = Checked(network())
+    getattr(checked.model[0].weight, register)(hook)
+    assert checked.train(of(F.cross_entropy)) is found
+
+
 # -- numbers --------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ import torch
 
 def state_of(thing: Any) -> dict[str, Any]:
     """Its `state_dict`, without the ``_orig_mod`` of compiled modules in the keys."""
-    with _uncompiled(thing) as own:
+    with uncompiled(thing) as own:
         state: dict[str, Any] = own.state_dict()
     if isinstance(thing, torch.optim.swa_utils.SWALR):
         # In torch 2.4 a function, which its constructor sets and no checkpoint takes.
@@ -28,12 +28,12 @@ def state_of(thing: Any) -> dict[str, Any]:
 
 def load_state(thing: Any, state: dict[str, Any]) -> None:
     """Load what `state_of` returned, for a compiled module or one that was not."""
-    with _uncompiled(thing) as own:
+    with uncompiled(thing) as own:
         own.load_state_dict(state)
 
 
 @contextmanager
-def _uncompiled(thing: Any) -> Iterator[Any]:
+def uncompiled(thing: Any) -> Iterator[Any]:
     """`thing`, with each compiled module in it, or it itself, replaced by what was compiled."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # costs seconds to import
     if dynamo is None or not isinstance(thing, torch.nn.Module):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optuna_fleet.pipeline.machine_memory import available_bytes
+from optuna_fleet.trainer.checkpoints.states import uncompiled
 
 MOST_NUMBERS = 2**25
 """Of an output or a model that is followed whole: three copies of 256 MB in float64."""
@@ -155,14 +156,15 @@ def _places(
 
 
 def twin_of(module: torch.nn.Module, *, shares_weights: bool) -> torch.nn.Module:
-    """A copy, in eval mode, that does not tell anybody what it does."""
+    """A copy, in eval mode and not compiled, that does not tell anybody what it does."""
     memo: dict[int, Any] = {}
     if shares_weights:
         memo = {
             id(own): torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
             for own in module.parameters()
         }
-    twin = copy.deepcopy(module, memo).eval()
+    with uncompiled(module) as own:
+        twin: torch.nn.Module = copy.deepcopy(own, memo).eval()
     for part in twin.modules():
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
             hooks.clear()

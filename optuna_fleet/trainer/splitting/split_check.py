@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.splitting.cuts import MOST_NUMBERS, MixedError
+from optuna_fleet.trainer.splitting.mixing import watch_hooks, why_alone
 from optuna_fleet.trainer.splitting.tracked import tracked
 from optuna_fleet.trainer.splitting.worlds import Counterparts, Worlds
 
@@ -96,6 +98,7 @@ class SplitCheck:
         self._stopped: list[Worlds] = []  # that are still to come off their thread's stack
         self._has_compared = False
         self._is_done = False
+        self._looked_into = weakref.WeakSet[torch.nn.Module]()
 
     def hand_out(self, data: Any, size: int, last_size: int) -> None:
         """The objective is about to get a training batch."""
@@ -156,8 +159,17 @@ class SplitCheck:
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
         """See `module_hooks.Listener`."""
         self._depth -= 1
-        if self._worlds is not None:
-            self._worlds.leave(module, inputs, outputs)
+        worlds = self._worlds
+        if worlds is None:
+            return
+        is_trained = torch.is_grad_enabled() and outputs is not None and not worlds.is_over
+        if self._depth == 0 and is_trained and module not in self._looked_into:
+            self._looked_into.add(module)
+            watch_hooks(module, weakref.WeakMethod(self._tell))
+            if (why := why_alone(module, inputs, outputs, worlds.counterparts)) is not None:
+                worlds.is_over = True  # and is stopped with the step
+                self._tell(why)
+        worlds.leave(module, inputs, outputs)
 
     def size(self, number: int) -> int:
         """The number of samples of the present batch, as code that is followed should see it."""

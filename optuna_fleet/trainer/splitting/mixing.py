@@ -1,0 +1,166 @@
+"""Finds modules that can't do with a part of a batch what they do with the whole.
+
+Worlds take the outputs of a module for what it makes of each sample by itself, and gradients of
+parameters for sums over the samples. What is neither is found here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from optuna_fleet.trainer.nested import tensors_in
+from optuna_fleet.trainer.randomness import (
+    are_alike,
+    generators_now,
+    own_randomness,
+    set_generators,
+)
+from optuna_fleet.trainer.splitting.cuts import twin_of
+from optuna_fleet.trainer.splitting.tracked import plain
+
+MIXES = (
+    "What its model gives for a sample depends on the other samples that it is called with (on "
+    "their mean, say, or by attention to them), and each of several devices would have a part of "
+    "these only. So that its results do not depend on the number of devices, the trial stays on "
+    "one. BatchNorm is exact on several, unless it has track_running_stats=False."
+)
+
+HOOKS = (
+    "Hooks at the parameters of its model (`register_hook`, `register_post_accumulate_grad_hook`) "
+    "change gradients before those of several devices are put together. So that its results do "
+    "not depend on the number of devices, the trial stays on one. What they do can be done after "
+    "`loss.backward()`, to `parameter.grad`."
+)
+
+EMBEDDINGS = (
+    "Its model has an embedding with `max_norm` or `scale_grad_by_freq`, which goes by all tokens "
+    "of a batch, and each of several devices would have a part of these only. So that its results "
+    "do not depend on the number of devices, the trial stays on one."
+)
+
+_FEW = 4
+_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE = 2e-2
+
+Counterparts = Callable[[Any], Sequence[Any] | None]
+
+
+def why_alone(
+    module: torch.nn.Module, inputs: Any, outputs: Any, counterparts: Counterparts
+) -> str | None:
+    """Say why several devices could not share what a module was called with; None if they can.
+
+    Args:
+        module: It has ended a call in training.
+        inputs: Its positional arguments and those by keyword.
+        counterparts: Of these what depends on the batch has some, of other sizes in its parts.
+        outputs: What it gave.
+    """
+    if any(map(_has_late_hooks, module.parameters())):
+        return HOOKS
+    if any(map(_goes_by_all_tokens, module.modules())):
+        return EMBEDDINGS
+    try:
+        return MIXES if _mixes(module, inputs, outputs, counterparts) else None
+    except Exception:  # it can't be called so
+        return None
+
+
+def watch_hooks(module: torch.nn.Module, tell: weakref.WeakMethod[Callable[[str], Any]]) -> None:
+    """Have `tell` called with why several devices could not, if hooks change gradients."""
+    for parameter in module.parameters():
+        hooks = parameter._backward_hooks or {}
+        for key, hook in hooks.items():
+            hooks[key] = partial(_hooked, hook, tell)
+
+
+def _hooked(
+    hook: Callable[[Tensor], Tensor | None],
+    tell: weakref.WeakMethod[Callable[[str], Any]],
+    gradient: Tensor,
+) -> Tensor | None:
+    changed = hook(gradient)
+    if changed is not None and (told := tell()) is not None:
+        told(HOOKS)
+    return changed
+
+
+def _has_late_hooks(parameter: Tensor) -> bool:
+    """Whether there are some of the user's, which may do anything to ``parameter.grad``."""
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    names = [getattr(hook, "__module__", "") for hook in hooks.values()]
+    return not all(name.startswith("optuna_fleet.") for name in names)
+
+
+def _goes_by_all_tokens(module: torch.nn.Module) -> bool:
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return isinstance(module, kinds) and bool(module.max_norm or module.scale_grad_by_freq)
+
+
+@torch.no_grad()
+def _mixes(module: torch.nn.Module, inputs: Any, outputs: Any, counterparts: Counterparts) -> bool:
+    """Whether some samples give something else beside others than beside themselves again."""
+    axes = {
+        id(value): _axis_of_samples(found)
+        for value in tensors_in(inputs)
+        if (found := counterparts(value)) is not None
+    }
+    sizes = {v.shape[a] for v in tensors_in(inputs) if (a := axes.get(id(v))) is not None}
+    if not sizes:
+        return False
+    number = min(_FEW, *sizes) // 2 * 2
+    half = number // 2
+
+    def called(samples: Tensor) -> list[Tensor]:
+        def some(value: Any) -> Any:
+            axis = axes.get(id(value)) if isinstance(value, Tensor) else None
+            rows = samples.to(value.device) if axis is not None else samples
+            return plain(value) if axis is None else value.detach().index_select(axis, rows)
+
+        args, kwargs = pytree.tree_map(some, inputs)
+        return list(tensors_in(twin(*args, **kwargs)))
+
+    twin = twin_of(module, shares_weights=True)
+    before = generators_now()
+    try:
+        with own_randomness():
+            found = [called(torch.arange(number) % least) for least in (number, half)]
+        is_random = not are_alike(before, generators_now())
+    finally:
+        set_generators(before)
+    whole = list(tensors_in(outputs))
+    return not is_random and any(
+        _differ(one, other, axis, half)
+        for given, one, other in zip(whole, *found, strict=True)
+        if (axis := _only_axis(given, sizes)) is not None
+    )
+
+
+def _axis_of_samples(counterparts: Sequence[Any]) -> int | None:
+    """Along which a tensor has rows of samples: the only one that is shorter in a part."""
+    whole, part, _ = counterparts
+    lengths = enumerate(zip(whole.shape, part.shape, strict=True))
+    axes = [axis for axis, (all_, some) in lengths if all_ != some]
+    return axes[0] if len(axes) == 1 else None
+
+
+def _only_axis(output: Tensor, sizes: set[int]) -> int | None:
+    axes = [axis for axis, length in enumerate(output.shape) if length in sizes]
+    return axes[0] if len(axes) == 1 and output.is_floating_point() else None
+
+
+def _differ(one: Tensor, other: Tensor, axis: int, half: int) -> bool:
+    """Whether their first samples do."""
+    first, second = one.narrow(axis, 0, half), other.narrow(axis, 0, half)
+    largest = max(first.abs().max(), second.abs().max())
+    is_known = bool(largest.isfinite()) and first.shape == second.shape
+    return is_known and bool(
+        (first - second).abs().max() > _CLOSE.get(first.dtype, _COARSE) * largest
+    )
