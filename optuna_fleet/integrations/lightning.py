@@ -141,12 +141,16 @@ class FleetStrategy(Strategy):
                 "long a trial can get: give a number >= 1. Callbacks may end it earlier."
             )
         trainer.num_sanity_val_steps = 0  # it would read data outside of the trial's epochs
-        parts: list[Any] = [self.lightning_module, *self.optimizers][1 if self._has_model else 0 :]
-        self._has_model = True
+        is_first, self._has_model = not self._has_model, True
+        parts: list[Any] = [self.lightning_module, *self.optimizers][0 if is_first else 1 :]
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         scaler = getattr(self.precision_plugin, "scaler", None)
-        parts += [*schedulers, *([] if scaler is None else [scaler]), _Progress(trainer)]
+        progress = _Progress(trainer)
+        parts += [*schedulers, *([] if scaler is None else [scaler]), progress]
         self._trial.prepare(*parts, **self._bounds)
+        if is_first and progress.is_restored and trainer.fit_loop.done:
+            # It was done before the trial moved, in another `fit`: Lightning passes over its loop.
+            next(self._trial.epochs(trainer.max_epochs), None)
 
     # -- collectives ------------------------------------------------------------------------------
 
@@ -213,7 +217,11 @@ class _Follower(Callback):
         # The trial leaves from here if it has to move. Where it has converged, StopIteration
         # ends Lightning's loop.
         epoch = next(self._epochs)
-        assert epoch == trainer.current_epoch
+        if epoch != trainer.current_epoch:
+            raise FleetConfigError(
+                f"The Trainer begins at epoch {trainer.current_epoch}, but the trial at {epoch}: "
+                "call `fit` once for each Trainer, without `ckpt_path`. A trial resumes by itself."
+            )
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -301,6 +309,7 @@ class _Progress:
     """The state of Lightning's Trainer that is neither the model's nor the optimizers'."""
 
     def __init__(self, trainer: Trainer) -> None:
+        self.is_restored = False
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
@@ -327,6 +336,7 @@ class _Progress:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `state_dict`."""
+        self.is_restored = True
         fit_loop = self._trainer.fit_loop
         fit_loop.load_state_dict(state["loops"])
         # With `max_steps` Lightning would take the epoch that comes for the one that is done.

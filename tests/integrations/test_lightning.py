@@ -238,6 +238,29 @@ def test_averages_of_weights_move_along(three: Any) -> None:
     assert flown(three, objective, Leg((0, 1), 1), Leg((2,))).value == close_to(alone.value)
 
 
+def test_a_trial_may_fit_several_times(three: Any) -> None:
+    def objective(trial: Any) -> float:
+        model = Classifier()
+        for max_epochs in (1, 3):
+            trainer = pl.Trainer(**QUIET, max_epochs=max_epochs, strategy=FleetStrategy(trial))
+            trainer.fit(model, trial.batches("train", BATCH_SIZE))
+        return sum(float(each.abs().sum()) for each in model.parameters())
+
+    alone = flown(three, objective, Leg((0,)))
+    assert flown(three, objective, Leg((0, 1), 1), Leg((2,))).value == close_to(alone.value)
+
+
+def test_but_once_with_each_trainer(three: Any) -> None:
+    def objective(trial: Any) -> None:
+        trainer = pl.Trainer(**QUIET, max_epochs=1, strategy=FleetStrategy(trial))
+        trainer.fit(model := Classifier(), batches := trial.batches("train", BATCH_SIZE))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, batches)
+
+    with pytest.raises(FleetConfigError, match="call `fit` once for each Trainer"):
+        flown(three, objective, Leg((0,)))
+
+
 class Counting(Classifier):
     def __init__(self) -> None:
         super().__init__()
