@@ -268,6 +268,17 @@ class _Follower(Callback):
             else:
                 is_mean = result.meta.is_mean_reduction
                 result._computed = values.sum(0) / (sizes.sum(0) if is_mean else 1)
+        self._tell_again(trainer, {result.meta.dataloader_idx for result in logged.values()})
+
+    def _tell_again(self, trainer: Any, loaders: set[int | None]) -> None:
+        """Of each of several loaders Lightning has taken this rank's values, when it was read."""
+        results, connector = trainer._results, trainer._logger_connector
+        for loader in loaders - {None}:
+            results.dataloader_idx = loader
+            trainer._evaluation_loop._logged_outputs[loader] = (
+                connector.update_eval_epoch_metrics()
+            )
+            results.dataloader_idx = None
 
     def _check_logged(self, everyone: list[dict[str, Any]]) -> None:
         names = set().union(*everyone)

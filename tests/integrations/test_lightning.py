@@ -238,6 +238,23 @@ def test_averages_of_weights_move_along(three: Any) -> None:
     assert flown(three, objective, Leg((0, 1), 1), Leg((2,))).value == close_to(alone.value)
 
 
+def test_each_of_several_loaders_is_that_of_all_devices(three: Any) -> None:
+    class Several(Classifier):
+        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+            self.log("val", self.loss(batch))
+
+    def objective(trial: Any) -> float:
+        trainer = pl.Trainer(**QUIET, max_epochs=1, strategy=FleetStrategy(trial))
+        loaders = [trial.batches("val", size) for size in (BATCH_SIZE, 5)]
+        trainer.fit(model := Several(), trial.batches("train", BATCH_SIZE), loaders)
+        seen = [float(value) for value in trainer.callback_metrics.values()]
+        validated = trainer.validate(model, loaders, verbose=False)
+        return sum(seen) + sum(value for one in validated for value in one.values())
+
+    alone, wide = (flown(three, objective, Leg(devices)) for devices in [(0,), (0, 1, 2)])
+    assert wide.value == close_to(alone.value)
+
+
 def test_a_trial_may_fit_several_times(three: Any) -> None:
     def objective(trial: Any) -> float:
         model = Classifier()
