@@ -275,6 +275,7 @@ class Training:
         first = 0 if self._resuming is None else self._resuming.begin_loop()
         if first is None:
             return
+        self.moving.begin_loop()
         self._position.is_inside, self._position.num_epochs = True, num_epochs
         with self._position.counting(periods):
             for epoch in range(first, num_epochs):

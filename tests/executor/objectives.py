@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint
@@ -274,6 +275,16 @@ def folds(trial: Any) -> None:
         with torch.no_grad():
             wrong = sum(int(num_wrong(model(x), y)) for x, y in trial.batches(other, 9))
         trial.state["seen"].append(trial.sum(wrong))
+
+
+@usual
+def prunes_its_weights(trial: Any) -> None:
+    model, optimizer = prepared(trial, perceptron)
+    for num_epochs in (1, 2):
+        for _ in trial.epochs(num_epochs):
+            for images, labels in trial.batches("train", batch_size=10):
+                train_on(trial, model, optimizer, images, labels)
+        nn.utils.prune.l1_unstructured(model[1], "weight", amount=0.3)
 
 
 # -- averages of the weights ----------------------------------------------------------------------

@@ -17,9 +17,10 @@ import torch
 from optuna_fleet import Checkpoints, FleetExecutor
 from optuna_fleet.alloc.assembly import assemble
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
+from optuna_fleet.events import MoveRefused
 from optuna_fleet.policies import POLICIES, Own
 from optuna_fleet.sampler_bridge.ledger import flights_of
-from tests.fleets import small_model, small_pipeline, train_epoch
+from tests.fleets import Leg, run, small_model, small_pipeline, train_epoch
 
 
 @dataclass(frozen=True)
@@ -119,3 +120,18 @@ def test_what_is_trained_without_prepare_is_never_moved(tmp_path: Path, log: io.
     assert [trial.value for trial in study.trials] == [246.0, 246.0]
     assert [len(flights_of(study)[number]) for number in (0, 1)] == [2, 1]
     assert log.getvalue().count("without trial.prepare(model, optimizer) it stays") == 1
+
+
+def test_a_model_that_was_changed_in_the_loop_is_not_moved(fleet: Any, log: io.StringIO) -> None:
+    def objective(trial: Any) -> float:
+        model = small_model()
+        trial.prepare(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.05))
+        for epoch in trial.epochs(3):
+            if epoch == 1:
+                torch.nn.utils.parametrizations.weight_norm(model[-1])
+            train_epoch(trial, model, optimizer, [], batch_size=10)
+        return 0.0
+
+    run(fleet, objective, Leg((0,), 2), Leg((1,)))
+    assert any(isinstance(event, MoveRefused) for event in fleet.events)
+    assert "since the loop over epochs began (4.parametrizations.weight" in log.getvalue()

@@ -12,6 +12,7 @@ from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.states import (
     add_groups,
     load_state,
+    names_in,
     restore_into,
     restore_remainder,
 )
@@ -47,8 +48,11 @@ class Resuming:
         num_groups = len(state.get("param_groups", ()))
         if isinstance(thing, torch.optim.Optimizer) and len(thing.param_groups) < num_groups:
             return  # they were added later: see `_restore_all`
+        is_module = isinstance(thing, torch.nn.Module)
+        if is_module and names_in(thing) != state.keys():
+            return  # it was changed between here and the loop (pruned, say), and will be again
         # Modules copy it; optimizers keep what they get.
-        load_state(thing, state if isinstance(thing, torch.nn.Module) else copy.deepcopy(state))
+        load_state(thing, state if is_module else copy.deepcopy(state))
 
     def begin_loop(self) -> int | None:
         """A loop over epochs begins; return its first one, or None if it was done before."""

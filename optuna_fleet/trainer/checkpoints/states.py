@@ -26,6 +26,11 @@ def state_of(thing: Any) -> dict[str, Any]:
     return state
 
 
+def names_in(thing: Any) -> frozenset[str]:
+    """What a module has a state of: one that has other names can't load it."""
+    return frozenset(state_of(thing)) if isinstance(thing, torch.nn.Module) else frozenset()
+
+
 def load_state(thing: Any, state: dict[str, Any]) -> None:
     """Load what `state_of` returned, for a compiled module or one that was not."""
     with uncompiled(thing) as own:

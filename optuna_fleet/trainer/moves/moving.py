@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from optuna_fleet.events import MoveRefused
+from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.checkpoints.states import remainder_of, state_of
+from optuna_fleet.trainer.checkpoints.states import names_in, remainder_of, state_of
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import of_first_rank
 from optuna_fleet.trainer.moves.holding import Holding
@@ -44,6 +45,26 @@ class Moving:
         self._saver = parts.saver
         self._holding = holding
         self._num_fit = 0  # objects of which a checkpoint was made
+        self._names: list[frozenset[str]] = []
+
+    def begin_loop(self) -> None:
+        """Note what is in modules where the objective begins the loop."""
+        self._names = list(map(names_in, self._parts.objects))
+
+    def _check_names(self) -> None:
+        """Check that modules where the loop begins could take what they have now.
+
+        Raises:
+            FleetConfigError: One was changed within the loop.
+        """
+        for thing, then in zip(self._parts.objects, self._names, strict=False):
+            if changed := sorted(names_in(thing) ^ then):
+                raise FleetConfigError(
+                    f"Parameters or buffers of the {type(thing).__name__} were added or removed "
+                    f"since the loop over epochs began ({', '.join(changed[:3])}), which the "
+                    "model that the objective makes could not take. Change it between two loops: "
+                    "trial.epochs(5), then prune it, say, then trial.epochs(5)."
+                )
 
     def save(self, step: int | None = None) -> None:
         """Begin to write a checkpoint, if it has what is trained; called on all ranks."""
@@ -89,7 +110,12 @@ class Moving:
 
     def begin_to_save(self, stop: Stop) -> None:
         """Copy the checkpoint of where this rank has stopped; it is written meanwhile."""
-        self._saver.save(lambda: self.checkpoint_at(stop))
+
+        def checked() -> checkpoint.Checkpoint:
+            self._check_names()
+            return self.checkpoint_at(stop)
+
+        self._saver.save(checked)
 
     def _is_fit(self) -> bool:
         """Whether a checkpoint could be made; objects are copied once for that, not each time."""
@@ -97,7 +123,12 @@ class Moving:
             return False
         objects = self._parts.objects
         unknown = objects if len(objects) > self._num_fit else ()
-        is_fit = self._saver.can_copy(lambda: self._checkpoint_of(unknown, Stop()))
+
+        def some() -> checkpoint.Checkpoint:
+            self._check_names()
+            return self._checkpoint_of(unknown, Stop())
+
+        is_fit = self._saver.can_copy(some)
         if is_fit:
             self._num_fit = len(objects)
         return is_fit
