@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import random
+import types
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -182,6 +183,15 @@ def test_a_loss_made_in_the_model(weight: Tensor | None) -> None:
     assert found is (weight is not None)
 
 
+@pytest.mark.parametrize("weight", [None, pytest.param(WEIGHTS, marks=needs_keywords)])
+def test_a_loss_made_in_a_model_that_computes_in_half_precision(weight: Tensor | None) -> None:
+    model = WithLoss(weight)
+    forward = torch.autocast("cpu", torch.bfloat16)(type(model).forward)
+    model.forward = types.MethodType(forward, model)  # as Accelerate does it
+    found = Checked(model).train(lambda m, x, y: m(x, labels=y)["loss"].backward())
+    assert found is (weight is not None)
+
+
 @pytest.mark.parametrize(("says", "found"), [(lambda y: WEIGHTS[y].sum(), False), (len, True)])
 def test_what_is_said_of_the_weights_is_checked(says: Callable[..., Any], found: bool) -> None:
     checked = Checked(network())
@@ -257,6 +267,14 @@ def test_a_check_leaves_no_traces_in_the_model_nor_in_the_batch() -> None:
     random.seed(0)
     assert random.random() != random.random()  # and the next one is the second
     assert _get_current_function_mode_stack() == []
+
+
+@pytest.mark.parametrize("make", [network, lambda: WithLoss(None)])
+def test_a_copy_never_calls_the_original(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    model.forward = torch.no_grad()(model.forward)  # bound to it
+    with pytest.raises(cuts.CannotFollowError):
+        cuts.twin_of(model, shares_weights=True)
 
 
 def test_functions_of_functions_are_let_alone() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from optuna_fleet.pipeline.machine_memory import available_bytes
 from optuna_fleet.trainer.checkpoints.states import uncompiled
@@ -156,7 +158,11 @@ def _places(
 
 
 def twin_of(module: torch.nn.Module, *, shares_weights: bool) -> torch.nn.Module:
-    """A copy, in eval mode and not compiled, that does not tell anybody what it does."""
+    """A copy, in eval mode and not compiled, that does not tell anybody what it does.
+
+    Raises:
+        CannotFollowError: It would call the original.
+    """
     memo: dict[int, Any] = {}
     if shares_weights:
         memo = {
@@ -166,9 +172,29 @@ def twin_of(module: torch.nn.Module, *, shares_weights: bool) -> torch.nn.Module
     with uncompiled(module) as own:
         twin: torch.nn.Module = copy.deepcopy(own, memo).eval()
     for part in twin.modules():
+        if "forward" in vars(part) and getattr(part.forward, "__self__", None) is not part:
+            raise CannotFollowError("forward")
         for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks):
             hooks.clear()
     return twin
+
+
+class HalfPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether anything is computed in it, as under ``torch.autocast``, while this is active."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.is_found |= any(
+            isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+            for leaf in pytree.tree_leaves(result)
+        )
+        return result
 
 
 def exact(tensor: Tensor, dtype: torch.dtype) -> Tensor:

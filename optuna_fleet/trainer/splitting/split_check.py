@@ -205,6 +205,7 @@ class SplitCheck:
         self._has_compared = True
         distance, norm = _distance(losses, worlds)
         tolerance = max([_TOLERANCES[worlds.dtype], *map(_tolerance, worlds.called)])
+        tolerance = _COARSE if worlds.is_coarse else tolerance
         if not math.isfinite(norm) or norm == 0 or distance <= tolerance * norm:
             return
         # A constant may have been taken for a number of samples: then the parts are too large.
