@@ -181,6 +181,10 @@ WRONG_CALLS = (
     (lambda trial: trial.prepare(), "trial.prepare() was given nothing, but takes modules"),
     (lambda trial: trial.prepare(5), "trial.prepare() was given a `int`, but takes modules"),
     (
+        lambda trial: trial.prepare(torch.nn.LazyLinear(1)),
+        "The tensor 'weight' of LazyLinear is lazy, but must be initialised: run one batch",
+    ),
+    (
         lambda trial: trial.prepare(torch.utils.data.DataLoader([0])),
         "`load_state_dict`; batches come from trial.batches(name, batch_size=...).",
     ),

@@ -10,7 +10,12 @@ import torch
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.gradients import module_hooks
-from optuna_fleet.trainer.gradients.gradient_sync import attach, check_same, make_data_parallel
+from optuna_fleet.trainer.gradients.gradient_sync import (
+    attach,
+    check_initialised,
+    check_same,
+    make_data_parallel,
+)
 from optuna_fleet.trainer.parts import Parts
 
 _TAKES = (
@@ -44,8 +49,8 @@ class Prepared:
         """Take more of them.
 
         Raises:
-            FleetConfigError: One has no state that can be saved, or is a wrapper that trains
-                data parallel itself, or there is none.
+            FleetConfigError: One has no state that can be saved, or is lazy, or a wrapper that
+                trains data parallel itself, or there is none.
         """
         if not objects:
             raise FleetConfigError(f"trial.prepare() was given nothing, but takes {_TAKES}.")
@@ -75,6 +80,8 @@ class Prepared:
             raise FleetConfigError(
                 f"trial.prepare() was given a `{kind}`, but takes {_TAKES}{hint}."
             )
+        if isinstance(thing, torch.nn.Module):
+            check_initialised(thing)
         parts = thing.modules() if isinstance(thing, torch.nn.Module) else ()
         wrapper = next((part for part in parts if isinstance(part, _WRAPPERS)), None)
         if wrapper is not None:

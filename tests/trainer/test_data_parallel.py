@@ -339,11 +339,10 @@ def test_broken_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_lazy_layers_are_refused(affine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_sync, "group_size", lambda: 2)
+def test_lazy_layers_are_refused(affine: bool) -> None:
     model = torch.nn.Sequential(torch.nn.LazyBatchNorm1d(affine=affine))
     with pytest.raises(FleetConfigError, match=r"'0\.\w+' of Sequential is lazy"):
-        gradient_sync.make_data_parallel(model, gradient_sync.BatchShares())
+        gradient_sync.check_initialised(model)
 
 
 class OfTheirs(UserDict[str, Any]):

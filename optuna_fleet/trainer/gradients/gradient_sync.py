@@ -44,16 +44,28 @@ def make_data_parallel(module: torch.nn.Module, shares: BatchShares) -> torch.nn
         `module` itself; untouched if the group has one rank.
 
     Raises:
-        FleetConfigError: If a lazy module has not seen its first batch.
         TrialError: If the ranks' models differ in structure.
     """
     if group_size() == 1:
         return module
-    _check_initialised(module)
     check_same(module)
     _broadcast([*module.parameters(), *module.buffers()])
     attach(module, shares)
     return module
+
+
+def check_initialised(module: torch.nn.Module) -> None:
+    """Check that no tensor of a module is still to be made.
+
+    Raises:
+        FleetConfigError: A lazy one has not seen its first batch.
+    """
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise FleetConfigError(
+                f"The tensor {name!r} of {type(module).__name__} is lazy, but must be "
+                f"initialised: run one batch through the model before `trial.prepare`."
+            )
 
 
 def check_same(module: torch.nn.Module) -> None:
@@ -305,12 +317,3 @@ def _broadcast(tensors: Iterable[Tensor]) -> None:
         parts = torch.split(flat, [tensor.numel() for tensor in chunk])
         for tensor, part in zip(chunk, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-
-def _check_initialised(module: torch.nn.Module) -> None:
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if torch.nn.parameter.is_lazy(tensor):
-            raise FleetConfigError(
-                f"The tensor {name!r} of {type(module).__name__} is lazy, but must be "
-                f"initialised: run one batch through the model before `trial.prepare`."
-            )
