@@ -286,8 +286,9 @@ class SharedPipeline:
         Raises:
             FleetConfigError: An argument can't work, or the pipeline does not run.
         """
-        reader = self._running("batches").reader()
-        return reader.batches(name, batch_size=batch_size, epoch=epoch, **more)
+        reader = self._running("batches").reader
+        found = reader().batches(name, batch_size=batch_size, epoch=epoch, **more)
+        return found.read_by(reader)  # whoever iterates may be another thread than this one
 
     def handle(self) -> PipelineHandle:
         """Returns what other processes need to read: ``with handle.connect() as reader: ...``."""

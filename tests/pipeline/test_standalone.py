@@ -220,6 +220,20 @@ def test_threads_read_at_once(running: SharedPipeline) -> None:
     assert seen[0] != seen[1]
 
 
+def test_what_one_thread_has_opened_others_may_read(running: SharedPipeline) -> None:
+    """A thread that reads ahead is given its loader by the one that starts it."""
+    mine, theirs = (running.batches("train", batch_size=8, epoch=0) for _ in range(2))
+    begun = iter(mine)
+    first, found = indices([next(begun)]), list[int]()
+    thread = threading.Thread(target=lambda: found.extend(indices(theirs)))
+    thread.start()
+    key = os.getpid(), thread.ident
+    thread.join()
+    assert found == first + indices(begun)
+    assert running._session is not None
+    assert key in running._session._readers  # two threads at one socket take each other's news
+
+
 def test_samples_are_made_under_the_settings_of_the_script() -> None:
     with np.errstate(over="raise"):
         warnings.filterwarnings("ignore", "never mind")

@@ -47,6 +47,10 @@ class Batches:
     def __len__(self) -> int:
         return max(0, self._plan.num_steps - self._plan.first_step)
 
+    def read_by(self, client: PipelineClient) -> Batches:
+        """Returns the same batches, read by another client."""
+        return Batches(client, self._plan)
+
     @property
     def last_size(self) -> int:
         """Samples of the last of them."""

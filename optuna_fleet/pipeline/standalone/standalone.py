@@ -8,7 +8,7 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +162,7 @@ class PipelineReader:
         )
         num_samples = self._client.spec.dataset(name).num_samples
         _check_shares(num_samples, batch_size, world_size, drop_last)
-        return DataBatches(self, batches)
+        return DataBatches(lambda: self, batches)
 
     def close(self) -> None:
         """Give everything back. Batches that were read stay valid."""
@@ -194,7 +194,7 @@ class PipelineReader:
         """Yields the data of each batch."""
         self._check()
         try:
-            for batch in batches:
+            for batch in batches.read_by(self._client):
                 data = batch.data
                 del batch  # or it would keep the data while the next batch is made
                 yield data
@@ -208,9 +208,12 @@ class PipelineReader:
 
 
 class DataBatches:
-    """The data of the batches of one epoch, in canonical order; ``len()`` is their number."""
+    """The data of the batches of one epoch, in canonical order; ``len()`` is their number.
 
-    def __init__(self, reader: PipelineReader, batches: Batches) -> None:
+    ``reader`` returns who reads them, for the thread that begins to iterate.
+    """
+
+    def __init__(self, reader: Callable[[], PipelineReader], batches: Batches) -> None:
         self._reader = reader
         self._batches = batches
 
@@ -218,7 +221,11 @@ class DataBatches:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._reader.iterate(self._batches)
+        return self._reader().iterate(self._batches)
+
+    def read_by(self, reader: Callable[[], PipelineReader]) -> DataBatches:
+        """Returns the same batches, read by others."""
+        return DataBatches(reader, self._batches)
 
 
 class Session:
