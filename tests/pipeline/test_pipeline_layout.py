@@ -2,7 +2,8 @@ import collections
 import datetime
 import gc
 import pickle
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -235,6 +236,25 @@ def test_a_view_knows_whether_it_is_used():
         assert cut_batch([(chunk, 0, 1)], list if by_user else None)[0].tolist() == list(range(8))
         del part
         assert not chunk.is_used()
+
+
+class InterruptedOnce(weakref.ref):
+    left: ClassVar = [KeyboardInterrupt]
+
+    def __call__(self):
+        while self.left:
+            raise self.left.pop()
+        return super().__call__()
+
+
+def test_an_interrupted_view_still_knows_whether_it_is_used(monkeypatch):
+    monkeypatch.setattr(weakref, "ref", InterruptedOnce)
+    chunk = view([torch.arange(8)] * 4)
+    kept = cut_batch([(chunk, 0, 2)], None)
+    with pytest.raises(KeyboardInterrupt):
+        chunk.is_used()
+    assert chunk.is_used()
+    assert torch.equal(cut_batch([(chunk, 0, 2)], None), kept)
 
 
 def test_kept_sample_outlives_its_chunk():

@@ -16,6 +16,7 @@ from optuna_fleet.exceptions import PreprocessingError
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.preprocessor.order import permutation
 from optuna_fleet.pipeline.reader.mapping import Mapping
+from optuna_fleet.pipeline.reader.opened import OpenedPass
 from optuna_fleet.pipeline.server.store import MAX_DEATHS
 from tests import leftovers
 
@@ -303,6 +304,30 @@ def test_two_passes_of_one_reader_do_not_see_what_is_written_into_the_other(agen
     for one, other, clean in zip(*both, wanted, strict=True):
         one.data[0].zero_()
         assert torch.equal(other.data[0], clean)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_pass_is_told_while_another_is_interrupted_is_heard_again(agent, monkeypatch, when):
+    client = agent.client()
+    left = iter(client.read("train", epoch=0, batch_size=7))
+    begun = next(left).data[1].tolist()  # has asked for the next chunk, in good time
+    (waiting,) = client._passes.values()
+    hear, interrupted = OpenedPass.hear, []
+
+    def heard(self, message):
+        if self is waiting and not interrupted:
+            interrupted.append(message.chunk)
+            if when == "after":
+                hear(self, message)
+            raise KeyboardInterrupt
+        hear(self, message)
+
+    monkeypatch.setattr(OpenedPass, "hear", heard)
+    with pytest.raises(KeyboardInterrupt):
+        labels(client)
+    client.hear()
+    assert waiting.has(*interrupted)  # or its reader would wait for ever
+    assert begun + [i for b in left for i in b.data[1].tolist()] == labels(client)
 
 
 def test_stopped_reader_does_not_hold_up_the_others():

@@ -39,6 +39,7 @@ class ChunkView:
 
     def __init__(self, chunk: Bytes) -> None:
         self._chunk: Bytes | None = chunk
+        self._found = weakref.ref(chunk)
         begin, length = HEAD.unpack_from(chunk.data)
         self.header = _header(chunk[begin : begin + length].tobytes())
         self._columns: list[torch.Tensor | list[Any]] | None = None
@@ -57,9 +58,8 @@ class ChunkView:
 
     def is_used(self) -> bool:
         """Returns whether anybody has a batch or a part of one; if not, the view is at its end."""
-        found = weakref.ref(self.chunk)
         self._columns = self._chunk = None
-        self._chunk = found()
+        self._chunk = self._found()
         return self._chunk is not None
 
     def columns(self, start: int, stop: int) -> list[torch.Tensor | list[Any]]:

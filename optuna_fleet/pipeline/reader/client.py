@@ -155,15 +155,17 @@ class PipelineClient:
         try:
             if self._mapping is None:
                 self._open_arena()
-            message = wire.receive(self._sock, flags)
+            # It stays the first until it is heard: Ctrl-C may come, and another pass wait for it.
+            message = wire.receive(self._sock, flags | socket.MSG_PEEK)
         except EOFError:
             raise agent_gone() from None
         if isinstance(message, HeadFound):
             self._head = message
-            return
-        assert isinstance(message, FromAgent)
-        if (opened := self._passes.get(message.pass_id)) is not None:
-            opened.hear(message)
+        else:
+            assert isinstance(message, FromAgent)
+            if (opened := self._passes.get(message.pass_id)) is not None:
+                opened.hear(message)
+        self._sock.recv(1)
 
     def _open_arena(self) -> None:
         message, descriptors = wire.peek_first(self._sock)

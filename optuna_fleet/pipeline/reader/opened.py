@@ -132,13 +132,15 @@ class OpenedPass:
 
     def _view(self, ready: ChunkReady) -> None:
         _, chunk, address, nbytes, brief = ready
-        found = None if brief else self._mapping.lend(address, nbytes)
-        if found is None:
-            self._chunks[chunk] = ChunkView(self._mapping.copy(address, nbytes))
-            self.advance(self._cursor, released=[chunk])
-        else:
-            self._places[chunk] = address, nbytes
+        if chunk not in self._chunks:
+            found = None if brief else self._mapping.lend(address, nbytes)
+            if found is not None:
+                self._places[chunk] = address, nbytes
+            else:
+                found = self._mapping.copy(address, nbytes)
             self._chunks[chunk] = ChunkView(found)
+        if chunk not in self._places:
+            self.advance(self._cursor, released=[chunk])
 
     def _give_back(self) -> None:
         """Memory is short: what is in the arena becomes the process' own."""
