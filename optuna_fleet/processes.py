@@ -278,6 +278,9 @@ class Forks:
         self._on_exit = on_exit
         self._in_child = in_child
         self._pidfds: dict[int, int] = {}
+        # Whoever started this process may ignore it, which is inherited: nobody waits for a child
+        # then, and its exit code is lost.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def spawn(self, main: Callable[[socket.socket], None]) -> tuple[int, socket.socket]:
         """Fork a child running `main` on one end of a socket pair; return its pid and our end.

@@ -32,7 +32,7 @@ from optuna_fleet.pipeline.standalone import admission, standalone
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.standalone.standalone import PipelineHandle
 from tests import leftovers
-from tests.nursery import Nursery
+from tests.nursery import FIRST, Nursery
 from tests.waiting import until
 
 SIZE = 150
@@ -501,6 +501,11 @@ def test_a_preprocessor_that_is_stuck_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "STUCK_S", 2.0)
+    # As some supervisors leave it to all that they start.
+    (tmp_path / "first.py").write_text(
+        "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    )
+    monkeypatch.setenv(FIRST, str(tmp_path / "first.py"))
     data = {"once": Sticky(tmp_path), "always": Sticky(tmp_path, always=True)}
     with SharedPipeline(num_preprocessors=1, shuffled=[], **data) as pipeline:
         once = pipeline.batches("once", batch_size=8, epoch=0)
