@@ -319,6 +319,13 @@ def test_what_does_not_fit_tells_what_it_takes(by_user):
             caught.value.nbytes = error.nbytes
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_for_a_collate_fn():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(RuntimeError, match=r"give SharedPipeline\(collate_fn"):
+        cut_batch([(view([nested]), 0, 1)], None)
+
+
 def test_ragged_samples_come_one_by_one():
     samples = [torch.arange(i) for i in range(1, 4)]
     chunk = view(samples)

@@ -132,7 +132,8 @@ def leaf_bytes(value: Any) -> int:
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    return value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
+    plain = value.layout is torch.strided and value.device.type == "cpu"
+    return plain and not (value.is_quantized or value.is_nested)
 
 
 def _describe_tensor(value: torch.Tensor) -> Column | None:
