@@ -98,11 +98,17 @@ def _fill_whole_nodes(
     rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
 ) -> _Placement:
     found: _Placement = {}
+    left, failed = free, set[int]()
     for number, m in rest.items():
+        if m in failed:  # whether nodes are filled depends on how many are free there only
+            continue
         own = set(current.get(number, ()))
-        left = sorted(_without(free, found.values()), key=lambda node: -len(own & set(node)))
-        if (whole := _whole_nodes(m, left)) is not None:
-            found[number] = tuple(sorted(device for n in whole for device in left[n]))
+        nodes = sorted(left, key=lambda node: -len(own.intersection(node)))
+        if (whole := _whole_nodes(m, nodes)) is None:
+            failed.add(m)
+            continue
+        found[number] = tuple(sorted(device for n in whole for device in nodes[n]))
+        left, failed = _without(left, [found[number]]), set()
     return found
 
 
@@ -110,16 +116,30 @@ def _fill_nodes_in_pairs(
     rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
 ) -> _Placement:
     found: _Placement = {}
-    for pair in itertools.combinations(rest, 2):
-        left = _without(free, found.values())
-        if found.keys() & set(pair):
+    left, failed = free, set[tuple[int, int]]()
+    for pair in itertools.combinations(rest.items(), 2):
+        (one, m), (other, n) = pair
+        if one in found or other in found or (m, n) in failed:  # as in `_fill_whole_nodes`
             continue
-        if (whole := _whole_nodes(sum(rest[t] for t in pair), left)) is None:
+        filled = _filling_together(pair, left, current)
+        if not filled:
+            failed.add((m, n))
             continue
-        filled = _in_order([(t, rest[t]) for t in pair], [left[n] for n in whole], current, _next)
-        if all(_spans(filled[t], left) == _fewest_nodes(rest[t], left) for t in pair):
-            found |= filled
+        found |= filled
+        left, failed = _without(left, filled.values()), set()
     return found
+
+
+def _filling_together(
+    pair: Sequence[tuple[int, int]], left: _Nodes, current: Mapping[int, tuple[int, ...]]
+) -> _Placement:
+    """The pair on nodes that it fills, each on as few of them as it can be; else nothing."""
+    whole = _whole_nodes(sum(m for _, m in pair), left)
+    if whole is None:
+        return {}
+    filled = _in_order(pair, [left[n] for n in whole], current, _next)
+    is_close = all(_spans(filled[t], left) == _fewest_nodes(m, left) for t, m in pair)
+    return filled if is_close else {}
 
 
 def _search(

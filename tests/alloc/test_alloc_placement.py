@@ -5,6 +5,7 @@ from alloc_cases import nodes_strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optuna_fleet.alloc import placement
 from optuna_fleet.alloc.placement import fleet_score, place
 
 FOURS = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -143,3 +144,14 @@ def test_few_trials_are_on_as_few_even_nodes_as_can_be(data):
             left -= counts[number]
     placed = place(counts, nodes, {})
     assert fleet_score(placed, nodes) == pytest.approx(least_loss(counts.values(), nodes))
+
+
+def test_trials_as_wide_as_others_that_fill_no_nodes_are_not_tried_again(monkeypatch):
+    tried = []
+    whole_nodes = placement._whole_nodes
+    monkeypatch.setattr(
+        placement, "_whole_nodes", lambda *args: tried.append(args) or whole_nodes(*args)
+    )
+    nodes = [range(8 * n, 8 * n + 8) for n in range(20)]
+    assert len(place(dict.fromkeys(range(150), 1), nodes, {})) == 150
+    assert len(tried) < 150  # of 11,000 pairs
