@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from optuna_fleet.alloc.placement import place
@@ -96,7 +97,8 @@ def grow(
 
 def next_width(candidate: Candidate, m: int, free: int) -> int | None:
     """Narrowest width above ``m`` that is faster and costs at most ``free`` more devices."""
-    wider = (w for w in candidate.useful_widths(m + free) if w > m)
+    widths = candidate.useful_widths(m + free)
+    wider = widths[bisect_right(widths, m) :]
     return next((w for w in wider if candidate.rate(w) > candidate.rate(m)), None)
 
 

@@ -14,12 +14,15 @@ where the pseudo-code is silent or harmful:
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from optuna_fleet.alloc.assembly import assemble, grow, next_width, staying
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.streams import Widths, affordable, group_widths, stream_limit
+
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +139,19 @@ class FlotillaBuilder:
         return self.groups[-1]
 
     def join(self, group: Widths) -> None:
-        """Adds members while one is close enough to the fastest of ``group`` (lines 3-11)."""
-        reference = max(self._rates(group))
-        while (best := self._find_next(group, reference)) is not None:
-            number, m = best
-            group[number] = m
+        """Adds members while one is close enough to the fastest of ``group`` (lines 3-11).
+
+        All trials and widths are tried once, the closest first (Eq. 3): what can't join now can't
+        later, with fewer devices left and rates in the group that are further apart.
+        """
+        free, drawn, rates = self._free, self._drawn(but=group), self._rates(group)
+        slowest, fastest = min(rates), max(rates)
+        for _, m, number in self._by_distance(group, slowest, fastest):
+            rate = self._by_number[number].rate(m)
+            low, high = min(slowest, rate), max(fastest, rate)
+            if number not in group and m <= free and self._may_be(low, high, drawn):
+                group[number] = m
+                free, slowest, fastest = free - m, low, high
 
     def speed_up(self, group: Widths) -> None:
         """Gives devices left over to the slowest member (lines 12-16)."""
@@ -162,32 +173,30 @@ class FlotillaBuilder:
             group.update(grow(self._by_number, movable, self._free, is_admissible))
 
     def _admits(self, group: Widths, changed: Mapping[int, int]) -> bool:
-        """Whether ``group`` may get these widths and members.
+        """Whether members of ``group`` may get these widths."""
+        rates = self._rates({**group, **changed})
+        return self._may_be(min(rates), max(rates), self._drawn(but=group))
 
-        The rates must stay close, the phase must stay one, and the preprocessors must be able to
-        serve all flotillas.
-        """
-        members = {**group, **changed}
-        rates = self._rates(members)
-        if max(rates) > min(rates) * self._spread:
-            return False
-        if self._phases and len({self._by_number[t].epochs_done for t in members}) > 1:
-            return False
-        return affordable(self._drawn(but=group) + max(rates), self._limit)
+    def _may_be(self, slowest: float, fastest: float, drawn: float) -> bool:
+        """Whether rates are close, and can be served beside flotillas that draw ``drawn``."""
+        return fastest <= slowest * self._spread and affordable(drawn + fastest, self._limit)
 
-    def _find_next(self, group: Widths, reference: float) -> tuple[int, int] | None:
-        """Eq. 3: the trial and width closest to the reference rate."""
+    def _by_distance(
+        self, group: Widths, slowest: float, fastest: float
+    ) -> list[tuple[float, int, int]]:
+        """Distance to the fastest rate, width and number of whatever may be close enough."""
+        least = max(fastest / self._spread, fastest - self._delta) * (1 - _ROUNDING)
+        most = min(slowest * self._spread, fastest + self._delta) * (1 + _ROUNDING)
+        phases = {self._by_number[t].epochs_done for t in group}
         found = []
-        free = self._free
-        for candidate in self._pool:
-            for m in candidate.useful_widths(free):
-                distance = abs(candidate.rate(m) - reference)
-                if distance <= self._delta and self._admits(group, {candidate.number: m}):
-                    found.append((distance, m, candidate.number))
-        if not found:
-            return None
-        _, m, number = min(found)
-        return number, m
+        for c in self._pool:
+            if self._phases and c.epochs_done not in phases:
+                continue
+            widths = c.useful_widths(self._num_devices)
+            start = bisect_left(widths, least, key=c.rate)
+            end = bisect_right(widths, most, key=c.rate)
+            found += [(abs(c.rate(m) - fastest), m, c.number) for m in widths[start:end]]
+        return sorted(option for option in found if option[0] <= self._delta)
 
     def _drawn(self, but: Widths | None = None) -> float:
         """What the streams of all flotillas ``but`` one draw; 0 where that does not matter."""

@@ -185,10 +185,12 @@ def _in_order(
     for number, m in order:
         chosen: list[int] = []
         for n in fit([len(node) for node in left], m):
-            # Own devices first, other trials' last: a trial that only grows should not move.
-            rank = {d: (owner.get(d) != number, d in owner) for d in left[n]}
-            wish = sorted(left[n], key=rank.__getitem__)[: m - len(chosen)]
-            left[n] = [d for d in left[n] if d not in wish]
+            wish, left[n] = left[n], []
+            if (missing := m - len(chosen)) < len(wish):
+                # Own ones first, other trials' last: a trial that only grows should not move.
+                rank = {d: (owner.get(d) != number, d in owner) for d in wish}
+                here, wish = wish, sorted(wish, key=rank.__getitem__)[:missing]
+                left[n] = [d for d in here if d not in wish]
             chosen += wish
         placed[number] = tuple(sorted(chosen))
     return placed

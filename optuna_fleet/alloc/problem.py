@@ -7,6 +7,7 @@ close (FLEET, section 4.3). Several flotillas may fly at once on disjoint device
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -95,7 +96,8 @@ class Candidate:
 
         The others waste devices: Eq. 5 of FLEET falls again beyond its peak.
         """
-        return _useful_widths(self.rates, self.min_devices, min(self.widest, limit))
+        widths = _useful_widths(self.rates, self.min_devices, self.widest)
+        return widths[: bisect_right(widths, limit)]
 
 
 @lru_cache(maxsize=4096)
