@@ -250,3 +250,13 @@ def test_mip_stopped_by_time_says_so(monkeypatch):
     monkeypatch.setattr(mip.Model, "optimize", stopped)
     found = solve_by_mip(of_one_kind([0, 1], capacity=1), 1.0)
     assert found == Counts(widths=((0, 1),), status="feasible", gap=0.0)
+
+
+def test_mip_does_not_look_for_cuts_which_knows_no_time_limit(monkeypatch):
+    asked = []
+    optimize = mip.Model.optimize
+    monkeypatch.setattr(
+        mip.Model, "optimize", lambda model, **o: asked.append(model.cuts) or optimize(model, **o)
+    )
+    solve_by_mip(of_one_kind([0, 1], capacity=1), 1.0)
+    assert asked == [0]
