@@ -68,7 +68,7 @@ class Candidate:
     def __post_init__(self) -> None:
         for rates in (self.rates, *self.rates_by_kind.values()):
             assert len(rates) == len(self.rates) > 0, self
-            assert all(0 < rate < math.inf for rate in rates), self
+            assert 0 < min(rates) <= max(rates) < math.inf, self
         assert 1 <= self.min_devices <= self.widest, self
         assert self.movable or 1 <= len(self.devices) <= len(self.rates), self
 
