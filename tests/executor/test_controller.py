@@ -49,6 +49,7 @@ from optuna_fleet.events import (
     TrialProposed,
     WidthLimited,
 )
+from optuna_fleet.executor.deciding import problem_builder
 from optuna_fleet.executor.deciding.controller import Controller
 from optuna_fleet.executor.deciding.trials import (
     PARADIGMS,
@@ -299,6 +300,17 @@ def test_a_move_costs_what_the_trials_last_one_did_or_else_the_median_of_all(
     (allocate,) = world.tell(epoch_ended(1))
     candidate = allocate.problem.by_number[1]
     assert (candidate.rescale_up_s, candidate.rescale_down_s) == (expected, expected)
+
+
+def test_the_median_of_all_moves_is_taken_once_for_a_plan(monkeypatch: Any) -> None:
+    world = World(num_devices=3, trials=3, paradigm="elastic")
+    world.settle_all()
+    taken: list[int] = []
+    median = problem_builder.median
+    monkeypatch.setattr(problem_builder, "median", lambda s: taken.append(len(s)) or median(s))
+    world.tell(MoveMeasured(run_id=0, seconds=3.0))
+    world.tell(epoch_ended(1))
+    assert taken == [1]  # a sweep has thousands of moves, and hundreds of trials
 
 
 def test_a_trial_that_goes_on_elsewhere_asks_for_data_again_which_is_no_reason_to_decide() -> None:

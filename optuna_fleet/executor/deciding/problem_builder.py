@@ -108,8 +108,9 @@ class ProblemBuilder:
         """The problem of placing the candidates on the devices they may use."""
         usable = self.usable(roster, candidates)
         nodes, kinds = self._nodes(usable), self._presence.kinds
+        move_s = median(self.moves_s) if self.moves_s else self._policy.rescale_s
         return AllocationProblem(
-            candidates=tuple(self._candidate(trial, usable, kinds) for trial in candidates),
+            candidates=tuple(self._candidate(t, usable, kinds, move_s) for t in candidates),
             nodes=tuple(map(tuple, nodes.values())),
             kinds=tuple(kind for _, kind in nodes) if len(kinds) > 1 else (),
             rate_spread=self._policy.rate_spread,
@@ -122,9 +123,13 @@ class ProblemBuilder:
             joined={device: joined[device] for device in usable if device in joined},
         )
 
-    def _candidate(self, trial: Trial, usable: set[int], kinds: tuple[str, ...]) -> Candidate:
+    def _candidate(
+        self, trial: Trial, usable: set[int], kinds: tuple[str, ...], move_s: float
+    ) -> Candidate:
         model = trial.model
         assert model is not None
+        if trial.rescale_s is not None:  # its own: compiled models take their time
+            move_s = trial.rescale_s
         least, most = model.min_devices, self._widest(model)
         if not self.may_grow:
             least = min(least, most)  # it is launched all the same, to fail and say so
@@ -151,16 +156,9 @@ class ProblemBuilder:
             samples_per_epoch=model.samples_per_epoch,
             movable=self.is_movable(trial),
             is_within_epoch=trial.run is not None and trial.run.stage is not Stage.AT_REST,
-            rescale_up_s=self._cost_s(trial, model.rescale_up_s),
-            rescale_down_s=self._cost_s(trial, model.rescale_down_s),
+            rescale_up_s=move_s if model.rescale_up_s is None else model.rescale_up_s,
+            rescale_down_s=move_s if model.rescale_down_s is None else model.rescale_down_s,
         )
-
-    def _cost_s(self, trial: Trial, of_model: float | None) -> float:
-        if of_model is not None:
-            return of_model
-        if trial.rescale_s is not None:  # its own: compiled models take their time
-            return trial.rescale_s
-        return median(self.moves_s) if self.moves_s else self._policy.rescale_s
 
     def _nodes(self, usable: set[int]) -> dict[tuple[int, str], list[int]]:
         """Devices by node and type, in ascending order: each is a node of the problem."""
