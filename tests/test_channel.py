@@ -387,6 +387,18 @@ def test_a_closed_listener_leaves_neither_port_nor_thread() -> None:
         stranger((listener.host, listener.port))
 
 
+def test_a_fleet_may_have_as_many_connections_as_its_machine_allows() -> None:
+    """Each of its processes has one: the usual limit is 1024 descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1000, most), hard))
+    try:
+        with contextlib.closing(Connections()):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_out_of_descriptors_is_no_end(welcomed: Welcomed, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener goes on as soon as there are some again."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

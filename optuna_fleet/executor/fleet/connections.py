@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
+import resource
 import secrets
 import select
 import selectors
@@ -32,6 +33,7 @@ from optuna_fleet.wire.tls import make_certificate
 from optuna_fleet.wire.transfer import OpenTransfer
 
 _ALL = ("", "*", "0.0.0.0", "::")
+_MOST_DESCRIPTORS = 65_536
 
 
 class Connections:
@@ -51,6 +53,7 @@ class Connections:
     """
 
     def __init__(self, host: str | None = "127.0.0.1", port: int = 0) -> None:
+        _allow_descriptors()
         self.secret = secrets.token_bytes(SECRET_BYTES)
         host = None if host in _ALL else host
         certificate = None if is_loopback(host) else make_certificate()
@@ -215,3 +218,11 @@ class Connections:
         self._selector.close()
         self._wake.close()
         self._waker.close()
+
+
+def _allow_descriptors() -> None:
+    """Each trainer and agent takes one: the usual limit of 1024 is too low for a large fleet."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
