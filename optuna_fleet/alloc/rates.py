@@ -67,10 +67,12 @@ class RateProfile:
         factor = _step_factor(self.measured)
         factor = _clip_scaling(scaling if factor is None else factor)
         widths = sorted(self.measured)
-        return tuple(
-            min(max(self._rate(m, widths, factor), sys.float_info.min), sys.float_info.max)
-            for m in range(1, max_devices + 1)
-        )
+        last = min(widths[-1], max_devices)
+        rates = [self._rate(m, widths) for m in range(1, last + 1)]
+        per_device = self.measured[widths[-1]] / widths[-1]
+        rates += [m * per_device * factor ** (m - last) for m in range(last + 1, max_devices + 1)]
+        least, most = sys.float_info.min, sys.float_info.max
+        return tuple(min(max(rate, least), most) for rate in rates)
 
     def is_measured(self, m: int, num_nodes: int = 1) -> bool:
         """Whether r(``m``) on so many nodes was measured."""
@@ -83,11 +85,9 @@ class RateProfile:
             return replace(self, measured={**self.measured, m: samples_per_s})
         return replace(self, across={**self.across, (m, num_nodes): samples_per_s})
 
-    def _rate(self, m: int, widths: Sequence[int], factor: float) -> float:
+    def _rate(self, m: int, widths: Sequence[int]) -> float:
         if m in self.measured:
             return self.measured[m]
-        if m > widths[-1]:
-            return m * (self.measured[widths[-1]] / widths[-1]) * factor ** (m - widths[-1])
         if m < widths[0]:
             return m * (self.measured[widths[0]] / widths[0])
         low = max(w for w in widths if w < m)

@@ -91,8 +91,9 @@ class Profiles:
             profile = self._known.get(profile_key(structure, kind))
             profile = profile or self._estimate(structure, kind)
             on_one = self._on_one_node(profile).rates(len(nodes), self._pooled_scaling())
+            shares = {n: 1.0 if profile.anywhere else self._share(n) for n in set(nodes)}
             self._rates[key] = tuple(
-                profile.across.get((m, n)) or rate * (1.0 if profile.anywhere else self._share(n))
+                profile.across.get((m, n)) or rate * shares[n]
                 for m, (n, rate) in enumerate(zip(nodes, on_one, strict=True), 1)
             )
         return self._rates[key]
