@@ -239,7 +239,8 @@ class ScriptedController:
         return self._launches() + proposals
 
     def _rank_ended(self, event: RankEnded) -> list[Instruction]:
-        self._idle.add(event.device)
+        if not event.is_leaving:
+            self._idle.add(event.device)
         number, leg = self._flying[event.run_id]
         endings = self._ended.setdefault(event.run_id, {})
         endings[event.device] = event.ending
