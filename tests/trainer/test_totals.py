@@ -90,6 +90,15 @@ def test_they_go_on_on_any_number_of_ranks(num_ranks: int) -> None:
     assert after.totals[0].own == {}
 
 
+def test_from_a_checkpoint_they_go_on_on_the_device_of_what_is_added() -> None:
+    """A scalar on the CPU, where checkpoints are read, takes nothing from a GPU."""
+    device = torch.device("meta")
+    totals = Totals(BatchShares(), device, lambda own: [own])
+    totals.begin([{"loss": torch.tensor(0.5), "by label": torch.ones(2), "samples": 3}])
+    assert {totals.own[name].device for name in ("loss", "by label")} == {device}
+    assert totals.own["samples"] == 3
+
+
 def test_what_is_read_from_them_is_not_changed_later() -> None:
     ranks = Ranks(1)
     ranks.read((1,))

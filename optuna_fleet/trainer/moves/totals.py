@@ -96,7 +96,8 @@ class Totals:
         if len(parts) != world_size:  # or as before, with the same rounding
             parts = [_added(parts), *[{}] * world_size]
         self.begun = list(parts)
-        own = {name: tracked.plain(value) for name, value in parts[rank].items()}
+        # All where they are added to: a sum on the CPU takes nothing from a GPU.
+        own = {name: _on(self._device, tracked.plain(v)) for name, v in parts[rank].items()}
         self.own = {name: self._summand(value, name) for name, value in own.items()}
 
     def void(self) -> None:
@@ -122,6 +123,10 @@ class Totals:
             f"trial.totals[{name!r}] was given {value!r}, but takes numbers and tensors of real "
             "numbers: keep other variables in trial.state."
         )
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _added(parts: Sequence[Sums]) -> Sums:
