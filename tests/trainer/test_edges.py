@@ -83,6 +83,29 @@ def test_what_stages_say_arrives_as_it_was_said(two_stages: list[Edges]) -> None
     assert back.values[1] is None
 
 
+def test_they_travel_through_the_host_whatever_torchs_default_device_is(
+    two_stages: list[Edges],
+) -> None:
+    """With `torch.set_default_device("cuda")`, say: gloo sends nothing from there."""
+    first, second = two_stages
+    said = activations(1)
+    with torch.device("meta"):
+        first.send(FIRST, SECOND, said)
+    found = second.receive()
+    assert isinstance(found, Activations)
+    assert torch.equal(found.values["x"], said.values["x"])
+
+    def gathered(edges: Edges) -> object:
+        own = {"x": torch.ones(2, device="cpu")}
+        with torch.device("meta"):
+            return edges.gather(own)
+
+    with ThreadPoolExecutor(2) as pool:
+        (_, other), nothing = pool.map(gathered, two_stages)  # type: ignore[misc]
+    assert other["x"].tolist() == [1.0, 1.0]
+    assert nothing == []
+
+
 def test_who_leaves_may_have_said_all_there_is_to_say(two_stages: list[Edges]) -> None:
     """A stage that has ended its last pass goes while its neighbour still reads."""
     first, second = two_stages

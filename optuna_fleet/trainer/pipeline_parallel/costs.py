@@ -155,7 +155,7 @@ def link_of(short_s: float, long_s: float, usual: Link) -> Link:
 
 
 def _there_and_back_s(num_bytes: int, there: int, group: Any, *, starts: bool) -> float:
-    message = torch.zeros(num_bytes, dtype=torch.uint8)
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")  # not torch's default one
     taken: list[float] = []
     for _ in range(_REPEATS):
         began = time.perf_counter()

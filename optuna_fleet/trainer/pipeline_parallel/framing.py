@@ -51,6 +51,7 @@ class _What(IntEnum):
     SNAPSHOT = auto()
 
 
+_HOST = torch.device("cpu")  # not torch's default device: gloo sends and receives no other memory
 _NUMBERS = 4  # of a message, beside what it is and of which piece
 
 
@@ -155,11 +156,11 @@ class Inbound:
         return values
 
     def _next(self) -> tuple[_What, int, list[int], Any]:
-        header = self._received(torch.empty(_NUMBERS + 3, dtype=torch.int64))
+        header = self._received((_NUMBERS + 3,), torch.int64)
         code, piece, *numbers, size = header.tolist()
         what = _What(code)
         if size:
-            data = self._received(torch.empty(size, dtype=torch.uint8))
+            data = self._received((size,), torch.uint8)
             buffer = io.BytesIO(data.numpy().tobytes())
             form = torch.load(buffer, weights_only=True)  # its sender has proved nothing
             self._forms[what, piece] = form
@@ -169,11 +170,12 @@ class Inbound:
         return what, piece, numbers, values
 
     def _like(self, form: Tensor) -> Tensor:
-        empty = torch.empty(form.shape, dtype=form.dtype)
-        return self._received(empty) if empty.numel() else empty
+        return self._received(tuple(form.shape), form.dtype)
 
-    def _received(self, tensor: Tensor) -> Tensor:
-        self._group.recv([tensor], self._rank, self._lane).wait()
+    def _received(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=_HOST)
+        if tensor.numel():
+            self._group.recv([tensor], self._rank, self._lane).wait()
         return tensor
 
 
@@ -213,7 +215,7 @@ def _put_together(what: _What, piece: int, numbers: list[int], values: Any) -> M
 
 def _header(what: _What, piece: int, numbers: tuple[int, ...], size: int) -> Tensor:
     padding = [0] * (_NUMBERS - len(numbers))
-    return torch.tensor([what, piece, *numbers, *padding, size])
+    return torch.tensor([what, piece, *numbers, *padding, size], device=_HOST)
 
 
 def _description(values: Any) -> Tensor:
