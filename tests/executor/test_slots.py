@@ -10,6 +10,7 @@ import pytest
 
 from optuna_fleet import FleetConfigError, LocalCluster
 from optuna_fleet.executor.cluster import devices
+from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.devices import find_fleet
 from optuna_fleet.resources import needs_gloo
 from optuna_fleet.trainer import groups
@@ -33,6 +34,14 @@ def test_slices_of_a_gpu_do_without_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     slices = find_fleet(None, None).devices
     assert needs_gloo(slices)
     assert not needs_gloo(slices[:1])  # alone it is a GPU like any other
+
+
+def test_no_trials_error_in_nccl_ends_other_trials() -> None:
+    """Where a job script asks for a dump, torch tells all that have met at the same store."""
+    given = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    told = environment(2, given)
+    assert told["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert told["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 def test_cpu_slots_are_as_many_as_are_wanted() -> None:

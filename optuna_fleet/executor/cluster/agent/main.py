@@ -32,22 +32,24 @@ _ENVIRONMENT = {
     # Threads that spin at barriers starve the other slots; where all fit, they lose little.
     "OMP_WAIT_POLICY": "PASSIVE",
     # The driver judges who hangs, and hears of errors from whoever raised them: torch's own
-    # watchdog would abort the process first, and other trials' processes on the same store.
+    # watchdog would abort the process first.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     # A trial that resumes goes on bit for bit; has to be set before cuBLAS is first used.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
+# Whatever the user has set. One trial's error would be told by way of the store, below all
+# prefixes: processes in their first group on it, of whatever trial, would abort, now and later.
+_ALWAYS = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # in a memory file
 
 
 def environment(threads: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that an agent needs before it imports anything; what was `given` stays.
+    """Variables that an agent needs before it imports anything; what was `given` mostly stays.
 
     Each of its trainers may compute with so many threads.
     """
-    return {**_ENVIRONMENT, **given, "OMP_NUM_THREADS": str(threads)}
+    return {**_ENVIRONMENT, **given, **_ALWAYS, "OMP_NUM_THREADS": str(threads)}
 
 
 def versions() -> dict[str, str]:
