@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,12 +37,16 @@ class Device:
         return "cuda" if self.visible else "cpu"
 
 
-def needs_gloo(devices: Iterable[Device]) -> bool:
+def needs_gloo(devices: Iterable[Device], here: Container[int] = ()) -> bool:
     """Whether NCCL can't form a group: any two slots may be on one GPU, or some are on none.
 
     Slices of a GPU (MIG) are one GPU to NCCL, and do not say which they are of.
+
+    Args:
+        devices: Of the group.
+        here: Nodes that are one machine, and share its GPUs.
     """
-    slots = [(device.node, device.visible) for device in devices]
+    slots = [(-1 if d.node in here else d.node, d.visible) for d in devices]
     if not all(visible for _, visible in slots):
         return True
     is_slice = (visible.startswith("MIG-") for _, visible in slots)

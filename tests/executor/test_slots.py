@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,10 @@ from optuna_fleet import FleetConfigError, LocalCluster
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.agent.main import environment
 from optuna_fleet.executor.cluster.devices import find_fleet
-from optuna_fleet.resources import needs_gloo
+from optuna_fleet.executor.fleet.nodes import Nodes
+from optuna_fleet.resources import Device, needs_gloo
 from optuna_fleet.trainer import groups
+from optuna_fleet.wire.node_messages import AgentJoining
 from tests.fleets import Leg, fleet_of, train
 
 
@@ -34,6 +37,24 @@ def test_slices_of_a_gpu_do_without_nccl(monkeypatch: pytest.MonkeyPatch) -> Non
     slices = find_fleet(None, None).devices
     assert needs_gloo(slices)
     assert not needs_gloo(slices[:1])  # alone it is a GPU like any other
+
+
+def test_nodes_on_one_machine_share_its_gpus() -> None:
+    """`LocalCluster(nodes=2)`: NCCL takes no two ranks on one GPU, whatever node they are of."""
+    first, second = (Device(index=n, node=n, kind="H100", visible="0") for n in range(2))
+    assert needs_gloo([first, second], here={0, 1})
+    assert not needs_gloo([first, second], here={0})
+    assert not needs_gloo([first, replace(second, visible="1")], here={0, 1})
+
+
+def test_nodes_that_are_here() -> None:
+    nodes = Nodes(lease_s=None)
+    for name, is_here in (("a", True), ("b", False), ("c", True)):
+        joining = AgentJoining(
+            agent=name, node=name, devices=(), cores=1, machine="", pid=1, versions={}
+        )
+        nodes.join(joining, nodes.numbered(joining), is_here=is_here)
+    assert nodes.here() == {0, 2}
 
 
 def test_no_trials_error_in_nccl_ends_other_trials() -> None:

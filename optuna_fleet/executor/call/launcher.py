@@ -96,6 +96,7 @@ class Launcher:
     def _order(self, launch: Launch) -> RunTrial:
         """What the ranks of a run are told alike."""
         job, options, location = self._job, self._job.options, launch.checkpoint
+        agents = self._runtime.agents
         folder, keeps_any = self._retention.folder, self._retention.keeps_any
         return RunTrial(
             run_id=launch.run_id,
@@ -109,7 +110,7 @@ class Launcher:
             group=self._runtime.group_name(launch.run_id),
             store=None,
             study_name=folder.study_name,
-            by_gloo=needs_gloo(self._runtime.agents.devices[d] for d in launch.devices),
+            by_gloo=needs_gloo((agents.devices[d] for d in launch.devices), agents.nodes.here()),
             parameters=self._ledger.suggested(launch.number),
             run_name=self._run_name(launch.run_id),
             folder=str(folder.path),

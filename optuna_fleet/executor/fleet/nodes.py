@@ -94,6 +94,10 @@ class Nodes:
         """The node of a device, if it is there."""
         return next((n for n in self if any(d.index == device for d in n.devices)), None)
 
+    def here(self) -> set[int]:
+        """Numbers of the nodes that are on the driver's machine."""
+        return {self._node_numbers[node.name] for node in self if node.pid is not None}
+
     def numbered(self, joining: AgentJoining) -> tuple[Device, ...]:
         """The devices of a node that joins, under their numbers in the fleet."""
         node = self._node_numbers.setdefault(joining.node, len(self._node_numbers))
