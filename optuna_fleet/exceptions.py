@@ -82,6 +82,8 @@ def is_for_want_of_peers(error: BaseException) -> bool:
     """
     if isinstance(error, PeersLostError):
         return True
+    if is_out_of_memory(error):  # NCCL needs some too
+        return False
     if {"DistBackendError", "DistNetworkError", "DistStoreError"} & _names(error):
         return not _says(error, ("invalid usage", "invalid argument"))
     is_of_gloo = isinstance(error, RuntimeError) and _says(error, ("gloo/transport",))
@@ -110,11 +112,14 @@ def is_of_device(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _says(error, _DEVICE_ITSELF)
 
 
+_OF_NCCL = ("Failed to CUDA calloc", "Failed to CUDA malloc", "Failed to CUDA host alloc")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception, of whatever library, means that memory ran out."""
     if {"MemoryError", "OutOfMemoryError"} & _names(error):  # the second is torch's
         return True
-    told = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    told = ("can't allocate memory", "out of memory", "ALLOC_FAILED", *_OF_NCCL)
     return isinstance(error, RuntimeError) and _says(error, told)
 
 

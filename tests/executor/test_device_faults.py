@@ -22,7 +22,7 @@ from optuna_fleet import (
     LocalCluster,
     SharedPipeline,
 )
-from optuna_fleet.exceptions import is_of_device
+from optuna_fleet.exceptions import is_for_want_of_peers, is_of_device, is_out_of_memory
 from optuna_fleet.executor.fleet.faults import DeviceFaults, NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
@@ -53,6 +53,25 @@ def fail_on_device_1(trial: Any) -> float:
 
 def fail_everywhere(trial: Any) -> float:
     raise RuntimeError("CUDA driver initialization failed, you might not have a CUDA gpu.")
+
+
+@pytest.mark.parametrize(
+    ("last_error", "lacks_memory"),
+    [
+        ("Failed to CUDA calloc async 10485760 bytes", True),
+        ("Cuda failure 2 'out of memory'", True),
+        ("socketProgress: Connection closed by remote peer", False),
+    ],
+)
+def test_memory_that_nccl_lacks_is_no_want_of_peers(last_error: str, lacks_memory: bool) -> None:
+    """The trial would be tried again and again where it does not fit."""
+    import torch.distributed as dist
+
+    error = dist.DistBackendError(
+        f"NCCL error in: x.cpp:1, unhandled cuda error, Last error:\n{last_error}"
+    )
+    assert is_out_of_memory(error) is lacks_memory
+    assert is_for_want_of_peers(error) is not lacks_memory
 
 
 def needs_both_devices(trial: Any) -> float:
