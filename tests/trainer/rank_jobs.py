@@ -356,8 +356,8 @@ def ranks_sum(spec: GroupSpec) -> tuple[int, float]:
 
 
 def resources(spec: GroupSpec, repeats: int) -> list[tuple[int, int, bool]]:
-    """Open files and threads, and whether the excepthook is our own, after each group."""
-    seen = []
+    """Open files and threads, and whether the excepthook is as before, after each group."""
+    seen, own = [], sys.excepthook  # on Python 3.10 it may be that of the exceptiongroup package
     for repeat in range(repeats):
         one = GroupSpec(
             rank=spec.rank,
@@ -370,7 +370,7 @@ def resources(spec: GroupSpec, repeats: int) -> list[tuple[int, int, bool]]:
             if hasattr(dist.ProcessGroup, "shutdown"):  # before torch 2.7 it leaves files open
                 dist.barrier()
         groups.wait_until_left()
-        hook = sys.excepthook is sys.__excepthook__
+        hook = sys.excepthook is own
         seen.append((len(os.listdir("/proc/self/fd")), threading.active_count(), hook))
     return seen
 
