@@ -155,3 +155,26 @@ def test_a_trial_with_two_loops_resumes_in_the_one_it_was_in(fleet: Any, stop: i
         return study.trials[0].user_attrs["losses"]
 
     assert run([Leg((0,), stop), Leg((1,))]) == run([Leg((0,))])
+
+
+def compiles(trial: Any) -> float:
+    """Compiles a function for a size of its own; whether for any size goes into an attribute."""
+    for_any: list[bool] = []
+
+    def noting(graph: Any, inputs: list[Any]) -> Any:
+        for_any.append(any(isinstance(value, torch.SymInt) for value in inputs))
+        return graph.forward
+
+    torch.compile(torch.nn.Sequential(torch.nn.Identity(), torch.nn.Tanh()), backend=noting)(
+        torch.ones(trial.number + 2)
+    )
+    trial.set_user_attr("for_any", for_any)
+    return 0.0
+
+
+def test_trials_compile_as_if_they_were_the_first_of_their_process(fleet: Any) -> None:
+    """Else for any size after another one, and from torch's limit on not at all."""
+    fleet.script = {number: [Leg((0,))] for number in range(3)}
+    study = optuna.create_study()
+    study.optimize(compiles, n_trials=3, executor=fleet)
+    assert [trial.user_attrs["for_any"] for trial in study.trials] == [[False]] * 3
