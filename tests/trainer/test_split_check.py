@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from optuna_fleet.trainer.gradients import module_hooks
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.splitting import cuts, split_check, worlds
+from optuna_fleet.trainer.splitting.cuts import FewDigits
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.splitting.tracked import TrackedInt, plain, tracked
 
@@ -509,6 +511,17 @@ def test_models_whose_samples_depend_on_each_other_are_found(
 def test_other_models(model: Callable[[], nn.Module], step: Any, found: bool) -> None:
     layers = nn.Sequential(nn.Linear(6, 6), model()) if step is squares else model()
     assert Checked(layers).train(step) is found
+
+
+def test_float32_has_few_digits_on_gpus() -> None:
+    """By cuDNN's default of TF32, for such sizes as it thinks fit."""
+    found = []
+    with FakeTensorMode():
+        for device, dtype in (("cuda", torch.float32), ("cuda", torch.float64), ("cpu", None)):
+            with FewDigits() as rounding:
+                torch.ones(2, device=device, dtype=dtype) * 2
+            found.append(rounding.is_found)
+    assert found == [True, False, False]
 
 
 @pytest.mark.parametrize(

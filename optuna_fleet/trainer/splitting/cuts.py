@@ -120,7 +120,7 @@ def find_rows(tensor: Tensor, whole: Tensor, parts: Sequence[Tensor]) -> Rows:
     """
     first, second = parts
     everything = torch.arange(len(whole), device=whole.device)
-    close = _CLOSE.get(whole.dtype, _CLOSE[torch.float64])
+    close = _COARSE if has_few_digits(whole) else _CLOSE.get(whole.dtype, _CLOSE[torch.float64])
     are_all = len(first) + len(second) == len(whole)
     if are_all and _are_close(torch.cat([first, second]), whole, close):
         found = [everything[: len(first)], everything[len(first) :]]
@@ -179,8 +179,12 @@ def twin_of(module: torch.nn.Module, *, shares_weights: bool) -> torch.nn.Module
     return twin
 
 
-class HalfPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether anything is computed in it, as under ``torch.autocast``, while this is active."""
+class FewDigits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether anything is computed with few digits while this is active.
+
+    In half precision, as under ``torch.autocast``, or on a GPU in float32: convolutions may be in
+    TF32 there, which has the digits of float16, and that for one size and not for another.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -190,11 +194,15 @@ class HalfPrecision(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.is_found |= any(
-            isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
-            for leaf in pytree.tree_leaves(result)
-        )
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.is_found |= any(map(has_few_digits, tensors))
         return result
+
+
+def has_few_digits(tensor: Tensor) -> bool:
+    """Whether it may be exact to three digits only."""
+    is_rounded = tensor.dtype is torch.float32 and tensor.is_cuda
+    return is_rounded or tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def exact(tensor: Tensor, dtype: torch.dtype) -> Tensor:

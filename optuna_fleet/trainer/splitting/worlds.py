@@ -37,7 +37,7 @@ from optuna_fleet.trainer.splitting.cuts import (
     MOST_NUMBERS,
     CannotFollowError,
     Cut,
-    HalfPrecision,
+    FewDigits,
     MixedError,
     Rows,
     TooLargeError,
@@ -86,7 +86,7 @@ class Worlds(TorchFunctionMode):
         cuts: Outputs of modules, and what was drawn at random.
         called: Copies of modules that were called in each world, in eval mode: their outputs have
             no rows to cut.
-        is_coarse: These have computed in half precision.
+        is_coarse: These have computed with few digits.
         is_over: Something could not be followed, or nobody wants more to be.
         fits: That was for want of memory: as many samples would do. 0 if there is too little.
     """
@@ -372,9 +372,9 @@ class Worlds(TorchFunctionMode):
             raise TooLargeError(_FEW)
         twin = twin_of(module, shares_weights=is_large)
         before = generators_now()
-        with own_randomness(), HalfPrecision() as precision:
+        with own_randomness(), FewDigits() as rounding:
             everywhere = [self._called(twin, inputs, world) for world in WORLDS]
-        self.is_coarse |= precision.is_found
+        self.is_coarse |= rounding.is_found
         if not are_alike(before, generators_now()):
             raise CannotFollowError("random")
         self.called.append(twin)
