@@ -218,7 +218,8 @@ class Trainer:
         has_gpu = torch is not None and torch.cuda.is_initialized()
         if collect or has_gpu:
             gc.collect()
-        if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo = sys.modules.get("torch._dynamo")
+        if dynamo and dynamo.convert_frame.input_codes.seen:  # with a GPU this costs seconds
             dynamo.reset()  # else what other trials have compiled decides how the next one is
         if not has_gpu:
             return True
