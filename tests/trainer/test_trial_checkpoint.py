@@ -124,6 +124,10 @@ class Log(dict[str, float]):
     """A dict of the user's own type."""
 
 
+class Picture(torch.Tensor):
+    """A tensor of the user's own type."""
+
+
 @pytest.mark.parametrize(
     ("value", "advice"),
     [
@@ -135,6 +139,7 @@ class Log(dict[str, float]):
         (defaultdict(list), "is a defaultdict.*store a dict.*setdefault"),
         ([{"deep": Pair(1, 2)}], r"\[0\]\['deep'\] is a Pair.*`tuple\(value\)`"),
         (Log(), r"is a Log.*`dict\(value\)`"),
+        (torch.ones(2).as_subclass(Picture), "is a Picture.*make the Picture from them"),
     ],
 )
 def test_state_that_can_not_be_loaded_is_refused(tmp_path: Path, value: Any, advice: str) -> None:
@@ -240,6 +245,12 @@ def test_the_checkpoint_before_serves_where_the_newest_is_bad(tmp_path: Path) ->
     nothing, problems = checkpoint.load_newest(both, OWNER)
     assert nothing is None
     assert "can't be read" in problems[1]
+
+
+def test_what_torch_can_not_load_counts_as_damaged(tmp_path: Path) -> None:
+    save(tmp_path / "c", make(state={"mine": 10**700}))  # an opcode that it does not know
+    with pytest.raises(CheckpointError, match="what torch can't load"):
+        checkpoint.load(tmp_path / "c", OWNER)
 
 
 def test_other_failures_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import _codecs
 import io
 import math
 import os
+import pickle
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -142,9 +143,16 @@ def load(
 
     Raises:
         CheckpointError: If the file is missing, torn, altered, of another format, or another
-            trial's; or of a trial of that number that had other `parameters`.
+            trial's; or of a trial of that number that had other `parameters`; or if torch can't
+            load what is in it.
     """
-    loaded = _read(checkpoint_file.verified(path, read(path), owner))
+    payload = checkpoint_file.verified(path, read(path), owner)
+    try:
+        loaded = _read(payload)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"The checkpoint {path} has in it what torch can't load here: {ADVICE}."
+        ) from error
     if parameters is not None:
         _check_parameters(path, loaded.parameters, parameters)
     return loaded
@@ -221,7 +229,7 @@ def _portable(
             other objects (a learning rate, say) become Python numbers here.
         copies: Those made so far, where what is the same there (tied weights) stays so.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and _can_be_loaded(type(value.detach())):
         key = None if copies is None else _memory_of(value)
         if copies is None or key is None:
             return _copy(value)
@@ -239,6 +247,10 @@ def _portable(
     if type(value) in (dict, OrderedDict, Counter) or (type(value) is defaultdict and not own):
         return _portable_dict(value, where, again)
     raise FleetConfigError(_refusal(value, where))
+
+
+def _can_be_loaded(kind: type[torch.Tensor]) -> bool:
+    return kind is torch.Tensor or kind in torch.serialization.get_safe_globals()
 
 
 def _portable_dict(
