@@ -56,6 +56,7 @@ class TrialOwnership:
         self.interrupted_trials: list[optuna.Trial] = []
         self.checkpoints: dict[int, str] = {}
         self.num_launched = 0
+        self._has_complained = False
         last = folder.last_call()
         try:
             if last is not None and not last.has_ended:
@@ -142,10 +143,12 @@ class TrialOwnership:
             if self._lock is None or self._lock.renew():  # else it is another driver's by now
                 self._folder.record_call(self._call)
         except (OSError, FleetConfigError) as error:
-            compat.fleet_logger.warning(
-                f"The record of this call can't be written again: {error} Should the script die, "
-                "the same call begins anew."
-            )
+            if not self._has_complained:
+                self._has_complained = True
+                compat.fleet_logger.warning(
+                    f"The record of this call can't be written again: {error} Should the script "
+                    "die, the same call begins anew."
+                )
 
     def end(self, *, was_interrupted: bool = False) -> None:
         """The call is over; but it will be gone on with if it was interrupted.

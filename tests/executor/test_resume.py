@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import json
@@ -353,6 +354,23 @@ def test_a_deleted_folder_that_another_driver_has_taken_is_left_to_it(tmp_path: 
         with FolderLock(root):
             claims.ask()
             assert folder.last_call() is None
+
+
+def test_a_folder_out_of_reach_ends_no_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: io.StringIO
+) -> None:
+    study = optuna.create_study()
+
+    def refuse(path: Any, *_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    with FolderLock(tmp_path) as lock:
+        claims = TrialOwnership(study, StudyFolder(tmp_path, study.study_name), 9, None, lock)
+        with monkeypatch.context() as patch:
+            for name in ("stat", "open"):
+                patch.setattr(os, name, refuse)
+            assert [claims.ask().number for _ in range(2)] == [0, 1]
+    assert log.getvalue().count("can't be written again") == 1
 
 
 def test_a_folder_that_can_not_be_used_is_refused(fleet: Any, root: Path) -> None:
