@@ -61,6 +61,11 @@ def check_number(
         raise FleetConfigError(f"`{name}` is {value!r}, but must be {wanted}{or_none}.")
 
 
+def plain(number: Any) -> Any:
+    """Return a number as one of Python, which JSON takes, if it is one of NumPy."""
+    return number.item() if hasattr(number, "item") else number
+
+
 def check_that(
     name: str, value: Any, holds: Callable[[Any], object], wanted: str, *, optional: bool = False
 ) -> None:

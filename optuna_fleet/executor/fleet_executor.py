@@ -19,6 +19,7 @@ from optuna_fleet.arguments import (
     folder,
     is_a,
     path,
+    plain,
 )
 from optuna_fleet.checkpoints.folder import FolderLock, StudyFolder
 from optuna_fleet.exceptions import FleetConfigError
@@ -177,8 +178,8 @@ class FleetExecutor:
         lock = None if root is None else FolderLock(root)
         loop = Loop(
             study,
-            n_trials=n_trials,
-            timeout=timeout,
+            n_trials=plain(n_trials),
+            timeout=plain(timeout),
             catch=kinds,
             callbacks=callbacks,
             gc_after_trial=gc_after_trial,

@@ -16,6 +16,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import numpy as np
 import optuna
 import pytest
 from optuna.storages import JournalStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
@@ -158,7 +159,8 @@ def test_another_budget_is_another_call_but_no_trial_is_lost(fleet: Any, root: P
     values = dead_call(study, root, 9, launched=3)
     study.optimize(objective, n_trials=1, executor=fleet)
     assert states(study) == [COMPLETE, COMPLETE, WAITING]
-    study.optimize(objective, n_trials=3, executor=fleet)
+    budget: Any = {"n_trials": np.int64(3), "timeout": np.float32(1e6)}
+    study.optimize(objective, **budget, executor=fleet)
     assert states(study) == [COMPLETE] * 5
     assert [trial.value for trial in study.trials[:3]] == values
 
