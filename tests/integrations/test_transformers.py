@@ -192,6 +192,15 @@ def objective_of(kind: str, folder: Path, trainer_class: Any = FleetTrainer, **m
     return objective
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Here and in trials: bit for bit the same are sums in equal numbers of threads only."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def pipeline() -> Any:
     padding = DataCollatorWithPadding(tokenizer())
