@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 _TWISTER_BYTES = 4 * 625  # its words, and how many of them were drawn
 _bit_generator = getattr(np.random, "get_bit_generator", None)  # of NumPy 1.24
@@ -109,3 +110,8 @@ def set_generators(states: list[torch.Tensor]) -> None:
 def are_alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
     """Whether two results of `generators_now` are equal."""
     return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+def has_generator(values: Any) -> bool:
+    """Whether one of the user's is among them, nested: from it nothing may be drawn once more."""
+    return any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves(values))

@@ -232,6 +232,20 @@ def test_training_is_what_it_is_without_a_check() -> None:
         assert torch.equal(one, other)
 
 
+def test_nothing_is_drawn_once_more_from_generators_of_the_users() -> None:
+    ours, theirs = (torch.Generator().manual_seed(0) for _ in range(2))
+
+    def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        noise = torch.randn(x.shape, generator=ours) + torch.ones(SIZE).normal_(generator=ours)[0]
+        (F.cross_entropy(model(x + noise), y) * torch.rand((), generator=ours)).backward()
+
+    assert not Checked(network()).train(step)
+    for _ in range(3):
+        torch.randn(SIZE, 6, generator=theirs), torch.ones(SIZE).normal_(generator=theirs)
+        torch.rand((), generator=theirs)
+    assert torch.equal(ours.get_state(), theirs.get_state())
+
+
 class WithTraces(nn.Module):
     """Keeps something of each call, as models do; its output is as wide as the batch is long."""
 

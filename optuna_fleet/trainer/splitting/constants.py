@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from optuna_fleet.trainer.randomness import has_generator
 from optuna_fleet.trainer.splitting.cuts import exact
 from optuna_fleet.trainer.splitting.tracked import escaped
 
@@ -62,6 +63,8 @@ class Constants:
 
     def may_depend(self, name: str, values: Any) -> bool:
         """Whether a function of these, nested, may be of the number of samples."""
+        if has_generator(values):
+            return False
         leaves = pytree.tree_leaves(values)
         return any(isinstance(x, Tensor) and id(x) in self._guesses for x in leaves) or (
             name in FACTORIES and any(self.scaled(x, 1) != x for x in leaves)

@@ -29,6 +29,7 @@ from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import (
     are_alike,
     generators_now,
+    has_generator,
     own_randomness,
     set_generators,
 )
@@ -192,7 +193,7 @@ class Worlds(TorchFunctionMode):
             return func(*plain_args, **plain_kwargs)
         before = generators_now()
         result = func(*plain_args, **plain_kwargs)
-        if not are_alike(before, generators_now()):
+        if has_generator((args, kwargs)) or not are_alike(before, generators_now()):
             self._tried(self._draw, name, result)
             return result
         return self._tried(self._repeat, func, name, args, kwargs, result, default=result)
@@ -228,9 +229,8 @@ class Worlds(TorchFunctionMode):
     def _repeat(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
         """Do in each world what was done; return the result, with its numbers tracked."""
         leaves = pytree.tree_leaves(result)
-        is_wanted = any(
-            isinstance(x, (Tensor, int, float)) and type(x) is not bool for x in leaves
-        )
+        kinds = (Tensor, int, float)
+        is_wanted = any(isinstance(x, kinds) and type(x) is not bool for x in leaves)
         if not is_wanted and name != "__setitem__":
             return result
         everywhere = list(map(pytree.tree_leaves, self._in_worlds(func, name, args, kwargs)))
