@@ -10,6 +10,7 @@ from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -488,6 +489,47 @@ class SequenceFirst(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rnn(x[..., None])[0].mean(0)
+
+
+class Restless(nn.Module):
+    """What it gives depends on how often it was called, and on numbers drawn at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean = nn.Linear(6, 5), nn.Linear(6, 5)
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        noise = torch.randn(x.shape, generator=self.generator) + float(np.random.randn())
+        return self.layer(x + noise * random.random()) * self.num_calls
+
+
+class Averaged(Restless):
+    """Changes weights of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.mean.parameters()), list(self.layer.parameters()), 0.1)
+            self.mean.weight.data.mul_(0.9)
+        return self.layer(x) + self.mean(x).detach()
+
+
+@pytest.mark.parametrize("kind", [Restless, Averaged])
+def test_models_that_change_with_each_call(kind: type[Restless]) -> None:
+    def trained(checks: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        checked = Checked(kind())
+        if not checks:
+            checked.check.hand_out = lambda *_: None  # type: ignore[method-assign]
+        assert not checked.train(of(F.cross_entropy))
+        return [*checked.model.state_dict().values(), checked.model.generator.get_state()]
+
+    for one, other in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(one, other)
 
 
 def squares(model: nn.Module, x: Tensor, _: Tensor) -> None:

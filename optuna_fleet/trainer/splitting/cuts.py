@@ -205,6 +205,26 @@ def has_few_digits(tensor: Tensor) -> bool:
     return is_rounded or tensor.dtype in (torch.bfloat16, torch.float16)
 
 
+class WeightsUnchanged(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is active, what would write to parameters of a module raises CannotFollowError."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shared = {own.untyped_storage().data_ptr() for own in module.parameters()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments if func._schema.is_mutable else []
+        given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+        written = [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+        for leaf in pytree.tree_leaves(written):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in self._shared:
+                raise CannotFollowError("weights")
+        return func(*args, **kwargs)
+
+
 def exact(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy, as what changes it must not change what is the objective's."""
     return tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()

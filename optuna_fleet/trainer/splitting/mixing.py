@@ -22,7 +22,7 @@ from optuna_fleet.trainer.randomness import (
     own_randomness,
     set_generators,
 )
-from optuna_fleet.trainer.splitting.cuts import twin_of
+from optuna_fleet.trainer.splitting.cuts import WeightsUnchanged, twin_of
 from optuna_fleet.trainer.splitting.tracked import plain
 
 MIXES = (
@@ -125,13 +125,13 @@ def _mixes(module: torch.nn.Module, inputs: Any, outputs: Any, counterparts: Cou
             return plain(value) if axis is None else value.detach().index_select(axis, rows)
 
         args, kwargs = pytree.tree_map(some, inputs)
-        return list(tensors_in(twin(*args, **kwargs)))
+        twin = twin_of(module, shares_weights=True)  # another each time: it may count its calls
+        with own_randomness(), WeightsUnchanged(module):
+            return list(tensors_in(twin(*args, **kwargs)))
 
-    twin = twin_of(module, shares_weights=True)
     before = generators_now()
     try:
-        with own_randomness():
-            found = [called(torch.arange(number) % least) for least in (number, half)]
+        found = [called(torch.arange(number) % least) for least in (number, half)]
         is_random = not are_alike(before, generators_now())
     finally:
         set_generators(before)
