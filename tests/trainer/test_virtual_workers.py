@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from in_process import Blueprint
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from virtual_workers import LR, Oracle, batch, furthest, mlp, sgd, train
 
 from optuna_fleet.exceptions import FleetConfigError
@@ -195,6 +196,27 @@ def test_gradients_of_complex_numbers_cross_cuts(cuts):
         return train(blueprint(WaveSynchronous(3, None), cuts, model=model), 4).workers.weights()
 
     assert furthest(trained(cuts), trained(())) == 0
+
+
+class Recomputed(nn.Linear):
+    """With activation checkpointing."""
+
+    def forward(self, x):
+        return checkpoint(lambda x: super(Recomputed, self).forward(x).tanh(), x, use_reentrant=False)
+
+
+class Kept(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+def test_what_is_computed_again_is_at_the_weights_of_the_forward_pass():
+    def trained(layer):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer(6, 6) for _ in range(3))).double()
+        return train(blueprint(WaveSynchronous(3, None), (1,), model=model), 4).workers.weights()
+
+    assert furthest(trained(Recomputed), trained(Kept)) == 0
 
 
 def test_frozen_parameters_stay_and_unused_ones_have_no_update():

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class StageModule:
 
     def __init__(self, module: nn.Module, *, is_first: bool, loss: Loss | None) -> None:
         self._module = module
+        self._at_weights = _AtWeights(module)
         self._is_first = is_first
         self._loss = loss
 
@@ -85,11 +87,24 @@ class StageModule:
         trained = {name: w for name, w in held.weights.items() if w.requires_grad}
         if not outputs:
             return {}, (None,) * len(held.received)
-        found = torch.autograd.grad(
-            outputs, (*trained.values(), *held.received), chosen, allow_unused=True
-        )
+        inputs = *trained.values(), *held.received
+        # With activation checkpointing layers run again in it.
+        do = partial(torch.autograd.grad, outputs, inputs, chosen, allow_unused=True)
+        found = functional_call(self._at_weights, dict(held.weights), (do,))
         by_name = {n: g for n, g in zip(trained, found, strict=False) if g is not None}
         return by_name, found[len(trained) :]
+
+
+class _AtWeights(nn.Module):
+    """Has what a module has, for whatever is to be done while that is at other weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        for name, own in module.named_children():
+            self.add_module(name, own)
+
+    def forward(self, do: Callable[[], Any]) -> Any:
+        return do()
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
