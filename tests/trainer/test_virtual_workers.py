@@ -198,16 +198,16 @@ def test_gradients_of_complex_numbers_cross_cuts(cuts):
     assert furthest(trained(cuts), trained(())) == 0
 
 
-class Recomputed(nn.Linear):
-    """With activation checkpointing."""
-
-    def forward(self, x):
-        return checkpoint(lambda x: super(Recomputed, self).forward(x).tanh(), x, use_reentrant=False)
-
-
 class Kept(nn.Linear):
     def forward(self, x):
         return super().forward(x).tanh()
+
+
+class Recomputed(Kept):
+    """With activation checkpointing."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def test_what_is_computed_again_is_at_the_weights_of_the_forward_pass():
@@ -237,6 +237,20 @@ def test_frozen_parameters_stay_and_unused_ones_have_no_update():
     assert not any(name.startswith("0.") for name in weights)
     assert torch.equal(weights["4.unused.weight"], before["4.unused.weight"])
     assert not torch.equal(weights["4.used.weight"], before["4.used.weight"])
+
+
+def test_hooks_of_parameters_change_their_gradients():
+    def trained(lr, factor):
+        torch.manual_seed(0)
+        model = mlp()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: factor * gradient)
+        plan = blueprint(
+            WaveSynchronous(2, None), (1, 3), model=model, optimizer=lambda p: torch.optim.SGD(p, lr)
+        )
+        return train(plan, 3).workers.weights()
+
+    assert furthest(trained(LR, 0.5), trained(LR / 2, 1.0)) <= 1e-14
 
 
 # -- several virtual workers ----------------------------------------------------------------------

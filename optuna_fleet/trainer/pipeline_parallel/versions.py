@@ -62,6 +62,7 @@ class VersionedWeights:
     def __init__(
         self, initial: Tensors, rule: SgdRule, wave_size: int, client: ServerClient | None
     ) -> None:
+        self._initial = initial
         self._rule = rule
         self._wave_size = wave_size
         self._client = client
@@ -108,7 +109,11 @@ class VersionedWeights:
             self._add(number)
         self._tag = tag
         self._forget()
-        return {name: w.detach().requires_grad_() for name, w in self._newest.items()}
+        leaves = {name: w.detach().requires_grad_() for name, w in self._newest.items()}
+        for name, leaf in leaves.items():
+            for hook in (self._initial[name]._backward_hooks or {}).values():
+                leaf.register_hook(hook)
+        return leaves
 
     @torch.no_grad()
     def finish(self, number: int, weights: Tensors, gradients: Tensors) -> None:
