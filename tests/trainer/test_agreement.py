@@ -105,6 +105,7 @@ def test_momenta_and_statistics_become_means_and_constants_stay() -> None:
     ]
     for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
         model(torch.randn(8, 3) + number).square().sum().backward()
+        model.register_buffer("made", torch.ones(()))
         optimizer.step()
     means = torch.stack([model[1].running_mean for model in models]).mean(0)
     momenta = [

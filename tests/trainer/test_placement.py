@@ -104,8 +104,17 @@ class Counter(nn.Module):
         return x
 
 
+class Rotary(nn.Module):
+    """Makes a buffer when it needs one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("angles", torch.arange(x.size(1)), persistent=False)
+        return x * self.angles
+
+
 def test_layers_that_keep_what_they_have_seen_are_told_apart() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, momentum=None), Counter())
+    averages = nn.BatchNorm1d(2, momentum=None)
+    model = nn.Sequential(nn.BatchNorm1d(2), averages, Counter(), Rotary())
     costs = layer_costs(
         list(model),
         nn.functional.mse_loss,
@@ -113,7 +122,7 @@ def test_layers_that_keep_what_they_have_seen_are_told_apart() -> None:
         torch.ones(3, 2),
         torch.device("cpu"),
     )
-    assert [cost.leaves_something for cost in costs] == [False, True, True]
+    assert [cost.leaves_something for cost in costs] == [False, True, True, True]
 
 
 class Sometimes(nn.Module):

@@ -1,6 +1,7 @@
 """Virtual workers: exact weights for each minibatch, bounded staleness, plain SGD's results."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -245,9 +246,8 @@ def test_hooks_of_parameters_change_their_gradients():
         model = mlp()
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: factor * gradient)
-        plan = blueprint(
-            WaveSynchronous(2, None), (1, 3), model=model, optimizer=lambda p: torch.optim.SGD(p, lr)
-        )
+        optimizer = partial(torch.optim.SGD, lr=lr)
+        plan = blueprint(WaveSynchronous(2, None), (1, 3), model=model, optimizer=optimizer)
         return train(plan, 3).workers.weights()
 
     assert furthest(trained(LR, 0.5), trained(LR / 2, 1.0)) <= 1e-14

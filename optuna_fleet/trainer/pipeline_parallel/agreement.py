@@ -69,7 +69,9 @@ class Agreement:
             if (momentum := state.get("momentum_buffer")) is not None:
                 found[_MOMENTUM + name] = self._share * momentum
         for name, buffer in _buffers(self._part).items():
-            before = self._before[name]
+            before = self._before.get(name)
+            if before is None or before.shape != buffer.shape:
+                continue  # the pass has made it
             moved = torch.where(buffer == before, 0.0, buffer - before)  # also of infinite ones
             found[BUFFER + name] = self._share * moved
         return found
@@ -104,12 +106,13 @@ def can_add_up(module: nn.Module) -> bool:
 
 
 def leaves_something(layer: nn.Module, before: nn.Module) -> bool:
-    """Whether passes have changed buffers of a copy otherwise."""
+    """Whether passes have changed buffers of a copy otherwise, or made some."""
+    kept = dict(before.named_buffers())
     return any(
-        not torch.equal(buffer.cpu(), kept.cpu())
-        for now, was in zip(layer.modules(), before.modules(), strict=True)
-        if not can_add_up(now)
-        for buffer, kept in zip(now.buffers(False), was.buffers(False), strict=True)
+        name not in kept or not torch.equal(buffer.cpu(), kept[name].cpu())
+        for path, module in layer.named_modules()
+        if not can_add_up(module)
+        for name, buffer in module.named_buffers(path, recurse=False)
     )
 
 
