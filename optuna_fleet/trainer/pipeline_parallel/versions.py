@@ -112,7 +112,7 @@ class VersionedWeights:
         leaves = {name: w.detach().requires_grad_() for name, w in self._newest.items()}
         for name, leaf in leaves.items():
             for hook in (self._initial[name]._backward_hooks or {}).values():
-                leaf.register_hook(hook)
+                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
         return leaves
 
     @torch.no_grad()
