@@ -347,3 +347,17 @@ def test_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
     assert [resumed.epoch() for _ in range(3)] == want
     for mine, theirs in zip(resumed.model.parameters(), run.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_who_has_no_gpu_gathers_from_those_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_gather(everyone: list[torch.Tensor], own: torch.Tensor) -> None:
+        for one in everyone:
+            one.copy_(own)
+
+    monkeypatch.setattr(checkpoint, "group_size", lambda: 2)
+    monkeypatch.setattr(checkpoint, "wire_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    told = checkpoint.gather({"losses": [torch.ones(2)]})
+    assert [one["losses"][0].tolist() for one in told] == [[1.0, 1.0]] * 2

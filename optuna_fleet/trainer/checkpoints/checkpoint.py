@@ -191,10 +191,9 @@ def gather(own: dict[str, Any]) -> list[dict[str, Any]]:
     most = max(lengths)
     states = [torch.empty(most, dtype=torch.uint8, device=mine.device) for _ in sizes]
     dist.all_gather(states, torch.nn.functional.pad(mine, (0, most - len(mine))))
-    return [
-        torch.load(io.BytesIO(state[:length].cpu().numpy().tobytes()), weights_only=True)
-        for state, length in zip(states, lengths, strict=True)
-    ]
+    where = None if torch.cuda.is_available() else "cpu"  # others may be on GPUs
+    data = [state[:n].cpu().numpy().tobytes() for state, n in zip(states, lengths, strict=True)]
+    return [torch.load(io.BytesIO(d), map_location=where, weights_only=True) for d in data]
 
 
 def broadcast(own: Checkpoint | None) -> Checkpoint:
