@@ -132,6 +132,16 @@ def test_equal_devices_are_not_told_apart_but_their_nodes_are():
     assert nodes in ([0, 0, 1, 1], [1, 1, 0, 0])
 
 
+def test_alike_nodes_are_not_told_apart():
+    problem = PartitionProblem(
+        layers=layers_of([1.0] * 30, speeds={"a": 1.0}, cut=1.0),
+        devices=tuple(StageDevice(index=i, node=i, kind="a") for i in range(30)),
+        links=Links(between=Link(bytes_per_s=0.1)),
+    )
+    found = best_partition(problem)  # all sets of nodes would be a billion
+    assert [stage.device.node for stage in found.stages] == [*range(30)]
+
+
 def test_a_fast_device_gets_more_layers():
     devices = (StageDevice(index=0, node=0, kind="a"), StageDevice(index=1, node=0, kind="b"))
     problem = PartitionProblem(

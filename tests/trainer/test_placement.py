@@ -80,6 +80,14 @@ def test_a_stage_is_no_larger_than_the_memory_of_its_own_rank() -> None:
     assert stages == {0: 4, 1: 2}
 
 
+def test_devices_of_about_the_same_memory_are_not_told_apart() -> None:
+    measured = tuple(1e3 + number / 10 for number in range(30))
+    on = Ranks(nodes=(0,) * 30, memory_bytes=measured)
+    blocks = tuple(range(1, 31))
+    placed = demand(1e3, blocks).place([[LAYER] * 30] * 30, on)  # a billion sets of them
+    assert sorted(placed.ranks[0]) == [*range(30)]
+
+
 def test_layers_that_share_a_lot_are_in_one_stage_if_they_can_be() -> None:
     tied = replace(demand(1e3), untied=(1, 4, 5, 6), tied_bytes=1e10)
     assert tied.place([[LAYER] * 6] * 2).cuts == ((4,),)

@@ -2,12 +2,13 @@
 
 After some stages only this matters for the rest: which devices are used, the last of them, how
 many layers are covered, and whether the next device is on the last one's node, as that decided the
-last stage's time. Devices that are equal (node, type, memory) are not told apart.
+last stage's time. Devices that are equal (node, type, memory) are not told apart, and of nodes
+that have the same the first comes first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -86,6 +87,7 @@ class _Search:
             key = (device.node, device.kind, device.memory_bytes)
             groups.setdefault(key, []).append(device)
         self._groups = list(groups.values())
+        self._twins = _twins(self._groups)
         self._num = len(problem.devices)
         self._best: dict[Used, dict[_Ending, FloatArray]] = {}
 
@@ -104,7 +106,13 @@ class _Search:
         return self._trace_back(full)
 
     def _left(self, used: Used) -> Iterator[int]:
-        return (g for g, devices in enumerate(self._groups) if used[g] < len(devices))
+        """Groups that may be next."""
+        nodes = [devices[0].node for devices in self._groups]
+        begun = {node for node, number in zip(nodes, used, strict=True) if number}
+        for group, node in enumerate(nodes):
+            may_begin = node in begun or self._twins[node] <= begun
+            if may_begin and used[group] < len(self._groups[group]):
+                yield group
 
     def _extend(self, used: Used, group: int, after: Used, place: int) -> None:
         """All stages on a device of the group that follow what was found for `used`."""
@@ -228,6 +236,15 @@ def _sums(numbers: FloatArray) -> FloatArray:
 
 def _with(used: Used, group: int) -> Used:
     return tuple(n + (g == group) for g, n in enumerate(used))
+
+
+def _twins(groups: Sequence[Sequence[StageDevice]]) -> dict[int, set[int]]:
+    """Of each node those before it that have the same devices."""
+    has: dict[int, set[tuple[str, float, int]]] = {}
+    for devices in groups:
+        first = devices[0]
+        has.setdefault(first.node, set()).add((first.kind, first.memory_bytes, len(devices)))
+    return {n: {m for m in has if m < n and has[m] == own} for n, own in has.items()}
 
 
 def _why(problem: PartitionProblem) -> str:

@@ -36,6 +36,7 @@ from optuna_fleet.trainer.pipeline_parallel.costs import LayerCost
 WIRE = Link(bytes_per_s=1e9, latency_s=2e-4)  # gloo on one machine, measured, with Python's part
 _LINKS = Links(within=WIRE, between=WIRE)
 _ALIKE = 1.25  # times that differ by less are taken for noise
+_ALIKE_BYTES = 1.02  # and memory: devices that are told apart take many times as long to deal out
 _STATES = {"SGD": 1, "Adagrad": 1, "RMSprop": 2, "Rprop": 2}  # copies; of others, as Adam, 2
 
 
@@ -204,12 +205,13 @@ class Demand:
             kept_bytes=tuple(cost.kept_bytes for cost in of_any),
         )
         ranks = sorted(range(len(costs)), key=lambda rank: (on.nodes[rank], kinds[rank], rank))
+        memory = _least_alike(on.memory_bytes)
         devices = [
             StageDevice(
                 index=index,
                 node=on.nodes[rank],
                 kind=str(kinds[rank]),
-                memory_bytes=on.memory_bytes[rank],
+                memory_bytes=memory[rank],
             )
             for index, rank in enumerate(ranks)
         ]
@@ -330,6 +332,17 @@ def _kinds(costs: Sequence[Sequence[LayerCost]]) -> list[int]:
         alike = (k for k in kinds if max(total, totals[k]) <= _ALIKE * min(total, totals[k]))
         kinds.append(next(alike, rank))
     return kinds
+
+
+def _least_alike(sizes: Sequence[float]) -> list[float]:
+    """Of each the least that is about as large."""
+    least = 0.0
+    found: dict[float, float] = {}
+    for size in sorted(sizes):
+        if size > _ALIKE_BYTES * least:
+            least = size
+        found[size] = least
+    return [found[size] for size in sizes]
 
 
 def _sum(costs: Sequence[LayerCost]) -> LayerCost:
