@@ -15,6 +15,7 @@ from virtual_workers import LR, Oracle, batch, furthest, mlp, sgd, train
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.replay.virtual_workers import StageTimes, VirtualWorkers
+from optuna_fleet.trainer.pipeline_parallel.passes import Noise
 from optuna_fleet.wsp.schedules import Flush, WaveSynchronous
 from optuna_fleet.wsp.turns import Pass, held_minibatches
 
@@ -251,6 +252,20 @@ def test_hooks_of_parameters_change_their_gradients():
         return train(plan, 3).workers.weights()
 
     assert furthest(trained(LR, 0.5), trained(LR / 2, 1.0)) <= 1e-14
+
+
+def test_a_layer_that_is_within_another_too_draws_as_that_one():
+    dropout, x = nn.Dropout(), torch.ones(64)
+    layers = {0: dropout, 1: nn.Sequential(nn.Identity(), dropout)}
+
+    def drawn(places):
+        noise = Noise({place: layers[place] for place in places}, x.device, (0,))
+        with noise.of(1):
+            outputs = [layers[place](x) for place in places]
+        noise.close()
+        return outputs[-1]
+
+    assert torch.equal(drawn([0, 1]), drawn([1]))
 
 
 # -- several virtual workers ----------------------------------------------------------------------

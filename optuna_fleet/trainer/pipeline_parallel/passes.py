@@ -137,10 +137,12 @@ class Noise:
         places: dict[nn.Module, deque[int]] = {}
         for place, layer in layers.items():  # a module may be several of the layers
             places.setdefault(layer, deque()).append(place)
-        self._handles = [
-            layer.register_forward_pre_hook(lambda *_, own=own: self._begin(own))
-            for layer, own in places.items()
-        ]
+        self._depth = 0  # a layer may also be within another, which has begun already then
+        self._handles = []
+        for layer, own in places.items():
+            begin = layer.register_forward_pre_hook(lambda *_, own=own: self._begin(own))
+            end = layer.register_forward_hook(self._end, always_call=True)
+            self._handles += [begin, end]
 
     def close(self) -> None:
         """The layers are what they were."""
@@ -160,7 +162,8 @@ class Noise:
                 self._minibatch = None
 
     def _begin(self, places: deque[int]) -> None:
-        if self._minibatch is None:
+        self._depth += 1
+        if self._minibatch is None or self._depth > 1:
             return
         sequence = np.random.SeedSequence(self._seed, spawn_key=(*self._minibatch, places[0]))
         places.rotate(-1)
@@ -170,3 +173,6 @@ class Noise:
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
             torch.cuda.manual_seed(seed)
+
+    def _end(self, *_: Any) -> None:
+        self._depth -= 1
