@@ -285,9 +285,9 @@ def test_nobody_loses_by_changing_its_type_unless_the_inner_allocator_insists(pr
         a = plan.assignments.get(number)
         if home not in ("", kind):
             there = worth(problem, c, kind, len(a.devices) if a else 0, 120.0)
-            assert (there <= worth(problem, c, home, len(c.devices), 120.0)) == (
-                regretted.get(number) == home
-            )
+            here = worth(problem, c, home, len(c.devices), 120.0)
+            if there != pytest.approx(here):  # of what is worth the same, rounding decides
+                assert (there < here) == (regretted.get(number) == home)
 
 
 def mover(rescale_up_s, **more):

@@ -971,7 +971,9 @@ class FakeRuntime:
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
         self.agents = SimpleNamespace(
-            devices=DEVICES, tell=lambda agent, message: self.told.append((agent, message))
+            devices=DEVICES,
+            nodes=SimpleNamespace(here=frozenset),
+            tell=lambda agent, message: self.told.append((agent, message)),
         )
         self.trainers = Trainers(DEVICES)
         for device in DEVICES:
