@@ -219,7 +219,7 @@ class Trainer:
         if collect or has_gpu:
             gc.collect()
         dynamo = sys.modules.get("torch._dynamo")
-        if dynamo and dynamo.convert_frame.input_codes.seen:  # with a GPU this costs seconds
+        if dynamo and _has_compiled(dynamo):
             dynamo.reset()  # else what other trials have compiled decides how the next one is
         if not has_gpu:
             return True
@@ -319,6 +319,12 @@ def ailment_of(device: Device) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _has_compiled(dynamo: Any) -> bool:
+    """Whether it has, or torch does not say: with a GPU a reset takes seconds."""
+    codes = getattr(dynamo.convert_frame, "input_codes", None)
+    return bool(getattr(codes, "seen", True))
 
 
 def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Training]) -> None:

@@ -79,37 +79,52 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+class TorchGenerators:
+    """States of torch's generators, on the CPU and the current GPU, when this is made."""
+
+    def __init__(self) -> None:
+        self._states = self._now()
+
+    @staticmethod
+    def _now() -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            states.append(torch.cuda.get_rng_state())
+        return states
+
+    def are_used(self) -> bool:
+        """Whether anything was drawn from them since."""
+        now = self._now()
+        return len(now) != len(self._states) or not all(map(torch.equal, now, self._states))
+
+    def restore(self) -> None:
+        """Set them as they were."""
+        if self.are_used():
+            torch.set_rng_state(self._states[0])
+            if len(self._states) > 1:
+                torch.cuda.set_rng_state(self._states[1])
+
+
 @contextmanager
-def own_randomness() -> Iterator[None]:
-    """What modules draw from Python's and NumPy's generators is drawn again for the objective."""
+def own_torch_randomness() -> Iterator[TorchGenerators]:
+    """What is drawn from torch's generators is drawn again for the objective."""
+    generators = TorchGenerators()
+    try:
+        yield generators
+    finally:
+        generators.restore()
+
+
+@contextmanager
+def own_randomness() -> Iterator[TorchGenerators]:
+    """The same of Python's and NumPy's as well, which takes about 0.2 ms."""
     states = random.getstate(), np.random.get_state()
     try:
-        yield
+        with own_torch_randomness() as generators:
+            yield generators
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-
-
-def generators_now() -> list[torch.Tensor]:
-    """States of torch's generators, on the CPU and the current GPU, to compare and to set."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return states
-
-
-def set_generators(states: list[torch.Tensor]) -> None:
-    """Set what `generators_now` returned, unless it is so."""
-    if are_alike(states, generators_now()):
-        return
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
-
-
-def are_alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Whether two results of `generators_now` are equal."""
-    return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def has_generator(values: Any) -> bool:

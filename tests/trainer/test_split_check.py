@@ -23,9 +23,11 @@ from torch.utils.checkpoint import checkpoint
 from optuna_fleet.trainer.gradients import module_hooks
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.splitting import cuts, split_check, worlds
-from optuna_fleet.trainer.splitting.cuts import FewDigits
+from optuna_fleet.trainer.splitting.errors import CannotFollowError
+from optuna_fleet.trainer.splitting.precision import FewDigits
 from optuna_fleet.trainer.splitting.split_check import SplitCheck
 from optuna_fleet.trainer.splitting.tracked import TrackedInt, plain, tracked
+from optuna_fleet.trainer.splitting.twins import twin_of
 
 # What torch 2.4 says of its own activation checkpointing; all other warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast.* is deprecated")
@@ -290,8 +292,8 @@ def test_a_check_leaves_no_traces_in_the_model_nor_in_the_batch() -> None:
 def test_a_copy_never_calls_the_original(make: Callable[[], nn.Module]) -> None:
     model = make()
     model.forward = torch.no_grad()(model.forward)  # bound to it
-    with pytest.raises(cuts.CannotFollowError):
-        cuts.twin_of(model, shares_weights=True)
+    with pytest.raises(CannotFollowError):
+        twin_of(model, shares_weights=True)
 
 
 def test_functions_of_functions_are_let_alone() -> None:
@@ -366,7 +368,7 @@ def test_a_large_model_that_makes_its_loss(
 
 def test_a_copy_of_a_large_model_takes_no_memory() -> None:
     model = network()
-    twin = cuts.twin_of(model, shares_weights=True)
+    twin = twin_of(model, shares_weights=True)
     for own, its in zip(model.parameters(), twin.parameters(), strict=True):
         assert its.data_ptr() == own.data_ptr()
         assert its is not own

@@ -60,8 +60,7 @@ def layer_costs(
         device: Where they are to compute.
     """
     costs: list[LayerCost] = []
-    devices = [] if device.type == "cpu" else [device]
-    with own_randomness(), torch.random.fork_rng(devices), torch.enable_grad():
+    with own_randomness(), torch.enable_grad():
         values, targets = to_device(values, device), to_device(targets, device)
         for place, layer in enumerate(layers):
             own = copy.deepcopy(layer).to(device)

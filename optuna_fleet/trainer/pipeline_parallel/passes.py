@@ -152,9 +152,7 @@ class Noise:
     @contextmanager
     def of(self, *minibatch: int) -> Iterator[None]:
         """The forward pass of a minibatch, counted over the whole training or an evaluation."""
-        devices = [] if self._device.type == "cpu" else [self._device]
-        forked = torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
-        with own_randomness(), forked:
+        with own_randomness():
             self._minibatch = minibatch
             try:
                 yield

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.trainer.randomness import has_generator
-from optuna_fleet.trainer.splitting.cuts import exact
+from optuna_fleet.trainer.splitting.precision import exact
 from optuna_fleet.trainer.splitting.tracked import escaped
 
 FACTORIES = {"arange", "zeros", "ones", "full", "eye"}

@@ -16,14 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from optuna_fleet.trainer.nested import tensors_in
-from optuna_fleet.trainer.randomness import (
-    are_alike,
-    generators_now,
-    own_randomness,
-    set_generators,
-)
-from optuna_fleet.trainer.splitting.cuts import WeightsUnchanged, twin_of
+from optuna_fleet.trainer.randomness import own_randomness
+from optuna_fleet.trainer.splitting.precision import Tolerance
 from optuna_fleet.trainer.splitting.tracked import plain
+from optuna_fleet.trainer.splitting.twins import WeightsUnchanged, twin_of
 
 MIXES = (
     "What its model gives for a sample depends on the other samples that it is called with (on "
@@ -46,8 +42,7 @@ EMBEDDINGS = (
 )
 
 _FEW = 4
-_CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_COARSE = 2e-2
+_TOLERANCE = Tolerance(double=1e-9, single=1e-4, coarse=2e-2)
 
 Counterparts = Callable[[Any], Sequence[Any] | None]
 
@@ -118,7 +113,7 @@ def _mixes(module: torch.nn.Module, inputs: Any, outputs: Any, counterparts: Cou
     number = min(_FEW, *sizes) // 2 * 2
     half = number // 2
 
-    def called(samples: Tensor) -> list[Tensor]:
+    def called(samples: Tensor) -> tuple[list[Tensor], bool]:
         def some(value: Any) -> Any:
             axis = axes.get(id(value)) if isinstance(value, Tensor) else None
             rows = samples.to(value.device) if axis is not None else samples
@@ -126,19 +121,14 @@ def _mixes(module: torch.nn.Module, inputs: Any, outputs: Any, counterparts: Cou
 
         args, kwargs = pytree.tree_map(some, inputs)
         twin = twin_of(module, shares_weights=True)  # another each time: it may count its calls
-        with own_randomness(), WeightsUnchanged(module):
-            return list(tensors_in(twin(*args, **kwargs)))
+        with own_randomness() as generators, WeightsUnchanged(module):
+            return list(tensors_in(twin(*args, **kwargs))), generators.are_used()
 
-    before = generators_now()
-    try:
-        found = [called(torch.arange(number) % least) for least in (number, half)]
-        is_random = not are_alike(before, generators_now())
-    finally:
-        set_generators(before)
-    whole = list(tensors_in(outputs))
+    samples = torch.arange(number)
+    (ones, is_random), (others, _) = called(samples), called(samples % half)
     return not is_random and any(
         _differ(one, other, axis, half)
-        for given, one, other in zip(whole, *found, strict=True)
+        for given, one, other in zip(tensors_in(outputs), ones, others, strict=True)
         if (axis := _only_axis(given, sizes)) is not None
     )
 
@@ -161,6 +151,4 @@ def _differ(one: Tensor, other: Tensor, axis: int, half: int) -> bool:
     first, second = one.narrow(axis, 0, half), other.narrow(axis, 0, half)
     largest = max(first.abs().max(), second.abs().max())
     is_known = bool(largest.isfinite()) and first.shape == second.shape
-    return is_known and bool(
-        (first - second).abs().max() > _CLOSE.get(first.dtype, _COARSE) * largest
-    )
+    return is_known and bool((first - second).abs().max() > _TOLERANCE.of(first.dtype) * largest)

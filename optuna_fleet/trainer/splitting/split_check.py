@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from optuna_fleet.trainer.gradients.shares import BatchShares
-from optuna_fleet.trainer.splitting.cuts import MOST_NUMBERS, MixedError
+from optuna_fleet.trainer.splitting.cuts import MOST_NUMBERS
+from optuna_fleet.trainer.splitting.errors import MixedError
 from optuna_fleet.trainer.splitting.mixing import watch_hooks, why_alone
+from optuna_fleet.trainer.splitting.precision import Tolerance
 from optuna_fleet.trainer.splitting.tracked import tracked
 from optuna_fleet.trainer.splitting.worlds import Counterparts, Worlds
 
 _STEPS = frozenset({1, 2, 4, 8, 16, 32})
 _MOST_BATCHES = 5  # that are fetched ahead
-_TOLERANCE = 1e-6
-_TOLERANCES = {torch.float64: _TOLERANCE, torch.float32: 2e-3}
-_COARSE = 5e-2
+_TOLERANCE = Tolerance(double=1e-6, single=2e-3, coarse=5e-2)
 
 FOUND = (
     "Its loss is not the mean over the samples of a batch: parts of a batch give gradients that "
@@ -204,8 +204,9 @@ class SplitCheck:
         assert worlds is not None
         self._has_compared = True
         distance, norm = _distance(losses, worlds)
-        tolerance = max([_TOLERANCES[worlds.dtype], *map(_tolerance, worlds.called)])
-        tolerance = _COARSE if worlds.is_coarse else tolerance
+        dtypes = {p.dtype for module in worlds.called for p in module.parameters()}
+        tolerance = max(_TOLERANCE.of(dtype) for dtype in {worlds.dtype, *dtypes})
+        tolerance = _TOLERANCE.coarse if worlds.is_coarse else tolerance
         if not math.isfinite(norm) or norm == 0 or distance <= tolerance * norm:
             return
         # A constant may have been taken for a number of samples: then the parts are too large.
@@ -266,8 +267,3 @@ def _gradients(loss: Any, leaves: list[Tensor]) -> list[Tensor]:
         torch.zeros_like(leaf) if gradient is None else gradient
         for leaf, gradient in zip(leaves, found, strict=True)
     ]
-
-
-def _tolerance(module: torch.nn.Module) -> float:
-    dtypes = {parameter.dtype for parameter in module.parameters()}
-    return max((_TOLERANCES.get(dtype, _COARSE) for dtype in dtypes), default=_TOLERANCE)

@@ -27,27 +27,22 @@ from torch.utils import _pytree as pytree
 
 from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import (
-    are_alike,
-    generators_now,
+    TorchGenerators,
     has_generator,
     own_randomness,
-    set_generators,
+    own_torch_randomness,
 )
 from optuna_fleet.trainer.splitting.constants import FACTORIES, Constants, Take
-from optuna_fleet.trainer.splitting.cuts import (
-    MOST_NUMBERS,
+from optuna_fleet.trainer.splitting.cuts import MOST_NUMBERS, Cut, Rows, check_fits, find_rows
+from optuna_fleet.trainer.splitting.errors import (
     CannotFollowError,
-    Cut,
-    FewDigits,
+    CannotSplitError,
     MixedError,
-    Rows,
     TooLargeError,
-    check_fits,
-    exact,
-    find_rows,
-    twin_of,
 )
+from optuna_fleet.trainer.splitting.precision import FewDigits, exact
 from optuna_fleet.trainer.splitting.tracked import Tracked, escaped, in_world, plain, tracked
+from optuna_fleet.trainer.splitting.twins import twin_of
 
 WORLDS = range(3)
 """The whole batch, its first part, its second part."""
@@ -67,10 +62,6 @@ _TAKE_ESCAPED = {
     *("div", "mul", "truediv", "rtruediv", "true_divide", "rdiv", "rmul"),
 }
 """Where a plain number that ``len`` or ``float`` gave is most likely what it is equal to."""
-
-
-class CannotSplitError(CannotFollowError):
-    """What works on the whole batch fails on a part of it."""
 
 
 class Worlds(TorchFunctionMode):
@@ -191,9 +182,9 @@ class Worlds(TorchFunctionMode):
             elif (losses := self.counterparts(args[0])) is not None:
                 self._tried(self._on_backward, losses)
             return func(*plain_args, **plain_kwargs)
-        before = generators_now()
+        generators = TorchGenerators()
         result = func(*plain_args, **plain_kwargs)
-        if has_generator((args, kwargs)) or not are_alike(before, generators_now()):
+        if has_generator((args, kwargs)) or generators.are_used():
             self._tried(self._draw, name, result)
             return result
         return self._tried(self._repeat, func, name, args, kwargs, result, default=result)
@@ -208,10 +199,9 @@ class Worlds(TorchFunctionMode):
 
     def _tried(self, function: Callable[..., Any], *args: Any, default: Any = None) -> Any:
         """What can't be followed is none of the objective's business."""
-        before = generators_now()
         try:
             # Hooks of the objective's (of `torch.utils.checkpoint`) are for its own tensors.
-            with saved_tensors_hooks(_itself, _itself):
+            with own_torch_randomness(), saved_tensors_hooks(_itself, _itself):
                 return function(*args)
         except (CannotSplitError, MixedError) as error:
             self._give_up()
@@ -222,8 +212,6 @@ class Worlds(TorchFunctionMode):
         except Exception:
             _logger.debug("A loss can't be followed.", exc_info=True)
             self._give_up()
-        finally:
-            set_generators(before)
         return default
 
     def _repeat(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
@@ -271,13 +259,11 @@ class Worlds(TorchFunctionMode):
 
     def _guess(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
         """A tensor that may depend on the number of samples: used where a part fails without."""
-        before = generators_now()
         try:
-            guesses = self._applied(func, name, args, kwargs, self.constants.as_guessed)
+            with own_torch_randomness():
+                guesses = self._applied(func, name, args, kwargs, self.constants.as_guessed)
         except Exception:
             return
-        finally:
-            set_generators(before)
         if isinstance(result, Tensor):
             self.constants.guess(result, guesses)
 
@@ -371,12 +357,11 @@ class Worlds(TorchFunctionMode):
         if is_large and self._most_samples is None:
             raise TooLargeError(_FEW)
         twin = twin_of(module, shares_weights=is_large)
-        before = generators_now()
-        with own_randomness(), FewDigits() as rounding:
+        with own_randomness() as generators, FewDigits() as rounding:
             everywhere = [self._called(twin, inputs, world) for world in WORLDS]
+            if generators.are_used():
+                raise CannotFollowError("random")
         self.is_coarse |= rounding.is_found
-        if not are_alike(before, generators_now()):
-            raise CannotFollowError("random")
         self.called.append(twin)
         for tensor, *outputs in zip(tensors, *everywhere, strict=True):
             self.know(tensor, outputs)
