@@ -525,6 +525,26 @@ def test_what_one_rank_adds_others_know(monkeypatch: pytest.MonkeyPatch) -> None
     same(part, own)
 
 
+class OnGpu(torch.Tensor):
+    """Refuses what a tensor on a GPU does."""
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_ranks_on_slots_of_one_gpu_tell_of_tensors_there() -> None:
+    own = {"loss": torch.tensor(0.1).double(), "by label": torch.arange(3)}
+    there: dict[str, Any] = {name: value.as_subclass(OnGpu) for name, value in own.items()}
+    exchange = SumsExchange()
+    told = exchange.added(exchange.beside(there, 5).as_subclass(OnGpu))  # beside gradients there
+    assert exchange.hear(told) == 5
+    (part,) = told.parts()
+    same(part, own)
+
+
 def test_there_is_room_for_more_next_time() -> None:
     exchange, own = SumsExchange(), {"counts": torch.arange(1000)}
     told = exchange.tell(own, 1)

@@ -167,7 +167,7 @@ class SumsExchange:
 
     def added(self, rows: torch.Tensor) -> Told:
         """What the others have told `beside`."""
-        return Told(rows.view(group_size(), -1), None)
+        return Told(rows.cpu().view(group_size(), -1), None)
 
     def _row(self, own: Sums, note: int) -> bytearray:
         tensors = [value for value in own.values() if isinstance(value, torch.Tensor)]
@@ -231,7 +231,7 @@ def _packed(own: Sums) -> bytes:
 def _plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return tracked.plain(value)
-    return [str(value.dtype), value.shape, value.numpy().tobytes().hex()]
+    return [str(value.dtype), value.shape, value.cpu().numpy().tobytes().hex()]
 
 
 def _unpacked(text: bytes) -> Sums:
