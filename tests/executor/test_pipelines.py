@@ -245,6 +245,42 @@ def test_frozen_layers_may_be_thawed(fleet: Any) -> None:
     assert result(never)["losses"][7] != result(alone)["losses"][7]
 
 
+def thaws_what_layers_share(trial: Any, *, plainly: bool = False) -> float:
+    """Their weight is frozen in one layer and thawed in another one, which may be elsewhere."""
+    model = tied_layers()
+
+    def at_epoch(epoch: int) -> None:
+        if epoch < 2:
+            layer = (model[0], model[-1])[epoch][-1 - epoch]
+            layer.weight.requires_grad_(epoch > 0)
+
+    if not plainly:
+        options = {**FLUSHED, "max_grad_norm": None}
+        return trains(trial, options=options, at_epoch=at_epoch, build=lambda: model)
+    optimizer = momentum(model.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    trial.prepare(model, optimizer, scheduler)
+    losses = []
+    for epoch in trial.epochs(3):
+        at_epoch(epoch)
+        for images, labels in trial.batches("train", batch_size=BATCH):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step()
+    trial.set_user_attr("losses", losses)
+    return losses[-1]
+
+
+def test_what_layers_share_may_be_thawed_as_in_a_plain_loop(fleet: Any) -> None:
+    plain = run(fleet, functools.partial(thaws_what_layers_share, plainly=True), Leg((0,)))
+    alone, in_three = (run(fleet, thaws_what_layers_share, Leg(on)) for on in ((0,), (1, 2, 0)))
+    assert result(alone)["losses"] == pytest.approx(plain.user_attrs["losses"], rel=1e-12)
+    assert result(in_three) == result(alone)
+
+
 def test_without_flushes_nothing_is_thawed() -> None:
     study = optuna.create_study()
     objective = functools.partial(thaws, options=DELAYED)

@@ -178,6 +178,7 @@ class Pipeline:
     def _step_and_flush(self, own: Construction, inputs: Any, targets: Any) -> Tensor:
         if own.placed.columns is not None:
             own.statistics.begin()
+        own.placed.ties.heed()
         parts = list(microbatches(inputs, targets, self._options.in_flight))
         for part in parts[own.parts.start : own.parts.stop]:
             self._give(own, part, part.weight)

@@ -8,7 +8,7 @@ on where the layers are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -20,10 +20,16 @@ from optuna_fleet.trainer.groups import gloo_group
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """A parameter, and the places of the layers that have it: more than one, in order."""
+    """A parameter, and the layers that have it: more than one, in order.
+
+    Attributes:
+        layers: Their places.
+        slots: Modules that have it, by which names; also those of one layer.
+    """
 
     parameter: nn.Parameter
-    layers: tuple[int, ...]
+    layers: list[int] = field(default_factory=list)
+    slots: list[tuple[nn.Module, str]] = field(default_factory=list)
 
 
 def shared_parameters(model: nn.Sequential) -> list[Shared]:
@@ -36,9 +42,12 @@ def shared_parameters(model: nn.Sequential) -> list[Shared]:
     for place, layer in enumerate(model):
         new = [module for module in layer.modules() if module not in seen]
         seen.update(new)
-        for parameter in {p: None for module in new for p in module.parameters(recurse=False)}:
-            known = found.setdefault(id(parameter), Shared(parameter, ()))
-            found[id(parameter)] = Shared(parameter, (*known.layers, place))
+        own = [(m, name, p) for m in new for name, p in m._parameters.items() if p is not None]
+        for module, name, parameter in own:
+            one = found.setdefault(id(parameter), Shared(parameter))
+            one.slots.append((module, name))
+            if place not in one.layers:
+                one.layers.append(place)
     return [one for one in found.values() if len(one.layers) > 1]
 
 
@@ -79,6 +88,8 @@ class Ties:
         rank: int,
     ) -> None:
         self._rank = rank
+        self._slots = [one.slots for one in shared]  # without the parameters: some are elsewhere
+        self._trained = [one.parameter.requires_grad for one in shared]
         self._ties: list[_Tie] = []
         for cuts, ranks in pipelines:
             for one in shared:
@@ -97,6 +108,15 @@ class Ties:
                 takes = one.parameter if is_first else _own(model[place], one.parameter)
             uses.append(_Use(its_rank, takes))
         return uses
+
+    def heed(self) -> None:
+        """Whose `requires_grad` was changed in one layer, here or not, is changed in all."""
+        for number, slots in enumerate(self._slots):
+            its = [p for module, name in slots if (p := module._parameters[name]) is not None]
+            if any(parameter.requires_grad != self._trained[number] for parameter in its):
+                self._trained[number] = not self._trained[number]
+                for parameter in its:
+                    parameter.requires_grad_(self._trained[number])
 
     @torch.no_grad()
     def add_up(self) -> None:
