@@ -90,7 +90,8 @@ class Columns:
         given = {n: torch.tensor(float(p.grad is not None)) for n, p in trained.items()}
         sums, told = self.add(own), self.add({**given, **numbers})
         for name, parameter in trained.items():
-            parameter.grad = sums[name] if told[name] else None
+            total = sums[name].to_sparse(1) if own[name].is_sparse else sums[name]
+            parameter.grad = total if told[name] else None
         return {name: told[name] for name in numbers}
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ class Columns:
 
 
 def _sums(tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    flat = torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors.values()])
+    flat = torch.cat([tensor.detach().to_dense().cpu().reshape(-1) for tensor in tensors.values()])
     dist.all_reduce(flat, group=group)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors.values()])
     return {
