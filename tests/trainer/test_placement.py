@@ -133,6 +133,24 @@ def test_layers_that_keep_what_they_have_seen_are_told_apart() -> None:
     assert [cost.leaves_something for cost in costs] == [False, True, True, True]
 
 
+class Remembers(nn.Linear):
+    """Keeps what it gave last, with the graph that it came from."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.given = [super().forward(x)]
+        return self.given[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_layers_are_measured_that_hold_results_of_autograd() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(2, 2)), Remembers(2, 2))
+    given, weight = model(torch.ones(3, 2)), model[0].weight
+    batch = torch.ones(3, 2), torch.ones(3, 2)
+    layer_costs(list(model), nn.functional.mse_loss, *batch, torch.device("cpu"))
+    assert model[1].given[0] is given
+    assert model[0].weight is weight
+
+
 class Sometimes(nn.Module):
     """Is called by some parts of a batch only, and by some of these twice."""
 

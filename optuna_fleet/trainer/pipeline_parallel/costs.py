@@ -63,11 +63,17 @@ def layer_costs(
     with own_randomness(), torch.enable_grad():
         values, targets = to_device(values, device), to_device(targets, device)
         for place, layer in enumerate(layers):
-            own = copy.deepcopy(layer).to(device)
+            own = _copy(layer).to(device)
             is_last = place == len(layers) - 1
             cost, values = _measure(own, loss if is_last else None, values, targets, device)
             costs.append(replace(cost, leaves_something=leaves_something(own, layer)))
     return costs
+
+
+def _copy(layer: nn.Module) -> nn.Module:
+    """Also of one with results of autograd, as those of `nn.utils.weight_norm`, or of a pass."""
+    held = [t for module in layer.modules() for t in tensors_in(vars(module)) if not t.is_leaf]
+    return copy.deepcopy(layer, {id(tensor): tensor.detach().clone() for tensor in held})
 
 
 def _measure(
