@@ -20,11 +20,12 @@ from optuna_fleet.pipeline.preprocessor import decisions, payload, samplers
 from optuna_fleet.pipeline.preprocessor.payload import Payload
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.preprocessor.splitting import Stages, may_split
+from optuna_fleet.pipeline.reader.plan import Batches
 from optuna_fleet.pipeline.spec import DatasetSpec, OnError, Order, PipelineSpec
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.inline import InlineClient
-    from optuna_fleet.pipeline.standalone.standalone import DataBatches, PipelineHandle, Session
+    from optuna_fleet.pipeline.standalone.standalone import PipelineHandle, Session
     from optuna_fleet.pipeline.stats import PipelineStats
 
 Collate = Callable[[list[Any]], Any]
@@ -273,7 +274,7 @@ class SharedPipeline:
         session, self._session = self._running("__exit__"), None
         session.close()
 
-    def batches(self, name: str, *, batch_size: int, epoch: int, **more: Any) -> DataBatches:
+    def batches(self, name: str, *, batch_size: int, epoch: int, **more: Any) -> Batches[Any]:
         """Returns the batches of one epoch, in this process; only inside ``with pipeline:``.
 
         Args:
@@ -288,7 +289,8 @@ class SharedPipeline:
         """
         reader = self._running("batches").reader
         found = reader().batches(name, batch_size=batch_size, epoch=epoch, **more)
-        return found.read_by(reader)  # whoever iterates may be another thread than this one
+        # Whoever iterates may be another thread than this one.
+        return Batches(found.plan, lambda plan: reader().iterate(plan))
 
     def handle(self) -> PipelineHandle:
         """Returns what other processes need to read: ``with handle.connect() as reader: ...``."""

@@ -34,57 +34,35 @@ class Batch:
     is_finished: bool = False
 
 
-class Batches:
-    """The batches of one epoch, in canonical order; iterable any number of times.
-
-    ``len()`` is the number of steps. Leaving the loop early gives back everything.
-    """
-
-    def __init__(self, client: PipelineClient, plan: ReadPlan) -> None:
-        self._client = client
-        self._plan = plan
-
-    def __len__(self) -> int:
-        return max(0, self._plan.num_steps - self._plan.first_step)
-
-    def read_by(self, client: PipelineClient) -> Batches:
-        """Returns the same batches, read by another client."""
-        return Batches(client, self._plan)
-
-    @property
-    def last_size(self) -> int:
-        """Samples of the last of them."""
-        return self._plan.size(self._plan.num_steps - 1)
-
-    def __iter__(self) -> Iterator[Batch]:
-        plan = self._plan
-        if not len(self):
-            return
-        collate = self._client.collate_fn(plan.name)
-        finish = self._client.finisher(plan.name)
-        if plan.origin is None:
-            epoch, origin = self._client.head(plan.name)
-            plan = replace(plan, epoch=epoch, origin=origin)
-        reading = _Reading(self._client, plan)
-        try:
-            for step in range(plan.first_step, plan.num_steps):
-                parts = reading.parts(step)
-                data, is_finished = None, True
-                if parts:
-                    # The loop's variables outlive the pass: all of the chunk would be copied.
-                    is_last = step + 1 == plan.num_steps
-                    data, is_finished = cut_alike(parts, collate, finish, copies=is_last)
-                del parts  # or they would outlive their release, for as long as the user computes
-                local_size = plan.local_size(step)
-                reading.consumed += local_size
-                yield Batch(
-                    data=data,
-                    local_size=local_size,
-                    global_size=plan.size(step),
-                    is_finished=is_finished,
-                )
-        finally:
-            reading.close()
+def read_batches(client: PipelineClient, plan: ReadPlan) -> Iterator[Batch]:
+    """Yields the batches of a plan."""
+    if plan.first_step >= plan.num_steps:
+        return
+    collate = client.collate_fn(plan.name)
+    finish = client.finisher(plan.name)
+    if plan.origin is None:
+        epoch, origin = client.head(plan.name)
+        plan = replace(plan, epoch=epoch, origin=origin)
+    reading = _Reading(client, plan)
+    try:
+        for step in range(plan.first_step, plan.num_steps):
+            parts = reading.parts(step)
+            data, is_finished = None, True
+            if parts:
+                # The loop's variables outlive the pass: all of the chunk would be copied.
+                is_last = step + 1 == plan.num_steps
+                data, is_finished = cut_alike(parts, collate, finish, copies=is_last)
+            del parts  # or they would outlive their release, for as long as the user computes
+            local_size = plan.local_size(step)
+            reading.consumed += local_size
+            yield Batch(
+                data=data,
+                local_size=local_size,
+                global_size=plan.size(step),
+                is_finished=is_finished,
+            )
+    finally:
+        reading.close()
 
 
 class _Reading:
@@ -111,13 +89,11 @@ class _Reading:
             first, last = span.positions(start, stop)
             if first < last:
                 if span not in self._open:
-                    self._open[span] = self._begin(span, step)
+                    continues = self._plan.continues or span != self._spans[-1]
+                    reader = _SpanReader(self._client, self._plan, span, step, continues=continues)
+                    self._open[span] = reader
                 parts += self._open[span].parts(step, first, last)
         return parts
-
-    def _begin(self, span: Span, step: int) -> _SpanReader:
-        continues = self._plan.continues or span != self._spans[-1]
-        return _SpanReader(self._client, self._plan, span, step, continues=continues)
 
     def close(self) -> None:
         """Ends what is open and reports it."""

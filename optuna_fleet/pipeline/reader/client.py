@@ -7,16 +7,17 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any
 
 from optuna_fleet.exceptions import FleetError
 from optuna_fleet.pipeline import wire
 from optuna_fleet.pipeline.messages import ArenaOpened, FindHead, HeadFound, OpenPass
-from optuna_fleet.pipeline.reader.batches import Batches
+from optuna_fleet.pipeline.reader.batches import Batch, read_batches
 from optuna_fleet.pipeline.reader.mapping import Mapping
 from optuna_fleet.pipeline.reader.opened import FromAgent, OpenedPass, agent_gone
-from optuna_fleet.pipeline.reader.plan import planned
+from optuna_fleet.pipeline.reader.plan import Batches, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.wire.packing import unpack
 
@@ -46,9 +47,9 @@ class PipelineClient:
         self.waited_s = 0.0
         self.at_wait: Callable[[], object] = lambda: None
 
-    def read(self, name: str, **arguments: Any) -> Batches:
+    def read(self, name: str, **arguments: Any) -> Batches[Batch]:
         """Returns one epoch of a data set in batches; the arguments are those of `ReadPlan`."""
-        return Batches(self, planned(self.spec, name, **arguments))
+        return Batches(planned(self.spec, name, **arguments), partial(read_batches, self))
 
     def rolls(self, name: str) -> bool:
         """Returns whether a pass over a data set begins at its `head`.

@@ -11,7 +11,7 @@ from optuna_fleet.pipeline.preprocessor.order import own_randomness
 from optuna_fleet.pipeline.preprocessor.sampling import SampleError, Samples
 from optuna_fleet.pipeline.preprocessor.source import Source
 from optuna_fleet.pipeline.reader.batches import Batch
-from optuna_fleet.pipeline.reader.plan import ReadPlan, planned
+from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import ChunkKey, PipelineSpec
 
 
@@ -35,12 +35,15 @@ class InlineClient:
     def finisher(self, name: str) -> None:
         """Samples are finished."""
 
-    def read(self, name: str, **arguments: Any) -> InlineBatches:
+    def read(self, name: str, **arguments: Any) -> Batches[Batch]:
         """Returns one epoch; the arguments are those of `ReadPlan`."""
-        return InlineBatches(self, planned(self.spec, name, **arguments))
+        return Batches(planned(self.spec, name, **arguments), self._made)
 
-    def batch(self, plan: ReadPlan, step: int) -> Batch:
-        """Preprocesses the batch of a step."""
+    def _made(self, plan: ReadPlan) -> Iterator[Batch]:
+        for step in range(plan.first_step, plan.num_steps):
+            yield self._batch(plan, step)
+
+    def _batch(self, plan: ReadPlan, step: int) -> Batch:
         start, stop = plan.positions(step)
         with own_randomness():
             made = [self._sample(plan, position) for position in range(start, stop)]
@@ -59,18 +62,3 @@ class InlineClient:
             return self._samples.sample(ChunkKey(plan.name, plan.epoch, 0), position)
         except SampleError as failure:
             raise failure.__cause__ or failure from None
-
-
-class InlineBatches:
-    """The batches of one epoch; iterable any number of times."""
-
-    def __init__(self, client: InlineClient, plan: ReadPlan) -> None:
-        self._client = client
-        self._plan = plan
-
-    def __len__(self) -> int:
-        return max(0, self._plan.num_steps - self._plan.first_step)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for step in range(self._plan.first_step, self._plan.num_steps):
-            yield self._client.batch(self._plan, step)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from optuna_fleet.arguments import check_number, check_that, is_a
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.spec import PipelineSpec
+
+_Batch = TypeVar("_Batch")
 
 
 def shard(size: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -111,6 +114,29 @@ class ReadPlan:
         """Samples of this rank's share of a step."""
         start, stop = shard(self.size(step), self.rank, self.world_size)
         return stop - start
+
+
+class Batches(Generic[_Batch]):
+    """The batches of one epoch, in canonical order; iterable any number of times.
+
+    ``len()`` is the number of steps. Leaving the loop early gives back everything. ``read`` yields
+    the batches of a plan.
+    """
+
+    def __init__(self, plan: ReadPlan, read: Callable[[ReadPlan], Iterator[_Batch]]) -> None:
+        self.plan = plan
+        self._read = read
+
+    def __len__(self) -> int:
+        return max(0, self.plan.num_steps - self.plan.first_step)
+
+    def __iter__(self) -> Iterator[_Batch]:
+        return self._read(self.plan)
+
+    @property
+    def last_size(self) -> int:
+        """Samples of the last of them."""
+        return self.plan.size(self.plan.num_steps - 1)
 
 
 _LEAST = {"epoch": 0, "batch_size": 1, "rank": 0, "world_size": 1, "first_step": 0}

@@ -8,13 +8,14 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PipelineLostError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.packed import PipelineSetup
+from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.stats import PipelineStats
@@ -23,7 +24,6 @@ from optuna_fleet.processes import ModuleProcess, cause_of_death, fill_standard_
 from optuna_fleet.resources import cpu_count, num_gpus
 
 if TYPE_CHECKING:
-    from optuna_fleet.pipeline.reader.batches import Batches
     from optuna_fleet.pipeline.shared_pipeline import SharedPipeline
 
 READ, COUNT = b"r", b"c"
@@ -119,7 +119,7 @@ class PipelineReader:
         drop_last: bool = False,
         first_step: int = 0,
         continues: bool = True,
-    ) -> DataBatches:
+    ) -> Batches[Any]:
         """Returns the batches of one epoch; iterable any number of times, with a ``len()``.
 
         Args:
@@ -162,7 +162,7 @@ class PipelineReader:
         )
         num_samples = self._client.spec.dataset(name).num_samples
         _check_shares(num_samples, batch_size, world_size, drop_last)
-        return DataBatches(lambda: self, batches)
+        return Batches(batches.plan, self.iterate)
 
     def close(self) -> None:
         """Give everything back. Batches that were read stay valid."""
@@ -190,11 +190,13 @@ class PipelineReader:
                 "Call handle.connect() in each process that reads."
             )
 
-    def iterate(self, batches: Batches) -> Iterator[Any]:
+    def iterate(self, plan: ReadPlan) -> Iterator[Any]:
         """Yields the data of each batch."""
+        from optuna_fleet.pipeline.reader.batches import read_batches
+
         self._check()
         try:
-            for batch in batches.read_by(self._client):
+            for batch in read_batches(self._client, plan):
                 data = batch.data
                 del batch  # or it would keep the data while the next batch is made
                 yield data
@@ -205,27 +207,6 @@ class PipelineReader:
             if is_lost and self._server and not self._server.is_alive():
                 raise _gone(self._server) from error
             raise
-
-
-class DataBatches:
-    """The data of the batches of one epoch, in canonical order; ``len()`` is their number.
-
-    ``reader`` returns who reads them, for the thread that begins to iterate.
-    """
-
-    def __init__(self, reader: Callable[[], PipelineReader], batches: Batches) -> None:
-        self._reader = reader
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._reader().iterate(self._batches)
-
-    def read_by(self, reader: Callable[[], PipelineReader]) -> DataBatches:
-        """Returns the same batches, read by others."""
-        return DataBatches(reader, self._batches)
 
 
 class Session:
