@@ -16,6 +16,9 @@ class Lookahead:
 
     So many chunks ahead of each open pass are its ``window``; ``sizes`` tell how epochs are cut of
     which nothing is known.
+
+    Attributes:
+        passes: Those that are open.
     """
 
     def __init__(
@@ -29,18 +32,18 @@ class Lookahead:
         self._sizes = sizes
         self._nearest: list[tuple[int, int, Pass]] = []  # also outdated entries
         self._finishing: dict[Pass, None] = {}
-        self._passes: set[Pass] = set()
+        self.passes: set[Pass] = set()
 
     def add(self, record: Pass) -> None:
         """A pass begins."""
-        self._passes.add(record)
+        self.passes.add(record)
         record.frontier = record.cursor
         self.update(record)
 
     def remove(self, record: Pass) -> None:
         """A pass ends."""
         record.distance = None
-        self._passes.discard(record)
+        self.passes.discard(record)
         self._finishing.pop(record, None)
 
     def update(self, record: Pass) -> None:
@@ -57,10 +60,10 @@ class Lookahead:
         if distance is not None and distance != record.distance:
             heappush(self._nearest, (distance, record.number, record))
         record.distance = distance
-        if len(self._nearest) > 4 * len(self._passes) + _SLACK:
+        if len(self._nearest) > 4 * len(self.passes) + _SLACK:
             self._nearest = [
                 (each.distance, each.number, each)
-                for each in self._passes
+                for each in self.passes
                 if each.distance is not None
             ]
             heapify(self._nearest)
@@ -92,7 +95,7 @@ class Lookahead:
 
     def all(self) -> Iterator[ChunkKey]:
         """Yields all that is absent in a window, the nearest first."""
-        records = sorted(self._passes, key=lambda record: record.number)
+        records = sorted(self.passes, key=lambda record: record.number)
         for distance in range(self._window if records else 0):
             for record in records:
                 chunk = record.cursor + distance
@@ -119,7 +122,7 @@ class Lookahead:
     def ready(self) -> tuple[int, int]:
         """Returns how many chunks are there ahead of the passes, and how many could be."""
         num_ready = num_ahead = 0
-        for record in self._passes:
+        for record in self.passes:
             first, end = record.cursor + 1, self._end(record)
             num_ahead += max(0, end - first)
             in_production = sum(first <= c < record.frontier for c in record.epoch.producing)

@@ -57,6 +57,7 @@ class Production:
 
     Attributes:
         budgets: What it may take.
+        sizing: How data sets are cut into chunks.
         arena: Where chunks and decoded samples lie.
         store: The chunk store, which is told of all results.
         counts: What was done.
@@ -91,11 +92,10 @@ class Production:
             fixed=[dataset.name for dataset in spec.datasets if not dataset.shuffled],
             rolling=spec.order == "rolling",
         )
-        self._lengths = {dataset.name: dataset.num_samples for dataset in spec.datasets}
         self._indices = {dataset.name: dataset.length for dataset in spec.datasets}
         self._decoded = DecodedStore(self._indices, budgets.decoded_bytes, self._space.decoded)
         self._recurring: set[str] = set()
-        self._sizing = Sizing(spec, self.store, budgets.chunk_bytes, peers)
+        self.sizing = Sizing(spec, self.store, budgets.chunk_bytes, peers)
         # By data set, epoch and chunk size, which chunks were made: there may be many.
         self._made: dict[tuple[str, int, int], bytearray] = {}
         self._clock = clock
@@ -135,13 +135,6 @@ class Production:
             use=replace(self._meter.use),
         )
 
-    def knows(self, name: str, epoch: int) -> bool:
-        """Returns whether it is known how to cut a data set into chunks.
-
-        If not, that is found out by samples of this epoch.
-        """
-        return self._sizing.knows(name, epoch)
-
     def expect_more(self, name: str) -> None:
         """There will be several epochs of this data set: the first fills the decoded store."""
         self._recurring.add(name)
@@ -152,7 +145,7 @@ class Production:
         self._meter.advance(self._clock())
         pool, fetching = self.pool, self._fetching
         pool.target = self._staffing.number
-        while pool.has_room() and (measuring := self._sizing.order()) is not None:
+        while pool.has_room() and (measuring := self.sizing.order()) is not None:
             pool.give(measuring)
         while pool.has_room() or fetching.has_room():
             order = self.store.assign(None if self._peers is None else self._accepts)
@@ -221,14 +214,14 @@ class Production:
             running=self.pool.num_running,
             busy=self.pool.num_busy,
             is_blocked=store.has_work,
-            reading=store.num_passes + self._sizing.num_measuring,
-            stalled=store.num_stalled + self._sizing.num_measuring,
+            reading=store.num_passes + self.sizing.num_measuring,
+            stalled=store.num_stalled + self.sizing.num_measuring,
             ready=self._ready[0],
             window=self._ready[1],
         )
 
     def _use_decoded(self, name: str) -> None:
-        found = self._sizing.found.get(name)
+        found = self.sizing.found.get(name)
         if (
             found is not None
             and found.prepared_bytes is not None
@@ -298,7 +291,7 @@ class Production:
         self._decoded.publish(key, key.name, ())
 
     def _set_size(self, message: SampleMeasured) -> None:
-        self._sizing.measured(message)
+        self.sizing.measured(message)
         self._use_decoded(message.key.name)
 
     def _produced(self, message: ChunkProduced) -> None:
@@ -309,7 +302,7 @@ class Production:
         counts.num_loaded += message.num_loaded
         self.notices.count(key.name, message.num_samples, message.busy_s)
         self._note_repetition(message)
-        self._sizing.made(message)
+        self.sizing.made(message)
         if message.complaint is not None:
             counts.num_skipped += len(message.skipped)
             self.notices.skipped(key.name, message.skipped, message.complaint)
@@ -329,7 +322,8 @@ class Production:
         key, counts = message.key, self.counts
         self._fetching.settle(key)
         size = self.store.chunk_size(key.name, key.epoch)
-        counts.num_received += min(size, self._lengths[key.name] - key.chunk * size)
+        num_samples = self._setup.spec.dataset(key.name).num_samples
+        counts.num_received += min(size, num_samples - key.chunk * size)
         counts.received_bytes += message.nbytes
         counts.link_bytes_per_s = max(counts.link_bytes_per_s, message.nbytes / message.seconds)
         self.store.produced(key, message.nbytes)
@@ -337,7 +331,7 @@ class Production:
     def _note_repetition(self, message: ChunkProduced) -> None:
         key = message.key
         size = self.store.chunk_size(key.name, key.epoch)
-        num_chunks = count_chunks(self._lengths[key.name], size)
+        num_chunks = count_chunks(self._setup.spec.dataset(key.name).num_samples, size)
         made = self._made.setdefault((key.name, key.epoch, size), bytearray(num_chunks))
         again, made[key.chunk] = made[key.chunk], True
         if again:
@@ -345,8 +339,8 @@ class Production:
             self.notices.repeated(key.name)
 
     def _lost(self, key: ChunkKey | None) -> None:
-        if key is not None and self._sizing.is_measuring(key.name):
-            if (guess := self._sizing.lost(key)) is not None:
+        if key is not None and self.sizing.is_measuring(key.name):
+            if (guess := self.sizing.lost(key)) is not None:
                 self._set_size(guess)
         elif key is not None and self._fetching.failed(key):
             self.store.end_order(key)

@@ -43,7 +43,6 @@ class Residents:
         self._space = space
         self._epochs = epochs
         self._lookahead = lookahead
-        self._read: set[Epoch] = set()
         self._unneeded: list[Epoch] = []  # those that have such chunks, by rank
         self._held: tuple[set[Place], set[Place]] = (set(), set())  # by passes: in memory, on disk
         self._lent = [0, 0]  # bytes of these
@@ -55,16 +54,8 @@ class Residents:
         """Bytes of the chunks that passes hold."""
         return sum(self._lent)
 
-    def passes_changed(self, epoch: Epoch) -> None:
-        """Passes through an epoch have begun or ended."""
-        if epoch.passes:
-            self._read.add(epoch)
-        else:
-            self._read.discard(epoch)
-        self.update(epoch)
-
     def update(self, epoch: Epoch) -> None:
-        """The idle chunks or the cursors of an epoch have changed."""
+        """The idle chunks of an epoch have changed, or the cursors of its passes."""
         if epoch.is_unneeded == epoch.has_unneeded:
             return
         epoch.is_unneeded = epoch.has_unneeded
@@ -169,7 +160,7 @@ class Residents:
             return self._unneeded[-1], self._unneeded[-1].last_unneeded()
         found = [
             (distance, chunk, epoch)
-            for epoch in self._read
+            for epoch in {record.epoch for record in self._lookahead.passes}
             if epoch.idle
             for distance, chunk in epoch.farthest()
             if distance >= spare

@@ -183,7 +183,7 @@ class PipelineServer:
 
     def _work(self) -> None:
         """Does what follows from an event: opens passes, orders chunks, tells readers."""
-        knows = self._production.knows
+        knows = self._production.sizing.knows
         known = [each for each in self._unopened if knows(each[1].name, each[1].epoch)]
         self._unopened = [each for each in self._unopened if each not in known]
         for reader_id, opening in known:
@@ -197,7 +197,7 @@ class PipelineServer:
     def _open(self, reader_id: Hashable, message: OpenPass) -> None:
         if message.continues or message.epoch:
             self._production.expect_more(message.name)
-        if not self._production.knows(message.name, message.epoch):
+        if not self._production.sizing.knows(message.name, message.epoch):
             # How many samples make a chunk is known once one of them has been preprocessed.
             self._unopened.append((reader_id, message))
             return

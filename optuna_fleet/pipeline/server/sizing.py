@@ -45,7 +45,7 @@ class Sizing:
         return len(self._flying)
 
     def knows(self, name: str, epoch: int) -> bool:
-        """Returns whether a data set was measured; if not, samples of this epoch are to be."""
+        """Returns whether it is known how to cut a data set; if not, this epoch's samples tell."""
         if name not in self.found and name not in self._flying:
             self._wanted.setdefault(name, ChunkKey(name, epoch, 0))
         return name in self.found

@@ -49,6 +49,7 @@ class ChunkStore:
 
     Attributes:
         outbox: What is to be said to readers, and to whom; the server empties it.
+        residents: The chunks that are there.
     """
 
     def __init__(
@@ -69,12 +70,7 @@ class ChunkStore:
         self._urgent: OrderedDict[ChunkKey, None] = OrderedDict()
         self._eager: OrderedDict[ChunkKey, None] = OrderedDict()
         self._lookahead = Lookahead(window, self._epochs, self._sizes)
-        self._residents = Residents(space, self._epochs, self._lookahead)
-
-    @property
-    def residents(self) -> Residents:
-        """The chunks that are there."""
-        return self._residents
+        self.residents = Residents(space, self._epochs, self._lookahead)
 
     @property
     def num_passes(self) -> int:
@@ -132,7 +128,7 @@ class ChunkStore:
         found.cursors.append(cursor)
         found.cursors.sort()
         self._lookahead.add(record)
-        self._residents.passes_changed(found)
+        self.residents.update(found)
 
     def move(self, pass_id: PassId, cursor: int) -> None:
         """Notes the first chunk that the pass still needs."""
@@ -142,7 +138,7 @@ class ChunkStore:
         if cursor < record.cursor:
             record.frontier = cursor
         record.epoch.move(record, cursor)
-        self._residents.update(record.epoch)
+        self.residents.update(record.epoch)
         self._lookahead.update(record)
         self._reached(record.epoch, cursor)
 
@@ -170,7 +166,7 @@ class ChunkStore:
         record = self._passes[pass_id]
         for chunk in record.held.intersection(chunks):
             record.held.discard(chunk)
-            self._residents.unpin(record.epoch, chunk)
+            self.residents.unpin(record.epoch, chunk)
             self._holding[record] = None  # it may be asked again for those it still has
         if not record.held:
             self._holding.pop(record, None)
@@ -192,14 +188,14 @@ class ChunkStore:
                 del epoch.waiting[chunk]
                 self._unqueue(epoch.key(chunk))
         for chunk in record.held:
-            self._residents.unpin(epoch, chunk)
+            self.residents.unpin(epoch, chunk)
         self._holding.pop(record, None)
         self._stalled.discard(record)
         self._lookahead.remove(record)
         del epoch.passes[pass_id]
         epoch.move(record, None)
-        self._residents.passes_changed(epoch)
-        self._residents.forget(epoch)
+        self.residents.update(epoch)
+        self.residents.forget(epoch)
 
     def head(self, name: str) -> tuple[int, int]:
         """Returns the epoch and the sample up to which passes have come: it never goes back."""
@@ -218,7 +214,7 @@ class ChunkStore:
 
     def reserve(self, border: int) -> None:
         """Leaves memory from this address on to the decoded store, as soon as that is possible."""
-        self._residents.reserve(border, self._largest)
+        self.residents.reserve(border, self._largest)
 
     def assign(self, accept: Callable[[ChunkKey], bool] | None = None) -> Order | None:
         """Returns what to make next, where room was made for it; None if there is nothing.
@@ -239,7 +235,7 @@ class ChunkStore:
             urgent = key in self._urgent
             # What can wait may not push out what readers will come to next.
             spare = 0 if urgent else self._window
-            address = self._residents.make_room(nbytes, spare=spare)
+            address = self.residents.make_room(nbytes, spare=spare)
             if address is not None:
                 return self._order(key, nbytes, address)
             if urgent:  # the others are no smaller and no more urgent
@@ -262,7 +258,7 @@ class ChunkStore:
         """A chunk is there; everyone who waited for it gets it."""
         epoch = self._epochs[key.name, key.epoch]
         epoch.deaths.pop(key.chunk, None)
-        self._residents.add(epoch, epoch.producing.pop(key.chunk), nbytes)
+        self.residents.add(epoch, epoch.producing.pop(key.chunk), nbytes)
         if epoch.size.is_estimate and key.chunk + 1 < epoch.num_chunks:
             epoch.size.chunk_bytes, epoch.size.is_estimate = nbytes, False
         for record in epoch.waiting.pop(key.chunk, {}):
@@ -279,7 +275,7 @@ class ChunkStore:
             self._queue(key, urgent=urgent)
             (self._urgent if urgent else self._eager).move_to_end(key, last=False)
         self._lookahead.absent(epoch, key.chunk)
-        self._residents.forget(epoch)
+        self.residents.forget(epoch)
         return epoch
 
     def outgrew(self, key: ChunkKey, nbytes: int) -> None:
@@ -289,7 +285,7 @@ class ChunkStore:
 
     def disk_failed(self, key: ChunkKey) -> None:
         """A chunk could not be written to the disk: it is for those there are from now on."""
-        self._residents.close_disk()
+        self.residents.close_disk()
         self.end_order(key)
 
     def failed(self, key: ChunkKey, error: ChunkError) -> None:
@@ -344,10 +340,10 @@ class ChunkStore:
 
     def _lend(self, record: Pass, chunk: int, *, urgent: bool) -> None:
         epoch = record.epoch
-        brief = self._residents.is_short(epoch, chunk, self._largest)
+        brief = self.residents.is_short(epoch, chunk, self._largest)
         if brief and not urgent:
             return  # it will be asked for again
-        self._residents.pin(epoch, chunk)
+        self.residents.pin(epoch, chunk)
         record.held.add(chunk)
         if len(record.held) == 1:
             self._holding[record] = None
@@ -376,7 +372,7 @@ class ChunkStore:
             reader, number = record.pass_id
             failure = ChunkFailed(pass_id=number, chunk=key.chunk, error=error)
             self.outbox.append((reader, failure))
-        self._residents.forget(epoch)
+        self.residents.forget(epoch)
 
     def _recall(self) -> None:
         """Somebody can't go on for want of memory: whoever holds chunks is to copy them."""
