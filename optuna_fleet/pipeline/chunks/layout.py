@@ -11,9 +11,9 @@ is made chunk by chunk.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,7 @@ def sample_bytes(sample: Any, *, collated_by_user: bool) -> int:
     flatten(sample, leaves)
     if not collated_by_user and all(columns.describe(leaf) for leaf in leaves):
         return sum(map(columns.leaf_bytes, leaves))
-    return sum(aligned(memoryview(blob).nbytes) for blob in dumps_outside(sample))
+    return sum(aligned(len(blob)) for blob in dumps_outside(sample))
 
 
 class _Dense:
@@ -202,13 +202,11 @@ class _Dense:
 
     def samples(self) -> list[Any]:
         """Returns what was added, in memory of its own."""
+        numbers = range(len(self._header.columns))
         return [
-            rebuild(self._header.structure, iter([self._leaf(number, each) for number in self]))
+            rebuild(self._header.structure, (self._leaf(number, each) for number in numbers))
             for each in range(self._num_added)
         ]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._header.columns)))
 
     def _leaf(self, number: int, sample: int) -> Any:
         if number not in self._large:
@@ -235,16 +233,15 @@ def _write_objects(room: memoryview, samples: Sequence[Any], *, is_finished: boo
     for sample in samples:
         place = []
         for blob in dumps_outside(sample):
-            raw = memoryview(blob).cast("B")
-            place.append((end, end + raw.nbytes))
-            blobs.append(raw)
-            end = aligned(end + raw.nbytes)
+            place.append((end, end + len(blob)))
+            blobs.append(blob)
+            end = aligned(end + len(blob))
         places.append(tuple(place))
     header = ObjectHeader(blobs=tuple(places), is_finished=is_finished)
     if end > room.nbytes:
         raise OutgrownError(end + len(dumps(header)))
-    for (begin, stop), raw in zip((p for place in places for p in place), blobs, strict=True):
-        room[begin:stop] = raw
+    for (begin, stop), blob in zip(chain(*places), blobs, strict=True):
+        room[begin:stop] = blob
     return _write_header(room, end, header)
 
 

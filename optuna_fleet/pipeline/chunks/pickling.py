@@ -28,7 +28,7 @@ def dumps(value: Any) -> bytes:
     return _dumped(value, None)
 
 
-def dumps_outside(value: Any) -> list[Any]:
+def dumps_outside(value: Any) -> list[bytes | memoryview]:
     """Returns the pickle of a value, followed by the bytes of each of its tensors and arrays."""
     buffers: list[pickle.PickleBuffer] = []
     return [_dumped(value, buffers), *(buffer.raw() for buffer in buffers)]

@@ -48,7 +48,10 @@ def decided(
         found = split_of(copied, spec, each) if each.name in splits else None
         each = replace(each, cut=found.cut if found is not None else None)
         if each.name in many and each.cut is None:
-            each = replace(each, gives_many=_gives_many(copied, spec, each))
+            with own_randomness():
+                seed = partial(_seed, copied, spec, each)
+                agrees = prefetch.agrees(copied.datasets[each.name], each.length, seed)
+            each = replace(each, gives_many=agrees)
         # With a collate_fn, samples must be finished before they are collated.
         if finish_on_device and each.collate is None:
             end = source.stages[each.name].finish if found is None else found.finish
@@ -71,12 +74,6 @@ def split_of(source: Source, spec: PipelineSpec, dataset: DatasetSpec) -> SplitD
             num_samples=dataset.length,
             seed=partial(_seed, source, spec, dataset),
         )
-
-
-def _gives_many(source: Source, spec: PipelineSpec, dataset: DatasetSpec) -> bool:
-    with own_randomness():
-        seed = partial(_seed, source, spec, dataset)
-        return prefetch.agrees(source.datasets[dataset.name], dataset.length, seed)
 
 
 def _seed(source: Source, spec: PipelineSpec, dataset: DatasetSpec, index: int) -> None:

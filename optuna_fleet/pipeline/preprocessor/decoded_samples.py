@@ -52,25 +52,24 @@ class DecodedSamples:
             return None
         return (unpack(self._memory[place - 1 : place - 1 + length], copy=copy),)
 
-    def put(self, index: int, blobs: Sequence[Any]) -> None:
+    def put(self, index: int, blobs: Sequence[bytes | memoryview]) -> None:
         """Keeps a prepared sample as `pack` made it, if there is room."""
-        length = sum(map(_nbytes, blobs))
+        length = sum(map(len, blobs))
         for number, (address, room) in enumerate(self._extents):
             if length <= room:
                 memory, end = self._arena.writable(address, length), 0
                 for blob in blobs:
-                    begin, end = end, end + _nbytes(blob)
-                    memory[begin:end] = memoryview(blob).cast("B")
+                    begin, end = end, end + len(blob)
+                    memory[begin:end] = blob
                 self._extents[number] = (address + length, room - length)
                 self._stored.append((index, address, length))
                 return
 
 
-def pack(prepared: Any) -> list[Any]:
+def pack(prepared: Any) -> list[bytes | memoryview]:
     """Returns a prepared sample as buffers of bytes, to be written one after another."""
     blobs = dumps_outside(prepared)
-    lengths = [_nbytes(blob) for blob in blobs]
-    return [struct.pack(f"<{1 + len(blobs)}Q", len(blobs), *lengths), *blobs]
+    return [struct.pack(f"<{1 + len(blobs)}Q", len(blobs), *map(len, blobs)), *blobs]
 
 
 def unpack(record: memoryview, *, copy: bool) -> Any:
@@ -91,7 +90,3 @@ def _unwarned() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         yield
-
-
-def _nbytes(blob: Any) -> int:
-    return memoryview(blob).nbytes

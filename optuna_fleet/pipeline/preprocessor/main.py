@@ -197,7 +197,8 @@ class _Producer:
         key = order.key
         try:
             room = self.arena.writable(order.address, order.max_bytes)
-            nbytes, num_samples, num_made = self._written(order, room)
+            with reported(f"A chunk of data set {key.name!r} could not be stored: it"):
+                nbytes, num_samples, num_made = self._write(order, room)
         except SampleError as failure:
             wire.send(self.sock, ChunkNotProduced(key=key, error=failure.error))
             return
@@ -228,15 +229,6 @@ class _Producer:
             wire.send(self.sock, DiskFailed(key=order.key, reason=str(error)))
             return False
         return True
-
-    def _written(self, order: ProduceChunk, room: memoryview) -> tuple[int, int, int]:
-        try:
-            return self._write(order, room)
-        except (SampleError, OutgrownError):
-            raise
-        except Exception:
-            with reported(f"A chunk of data set {order.key.name!r} could not be stored: it"):
-                raise
 
     def _write(self, order: ProduceChunk, room: memoryview) -> tuple[int, int, int]:
         """Returns the chunk's bytes, its samples, and how many of them were made just now."""

@@ -36,15 +36,12 @@ def reduction(array: _Array) -> Any:
     place = begin, array.dtype, array.shape, array.strides
     try:
         # A relative path NumPy has made absolute.
-        arguments = root.filename, os.stat(root.filename).st_size, place, _offset_of(array)
+        offset = array.offset if isinstance(array, np.memmap) else None
+        arguments = root.filename, os.stat(root.filename).st_size, place, offset
         _view(*arguments)
     except (OSError, ValueError, FleetError):  # removed, cut off, strides that lead out of it
         return None
     return _view, arguments
-
-
-def _offset_of(array: _Array) -> int | None:
-    return array.offset if isinstance(array, np.memmap) else None
 
 
 def _view(path: _FileName, file_bytes: int, place: tuple[Any, ...], offset: int | None) -> Any:

@@ -87,12 +87,12 @@ def pack(value: Any, file: Any) -> None:
     Raises:
         Exception: It can't be pickled.
     """
-    counted, outside = _Counted(file), list[memoryview]()
+    outside: list[memoryview] = []
     # Not a method of the pickler: in a cycle it would keep what it has seen for a while.
     stays_inside = functools.partial(_stays_inside, outside)
-    _Pickler(counted, buffer_callback=stays_inside).dump_all(value)
-    lengths = [counted.nbytes, *(blob.nbytes for blob in outside)]
-    file.write(_padding(counted.nbytes))
+    _Pickler(file, buffer_callback=stays_inside).dump_all(value)
+    lengths = [file.tell(), *(blob.nbytes for blob in outside)]
+    file.write(_padding(lengths[0]))
     for blob in outside:
         file.write(blob)
         file.write(_padding(blob.nbytes))
@@ -118,9 +118,10 @@ def unpack(memory: memoryview) -> Any:
 
 def generators_in(value: Any) -> list[Generator]:
     """Returns the random generators that pickling a value comes across."""
-    pickler = _Pickler(_Counted(), buffer_callback=lambda _: False)
-    with suppress(Exception):  # what can't be pickled can be used in this process
-        pickler.dump_all(value)
+    with open(os.devnull, "wb") as nowhere:
+        pickler = _Pickler(nowhere, buffer_callback=lambda _: False)
+        with suppress(Exception):  # what can't be pickled can be used in this process
+            pickler.dump_all(value)
     return pickler.generators
 
 
@@ -134,19 +135,6 @@ def _stays_inside(outside: list[memoryview], buffer: pickle.PickleBuffer) -> boo
 
 def _padding(nbytes: int) -> bytes:
     return bytes(-nbytes % _ALIGNMENT)
-
-
-class _Counted:
-    """A file, or none, and the bytes that were written into it."""
-
-    def __init__(self, file: Any = None) -> None:
-        self.nbytes = 0
-        self._file = file
-
-    def write(self, data: Any) -> None:
-        self.nbytes += memoryview(data).nbytes
-        if self._file is not None:
-            self._file.write(data)
 
 
 class _Pickler(packing.Pickler):

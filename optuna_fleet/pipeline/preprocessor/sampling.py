@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from optuna_fleet.pipeline.chunks.columns import without_images
+from optuna_fleet.pipeline.chunks.layout import OutgrownError
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.messages import MAX_TEXT, ChunkError
 from optuna_fleet.pipeline.preprocessor import prefetch
@@ -103,34 +104,24 @@ class Samples:
         spec = self._spec.dataset(key.name)
         self._sources()  # its errors are none of the sample
         place = self._place(spec, key.epoch, position)
-        try:
-            return self._make(spec, key.epoch, place, use_store)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a cancellation, a panic in Rust: that ends no process
-            if self._spec.on_error == "raise":
-                raise _sample_error(spec, place, error) from error
-            return self._substitute(spec, key.epoch, position, use_store, error)
-
-    def _substitute(
-        self, spec: DatasetSpec, epoch: int, position: int, use_store: bool, error: BaseException
-    ) -> Any:
-        """The next sample that does not raise: of the data set, or of those that are drawn."""
-        place = self._place(spec, epoch, position)
-        for step in range(1, MAX_SUBSTITUTES):
-            self.skipped.append(place % spec.length)
-            self.complaint = self.complaint or _sample_error(spec, place, error).error
-            if spec.sampled:
-                place = self._place(spec, epoch, (position + step) % spec.num_samples)
-            else:
-                place = (place + 1) % spec.length
+        num_tries = MAX_SUBSTITUTES if self._spec.on_error == "skip" else 1
+        for left in reversed(range(num_tries)):
             try:
-                return self._make(spec, epoch, place, use_store)
+                data = self._made(spec, key.epoch, place, use_store)
+                return map_leaves(data, without_images) if spec.collate is None else data
             except KeyboardInterrupt:
                 raise
-            except BaseException as another:
-                if step + 1 == MAX_SUBSTITUTES:
-                    raise _sample_error(spec, place, another) from another
+            except BaseException as error:  # a cancellation, a panic in Rust: that ends no process
+                failure = _error(f"Sample {place % spec.length} of data set {spec.name!r}", error)
+                if not left:
+                    raise failure from error
+                self.skipped.append(place % spec.length)
+                self.complaint = self.complaint or failure.error
+            if spec.sampled:  # the next of those that are drawn, or of the data set
+                position = (position + 1) % spec.num_samples
+                place = self._place(spec, key.epoch, position)
+            else:
+                place = (place + 1) % spec.length
         raise AssertionError
 
     def expect(self, key: ChunkKey, start: int, stop: int) -> None:
@@ -193,10 +184,6 @@ class Samples:
         packed = self._spec.dataset(name).finish
         assert packed is not None
         return [*map(packing.unpack(packed), made[:-1]), made[-1]]
-
-    def _make(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Any:
-        data = self._made(spec, epoch, place, use_store)
-        return map_leaves(data, without_images) if spec.collate is None else data
 
     def _made(self, spec: DatasetSpec, epoch: int, place: int, use_store: bool) -> Any:
         source = self._sources()
@@ -292,14 +279,10 @@ def reported(what: str) -> Iterator[None]:
     """An exception within becomes a `SampleError`, which can be sent."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SampleError, OutgrownError):
         raise
     except BaseException as error:
         raise _error(what, error) from error
-
-
-def _sample_error(spec: DatasetSpec, place: int, error: BaseException) -> SampleError:
-    return _error(f"Sample {place % spec.length} of data set {spec.name!r}", error)
 
 
 def _error(what: str, error: BaseException) -> SampleError:

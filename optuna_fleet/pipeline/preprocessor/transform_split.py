@@ -6,7 +6,7 @@ import copy
 import operator
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from optuna_fleet.pipeline.preprocessor import transforms
@@ -84,8 +84,8 @@ class Parts:
         self._watched = _Watched(steps[: cut.begin])
         self._source = _with_transform(dataset, self._watched)
         middle, end = steps[cut.begin : cut.end], steps[cut.end :]
-        self.middle = _Placed(cut.place, Steps(middle)) if middle else None
-        self.end = _Placed(cut.place, Steps(end)) if end else None
+        self.middle = partial(_at, cut.place, Steps(middle)) if middle else None
+        self.end = partial(_at, cut.place, Steps(end)) if end else None
         # Code that is not known may write into its input.
         self.copies = not all(map(transforms.leaves_input, middle))
 
@@ -172,27 +172,17 @@ def _places(node: Any, wanted: Any, path: Path = ()) -> Iterator[Path]:
             yield from _places(item, wanted, (*path, key))
 
 
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """Steps applied at one place of a sample or batch."""
-
-    place: Path
-    steps: Steps
-
-    def __call__(self, sample_or_batch: Any) -> Any:
-        return _at(self.place, sample_or_batch, self.steps)
-
-
-def _at(path: Path, node: Any, function: Step) -> Any:
+def _at(path: Path, function: Step, node: Any) -> Any:
+    """A sample or batch, with a function applied at one place of it."""
     if path == _STAR:
         return _like(node, function(*node))
     if not path:
         return function(node)
     key, *rest = path
     if isinstance(node, dict):
-        return {**node, key: _at(tuple(rest), node[key], function)}
+        return {**node, key: _at(tuple(rest), function, node[key])}
     items = list(node)
-    items[key] = _at(tuple(rest), items[key], function)
+    items[key] = _at(tuple(rest), function, items[key])
     return _like(node, items)
 
 

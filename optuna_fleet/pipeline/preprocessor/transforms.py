@@ -6,7 +6,7 @@ It is never imported here: where nobody imported it, no transform can be one of 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -140,15 +140,11 @@ def _flat(steps: Iterable[Any]) -> Iterable[Step]:
     for step in steps:
         name = _name(step)
         if name in ("Compose", "Sequential"):
-            yield from _flat(_inner(step))
+            yield from _flat(step if name == "Sequential" else step.transforms)
         elif name == "ToTensor":
             yield from (ToBytes(step), ToUnit())
         else:
             yield step
-
-
-def _inner(step: Any) -> Sequence[Any]:
-    return tuple(step) if _name(step) == "Sequential" else step.transforms
 
 
 def _name(step: Any) -> str | None:
