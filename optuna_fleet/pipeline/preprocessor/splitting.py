@@ -16,6 +16,7 @@ from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.chunks.structure import map_leaves
 from optuna_fleet.pipeline.preprocessor import transform_split
 from optuna_fleet.pipeline.preprocessor.order import drawn, watched
+from optuna_fleet.pipeline.preprocessor.transforms import Steps, leaves_input
 from optuna_fleet.pipeline.spec import Cut
 
 Function = Callable[[Any], Any]
@@ -162,7 +163,11 @@ def split(dataset: Any, stages: Stages, *, index: int, seed: Seed) -> SplitDatas
 
 
 def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | None:
-    """Returns the split that was decided on, without reading a sample."""
+    """Returns the split that was decided on, without reading a sample.
+
+    Raises:
+        RuntimeError: The data set has another transform than where this was decided.
+    """
     if stages.in_parts:
         return SplitDataset(
             prepared=lambda index: called(stages.prepare, dataset[index]),
@@ -173,20 +178,25 @@ def rebuilt(dataset: Any, stages: Stages, cut: Cut | None) -> SplitDataset | Non
         )
     if cut is None:
         return None
-    parts = transform_split.Parts(dataset, cut)
-    end = parts.end if stages.finish is None else partial(_in_turn, parts.end, stages.finish)
+    steps = transform_split.steps_in(dataset) or ()
+    if len(steps) != cut.num_steps:
+        raise RuntimeError(
+            f"A transform has {len(steps)} steps here, but {cut.num_steps} where it was "
+            "decided how to take it apart: SharedPipeline(..., split=False) leaves it whole."
+        )
+    middle, end = steps[cut.begin : cut.end], steps[cut.end :]
+    at_place = partial(partial, transform_split.applied, cut.place)
+    finish: list[Function] = [at_place(Steps(end))] if end else []
+    finish += [stages.finish] if stages.finish is not None else []
     return SplitDataset(
-        prepared=parts.read,
-        augment=parts.middle,
-        finish=end,
+        prepared=transform_split.Beginning(dataset, steps[: cut.begin], cut.place),
+        augment=at_place(Steps(middle)) if middle else None,
+        finish=Steps(tuple(finish)) if finish else None,
         stages=stages,
-        copies=parts.copies or stages.finish is not None,
+        # Code that is not known may write into its input.
+        copies=stages.finish is not None or not all(map(leaves_input, middle)),
         cut=cut,
     )
-
-
-def _in_turn(first: Function | None, second: Function, value: Any) -> Any:
-    return second(called(first, value))
 
 
 def agrees(split: SplitDataset, dataset: Any, index: int, seed: Seed) -> bool:

@@ -6,7 +6,6 @@ import copy
 import operator
 import sys
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from optuna_fleet.pipeline.preprocessor import transforms
@@ -61,36 +60,16 @@ def cuts(dataset: Any, index: int) -> Iterator[Cut]:
         yield Cut(begin=begin, end=end, num_steps=len(steps), place=place)
 
 
-class Parts:
-    """A data set's transform in three parts.
+class Beginning:
+    """Reads samples with only the first steps of the transform, whose result is at this place."""
 
-    Attributes:
-        middle: The random part of the transform, applied to a sample; None for none.
-        end: The elementwise end, applied to a sample or a batch; None for none.
-        copies: ``middle`` may write into what it is given.
-
-    Raises:
-        RuntimeError: The data set has another transform than where this was decided.
-    """
-
-    def __init__(self, dataset: Any, cut: Cut) -> None:
-        steps = steps_in(dataset) or ()
-        if len(steps) != cut.num_steps:
-            raise RuntimeError(
-                f"A transform has {len(steps)} steps here, but {cut.num_steps} where it was "
-                "decided how to take it apart: SharedPipeline(..., split=False) leaves it whole."
-            )
-        self._place = cut.place
-        self._watched = _Watched(steps[: cut.begin])
+    def __init__(self, dataset: Any, steps: tuple[Step, ...], place: Path) -> None:
+        self._place = place
+        self._watched = _Watched(steps)
         self._source = _with_transform(dataset, self._watched)
-        middle, end = steps[cut.begin : cut.end], steps[cut.end :]
-        self.middle = partial(_at, cut.place, Steps(middle)) if middle else None
-        self.end = partial(_at, cut.place, Steps(end)) if end else None
-        # Code that is not known may write into its input.
-        self.copies = not all(map(transforms.leaves_input, middle))
 
-    def read(self, index: int) -> Any:
-        """Returns a sample with only the beginning of the transform.
+    def __call__(self, index: int) -> Any:
+        """Returns a sample.
 
         Raises:
             AnotherWayError: Its code does otherwise with what the transform gives it.
@@ -172,17 +151,17 @@ def _places(node: Any, wanted: Any, path: Path = ()) -> Iterator[Path]:
             yield from _places(item, wanted, (*path, key))
 
 
-def _at(path: Path, function: Step, node: Any) -> Any:
-    """A sample or batch, with a function applied at one place of it."""
+def applied(path: Path, function: Step, node: Any) -> Any:
+    """Returns a sample or batch, with a function applied at one place of it."""
     if path == _STAR:
         return _like(node, function(*node))
     if not path:
         return function(node)
     key, *rest = path
     if isinstance(node, dict):
-        return {**node, key: _at(tuple(rest), function, node[key])}
+        return {**node, key: applied(tuple(rest), function, node[key])}
     items = list(node)
-    items[key] = _at(tuple(rest), function, items[key])
+    items[key] = applied(tuple(rest), function, items[key])
     return _like(node, items)
 
 
