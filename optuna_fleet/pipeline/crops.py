@@ -76,13 +76,11 @@ class RandomResizedCrop:
             return self._of_file(image)
         if isinstance(image, torch.Tensor):
             height, width = image.shape[-2:]
-            return self._resized(image, self.draw(height, width), mirrored=self._draw_flip())
-        from torchvision.transforms.v2 import functional
+        else:
+            from torchvision.transforms.v2 import functional
 
-        height, width = functional.get_size(image)
-        box = self.draw(height, width)
-        crop = functional.resized_crop(image, *box, size=list(self.size), antialias=True)
-        return functional.horizontal_flip(crop) if self._draw_flip() else crop
+            height, width = functional.get_size(image)
+        return self._resized(image, self.draw(height, width), mirrored=self._draw_flip())
 
     def draw(self, height: int, width: int) -> Box:
         """Draws the crop of an image of this size."""
@@ -110,7 +108,7 @@ class RandomResizedCrop:
             w = round(height * max(self.ratio))
         return (height - h) // 2, (width - w) // 2, h, w
 
-    def _of_file(self, source: Source) -> torch.Tensor:
+    def _of_file(self, source: Source) -> Any:
         data, name = content(source)
         height, width = full_size(data, name)
         box, mirrored = self.draw(height, width), self._draw_flip()
@@ -129,7 +127,7 @@ class RandomResizedCrop:
         fits = (k for k in (1, 2, 4) if h * k >= 8 * self.size[0] and w * k >= 8 * self.size[1])
         return next(fits, 8)
 
-    def _resized(self, image: torch.Tensor, box: Box, *, mirrored: bool) -> torch.Tensor:
+    def _resized(self, image: Any, box: Box, *, mirrored: bool) -> Any:
         if _resample is not None and _is_usual(image):
             out = torch.empty((3, *self.size), dtype=torch.uint8, device="cpu")
             _resample.resized_crop(image.numpy(), box, out.numpy(), mirrored)
@@ -138,6 +136,8 @@ class RandomResizedCrop:
 
         crop = functional.resized_crop(image, *box, size=list(self.size), antialias=True)
         crop = functional.horizontal_flip(crop) if mirrored else crop
+        if not isinstance(crop, torch.Tensor):
+            return crop
         result: torch.Tensor = crop.contiguous()  # of any class: a tensor
         return result if type(crop) is torch.Tensor else result.as_subclass(type(crop))
 
@@ -148,14 +148,14 @@ class RandomResizedCrop:
         )
 
 
-def _is_usual(image: torch.Tensor) -> bool:
+def _is_usual(image: Any) -> bool:
     """Whether the compiled step takes it."""
     if type(image) is not torch.Tensor:
         tv_tensors = sys.modules.get("torchvision.tv_tensors")
         if tv_tensors is None or type(image) is not tv_tensors.Image:
             return False
     is_rgb = image.dtype is torch.uint8 and image.ndim == 3 and image.shape[0] == 3
-    return is_rgb and image.is_cpu and image.layout is torch.strided
+    return bool(is_rgb and image.is_cpu and image.layout is torch.strided)
 
 
 def _scaled(box: Box, full: Sequence[int], actual: Sequence[int]) -> Box:

@@ -9,17 +9,8 @@ from dataclasses import dataclass
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.pipeline.machine_memory import available_bytes
 
-MEMORY_SHARE = 0.25
-"""Part of the available memory that chunks may occupy by default."""
-
 LEAST_MEMORY_BYTES = 64 << 20
 """The default is no smaller: one of nothing would only fail later, with another message."""
-
-MOST_DECODED = 7 / 8
-"""Part of the budget that the decoded store may take: samples are made from it into the rest."""
-
-SPILL_SHARE = 0.5
-"""Part of the free disk that spilled chunks may occupy by default."""
 
 NICENESS = 15
 """Added to the niceness of preprocessors where trials compute on the CPU.
@@ -94,7 +85,7 @@ def budgets(wanted: Wanted) -> Budgets:
         decoded_bytes = memory_bytes // 3  # what it keeps is larger, and saves less, than a pool
     spill_bytes = 0
     if wanted.spill_dir is not None:
-        spill_bytes = wanted.spill_bytes or int(SPILL_SHARE * _disk_free(wanted.spill_dir))
+        spill_bytes = wanted.spill_bytes or _disk_free(wanted.spill_dir) // 2
     return Budgets(
         memory_bytes=memory_bytes,
         decoded_bytes=min(decoded_bytes, most_decoded_bytes(memory_bytes)),
@@ -128,8 +119,8 @@ def _check_decoded(decoded_bytes: int | None, memory_bytes: int) -> None:
 
 
 def most_decoded_bytes(memory_bytes: int) -> int:
-    """Returns how much of a budget the decoded store may take."""
-    return int(MOST_DECODED * memory_bytes)
+    """Returns how much of a budget the decoded store may take; the rest is for what it makes."""
+    return memory_bytes * 7 // 8
 
 
 def check(wanted: Wanted) -> None:
@@ -189,7 +180,7 @@ def most_preprocessors(cpus: int, *, num_slots: int, cpu_slots: bool) -> int:
 
 def default_memory_bytes() -> int:
     """Returns a quarter of the memory that is available."""
-    return max(LEAST_MEMORY_BYTES, int(MEMORY_SHARE * available_bytes()))
+    return max(LEAST_MEMORY_BYTES, available_bytes() // 4)
 
 
 def default_chunk_bytes(memory_bytes: int) -> int:

@@ -291,7 +291,7 @@ def test_an_epoch_keeps_the_size_of_its_chunks():
     store = make_store(budget=100, window=100)
     store.open_pass(("a", 0), "train", 0, 0, continues=True)
     store.set_size("train", num_samples=NUM_CHUNKS, chunk_size=3, chunk_bytes=3 * PAGE)
-    assert (store.chunk_size("train", 0), store.chunk_size("train", 1)) == (1, 3)
+    assert (store.size("train", 0).chunk_size, store.size("train", 1).chunk_size) == (1, 3)
     epochs = [key.epoch for key in produce_all(store)]
     assert (epochs.count(0), epochs.count(1)) == (NUM_CHUNKS, 2)
     store.move(("a", 0), 4)

@@ -86,7 +86,6 @@ class Arena:
     """
 
     def __init__(self, memory_bytes: int, disk_bytes: int = 0, folder: str | None = None) -> None:
-        disk_bytes = disk_bytes if folder is not None else 0
         self.extents = Extents(
             memory_bytes=memory_bytes,
             disk_begin=-(-memory_bytes // HUGE_PAGE) * HUGE_PAGE,

@@ -38,7 +38,7 @@ from optuna_fleet.pipeline.server.sizing import Sizing
 from optuna_fleet.pipeline.server.staffing import Levels, Meter, Staffing
 from optuna_fleet.pipeline.server.store import ChunkStore
 from optuna_fleet.pipeline.server.workers import PreprocessorPool, Spawn
-from optuna_fleet.pipeline.spec import ChunkKey, count_chunks
+from optuna_fleet.pipeline.spec import ChunkKey
 from optuna_fleet.pipeline.stats import PipelineStats
 
 _LOOK_S = 0.02
@@ -170,7 +170,7 @@ class Production:
 
     def _give(self, order: Order) -> None:
         key, address, max_bytes = order
-        size, source = self.store.chunk_size(key.name, key.epoch), self._source(key)
+        size, source = self.store.size(key.name, key.epoch).chunk_size, self._source(key)
         extents: list[Extent] = []
         if split := source is None and self._decoded.serves(key.name):
             extents = self._decoded.lend(key, key.name, size)
@@ -321,7 +321,7 @@ class Production:
     def _fetched(self, message: ChunkFetched) -> None:
         key, counts = message.key, self.counts
         self._fetching.settle(key)
-        size = self.store.chunk_size(key.name, key.epoch)
+        size = self.store.size(key.name, key.epoch).chunk_size
         num_samples = self._setup.spec.dataset(key.name).num_samples
         counts.num_received += min(size, num_samples - key.chunk * size)
         counts.received_bytes += message.nbytes
@@ -330,9 +330,10 @@ class Production:
 
     def _note_repetition(self, message: ChunkProduced) -> None:
         key = message.key
-        size = self.store.chunk_size(key.name, key.epoch)
-        num_chunks = count_chunks(self._setup.spec.dataset(key.name).num_samples, size)
-        made = self._made.setdefault((key.name, key.epoch, size), bytearray(num_chunks))
+        size = self.store.size(key.name, key.epoch)
+        made = self._made.setdefault(
+            (key.name, key.epoch, size.chunk_size), bytearray(size.num_chunks)
+        )
         again, made[key.chunk] = made[key.chunk], True
         if again:
             self.counts.repeated += message.num_samples

@@ -174,7 +174,9 @@ class PipelineServer:
             case OpenPass():
                 self._open(reader_id, message)
             case FindHead():
-                self._find_head(reader_id, message)
+                epoch, start = self._store.head(message.name)
+                found = HeadFound(pass_id=message.pass_id, epoch=epoch, start=start)
+                self._readers[reader_id].channel.send(found)
             case ClosePass():
                 self._close_pass((reader_id, message.pass_id), message)
             case _:
@@ -201,26 +203,23 @@ class PipelineServer:
             # How many samples make a chunk is known once one of them has been preprocessed.
             self._unopened.append((reader_id, message))
             return
-        size = self._store.chunk_size(message.name, message.epoch)
+        size = self._store.size(message.name, message.epoch)
         reader = self._readers[reader_id]
         reader.passes.add(message.pass_id)
         self._store.open_pass(
             (reader_id, message.pass_id),
             message.name,
             message.epoch,
-            message.start // size,
+            message.start // size.chunk_size,
             continues=message.continues,
         )
-        nbytes = self._store.chunk_bytes(message.name, message.epoch)
-        num_ahead = min(max(1, self._production.budgets.chunk_bytes // nbytes), _MOST_AHEAD)
-        reader.channel.send(
-            PassOpened(pass_id=message.pass_id, chunk_size=size, num_ahead=num_ahead)
+        num_ahead = max(1, self._production.budgets.chunk_bytes // size.chunk_bytes)
+        opened = PassOpened(
+            pass_id=message.pass_id,
+            chunk_size=size.chunk_size,
+            num_ahead=min(num_ahead, _MOST_AHEAD),
         )
-
-    def _find_head(self, reader_id: Hashable, message: FindHead) -> None:
-        epoch, sample = self._store.head(message.name)
-        found = HeadFound(pass_id=message.pass_id, epoch=epoch, start=sample)
-        self._readers[reader_id].channel.send(found)
+        reader.channel.send(opened)
 
     def _advance(self, pass_id: PassId, message: Advance) -> None:
         self._store.move(pass_id, message.cursor)

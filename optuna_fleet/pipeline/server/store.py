@@ -105,13 +105,10 @@ class ChunkStore:
             num_samples=num_samples, chunk_size=chunk_size, chunk_bytes=chunk_bytes
         )
 
-    def chunk_size(self, name: str, epoch: int) -> int:
-        """Returns the samples of a chunk of this epoch; the data set's size must be known."""
-        return self._epoch(name, epoch).size.chunk_size
-
-    def chunk_bytes(self, name: str, epoch: int) -> int:
-        """Returns the bytes expected of a chunk of this epoch."""
-        return self._epoch(name, epoch).size.chunk_bytes
+    def size(self, name: str, epoch: int) -> Size:
+        """Returns how an epoch is cut into chunks; `set_size` must have told."""
+        known = self._epochs.get((name, epoch))
+        return self._sizes[name] if known is None else known.size
 
     def open_pass(
         self, pass_id: PassId, name: str, epoch: int, cursor: int, *, continues: bool = False
@@ -352,9 +349,7 @@ class ChunkStore:
 
     def order_bytes(self, key: ChunkKey) -> int:
         """Returns the bytes to leave for a chunk."""
-        epoch = self._epochs.get((key.name, key.epoch))
-        size = self._sizes[key.name] if epoch is None else epoch.size
-        return pages(size.chunk_bytes)
+        return pages(self.size(key.name, key.epoch).chunk_bytes)
 
     def _order(self, key: ChunkKey, nbytes: int, address: int) -> Order:
         epoch = self._epoch(key.name, key.epoch)
