@@ -97,9 +97,9 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def leaf(column: Column, row: torch.Tensor) -> Any:
-    """Returns one sample's leaf as it was before it was stored."""
-    if column.kind == "tensor":
+def leaf(column: Column, row: Any) -> Any:
+    """Returns one sample's leaf as it was before it was stored, of its row or its text."""
+    if column.kind in ("tensor", "text"):
         return row
     if column.kind == "number":
         return row.item()

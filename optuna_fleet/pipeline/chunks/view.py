@@ -82,7 +82,7 @@ class ChunkView:
         structure = self.header.structure
         parts = list(zip(self.header.columns, self.columns(start, stop), strict=True))
         return [
-            rebuild(structure, (_leaf(column, part[i]) for column, part in parts))
+            rebuild(structure, (leaf(column, part[i]) for column, part in parts))
             for i in range(stop - start)
         ]
 
@@ -181,7 +181,3 @@ def _join(pieces: Sequence[Any], *, copies: bool) -> Any:
     # Where a batch begins inside a chunk must not reach the last bits of what is computed from it:
     # some kernels depend on alignment, and torch's own tensors are always aligned.
     return tensor.clone() if copies or tensor.data_ptr() % ALIGNMENT else tensor
-
-
-def _leaf(column: Column, part: Any) -> Any:
-    return part if column.dtype is None else leaf(column, part)

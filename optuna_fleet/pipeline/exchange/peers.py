@@ -42,7 +42,8 @@ class Answer(NamedTuple):
 class Peers:
     """The other nodes, as an agent and the process that gives its chunks see them.
 
-    ``agent`` is the incarnation of this node's agent, ``secret`` the sweep's.
+    ``agent`` is the incarnation of this node's agent, ``secret`` the sweep's; ``plan`` says how
+    they share chunks at present.
     """
 
     def __init__(
@@ -56,13 +57,9 @@ class Peers:
 
     def follow(self, plan: Plan) -> None:
         """Puts a plan in the place of the last; nobody is left out any more."""
-        self._plan = plan
+        self.plan = plan
         self._owners: dict[ChunkKey, Peer | None] = {}
         self._left_out_until: dict[Peer, float] = {}
-
-    def share(self) -> bool:
-        """Returns whether there is anybody to get chunks from."""
-        return self._plan.scheme != "local" and len(self._plan.peers) > 1
 
     def owns(self, key: ChunkKey) -> bool:
         """Returns whether the others get this chunk from here."""
@@ -78,7 +75,7 @@ class Peers:
 
         Who joined later asks who joined earlier, so nobody waits in a circle.
         """
-        return self._other(next(iter(self._plan.peers), None))
+        return self._other(next(iter(self.plan.peers), None))
 
     def leave_out(self, peer: Peer) -> None:
         """Nobody here asks this peer for a while."""
@@ -88,7 +85,7 @@ class Peers:
         if len(self._owners) > _MOST_KNOWN:
             self._owners.clear()
         if key not in self._owners:
-            self._owners[key] = self._plan.owner(key)
+            self._owners[key] = self.plan.owner(key)
         return self._owners[key]
 
     def _other(self, peer: Peer | None) -> Peer | None:

@@ -56,9 +56,14 @@ class Plan:
     peers: tuple[Peer, ...] = ()
     makers: frozenset[str] = frozenset()
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether there is anybody to get chunks from."""
+        return self.scheme != "local" and len(self.peers) > 1
+
     def owner(self, key: ChunkKey) -> Peer | None:
         """Returns whose chunk this is; None if each node makes it for itself."""
-        if self.scheme == "local" or len(self.peers) < 2:
+        if not self.is_shared:
             return None
         if self.scheme == "single-broadcast":
             return self.peers[0]

@@ -37,7 +37,7 @@ class Fetching:
 
     def has_room(self) -> bool:
         """Returns whether one more could be asked for."""
-        if self._peers is None or not (self._peers.share() and self._pool.has_room()):
+        if self._peers is None or not (self._peers.plan.is_shared and self._pool.has_room()):
             return False
         return sum(work.max_bytes for work in self._flying.values()) < self._most_bytes
 

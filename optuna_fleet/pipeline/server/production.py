@@ -214,7 +214,7 @@ class Production:
             running=self.pool.num_running,
             busy=self.pool.num_busy,
             is_blocked=store.has_work,
-            reading=store.num_passes + self.sizing.num_measuring,
+            reading=len(store.passes) + self.sizing.num_measuring,
             stalled=store.num_stalled + self.sizing.num_measuring,
             ready=self._ready[0],
             window=self._ready[1],

@@ -6,7 +6,6 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 
 from optuna_fleet.exceptions import ProtocolError
 from optuna_fleet.pipeline.exchange.peers import Peers
@@ -28,12 +27,6 @@ from optuna_fleet.pipeline.wire import Port
 
 _MOST_AHEAD = 16
 """Chunks that a reader may ask for before it needs them, if they are small."""
-
-
-@dataclass(slots=True)
-class _Reader:
-    channel: Port
-    passes: set[int] = field(default_factory=set)
 
 
 class PipelineServer:
@@ -74,32 +67,31 @@ class PipelineServer:
             peers=peers,
         )
         self._store = self._production.store
-        self._readers: dict[Hashable, _Reader] = {}
-        self._unopened: list[tuple[Hashable, OpenPass]] = []
+        self._readers: dict[Hashable, Port] = {}
+        self._unopened: dict[PassId, OpenPass] = {}
 
     # For the agent
 
     def add_reader(self, reader_id: Hashable, sock: socket.socket) -> None:
         """Serves the trainer at the other end of ``sock``, which is the server's from now on."""
-        channel = Port(
+        channel = self._readers[reader_id] = Port(
             sock,
             self._selector,
             on_message=lambda message: self._from_reader(reader_id, message),
             on_close=lambda: self.remove_reader(reader_id),
         )
-        self._readers[reader_id] = _Reader(channel)
         arena = self._production.arena
         channel.send(ArenaOpened(extents=arena.extents), arena.descriptors)
 
     def remove_reader(self, reader_id: Hashable) -> None:
         """Forgets a trainer, dead or done; what it held is free. Harmless if it is unknown."""
-        reader = self._readers.pop(reader_id, None)
-        if reader is None:
+        channel = self._readers.pop(reader_id, None)
+        if channel is None:
             return
-        reader.channel.close()
-        self._unopened = [entry for entry in self._unopened if entry[0] != reader_id]
-        for pass_id in reader.passes:
-            self._store.close_pass((reader_id, pass_id))
+        channel.close()
+        for pass_id in [*self._unopened, *self._store.passes]:
+            if pass_id[0] == reader_id:
+                self._end_pass(pass_id)
         self._work()
 
     def child_died(self, pid: int) -> bool:
@@ -124,8 +116,8 @@ class PipelineServer:
         """
         self._production.resume()
         self._work()
-        for reader in self._readers.values():
-            reader.channel.resume()
+        for channel in self._readers.values():
+            channel.resume()
         while notices := self._production.notices.outbox:
             self._notify(notices.pop(0))
 
@@ -147,8 +139,8 @@ class PipelineServer:
 
         Preprocessors exit when they notice, trainers' reads raise. The agent reaps.
         """
-        for reader in self._readers.values():
-            reader.channel.close()
+        for channel in self._readers.values():
+            channel.close()
         self._readers.clear()
         self._production.close()
 
@@ -162,8 +154,8 @@ class PipelineServer:
 
     def _close_in_preprocessor(self) -> None:
         self._production.close_in_child()
-        for reader in self._readers.values():
-            reader.channel.close_in_child()
+        for channel in self._readers.values():
+            channel.close_in_child()
 
     # From trainers
 
@@ -172,42 +164,41 @@ class PipelineServer:
             case Advance():
                 self._advance((reader_id, message.pass_id), message)
             case OpenPass():
-                self._open(reader_id, message)
+                self._open((reader_id, message.pass_id), message)
             case FindHead():
                 epoch, start = self._store.head(message.name)
                 found = HeadFound(pass_id=message.pass_id, epoch=epoch, start=start)
-                self._readers[reader_id].channel.send(found)
+                self._readers[reader_id].send(found)
             case ClosePass():
-                self._close_pass((reader_id, message.pass_id), message)
+                counts = self._production.counts
+                counts.consumed += message.num_consumed
+                counts.waited_s += message.waited_s
+                self._end_pass((reader_id, message.pass_id), message.end)
             case _:
                 raise ProtocolError(f"A trainer sent the pipeline an unexpected {message!r}.")
         self._work()
 
     def _work(self) -> None:
         """Does what follows from an event: opens passes, orders chunks, tells readers."""
-        knows = self._production.sizing.knows
-        known = [each for each in self._unopened if knows(each[1].name, each[1].epoch)]
-        self._unopened = [each for each in self._unopened if each not in known]
-        for reader_id, opening in known:
-            self._open(reader_id, opening)
+        for pass_id, opening in [*self._unopened.items()]:
+            self._open(pass_id, opening)
         self._production.work()
         while self._store.outbox:
             reader_id, message = self._store.outbox.popleft()
-            if (reader := self._readers.get(reader_id)) is not None:
-                reader.channel.send(message)
+            if (channel := self._readers.get(reader_id)) is not None:
+                channel.send(message)
 
-    def _open(self, reader_id: Hashable, message: OpenPass) -> None:
+    def _open(self, pass_id: PassId, message: OpenPass) -> None:
         if message.continues or message.epoch:
             self._production.expect_more(message.name)
         if not self._production.sizing.knows(message.name, message.epoch):
             # How many samples make a chunk is known once one of them has been preprocessed.
-            self._unopened.append((reader_id, message))
+            self._unopened[pass_id] = message
             return
+        self._unopened.pop(pass_id, None)
         size = self._store.size(message.name, message.epoch)
-        reader = self._readers[reader_id]
-        reader.passes.add(message.pass_id)
         self._store.open_pass(
-            (reader_id, message.pass_id),
+            pass_id,
             message.name,
             message.epoch,
             message.start // size.chunk_size,
@@ -219,7 +210,7 @@ class PipelineServer:
             chunk_size=size.chunk_size,
             num_ahead=min(num_ahead, _MOST_AHEAD),
         )
-        reader.channel.send(opened)
+        self._readers[pass_id[0]].send(opened)
 
     def _advance(self, pass_id: PassId, message: Advance) -> None:
         self._store.move(pass_id, message.cursor)
@@ -229,15 +220,7 @@ class PipelineServer:
         for chunk in message.ahead:
             self._store.request(pass_id, chunk, urgent=False)
 
-    def _close_pass(self, pass_id: PassId, message: ClosePass) -> None:
-        counts = self._production.counts
-        counts.consumed += message.num_consumed
-        counts.waited_s += message.waited_s
-        passes = self._readers[pass_id[0]].passes
-        if message.pass_id in passes:
-            passes.remove(message.pass_id)
-            self._store.close_pass(pass_id, message.end)
-        else:
-            self._unopened = [
-                entry for entry in self._unopened if (entry[0], entry[1].pass_id) != pass_id
-            ]
+    def _end_pass(self, pass_id: PassId, end: int = 0) -> None:
+        self._unopened.pop(pass_id, None)
+        if pass_id in self._store.passes:
+            self._store.close_pass(pass_id, end)

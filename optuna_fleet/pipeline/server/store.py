@@ -49,6 +49,7 @@ class ChunkStore:
 
     Attributes:
         outbox: What is to be said to readers, and to whom; the server empties it.
+        passes: Those that are open.
         residents: The chunks that are there.
     """
 
@@ -62,7 +63,7 @@ class ChunkStore:
         self._rolling = rolling
         self._sizes: dict[str, Size] = {}
         self._epochs: dict[tuple[str, int], Epoch] = {}
-        self._passes: dict[PassId, Pass] = {}
+        self.passes: dict[PassId, Pass] = {}
         self._num_opened = 0
         self._holding: dict[Pass, None] = {}  # and not yet asked to give back
         self._stalled: set[Pass] = set()
@@ -71,11 +72,6 @@ class ChunkStore:
         self._eager: OrderedDict[ChunkKey, None] = OrderedDict()
         self._lookahead = Lookahead(window, self._epochs, self._sizes)
         self.residents = Residents(space, self._epochs, self._lookahead)
-
-    @property
-    def num_passes(self) -> int:
-        """Number of open passes."""
-        return len(self._passes)
 
     @property
     def num_stalled(self) -> int:
@@ -117,11 +113,11 @@ class ChunkStore:
 
         If it ``continues``, its reader will go on with the next epoch.
         """
-        assert pass_id not in self._passes, pass_id
+        assert pass_id not in self.passes, pass_id
         found = self._epoch(name, epoch)
         record = Pass(pass_id, self._num_opened, found, cursor, continues)
         self._num_opened += 1
-        self._passes[pass_id] = found.passes[pass_id] = record
+        self.passes[pass_id] = found.passes[pass_id] = record
         found.cursors.append(cursor)
         found.cursors.sort()
         self._lookahead.add(record)
@@ -129,7 +125,7 @@ class ChunkStore:
 
     def move(self, pass_id: PassId, cursor: int) -> None:
         """Notes the first chunk that the pass still needs."""
-        record = self._passes[pass_id]
+        record = self.passes[pass_id]
         if cursor == record.cursor:
             return
         if cursor < record.cursor:
@@ -141,7 +137,7 @@ class ChunkStore:
 
     def request(self, pass_id: PassId, chunk: int, *, urgent: bool) -> None:
         """The pass wants a chunk; ``urgent`` if it can't go on without. May be repeated."""
-        record = self._passes[pass_id]
+        record = self.passes[pass_id]
         epoch = record.epoch
         if chunk in record.held:
             return
@@ -160,7 +156,7 @@ class ChunkStore:
 
     def release(self, pass_id: PassId, chunks: Iterable[int]) -> None:
         """The pass gives chunks back."""
-        record = self._passes[pass_id]
+        record = self.passes[pass_id]
         for chunk in record.held.intersection(chunks):
             record.held.discard(chunk)
             self.residents.unpin(record.epoch, chunk)
@@ -175,7 +171,7 @@ class ChunkStore:
             pass_id: The pass.
             end: The next chunk that it would have read, if that is known.
         """
-        record = self._passes.pop(pass_id)
+        record = self.passes.pop(pass_id)
         epoch = record.epoch
         self._reached(epoch, end)
         for chunk in record.wanted:
