@@ -54,15 +54,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """What the pipeline of a node may take.
+    """What the pipeline of a node may take: what is `Wanted`, or else what the machine decides.
 
-    Attributes:
-        memory_bytes: Memory for preprocessed data, the decoded store included.
-        decoded_bytes: Most of it that the decoded store may take.
-        force_decoded: Use the decoded store wherever it is possible, not only where it pays.
-        spill_dir: Folder for what does not fit into memory; None for nowhere.
-        spill_bytes: Most bytes in that folder.
-        chunk_bytes: Size of a chunk to aim at.
+    ``force_decoded``: use the decoded store wherever it is possible, not only where it pays.
     """
 
     memory_bytes: int
@@ -155,11 +149,9 @@ def _disk_free(folder: str) -> int:
 
 
 def default_preprocessors(cpus: int, *, cpu_slots: bool) -> int:
-    """Returns for how many preprocessors to set cores aside, of ``cpus`` that there are.
+    """Returns for how many preprocessors to set cores aside, of ``cpus`` that a node may use.
 
-    Args:
-        cpus: Cores this node may use.
-        cpu_slots: True if the trials themselves compute on those cores (no accelerators).
+    With ``cpu_slots`` the trials themselves compute on those cores (no accelerators).
     """
     return max(1, cpus // 4) if cpu_slots else max(1, min(16, cpus // 2))
 
@@ -167,13 +159,8 @@ def default_preprocessors(cpus: int, *, cpu_slots: bool) -> int:
 def most_preprocessors(cpus: int, *, num_slots: int, cpu_slots: bool) -> int:
     """Returns up to how many preprocessors to run where they are as many as are needed.
 
-    Beside accelerators all cores but one per trainer, which has kernels to launch. Where trials
+    Beside accelerators all ``cpus`` but one per trainer, which has kernels to launch. Where trials
     compute on the CPU half of the cores, which are theirs first: see `NICENESS`.
-
-    Args:
-        cpus: Cores this node may use.
-        num_slots: Trainers of this node.
-        cpu_slots: True if the trials themselves compute on those cores (no accelerators).
     """
     return max(1, cpus // 2 if cpu_slots else cpus - num_slots)
 

@@ -52,11 +52,7 @@ def cgroup_headrooms(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> lis
     This is how Slurm's --mem arrives, and the limit of a container. The file ``membership`` says
     which groups the process is in.
     """
-    found = [
-        _headroom(level, version)
-        for version, mount, group in _memberships(root, membership)
-        for level in _levels(mount, group)
-    ]
+    found = (_headroom(group, version) for version, group in _groups(root, membership))
     return [room for room in found if room is not None]
 
 
@@ -65,11 +61,7 @@ def num_out_of_memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> in
 
     Of this process' control group or, where that does not say, of the whole machine.
     """
-    groups = [
-        level / version.kills
-        for version, mount, group in _memberships(root, membership)
-        for level in _levels(mount, group)
-    ]
+    groups = (group / version.kills for version, group in _groups(root, membership))
     counts = map(_num_killed, [*groups, Path("/proc/vmstat")])
     return next((count for count in counts if count is not None), 0)
 
@@ -82,24 +74,25 @@ def _num_killed(counters: Path) -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
-def _memberships(root: Path, membership: Path) -> Iterator[tuple[_Version, Path, str]]:
-    """The group that limits this process' memory, by version: machines may have both."""
+def _groups(root: Path, membership: Path) -> Iterator[tuple[_Version, Path]]:
+    """The groups that limit this process' memory, upwards, by version: machines may have both."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        number, controllers, group = line.split(":", 2)
+        number, controllers, name = line.split(":", 2)
         if "memory" in controllers.split(","):
-            yield _V1, root / "memory", group
+            version, mount = _V1, root / "memory"
         elif number == "0" and not controllers:
-            yield _V2, root, group
-
-
-def _levels(mount: Path, group: str) -> list[Path]:
-    """A group and all above it; in a container its path may be the host's, the mount never is."""
-    leaf = mount / group.lstrip("/")
-    return [leaf, *(parent for parent in leaf.parents if parent.is_relative_to(mount))]
+            version, mount = _V2, root
+        else:
+            continue
+        # In a container its path may be the host's, the mount never is.
+        group = mount / name.lstrip("/")
+        for level in (group, *group.parents):
+            if level.is_relative_to(mount):
+                yield version, level
 
 
 def _headroom(group: Path, version: _Version) -> int | None:

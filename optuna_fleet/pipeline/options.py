@@ -36,13 +36,9 @@ _OF_A_LOADER["persistent_workers"] = "preprocessors stay for the whole sweep"
 
 
 def length_of(name: str, value: Any, names: Collection[str], options: Collection[str]) -> int:
-    """Returns the length of a data set.
+    """Returns the length of what was given under the name of a data set.
 
-    Args:
-        name: The keyword it was given under.
-        value: What was given.
-        names: The keywords of all data sets.
-        options: The keywords that a data set can't have.
+    It is one of the ``names`` of all data sets, and none of the ``options``.
 
     Raises:
         FleetConfigError: It is none, as it is empty, an iterable, or an option that is misspelt.

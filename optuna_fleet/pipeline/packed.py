@@ -40,13 +40,10 @@ class PipelineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPipeline:
-    """What ``SharedPipeline.packed`` returns.
+    """What ``SharedPipeline.packed`` returns, see `PipelineSetup`.
 
-    Attributes:
-        payload: The data sets.
-        spec: Returns their description, given whether trainers do the elementwise end.
-        wanted: What the user lets it take.
-        num_preprocessors: Most preprocessors per node; None if the user gave no number.
+    ``spec`` is a function of whether trainers do the elementwise end; there is no
+    ``num_preprocessors`` if the user gave none.
     """
 
     payload: Payload
