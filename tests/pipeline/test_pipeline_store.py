@@ -247,7 +247,7 @@ def test_what_does_not_fit_into_memory_goes_to_the_disk_before_anything_is_dropp
         store.release(("a", 0), [chunk])
     assert places == ["memory", "memory", "disk", "disk", "disk", "disk"]
     assert drops == [3, 4]  # a reader to come begins at chunk 0
-    assert (store.space.used, store.space.spilled) == (2 * PAGE, 2 * PAGE)
+    assert (store.space.memory.used, store.space.disk.used) == (2 * PAGE, 2 * PAGE)
 
 
 def test_disk_that_failed_is_not_used_again():
@@ -273,7 +273,7 @@ def test_what_is_reserved_is_free_at_once_unless_it_is_held():
     assert list(store.space.decoded) == [(2 * PAGE, PAGE)]
     store.release(("a", 0), [3])
     assert list(store.space.decoded) == [(2 * PAGE, 2 * PAGE)]
-    assert store.space.used == 2 * PAGE
+    assert store.space.memory.used == 2 * PAGE
 
 
 def test_nothing_is_reserved_while_the_largest_chunk_would_find_no_room():
@@ -471,11 +471,11 @@ class AnySequence(RuleBasedStateMachine):
         taken = sorted([*self.resident.values(), *self.producing.values()])
         for (begin, nbytes), (after, _) in pairwise([*taken, (1 << 60, 0)]):
             assert begin + nbytes <= after
-        free = [piece for part in (space._memory, space.decoded, space._disk) for piece in part]
+        free = [*space.memory.gaps, *space.decoded, *space.disk.gaps]
         in_memory = [piece for piece in [*taken, *free] if piece[0] < DISK]
         assert sum(nbytes for _, nbytes in in_memory) == 7 * PAGE
-        assert space.used == sum(n for begin, n in taken if begin < DISK)
-        assert space.spilled == sum(n for begin, n in taken if begin >= DISK) <= 2 * PAGE
+        assert space.memory.used == sum(n for begin, n in taken if begin < DISK)
+        assert space.disk.used == sum(n for begin, n in taken if begin >= DISK) <= 2 * PAGE
         lent = {key for _, key in self.held}
         assert self.store.residents.lent_bytes == sum(self.resident[key][1] for key in lent)
 

@@ -86,78 +86,85 @@ class Allocator:
         return nbytes
 
 
+class Part:
+    """The memory of an arena, or its disk: what chunks take there.
+
+    Attributes:
+        begin: Its first address.
+        end: Chunks may take nothing from here on.
+        gaps: The free pieces of that.
+        used: Bytes that chunks take.
+        idle: Bytes of those that are there and that nobody holds.
+        held: Address and length of those that passes hold.
+        lent: Bytes of these.
+    """
+
+    def __init__(self, begin: int, nbytes: int) -> None:
+        self.begin = begin
+        self.end = begin + nbytes // PAGE * PAGE
+        self.gaps = Allocator(self.begin, self.end)
+        self.used = self.idle = self.lent = 0
+        self.held: set[tuple[int, int]] = set()
+
+
 class Space:
     """The addresses of an arena: memory for chunks, memory for decoded samples, disk for chunks.
 
     Whole pages are given out.
 
     Attributes:
-        border: Where the decoded store's part of the memory begins.
-        decoded: What is free of that.
-        used: Bytes that chunks take, in memory.
-        spilled: Bytes that they take on the disk.
+        memory: For chunks, up to where the decoded store begins.
+        decoded: What is free of the decoded store's part of the memory.
+        disk: For chunks that do not fit into memory.
     """
 
     def __init__(self, extents: Extents) -> None:
-        self.border = extents.memory_bytes // PAGE * PAGE
-        self.disk_begin = disk_begin = extents.disk_begin
+        self.memory = Part(0, extents.memory_bytes)
         self.decoded = Allocator()
-        self.used = self.spilled = 0
-        self._disk_bytes = extents.disk_bytes // PAGE * PAGE
-        self._memory = Allocator(0, self.border)
-        self._disk = Allocator(disk_begin, disk_begin + self._disk_bytes)
+        self.disk = Part(extents.disk_begin, extents.disk_bytes)
 
     @property
     def largest(self) -> int:
         """The largest chunk that could ever fit."""
-        return max(self.border, self._disk_bytes)
+        return max(part.end - part.begin for part in (self.memory, self.disk))
 
-    def capacity(self, *, on_disk: bool) -> int:
-        """Returns the bytes that chunks may take, in memory or on the disk."""
-        return self._disk_bytes if on_disk else self.border
+    def part(self, address: int) -> Part:
+        """Returns what an address is in."""
+        return self.memory if address < self.disk.begin else self.disk
 
     def has(self, address: int, nbytes: int) -> bool:
         """Returns whether chunks may be there; where they may not any more, they go when idle."""
-        if self.is_on_disk(address):
-            return bool(self._disk_bytes)
-        return address + nbytes <= self.border
+        return address + nbytes <= self.part(address).end
 
     def allocate(self, nbytes: int, *, spill: bool = True) -> int | None:
         """Returns the address of a piece of whole pages; if memory is full, ``spill`` to disk."""
-        if (address := self._memory.allocate(nbytes)) is not None:
-            self.used += nbytes
-        elif spill and (address := self._disk.allocate(nbytes)) is not None:
-            self.spilled += nbytes
-        return address
+        for part in (self.memory, self.disk) if spill else (self.memory,):
+            if (address := part.gaps.allocate(nbytes)) is not None:
+                part.used += nbytes
+                return address
+        return None
 
-    def could_fit(self, nbytes: int, idle: int, idle_disk: int) -> bool:
-        """Returns whether there would be room if so much were free beside what is."""
-        in_memory = self._memory.free_bytes + idle
-        return nbytes <= in_memory or nbytes <= self._disk.free_bytes + idle_disk
+    def could_fit(self, nbytes: int) -> bool:
+        """Returns whether there would be room without the idle chunks, in however many pieces."""
+        parts = (self.memory, self.disk)
+        return any(nbytes <= part.gaps.free_bytes + part.idle for part in parts)
 
     def free(self, address: int, nbytes: int) -> None:
         """Takes back what a chunk had; what lies beyond the border is the decoded store's."""
-        if self.is_on_disk(address):
-            self.spilled -= nbytes
-            if self._disk_bytes:
-                self._disk.free(address, nbytes)
-            return
-        self.used -= nbytes
-        below = max(0, min(nbytes, self.border - address))
-        self._memory.free(address, below)
-        self.decoded.free(address + below, nbytes - below)
-
-    def is_on_disk(self, address: int) -> bool:
-        """Returns whether this is an address of the spill file."""
-        return address >= self.disk_begin
+        part = self.part(address)
+        part.used -= nbytes
+        here = max(0, min(nbytes, part.end - address))
+        part.gaps.free(address, here)
+        if part is self.memory:
+            self.decoded.free(address + here, nbytes - here)
 
     def reserve(self, border: int) -> None:
         """Leaves memory from this address on to the decoded store, as soon as it is free."""
-        if border < self.border:
-            self.border = border
-            for begin, length in self._memory.cut_off(border):
+        if border < self.memory.end:
+            self.memory.end = border
+            for begin, length in self.memory.gaps.cut_off(border):
                 self.decoded.free(begin, length)
 
     def close_disk(self) -> None:
         """The disk takes nothing any more."""
-        self._disk_bytes, self._disk = 0, Allocator()
+        self.disk.end, self.disk.gaps = self.disk.begin, Allocator()

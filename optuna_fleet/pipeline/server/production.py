@@ -85,7 +85,7 @@ class Production:
         self.arena = Arena(budgets.memory_bytes, budgets.spill_bytes, budgets.spill_dir)
         self._orders = order_files(spec)
         self._space = Space(self.arena.extents)
-        self._memory_bytes = self._space.border
+        self._memory_bytes = self._space.memory.end
         self.store = ChunkStore(
             self._space,
             window=2 * setup.num_preprocessors + 2,
@@ -129,7 +129,7 @@ class Production:
             resident_bytes=self._resident_bytes(),
             lent_bytes=self.store.residents.lent_bytes,
             decoded_bytes=self._decoded.used_bytes,
-            spilled_bytes=self._space.spilled,
+            spilled_bytes=self._space.disk.used,
             num_dropped=self.store.residents.num_dropped,
             num_lost=sum(pool.num_lost for pool in self.pools),
             use=replace(self._meter.use),
@@ -257,7 +257,7 @@ class Production:
         )
 
     def _resident_bytes(self) -> int:
-        return self._space.used + self._decoded.used_bytes
+        return self._space.memory.used + self._decoded.used_bytes
 
     # What preprocessors say
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import attrgetter
 
 from optuna_fleet.pipeline.server.allocator import Space, pages
@@ -44,15 +44,12 @@ class Residents:
         self._epochs = epochs
         self._lookahead = lookahead
         self._unneeded: list[Epoch] = []  # those that have such chunks, by rank
-        self._held: tuple[set[Place], set[Place]] = (set(), set())  # by passes: in memory, on disk
-        self._lent = [0, 0]  # bytes of these
-        self._idle = [0, 0]
         self.num_dropped = 0
 
     @property
     def lent_bytes(self) -> int:
         """Bytes of the chunks that passes hold."""
-        return sum(self._lent)
+        return self._space.memory.lent + self._space.disk.lent
 
     def update(self, epoch: Epoch) -> None:
         """The idle chunks of an epoch have changed, or the cursors of its passes."""
@@ -73,7 +70,7 @@ class Residents:
             self._space.free(order.address + taken, unused)
         epoch.chunks[order.key.chunk] = Place(order.address, taken)
         epoch.rest(order.key.chunk)
-        self._idle[self._space.is_on_disk(order.address)] += taken
+        self._space.part(order.address).idle += taken
         self.update(epoch)
 
     def pin(self, epoch: Epoch, chunk: int) -> None:
@@ -82,10 +79,10 @@ class Residents:
         if epoch.pins[chunk] == 1:
             place = epoch.chunks[chunk]
             epoch.wake(chunk)
-            where = self._space.is_on_disk(place.address)
-            self._idle[where] -= place.nbytes
-            self._lent[where] += place.nbytes
-            self._held[where].add(place)
+            part = self._space.part(place.address)
+            part.idle -= place.nbytes
+            part.lent += place.nbytes
+            part.held.add(place)
             self.update(epoch)
 
     def unpin(self, epoch: Epoch, chunk: int) -> None:
@@ -95,10 +92,10 @@ class Residents:
             return
         del epoch.pins[chunk]
         place = epoch.chunks[chunk]
-        where = self._space.is_on_disk(place.address)
-        self._held[where].remove(place)
-        self._lent[where] -= place.nbytes
-        self._idle[where] += place.nbytes
+        part = self._space.part(place.address)
+        part.held.remove(place)
+        part.lent -= place.nbytes
+        part.idle += place.nbytes
         epoch.rest(chunk)
         if not self._space.has(*place):  # reserved, or the disk has failed, meanwhile
             self._drop(epoch, chunk)
@@ -110,15 +107,14 @@ class Residents:
         The ``largest`` chunk must still find room in one piece.
         """
         place = epoch.chunks[chunk]
-        where = self._space.is_on_disk(place.address)
-        budget = self._space.capacity(on_disk=where)
-        lent = self._lent[where] + (0 if epoch.pins[chunk] else place.nbytes)
+        part = self._space.part(place.address)
+        budget = part.end - part.begin
+        lent = part.lent + (0 if epoch.pins[chunk] else place.nbytes)
         if lent > BRIEF_SHARE * budget:
             return True
-        if budget - lent >= largest * (len(self._held[where]) + 2):
+        if budget - lent >= largest * (len(part.held) + 2):
             return False  # however they lie, one of the pieces between them is as large
-        begin = self._space.disk_begin if where else 0
-        return _room(self._held[where] | {place}, begin, begin + budget) < largest
+        return _room(part.held | {place}, part.begin, part.end) < largest
 
     def make_room(self, nbytes: int, *, spare: int) -> int | None:
         """Drops chunks until so many bytes fit in one piece, and returns where they do.
@@ -128,7 +124,7 @@ class Residents:
             the cursor of an open pass on.
         """
         address = self._space.allocate(nbytes)
-        if address is None and not self._space.could_fit(nbytes, *self._idle):
+        if address is None and not self._space.could_fit(nbytes):
             return None  # known beforehand: not even without all idle chunks
         while address is None and (worst := self._worst(spare)) is not None:
             self._drop(*worst)
@@ -140,14 +136,15 @@ class Residents:
 
         But not while readers hold so much before it that the ``largest`` chunk finds no room.
         """
-        if border < self._space.border and _room(self._held[False], 0, border) >= largest:
+        memory = self._space.memory
+        if border < memory.end and _room(memory.held, 0, border) >= largest:
             self._space.reserve(border)
-            self._drop_idle(lambda p: border < sum(p) and not self._space.is_on_disk(p.address))
+            self._drop_misplaced()
 
     def close_disk(self) -> None:
         """The disk takes no more chunks: those that are there and idle are dropped."""
         self._space.close_disk()
-        self._drop_idle(lambda place: self._space.is_on_disk(place.address))
+        self._drop_misplaced()
 
     def forget(self, epoch: Epoch) -> None:
         """Forgets an epoch of which nothing is left."""
@@ -170,23 +167,24 @@ class Residents:
         _, chunk, epoch = max(found, key=lambda each: (*each[:2], each[2].name, each[2].number))
         return epoch, chunk
 
-    def _drop_idle(self, which: Callable[[Place], bool]) -> None:
+    def _drop_misplaced(self) -> None:
+        """Drops idle chunks that lie where they may not any more."""
         for epoch in [*self._epochs.values()]:
-            for chunk in [chunk for chunk in epoch.idle if which(epoch.chunks[chunk])]:
+            for chunk in [c for c in epoch.idle if not self._space.has(*epoch.chunks[c])]:
                 self._drop(epoch, chunk)
 
     def _drop(self, epoch: Epoch, chunk: int) -> None:
         place = epoch.chunks.pop(chunk)
         epoch.wake(chunk)
         self.num_dropped += 1
-        self._idle[self._space.is_on_disk(place.address)] -= place.nbytes
+        self._space.part(place.address).idle -= place.nbytes
         self._space.free(*place)
         self._lookahead.absent(epoch, chunk)
         self.update(epoch)
         self.forget(epoch)
 
 
-def _room(lent: Iterable[Place], begin: int, end: int) -> int:
+def _room(lent: Iterable[tuple[int, int]], begin: int, end: int) -> int:
     """The most bytes in one piece, from ``begin`` to ``end``, that are not lent."""
     room = 0
     for address, nbytes in sorted(lent):

@@ -223,7 +223,7 @@ class ChunkStore:
         while key := self._candidate(accept):
             nbytes = self.order_bytes(key)
             if nbytes > self._space.largest:
-                self._refuse(key, _too_large(key, nbytes, self._space.border))
+                self._refuse(key, _too_large(key, nbytes, self._space.memory.end))
                 continue
             urgent = key in self._urgent
             # What can wait may not push out what readers will come to next.
