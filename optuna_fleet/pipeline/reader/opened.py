@@ -18,7 +18,6 @@ from optuna_fleet.pipeline.messages import (
     PassOpened,
     ReleaseChunks,
 )
-from optuna_fleet.pipeline.reader.mapping import Mapping
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
@@ -97,7 +96,7 @@ class OpenedPass:
                     continue
                 self._keep(chunk)
             elif chunk in self._places:
-                self._mapping.clean(*self._places[chunk])
+                self._client.mapping.clean(*self._places[chunk])
             self._chunks.pop(chunk, None)
             self._places.pop(chunk, None)
             gone.append(chunk)
@@ -133,11 +132,11 @@ class OpenedPass:
     def _view(self, ready: ChunkReady) -> None:
         _, chunk, address, nbytes, brief = ready
         if chunk not in self._chunks:
-            found = None if brief else self._mapping.lend(address, nbytes)
+            found = None if brief else self._client.mapping.lend(address, nbytes)
             if found is not None:
                 self._places[chunk] = address, nbytes
             else:
-                found = self._mapping.copy(address, nbytes)
+                found = self._client.mapping.copy(address, nbytes)
             self._chunks[chunk] = ChunkView(found)
         if chunk not in self._places:
             self.advance(self._cursor, released=[chunk])
@@ -152,11 +151,7 @@ class OpenedPass:
 
     def _keep(self, chunk: int) -> None:
         if chunk in self._places:
-            self._mapping.keep(self._places[chunk][0], self._chunks[chunk].chunk)
-
-    @property
-    def _mapping(self) -> Mapping:
-        return self._client.mapping
+            self._client.mapping.keep(self._places[chunk][0], self._chunks[chunk].chunk)
 
 
 def agent_gone() -> PipelineLostError:

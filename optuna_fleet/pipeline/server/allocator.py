@@ -6,7 +6,7 @@ border to its end. Those from ``disk_begin`` on are the spill file.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from optuna_fleet.pipeline.chunks.arena import Extents
@@ -63,9 +63,7 @@ class Allocator:
 
     def cut_off(self, border: int) -> list[tuple[int, int]]:
         """Returns what is free from ``border`` on, which is no longer here."""
-        at = bisect_right(self._begins, border) - 1
-        gone = [(b, self._lengths[b]) for b in self._begins[max(0, at) :]]
-        gone = [(b, n) for b, n in gone if b + n > border]
+        gone = [(begin, n) for begin, n in self if begin + n > border]
         for begin, _ in gone:
             self._remove(begin)
             self._add(begin, border - begin)

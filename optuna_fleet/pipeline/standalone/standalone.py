@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from optuna_fleet.exceptions import FleetConfigError, FleetError, PipelineLostError
 from optuna_fleet.pipeline import limits
 from optuna_fleet.pipeline.packed import PipelineSetup
-from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan
+from optuna_fleet.pipeline.reader.plan import Batches, ReadPlan, planned
 from optuna_fleet.pipeline.spec import PipelineSpec
 from optuna_fleet.pipeline.standalone.admission import Address
 from optuna_fleet.pipeline.stats import PipelineStats
@@ -141,7 +141,8 @@ class PipelineReader:
             FleetError: While iterating: the pipeline is gone.
         """
         self._check()
-        rolls = self._client.rolls(name)
+        spec = self._client.spec
+        rolls = spec.rolls(name)
         if rolls and (world_size > 1 or first_step):
             raise FleetConfigError(
                 f"batches() was given world_size={world_size} and first_step={first_step}, but "
@@ -149,7 +150,8 @@ class PipelineReader:
                 "trial would read different batches, and an epoch that was left can't be "
                 "continued. Use order='canonical' for these without an executor."
             )
-        batches = self._client.read(
+        plan = planned(
+            spec,
             name,
             epoch=epoch,
             batch_size=batch_size,
@@ -160,9 +162,8 @@ class PipelineReader:
             continues=continues,
             origin=None if rolls else 0,
         )
-        num_samples = self._client.spec.dataset(name).num_samples
-        _check_shares(num_samples, batch_size, world_size, drop_last)
-        return Batches(batches.plan, self.iterate)
+        _check_shares(plan)
+        return Batches(plan, self.iterate)
 
     def close(self) -> None:
         """Give everything back. Batches that were read stay valid."""
@@ -284,19 +285,19 @@ def _modules_to_preload() -> tuple[str, ...]:
     return ("torch", "optuna_fleet.pipeline.preprocessor.main", *loaded)
 
 
-def _check_shares(num_samples: int, batch_size: int, world_size: int, drop_last: bool) -> None:
+def _check_shares(plan: ReadPlan) -> None:
     """Refuses what would leave a rank without a sample in a step: it would break its loop."""
-    rest = num_samples % batch_size
-    if batch_size < world_size:
+    rest = plan.num_samples % plan.batch_size
+    if plan.batch_size < plan.world_size:
         raise FleetConfigError(
-            f"The value of `batch_size` is {batch_size}, but `world_size` is {world_size}: each "
-            "rank needs at least one sample of each batch."
+            f"The value of `batch_size` is {plan.batch_size}, but `world_size` is "
+            f"{plan.world_size}: each rank needs at least one sample of each batch."
         )
-    if 0 < rest < world_size and not drop_last:
+    if 0 < rest < plan.world_size and not plan.drop_last:
         raise FleetConfigError(
-            f"The last batch of the epoch has {rest} of {num_samples} samples, but `world_size` "
-            f"is {world_size}: some ranks would get none. Use drop_last=True, another "
-            "`batch_size`, or read the whole data set on every rank."
+            f"The last batch of the epoch has {rest} of {plan.num_samples} samples, but "
+            f"`world_size` is {plan.world_size}: some ranks would get none. Use drop_last=True, "
+            "another `batch_size`, or read the whole data set on every rank."
         )
 
 
