@@ -234,11 +234,8 @@ class PlanDecided:
     plan: Plan
 
 
-Event: TypeAlias = (
-    TrialProposed
-    | ProposalDelayed
-    | ProposalsExhausted
-    | DataRequested
+RunEvent: TypeAlias = (
+    DataRequested
     | RateMeasured
     | WidthLimited
     | MoveRefused
@@ -247,11 +244,17 @@ Event: TypeAlias = (
     | EpochEnded
     | RankEnded
     | RunLingers
+    | RunFailed
+)
+Event: TypeAlias = (
+    RunEvent
+    | TrialProposed
+    | ProposalDelayed
+    | ProposalsExhausted
     | DeviceLost
     | DeviceGone
     | DeviceLeaving
     | GrowthExpected
-    | RunFailed
     | DeviceJoined
     | PlanDecided
 )

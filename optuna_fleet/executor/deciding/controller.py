@@ -35,6 +35,7 @@ from optuna_fleet.events import (
     GrowthExpected,
     Instruction,
     Launch,
+    Model,
     MoveMeasured,
     MoveRefused,
     PlanDecided,
@@ -45,6 +46,7 @@ from optuna_fleet.events import (
     RateMeasured,
     Requeue,
     ReturnToQueue,
+    RunEvent,
     RunFailed,
     RunLingers,
     TrialProposed,
@@ -76,10 +78,9 @@ class Controller:
         self._presence = Presence()
         self._profiles = Profiles({} if profiles is None else profiles, self._presence)
         self._roster = Roster(count() if run_ids is None else run_ids)
-        self._problems = ProblemBuilder(policy, self._profiles, self._presence)
+        self._problems = ProblemBuilder(policy, self._profiles, self._presence, self._roster)
         self._avoidance = Avoidance(self._presence, policy.max_restarts)
         self._planner = Planner(policy, self._problems, self._roster, self._avoidance)
-        self._joins = count()
         self._lost: set[int] = set()  # at this moment, as the next
         self._gone: set[int] = set()
         self._exhausted = False
@@ -118,19 +119,14 @@ class Controller:
     # -- events -----------------------------------------------------------------------------------
 
     def _take(self, event: Event) -> list[Instruction]:  # noqa: C901 - one arm per event
+        if isinstance(event, RunEvent):
+            run = self._roster.runs.get(event.run_id)
+            return [] if run is None else self._take_of_run(run, event)
         match event:
-            case RankEnded():
-                return self._rank_ended(event)
-            case RunLingers():
-                if run := self._roster.runs.get(event.run_id):
-                    self._roster.linger(run)
-                    self._planner.has_news = True
             case DeviceLost():
                 return self._device_lost(event)
             case DeviceGone():
                 return self._device_gone(event.device)
-            case RunFailed():
-                return self._fail_run(event.run_id)
             case DeviceLeaving():
                 return self._device_leaving(event.device)
             case GrowthExpected():
@@ -138,38 +134,52 @@ class Controller:
                 self._planner.has_news = True
             case DeviceJoined():
                 self._presence.join(event.device)
-                self._roster.leaving.discard(event.device.index)
-                self._roster.idle.add(event.device.index)
-                self._planner.joined[event.device.index] = next(self._joins)
+                self._roster.join(event.device.index)
                 self._planner.has_news = True
             case TrialProposed():
                 self._trial_proposed(event)
             case ProposalDelayed():
                 self._proposing, self._proposal_delayed = False, True
-                self._planner.num_to_come = 0  # none before another trial ends
+                self._problems.num_to_come = 0  # none before another trial ends
             case ProposalsExhausted():
                 self._proposing, self._exhausted = False, True
-                self._planner.num_to_come = 0
-            case DataRequested():
-                self._data_requested(event)
-            case RateMeasured():
-                self._rate_measured(event)
-            case WidthLimited():
-                return self._width_limited(event)
-            case MoveRefused():
-                self._move_refused(event)
-            case MoveMeasured():
-                if run := self._roster.runs.get(event.run_id):
-                    self._roster.trials[run.number].rescale_s = event.seconds
-                    self._problems.moves_s.append(event.seconds)
-            case CheckpointSaved():
-                if run := self._roster.runs.get(event.run_id):
-                    trial = self._roster.trials[run.number]
-                    trial.checkpoint, trial.epochs_saved = event.location, event.epoch
-            case EpochEnded():
-                return self._epoch_ended(event)
+                self._problems.num_to_come = 0
             case PlanDecided():
                 return self._planner.carry_out(event.plan)
+            case _:
+                assert_never(event)
+        return []
+
+    def _take_of_run(  # noqa: C901 - one arm per event
+        self, run: Run, event: RunEvent
+    ) -> list[Instruction]:
+        """What ended runs still say was dropped."""
+        trial = self._roster.trials[run.number]
+        match event:
+            case RankEnded():
+                return self._rank_ended(run, event)
+            case RunLingers():
+                self._roster.linger(run)
+                self._planner.has_news = True
+            case RunFailed():
+                return self._abort(run, Stage.FAILED)
+            case DataRequested():
+                self._data_requested(run, trial, event.model)
+            case RateMeasured():
+                self._rate_measured(run, trial, event.samples_per_s)
+            case WidthLimited():
+                return self._width_limited(run, trial, event.max_devices)
+            case MoveRefused():
+                if run.stage is Stage.LEAVING:
+                    run.become(Stage.FIXED)  # it may fail again, and that costs the others a plan
+                    self._planner.call_off()
+            case MoveMeasured():
+                trial.rescale_s = event.seconds
+                self._problems.moves_s.append(event.seconds)
+            case CheckpointSaved():
+                trial.checkpoint, trial.epochs_saved = event.location, event.epoch
+            case EpochEnded():
+                return self._epoch_ended(run, trial, event)
             case _:
                 assert_never(event)
         return []
@@ -179,54 +189,31 @@ class Controller:
         trial = Trial(number=event.number, model=event.model, checkpoint=event.checkpoint)
         self._planner.has_news |= trial.model is not None
         self._roster.trials[event.number] = trial
-        self._planner.num_to_come = event.num_to_come
+        self._problems.num_to_come = event.num_to_come
 
-    def _data_requested(self, event: DataRequested) -> None:
-        run = self._roster.runs.get(event.run_id)
-        if run is None:
-            return
-        trial = self._roster.trials[run.number]
+    def _data_requested(self, run: Run, trial: Trial, model: Model) -> None:
         was_known = trial.model, run.measured
-        trial.model = event.model
-        run.measured = self._profiles.is_measured(event.model.structure, run.devices)
+        trial.model = model
+        run.measured = self._profiles.is_measured(model.structure, run.devices)
         self._planner.has_news |= was_known != (trial.model, run.measured)
 
-    def _rate_measured(self, event: RateMeasured) -> None:
-        run = self._roster.runs.get(event.run_id)
-        if run is None:
-            return
-        model = self._roster.trials[run.number].model
-        assert model is not None
-        if self._profiles.measure(model.structure, run.devices, event.samples_per_s):
+    def _rate_measured(self, run: Run, trial: Trial, samples_per_s: float) -> None:
+        assert trial.model is not None
+        if self._profiles.measure(trial.model.structure, run.devices, samples_per_s):
             self._planner.void()
         run.measured = True
         self._planner.has_news = True
 
-    def _width_limited(self, event: WidthLimited) -> list[Instruction]:
-        run = self._roster.runs.get(event.run_id)
-        if run is None:
-            return []
-        trial = self._roster.trials[run.number]
-        was_known, trial.max_devices = trial.is_too_wide, event.max_devices
+    def _width_limited(self, run: Run, trial: Trial, max_devices: int) -> list[Instruction]:
+        was_known, trial.max_devices = trial.is_too_wide, max_devices
         self._planner.has_news = True
         promised = self._roster.pending.get(run.number)
-        if promised is not None and len(promised.devices) > event.max_devices:
+        if promised is not None and len(promised.devices) > max_devices:
             del self._roster.pending[run.number]
             self._planner.call_off()
         return self._abort(run) if trial.is_too_wide and not was_known else []
 
-    def _move_refused(self, event: MoveRefused) -> None:
-        run = self._roster.runs.get(event.run_id)
-        if run is None or run.stage is not Stage.LEAVING:
-            return
-        run.become(Stage.FIXED)  # it may fail again, and each attempt costs the others a plan
-        self._planner.call_off()
-
-    def _epoch_ended(self, event: EpochEnded) -> list[Instruction]:
-        run = self._roster.runs.get(event.run_id)
-        if run is None:
-            return []
-        trial = self._roster.trials[run.number]
+    def _epoch_ended(self, run: Run, trial: Trial, event: EpochEnded) -> list[Instruction]:
         trial.epochs_done = event.epochs_done
         trial.got_on(self._nodes_of(run.devices))
         trial.predicted_epochs = event.predicted_epochs
@@ -245,9 +232,8 @@ class Controller:
             return []
         return [AnswerEpoch(run_id=event.run_id, decision=decision)]
 
-    def _rank_ended(self, event: RankEnded) -> list[Instruction]:
-        run = self._roster.runs.get(event.run_id)
-        if run is None or event.device in run.endings:
+    def _rank_ended(self, run: Run, event: RankEnded) -> list[Instruction]:
+        if event.device in run.endings:
             return []
         ending = event.ending
         run.is_news |= ending is not Ending.YIELDED or not self._planner.has_planned_for(run)
@@ -268,14 +254,9 @@ class Controller:
         devices = tuple(device for device in run.remaining if device not in self._lost)
         return [Abort(run_id=run.run_id, devices=devices, lost=at_once)] if devices else []
 
-    def _fail_run(self, run_id: int) -> list[Instruction]:
-        run = self._roster.runs.get(run_id)
-        return [] if run is None else self._abort(run, Stage.FAILED)
-
     def _device_lost(self, event: DeviceLost) -> list[Instruction]:
         roster, device = self._roster, event.device
         roster.lose(device)
-        self._planner.joined.pop(device, None)
         self._planner.has_news = True
         instructions: list[Instruction] = []
         if (run := roster.run_on(device)) is not None:
@@ -283,7 +264,7 @@ class Controller:
             ending = Ending.KILLED if event.by_order and run.is_aborted else Ending.LOST
             ended = RankEnded(run_id=run.run_id, device=device, ending=ending)
             run.lost_with_node |= event.with_node or device in self._gone
-            instructions = self._rank_ended(ended)
+            instructions = self._rank_ended(run, ended)
         if roster.is_promised([device]):
             self._planner.call_off()
         return instructions
@@ -321,7 +302,7 @@ class Controller:
                 return [GiveUp(**names, restarts=len(trial.losses))]
         elif has_failed or not has_yielded:
             self._roster.remove(run.number)
-            self._planner.note_end(trial)
+            self._problems.note_end(trial)
             return [FinishTrial(**names)]
         return [Requeue(**names)]
 

@@ -72,10 +72,6 @@ class Planner:
     Attributes:
         is_deciding: A plan is awaited.
         has_news: Something has happened that the last plan did not know of.
-        joined: Device -> when it joined, as an ordinal.
-        finished_epochs: Epochs of each trial that ended by itself, though it could go on.
-        bounded_epochs: Epochs of each trial that ended because it was to have no more.
-        num_to_come: Trials that will still be proposed, as far as the study knows.
     """
 
     def __init__(
@@ -87,10 +83,6 @@ class Planner:
     ) -> None:
         self.is_deciding = False
         self.has_news = False
-        self.joined: dict[int, int] = {}
-        self.finished_epochs: list[int] = []
-        self.bounded_epochs: list[int] = []
-        self.num_to_come = 0
         self._policy = policy
         self._problems = problems
         self._roster = roster
@@ -107,13 +99,6 @@ class Planner:
     def may_rest(self, trial: Trial) -> bool:
         """Whether a trial at the end of an epoch waits for a plan, which could move it."""
         return self._policy.paradigm == "elastic" and self._problems.may_leave(trial)
-
-    def note_end(self, trial: Trial) -> None:
-        """A trial has ended by itself: in the epoch after those it is known to have done."""
-        epochs = trial.epochs_done + 1
-        most = None if trial.model is None else trial.model.max_epochs
-        is_bounded = most is not None and epochs >= most
-        (self.bounded_epochs if is_bounded else self.finished_epochs).append(epochs)
 
     def void(self) -> None:
         """The last plan was made of wrong figures: make another at once."""
@@ -138,7 +123,7 @@ class Planner:
 
     def _should_decide(self, candidates: list[Trial]) -> bool:
         roster = self._roster
-        if not candidates or not self._problems.usable(roster, candidates):
+        if not candidates or not self._problems.usable(candidates):
             return False
         if self._policy.paradigm == "elastic":
             return not roster.is_clearing() and any(
@@ -151,7 +136,7 @@ class Planner:
         )
 
     def _candidates(self) -> list[Trial]:
-        trials = self._problems.candidates(self._roster, is_first=self.round == 0)
+        trials = self._problems.candidates(is_first=self.round == 0)
         return [t for t in trials if t.run is not None or not self._avoidance.waits(t)]
 
     def _unsettled(self) -> set[int]:
@@ -161,22 +146,8 @@ class Planner:
     def _decide(self, candidates: list[Trial]) -> list[Instruction]:
         self.is_deciding, self.has_news, self._is_void = True, False, False
         self._rounds.decide()
-        self._problem = self._problems.build(
-            candidates,
-            self._roster,
-            joined=self.joined,
-            finished_epochs=tuple(self.finished_epochs),
-            bounded_epochs=tuple(self.bounded_epochs),
-            num_to_come=self._num_to_come(),
-        )
+        self._problem = self._problems.build(candidates)
         return [Allocate(problem=self._problem)]
-
-    def _num_to_come(self) -> int:
-        """As many as are to come, but no more than may be under way where these are few."""
-        most = self._policy.max_trials
-        if most is None or most >= self._problems.num_devices:
-            return self.num_to_come
-        return min(self.num_to_come, max(0, most - len(self._roster.trials)))
 
     def carry_out(self, plan: Plan) -> list[Instruction]:
         """Begin with the plan that was asked for."""

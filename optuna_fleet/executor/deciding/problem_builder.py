@@ -17,20 +17,31 @@ class ProblemBuilder:
     """Poses problems about the fleet as it is, under one policy.
 
     Attributes:
+        may_grow: Devices may join that were never there.
         moves_s: What each move so far was measured to cost, in seconds.
+        num_to_come: Trials that will still be proposed, as far as the study knows.
     """
 
-    def __init__(self, policy: PolicyRules, profiles: Profiles, presence: Presence) -> None:
+    def __init__(
+        self, policy: PolicyRules, profiles: Profiles, presence: Presence, roster: Roster
+    ) -> None:
         self._policy = policy
         self._profiles = profiles
         self._presence = presence
+        self._roster = roster
         self.may_grow = policy.more_may_join
         self.moves_s: list[float] = []
+        self.num_to_come = 0
+        # Epochs of each trial that ended by itself, though it could go on; or was to have no more.
+        self._finished_epochs: list[int] = []
+        self._bounded_epochs: list[int] = []
 
-    @property
-    def num_devices(self) -> int:
-        """Devices of the fleet."""
-        return len(self._presence)
+    def note_end(self, trial: Trial) -> None:
+        """A trial has ended by itself: in the epoch after those it is known to have done."""
+        epochs = trial.epochs_done + 1
+        most = None if trial.model is None else trial.model.max_epochs
+        is_bounded = most is not None and epochs >= most
+        (self._bounded_epochs if is_bounded else self._finished_epochs).append(epochs)
 
     def fits_fleet(self, trial: Trial) -> bool:
         """Whether a trial can be launched without that more devices join."""
@@ -61,7 +72,7 @@ class ProblemBuilder:
         is_movable = trial.model is not None and trial.model.movable
         return self._policy.moves_within_epochs and is_movable
 
-    def candidates(self, roster: Roster, *, is_first: bool) -> list[Trial]:
+    def candidates(self, *, is_first: bool) -> list[Trial]:
         """Trials a plan made now is about.
 
         Waiting ones and, but for the local paradigm after its first plan, flying ones that may
@@ -70,8 +81,8 @@ class ProblemBuilder:
         flying = self._policy.paradigm != "local" or is_first
         return [
             trial
-            for trial in roster.trials.values()
-            if trial.number not in roster.pending
+            for trial in self._roster.trials.values()
+            if trial.number not in self._roster.pending
             and (trial.status is Status.WAITING or (flying and self.may_leave(trial)))
         ]
 
@@ -89,24 +100,16 @@ class ProblemBuilder:
         # Else it is about to end, and others may fly already where its ranks were.
         return not trial.run.endings or trial.run.stage is Stage.AT_REST
 
-    def usable(self, roster: Roster, candidates: list[Trial]) -> set[int]:
+    def usable(self, candidates: list[Trial]) -> set[int]:
         """Devices that may be given to the candidates: free ones and their own."""
+        roster = self._roster
         runs = (trial.run for trial in candidates if trial.run)
         own = (d for run in runs for d in run.devices if roster.run_on(d) is run)
         return {*roster.free(), *own} - roster.leaving
 
-    def build(
-        self,
-        candidates: list[Trial],
-        roster: Roster,
-        *,
-        joined: dict[int, int],
-        finished_epochs: tuple[int, ...],
-        bounded_epochs: tuple[int, ...],
-        num_to_come: int,
-    ) -> AllocationProblem:
+    def build(self, candidates: list[Trial]) -> AllocationProblem:
         """The problem of placing the candidates on the devices they may use."""
-        usable = self.usable(roster, candidates)
+        usable, joined = self.usable(candidates), self._roster.joined
         nodes, kinds = self._nodes(usable), self._presence.kinds
         move_s = median(self.moves_s) if self.moves_s else self._policy.rescale_s
         return AllocationProblem(
@@ -117,11 +120,18 @@ class ProblemBuilder:
             time_limit_s=self._policy.time_limit_s,
             preprocess_samples_per_s=self._policy.preprocess_samples_per_s,
             phases=self._policy.phases,
-            finished_epochs=finished_epochs,
-            bounded_epochs=bounded_epochs,
-            num_to_come=num_to_come,
+            finished_epochs=tuple(self._finished_epochs),
+            bounded_epochs=tuple(self._bounded_epochs),
+            num_to_come=self._num_to_come(),
             joined={device: joined[device] for device in usable if device in joined},
         )
+
+    def _num_to_come(self) -> int:
+        """As many as are to come, but no more than may be under way where these are few."""
+        most = self._policy.max_trials
+        if most is None or most >= len(self._presence):
+            return self.num_to_come
+        return min(self.num_to_come, max(0, most - len(self._roster.trials)))
 
     def _candidate(
         self, trial: Trial, usable: set[int], kinds: tuple[str, ...], move_s: float

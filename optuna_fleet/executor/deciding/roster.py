@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import count
 
 from optuna_fleet.alloc.problem import Assignment
 from optuna_fleet.events import Ending
@@ -16,6 +17,7 @@ class Roster:
         trials: Trials that are not done, by number.
         runs: Runs that have not ended on all their devices, by run id.
         idle: Devices without a run.
+        joined: Device -> when it joined, as an ordinal; until it is lost.
         leaving: Devices that will be gone soon; nobody gets them.
         pending: Placements that wait until their devices are idle, by trial number. Nobody else
             gets these devices; all others may be planned for meanwhile.
@@ -25,9 +27,11 @@ class Roster:
         self.trials: dict[int, Trial] = {}
         self.runs: dict[int, Run] = {}
         self.idle: set[int] = set()
+        self.joined: dict[int, int] = {}
         self.leaving: set[int] = set()
         self.pending: dict[int, Assignment] = {}
         self._run_ids = run_ids
+        self._joins = count()
         self._run_on: dict[int, Run] = {}
         self._ending: dict[int, Run] = {}  # in part, by run id: soon they are over
 
@@ -149,9 +153,16 @@ class Roster:
             trial.previous_devices = tuple(d for d in run.surviving if d not in self.leaving)
         return trial
 
+    def join(self, device: int) -> None:
+        """A device joins, for the first time or again."""
+        self.leaving.discard(device)
+        self.idle.add(device)
+        self.joined[device] = next(self._joins)
+
     def lose(self, device: int) -> None:
         """A device is lost."""
         self.idle.discard(device)
+        self.joined.pop(device, None)
 
     def remove(self, number: int) -> None:
         """A trial is done."""
