@@ -125,13 +125,12 @@ def test_a_trial_that_needs_more_devices_than_are_left_fails(log: io.StringIO) -
 
 def test_only_errors_in_a_row_count() -> None:
     faults = DeviceFaults()
-    assert not faults.failed(1, "broken", there=[0, 1])
-    assert not faults.failed(1, "broken", there=[0, 1])
+    assert not faults.failed(1, "broken")
+    assert not faults.failed(1, "broken")
     faults.worked(1)
-    assert not faults.failed(1, "broken", there=[0, 1])
-    assert not faults.failed(1, "broken", there=[0, 1])
-    assert faults.failed(1, "broken", there=[0, 1])
-    assert faults.left_out == {1}
+    assert not faults.failed(1, "broken")
+    assert not faults.failed(1, "broken")
+    assert "3 times in a row" in faults.failed(1, "broken")
 
 
 # -- nodes ---------------------------------------------------------------------------------------

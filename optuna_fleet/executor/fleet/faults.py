@@ -38,30 +38,13 @@ class DeviceFaults:
         """A trial has left a device without such an error."""
         self._in_a_row.pop(device, None)
 
-    def failed(
-        self, device: int, problem: str, *, there: Iterable[int], is_starting: bool = False
-    ) -> bool:
-        """A device has failed; return whether it is left out from now on.
-
-        It may be the last of those that are `there`, if no other node `is_starting`.
-
-        Raises:
-            LaunchError: It was the last.
-        """
+    def failed(self, device: int, problem: str) -> str:
+        """A device has failed; return why it is to be left out, once that was too often."""
         number = self._in_a_row[device] = self._in_a_row.get(device, 0) + 1
-        if number < _MAX_IN_A_ROW:
-            fleet_logger.warning(
-                f"Device {device} itself has failed, {number} in a row: {problem}"
-            )
-            return False
-        why = f"it has failed {number} times in a row, the last time with: {problem}"
-        self.leave_out([device], f"device {device}", why)
-        if not is_starting and self.left_out.issuperset(there):
-            raise LaunchError(
-                f"No device is left: each has failed {_MAX_IN_A_ROW} times in a row, the last one "
-                f"with: {problem}"
-            )
-        return True
+        if number >= _MAX_IN_A_ROW:
+            return f"it has failed {number} times in a row, the last time with: {problem}"
+        fleet_logger.warning(f"Device {device} itself has failed, {number} in a row: {problem}")
+        return ""
 
     def leave_out(self, devices: Iterable[int], name: str, why: str) -> None:
         """These get no more trials: a device, or a whole node."""
@@ -89,13 +72,17 @@ class Exclusion:
         return self._agents.devices[device].node_name
 
     def device_failed(self, device: int, problem: str) -> None:
-        """A device itself has failed."""
-        there, is_starting = self._agents.nodes.devices, self._agents.are_starting
-        if self._faults.failed(device, problem, there=there, is_starting=is_starting):
-            self._end_trainers(device)
+        """A device itself has failed.
 
-    def start_failed(self, device: int, error: LaunchError) -> None:
-        """No trainer can be started on a device.
+        Raises:
+            LaunchError: Once too often, and no other device is left.
+        """
+        if why := self._faults.failed(device, problem):
+            text = f"No device is left: each has failed {_MAX_IN_A_ROW} times in a row"
+            self.leave_out(device, why, LaunchError(f"{text}, the last one with: {problem}"))
+
+    def leave_out(self, device: int, why: str, error: LaunchError) -> None:
+        """Leave out a device.
 
         Raises:
             LaunchError: It is this error, and no other device is left.
@@ -103,7 +90,7 @@ class Exclusion:
         left_out = self._faults.left_out.union([device])
         if left_out.issuperset(self._agents.nodes.devices) and not self._agents.are_starting:
             raise error
-        self._faults.leave_out([device], f"device {device}", str(error))
+        self._faults.leave_out([device], f"device {device}", why)
         self._end_trainers(device)
 
     def leave_out_node(self, name: str, why: str) -> list[int]:

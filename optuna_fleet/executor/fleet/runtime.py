@@ -243,7 +243,7 @@ class Runtime:
             try:
                 return self.trainers.ended(device, process, message.cause)
             except LaunchError as error:
-                self.exclusion.start_failed(device, error)
+                self.exclusion.leave_out(device, str(error), error)
                 return []
         node = self.nodes.get(process.agent)
         if node is None:
