@@ -27,7 +27,7 @@ def test_the_fewest_nodes_follow_who_is_there() -> None:
     assert presence.fewest_nodes("cpu", 5) == (1, 1, 2, 2, 3)
     presence.join(Device(index=9, node=7, kind="a100"))
     assert presence.fewest_nodes("a100", 2) == (1, 1)
-    assert presence.num_nodes_of([0, 1, 3]) == 2
+    assert len(presence.nodes_of([0, 1, 3])) == 2
 
 
 def test_equal_widths_on_one_node_and_on_two_are_unlike_facts() -> None:

@@ -166,22 +166,8 @@ class Watchdog:
 
     def _fault(self, run: _Watched, now: float) -> Hung | Broken | None:
         launch, limits = run.launch, self._limits
-        if limits.trial_s is not None and self._flown(run) >= limits.trial_s:
-            error: TrialError = TrialTimeoutError(
-                f"Trial {launch.number} took more than trial_s={limits.trial_s:g} seconds "
-                "on its devices."
-            )
+        if (error := self._error_of(run)) is not None:
             return Broken(run_id=launch.run_id, error=error)
-        most = math.inf if limits.trial_memory_bytes is None else limits.trial_memory_bytes
-        for rank, heartbeat in run.heartbeats.items():
-            if heartbeat.memory_bytes > most:
-                error = OutOfMemoryError(
-                    f"Trial {launch.number}, rank {rank}, took {heartbeat.memory_bytes} bytes of "
-                    f"memory, more than trial_memory_bytes={most}."
-                )
-                return Broken(run_id=launch.run_id, error=error)
-        if (parted := _parted(run)) is not None:
-            return Broken(run_id=launch.run_id, error=parted)
         if limits.hang_s is not None and self._hangs(run, now, limits.hang_s):
             where = tuple(self._stand(run, rank, now) for rank in sorted(run.heard))
             return Hung(
@@ -191,6 +177,22 @@ class Watchdog:
                 is_rendezvous=_may_be_joining(run),
             )
         return None
+
+    def _error_of(self, run: _Watched) -> TrialError | None:
+        """That of a trial that has broken a limit, or whose ranks have come apart."""
+        number, limits = run.launch.number, self._limits
+        if limits.trial_s is not None and self._flown(run) >= limits.trial_s:
+            return TrialTimeoutError(
+                f"Trial {number} took more than trial_s={limits.trial_s:g} seconds on its devices."
+            )
+        most = math.inf if limits.trial_memory_bytes is None else limits.trial_memory_bytes
+        for rank, heartbeat in run.heartbeats.items():
+            if heartbeat.memory_bytes > most:
+                return OutOfMemoryError(
+                    f"Trial {number}, rank {rank}, took {heartbeat.memory_bytes} bytes of memory, "
+                    f"more than trial_memory_bytes={most}."
+                )
+        return _parted(run)
 
     def _hangs(self, run: _Watched, now: float, limit_s: float) -> bool:
         if any(now - heard >= limit_s for heard in run.heard.values()):

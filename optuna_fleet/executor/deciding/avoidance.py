@@ -27,7 +27,7 @@ class Avoidance:
         self._max_restarts = max_restarts
 
     def _shuns(self, trial: Trial, device: int) -> bool:
-        return bool(trial.losses) and self._presence.place_of(device)[0] in trial.lost_on
+        return self._presence.place_of(device)[0] in trial.lost_on
 
     def waits(self, trial: Trial) -> bool:
         """Whether it is started, on one device, only on a node that it was not lost on."""

@@ -10,7 +10,7 @@ a rate are never thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -215,7 +215,7 @@ class Controller:
 
     def _epoch_ended(self, run: Run, trial: Trial, event: EpochEnded) -> list[Instruction]:
         trial.epochs_done = event.epochs_done
-        trial.got_on(self._nodes_of(run.devices))
+        trial.got_on(self._presence.nodes_of(run.devices))
         trial.predicted_epochs = event.predicted_epochs
         if trial.model is not None:  # even if its first data was for something else
             trial.model = replace(trial.model, resumable=True)
@@ -296,7 +296,7 @@ class Controller:
             return [Requeue(**names)]
         if run.is_lost and not has_failed:
             if not run.lost_with_node:
-                trial.losses.append(self._nodes_of(run.lost_on))
+                trial.losses.append(self._presence.nodes_of(run.lost_on))
             if len(trial.losses) > self.policy.max_restarts:
                 self._roster.remove(run.number)
                 return [GiveUp(**names, restarts=len(trial.losses))]
@@ -361,9 +361,6 @@ class Controller:
                 free.remove(device)
                 launches.append(self._launch(trial, (device,)))
         return launches
-
-    def _nodes_of(self, devices: Iterable[int]) -> frozenset[int]:
-        return frozenset(self._presence.place_of(device)[0] for device in devices)
 
     def _launch(self, trial: Trial, devices: tuple[int, ...]) -> Instruction:
         model = trial.model

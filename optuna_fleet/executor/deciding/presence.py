@@ -76,9 +76,9 @@ class Presence:
             self._fewest[key] = (*nodes, *[1] * (width - len(nodes)))
         return self._fewest[key]
 
-    def num_nodes_of(self, devices: Iterable[int]) -> int:
-        """Number of nodes of devices that have joined at any time."""
-        return len({self._known[device].node for device in devices})
+    def nodes_of(self, devices: Iterable[int]) -> frozenset[int]:
+        """The nodes of devices that have joined at any time."""
+        return frozenset(self._known[device].node for device in devices)
 
     def kind_of(self, device: int) -> str:
         """Type of a device that has joined at any time."""

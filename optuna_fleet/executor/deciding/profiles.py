@@ -44,7 +44,7 @@ class Profiles:
         if kind == SEVERAL:
             return self._mixture(structure, devices) in self._mixtures
         profile = self._known.get(profile_key(structure, kind))
-        num_nodes = self._presence.num_nodes_of(devices)
+        num_nodes = len(self._presence.nodes_of(devices))
         return profile is not None and profile.is_measured(len(devices), num_nodes)
 
     def measure(self, structure: str, devices: tuple[int, ...], samples_per_s: float) -> bool:
@@ -53,7 +53,7 @@ class Profiles:
         is_mixture = kind == SEVERAL
         if is_mixture:
             self._mixtures.add(self._mixture(structure, devices))
-        num_nodes = 1 if is_mixture else self._presence.num_nodes_of(devices)
+        num_nodes = 1 if is_mixture else len(self._presence.nodes_of(devices))
         is_known = bool(self._profiles_of(structure))
         expected = self._rates_on(structure, kind, (num_nodes,) * width)[-1] if is_known else 0.0
         key = profile_key(structure, kind)

@@ -160,7 +160,7 @@ class Agent:
             case ShareChunks() | Plan() if self._sharing is not None:
                 self._sharing.act(message)
             case ReportPipeline():
-                self._channel.send(self._report(is_answer=True))
+                self._report(is_answer=True)
             case Quit():
                 raise _ToldToQuitError
 
@@ -212,7 +212,9 @@ class Agent:
             self._pipeline.resume()
             if self._setup.stuck_s is not None:
                 self._pipeline.kill_stuck(self._setup.stuck_s)
-            self._report_now_and_then()
+            if time.monotonic() >= self._report_due:
+                self._report_due = time.monotonic() + _REPORT_EVERY_S
+                self._report()
 
     # -- children ---------------------------------------------------------------------------------
 
@@ -318,21 +320,16 @@ class Agent:
             backoff=self._backoff,
         )
 
-    def _report_now_and_then(self) -> None:
-        if time.monotonic() >= self._report_due:
-            self._report_due = time.monotonic() + _REPORT_EVERY_S
-            self._channel.send(self._report(is_answer=False))
-
-    def _report(self, *, is_answer: bool) -> PipelineReport:
-        if self._pipeline is None:
-            return PipelineReport(is_answer=is_answer, agent=self._name)
-        setup = self._setup.pipeline
-        return PipelineReport(
-            agent=self._name,
-            stats=self._pipeline.stats(),
-            num_most=setup.num_preprocessors if setup else 0,
-            is_answer=is_answer,
-        )
+    def _report(self, *, is_answer: bool = False) -> None:
+        """Tell what the pipeline has done; who has none is not asked."""
+        if self._pipeline is not None and self._setup.pipeline is not None:
+            report = PipelineReport(
+                agent=self._name,
+                stats=self._pipeline.stats(),
+                num_most=self._setup.pipeline.num_preprocessors,
+                is_answer=is_answer,
+            )
+            self._channel.send(report)
 
     def _start_store(self) -> None:
         """Start the process that keeps the store, so that no trainer's death takes it along."""
