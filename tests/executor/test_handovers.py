@@ -220,6 +220,13 @@ def survived(**holds: int) -> Fleet:
     return fleet
 
 
+def test_what_others_hold_is_not_needed_where_a_rank_waits() -> None:
+    fleet = survived(on_2=4, on_3=4)
+    fleet.stop(1)
+    assert fleet.launch(1) == Start(launch=launch_on(1), follows=5, num_stay=1, saved_at=0)
+    assert fleet.told() == {2: False, 3: False}
+
+
 def test_who_holds_the_right_step_tells_the_others() -> None:
     fleet = survived(on_1=7, on_3=8)
     assert fleet.handovers.outlives(1)

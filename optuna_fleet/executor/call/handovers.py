@@ -301,7 +301,8 @@ class Handovers:
                 yield self._joined(stopped, launch, stay)
             if is_ready is not False:
                 return
-            if not stay and not stopped.ranks and (heirs := _heirs(stopped, launch)):
+            heirs = [device for device in agreed(stopped.holds) if device in launch.devices]
+            if heirs and not stopped.ranks:
                 yield self._inherited(stopped, launch, heirs[0])
                 return
             self._save(stopped)
@@ -328,13 +329,10 @@ class Handovers:
         return False if False in ready else None if None in ready else True
 
     def _joined(self, stopped: _Stopped, launch: Launch, stay: list[int]) -> Start:
-        del self._stopped[launch.number]
         new = [device for device in launch.devices if device not in stopped.ranks]
         for device in new:
             del self._rehearsals[device]
-        self._leave_rehearsals(launch.number)
-        for device in stopped.ranks.keys() - set(stay):
-            self._release(stopped, device)
+        self._let_go(stopped, launch)
         return Start(
             launch=replace(launch, devices=(*stay, *new)),
             follows=stopped.run_id,
@@ -344,16 +342,20 @@ class Handovers:
         )
 
     def _inherited(self, stopped: _Stopped, launch: Launch, first: int) -> Start:
-        del self._stopped[launch.number]
-        self._leave_rehearsals(launch.number)
-        for device in stopped.devices.difference(launch.devices):
-            self._release(stopped, device)
+        self._let_go(stopped, launch)
         others = (device for device in launch.devices if device != first)
         return Start(
             launch=replace(launch, devices=(first, *others)),
             inherits=stopped.run_id,
             saved_at=stopped.run.saved,
         )
+
+    def _let_go(self, stopped: _Stopped, launch: Launch) -> None:
+        """The launch goes on with what is on its devices: nothing else is needed."""
+        del self._stopped[launch.number]
+        self._leave_rehearsals(launch.number)
+        for device in stopped.devices.difference(launch.devices):
+            self._release(stopped, device)
 
     def _give_way(self, stopped: _Stopped, devices: Collection[int]) -> None:
         """Another trial gets these devices."""
@@ -388,8 +390,3 @@ def agreed(holds: Mapping[int, Place]) -> tuple[int, ...]:
     """
     furthest = max(holds.values(), default=None)
     return tuple(sorted(device for device, place in holds.items() if place == furthest))
-
-
-def _heirs(stopped: _Stopped, launch: Launch) -> list[int]:
-    """The devices of a launch whose ranks hold what it is to go on with."""
-    return [device for device in agreed(stopped.holds) if device in launch.devices]
