@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 from optuna_fleet.exceptions import LaunchError
-from optuna_fleet.executor.cluster.engine import Departure, Readable
+from optuna_fleet.executor.cluster.engine import Departure, Engine, Readable
 from optuna_fleet.wire.invitation import Invitation
 
 _END_LIMIT_S = 5.0
@@ -63,8 +63,8 @@ class News:
         self._theirs.close()
 
 
-class TellsNews:
-    """The part of an `Engine` whose threads find things out, and tell `news`, from `open` on."""
+class TellsNews(Engine):
+    """An engine whose threads find things out, and tell `news`, from `open` on."""
 
     news: News
 
@@ -77,8 +77,8 @@ class TellsNews:
         return [self.news]
 
 
-class AsksScheduler(TellsNews, ABC):
-    """The part of an `Engine` that looks at its scheduler now and then, and when woken.
+class AsksScheduler(TellsNews):
+    """An engine that looks at its scheduler now and then, and when woken.
 
     What begins with an underscore is for the engine that is made of it. `_look` and `_leave` are
     called on the thread.

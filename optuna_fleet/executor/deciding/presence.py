@@ -29,9 +29,6 @@ class Presence:
     def __iter__(self) -> Iterator[int]:
         return iter(self._here)
 
-    def __contains__(self, device: int) -> bool:
-        return device in self._here
-
     def join(self, device: Device) -> None:
         """A device joins, for the first time or again."""
         self.leave(device.index)

@@ -134,9 +134,6 @@ class SlurmEngine(TellsNews):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def want(self, nodes: int | None) -> None:
-        """See `Engine`: there are as many as there are."""
-
     def expected(self) -> Iterable[str]:
         """See `Engine`."""
         return self._allocation.nodes if self._allocation else ()
