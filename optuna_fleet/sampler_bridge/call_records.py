@@ -62,11 +62,8 @@ class CallState:
     runs: tuple[RunState, ...] = ()
 
 
-def record_call(study: optuna.Study, state: CallState) -> bool:
-    """Store it in the place of what was recorded before; say whether that could be done.
-
-    It is never waited for: nothing depends on it.
-    """
+def record_call(study: optuna.Study, state: CallState) -> None:
+    """Store it in the place of what was recorded before, if that can be done at once."""
     # As a database gives it back: without tuples. `asdict` copies, which takes longer.
     record = {name: getattr(state, name) for name in CallState.__slots__}
     record["waiting"] = list(state.waiting)
@@ -74,7 +71,7 @@ def record_call(study: optuna.Study, state: CallState) -> bool:
         {name: getattr(run, name) for name in RunState.__slots__} | {"devices": list(run.devices)}
         for run in state.runs
     ]
-    return compat.try_study_record(study, CALL_KEY.format(began=state.began), record)
+    compat.try_study_record(study, CALL_KEY.format(began=state.began), record)
 
 
 def calls_of(study: optuna.Study) -> list[CallState]:

@@ -209,14 +209,11 @@ def set_study_record(study: optuna.Study, key: str, value: Any) -> None:
     study._storage.set_study_system_attr(study._study_id, key, value)
 
 
-def try_study_record(study: optuna.Study, key: str, value: Any) -> bool:
+def try_study_record(study: optuna.Study, key: str, value: Any) -> None:
     """Store a record that may be missing, without waiting for a storage that is gone."""
     storage: Any = getattr(study._storage, "itself", study._storage)
-    try:
+    with contextlib.suppress(Exception):
         storage.set_study_system_attr(study._study_id, key, value)
-    except Exception:
-        return False
-    return True
 
 
 def study_records(study: optuna.Study, prefix: str) -> dict[str, Any]:

@@ -29,10 +29,9 @@ class Clocked:
         state = CallState(began=1.0, noted=1.0, every_s=0.0)
         self.log = CallLog(self._record, state, clock=lambda: self.now)
 
-    def _record(self, state: CallState) -> bool:
+    def _record(self, state: CallState) -> None:
         self.states.append(state)
         self.now += self.cost_s
-        return True
 
     def note(self, *flying: int, asked: tuple[int, ...] = (), after_s: float = 0.0) -> CallState:
         self.now += after_s

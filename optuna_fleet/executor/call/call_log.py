@@ -34,13 +34,13 @@ class CallLog:
     """Notes what runs say of themselves.
 
     Args:
-        record: Stores a `CallState`; says whether it could.
+        record: Stores a `CallState`, if it can.
         state: What is known of the call when it begins.
     """
 
     def __init__(
         self,
-        record: Callable[[CallState], bool],
+        record: Callable[[CallState], None],
         state: CallState,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

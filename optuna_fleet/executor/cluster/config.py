@@ -158,9 +158,7 @@ def pipeline_setup(
     )
 
 
-def cores_set_aside(
-    pipeline: SharedPipeline | PackedPipeline | None, devices: Sequence[Device], cores: int
-) -> int:
+def cores_set_aside(pipeline: SharedPipeline | None, devices: Sequence[Device], cores: int) -> int:
     """For preprocessors; there may be more of them, where that does not slow down trials."""
     if pipeline is None:
         return 0
