@@ -240,8 +240,8 @@ class World:
         free = self.devices - busy - set(promised).union(*ending)
         waiting = [
             number
-            for number, status in self.controller.statuses().items()
-            if status in (Status.WAITING, Status.PROPOSED) and number not in roster.pending
+            for number, trial in roster.trials.items()
+            if trial.status in (Status.WAITING, Status.PROPOSED) and number not in roster.pending
         ]
         if self.unanswered:
             return

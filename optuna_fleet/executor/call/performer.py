@@ -49,7 +49,9 @@ class Performer:
             case AnswerEpoch():
                 self._answer_epoch(self._runs[instruction.run_id], instruction.decision)
             case Interrupt():
-                self._interrupt(self._runs[instruction.run_id], instruction.devices)
+                busy = {device for run in self._runs.values() for device in run.remaining()}
+                run = self._runs[instruction.run_id]
+                parts.handovers.interrupt(run, instruction.devices, busy)
             case Abort():
                 self._abort(instruction)
             case FinishTrial():
@@ -94,10 +96,6 @@ class Performer:
         parts.call_log.launched(launch, time.time())
         what = parts.handovers.begin(launch)
         return [] if what is None else parts.start(what)
-
-    def _interrupt(self, run: RunRecord, devices: tuple[int, ...]) -> None:
-        busy = {device for run in self._runs.values() for device in run.remaining()}
-        self._parts.handovers.interrupt(run, devices, busy)
 
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
         parts = self._parts

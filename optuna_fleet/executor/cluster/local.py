@@ -91,7 +91,6 @@ class LocalEngine(Engine):
         self._options = options
         self._cores = cores
         self._threads = threads
-        self._invitation: Invitation | None = None
         self.agents: dict[str, AgentProcess] = {}
 
     def open(self, invitation: Invitation) -> None:
@@ -105,7 +104,6 @@ class LocalEngine(Engine):
             raise
 
     def _start(self, node: str) -> None:
-        assert self._invitation is not None
         given = AgentOptions(
             invitation=self._invitation,
             node=node,

@@ -105,10 +105,6 @@ class Controller:
         trials = self._roster.trials.values()
         return sum(1 if trial.model is None else trial.most_devices for trial in trials)
 
-    def statuses(self) -> dict[int, Status]:
-        """Where each unfinished trial is."""
-        return {number: trial.status for number, trial in self._roster.trials.items()}
-
     def handle(self, *events: Event) -> list[Instruction]:
         """Take events that happened at once; return what to do now, in order."""
         self._lost = {e.device for e in events if isinstance(e, DeviceLost | DeviceGone)}
