@@ -28,7 +28,6 @@ from typing import IO, Any, NoReturn
 
 import pytest
 
-from optuna_fleet.alloc import IsolatedAllocator
 from optuna_fleet.executor.cluster import config
 from optuna_fleet.executor.cluster.agent.command import _START
 from optuna_fleet.executor.cluster.agent.main import environment
@@ -37,7 +36,7 @@ from tests.huge_pages import use_huge_pages
 
 AGENT = "optuna_fleet.executor.cluster.agent.main"
 SERVER = "optuna_fleet.pipeline.standalone.main"
-SOLVER = "optuna_fleet.alloc.solver_process"
+SOLVER = "optuna_fleet.alloc.isolation"
 WORKER = "tests.workers"
 FIRST = "OPTUNA_FLEET_TESTS_FIRST"
 """Environment variable: a script that agents, servers and solvers run first."""
@@ -46,10 +45,7 @@ TOLD = "OPTUNA_FLEET_TESTS_NURSERY"
 
 _ROOT = Path(__file__).parents[1]
 _ENVIRONMENT = environment(1, {})  # heeded by what is imported
-_AFRESH: dict[type, Any] = {
-    ModuleProcess: ModuleProcess._started,
-    IsolatedAllocator: IsolatedAllocator._started,
-}
+_AFRESH = ModuleProcess._started
 _NUMBER = struct.Struct("!i")
 
 
@@ -71,14 +67,11 @@ class Nursery:
         def module_process(
             self_: Any, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
         ) -> Any:
-            if module not in (AGENT, SERVER):
-                return _AFRESH[ModuleProcess](self_, module, environment, pass_fds)
+            if module not in (AGENT, SERVER, SOLVER):
+                return _AFRESH(self_, module, environment, pass_fds)
             return self.start_main(module, {**os.environ, **environment}, pass_fds=pass_fds)
 
-        def solver(self_: Any) -> Any:
-            return self.start_main(SOLVER, answers=True)
-
-        with _started_by({ModuleProcess: module_process, IsolatedAllocator: solver}):
+        with _started_by(module_process):
             yield
 
     def run(
@@ -217,10 +210,9 @@ def preloading(*modules: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started_by(methods: Mapping[type, Any]) -> Iterator[None]:
+def _started_by(method: Any) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for kind, method in methods.items():
-            patch.setattr(kind, "_started", method)
+        patch.setattr(ModuleProcess, "_started", method)
         yield
 
 

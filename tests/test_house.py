@@ -85,13 +85,9 @@ def test_a_library_is_imported_only_in_its_rooms(library: str, rooms: tuple[str,
 )
 def test_what_decides_does_no_io(room: str) -> None:
     doing = {"socket", "subprocess", "threading", "time", "os", "selectors", "multiprocessing"}
-    at_the_edge = {
-        "optuna_fleet.alloc.isolation",
-        "optuna_fleet.alloc.solver_process",
-    }
     within = [m for m in MODULES if m.startswith(f"optuna_fleet.{room}")]
     assert within
-    for module in set(within) - at_the_edge:
+    for module in set(within) - {"optuna_fleet.alloc.isolation"}:
         assert not imported(MODULES[module]) & doing, module
 
 

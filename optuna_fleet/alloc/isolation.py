@@ -1,8 +1,8 @@
 """Runs an allocator where its death, its hanging or its failure can't end the sweep.
 
-CBC has been seen to abort the process on a valid model. So the solver lives in a child process,
-and whatever becomes of it, there is a plan: its own, or that of the fallback with the cause in
-``Plan.status``.
+CBC has been seen to abort the process on a valid model. So the solver lives in a child process
+(`main`), and whatever becomes of it, there is a plan: its own, or that of the fallback with the
+cause in ``Plan.status``.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 
 from optuna_fleet.alloc.problem import AllocationFailed, AllocationProblem, Allocator, Plan
 from optuna_fleet.alloc.validation import validate
-from optuna_fleet.processes import outlet
+from optuna_fleet.processes import ModuleProcess, cause_of_death
 from optuna_fleet.wire.packing import pack
 
 _logger = logging.getLogger(__name__)
-
-_MODULE = "optuna_fleet.alloc.solver_process"
 
 
 def timed(allocator: Allocator, problem: AllocationProblem) -> Plan:
@@ -49,8 +47,7 @@ class IsolatedAllocator:
 
     The child starts with the first problem (or :meth:`start`), serves many, and is started again
     after its death. For an event loop: :meth:`submit`, wait until :meth:`fileno` is readable or
-    :meth:`deadline` has come, then :meth:`result`. Not thread-safe. On Linux the child also ends
-    with the *thread* that started it; the next problem then starts another.
+    :meth:`deadline` has come, then :meth:`result`. Not thread-safe.
 
     Args:
         allocator: Asked first; must be picklable.
@@ -71,7 +68,8 @@ class IsolatedAllocator:
         self._fallback = fallback
         self._grace_s = grace_s
         self._startup_s = startup_s
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: ModuleProcess | None = None
+        self._way: Connection | None = None  # to the child
         self._has_answered = False
         self._under_way: _UnderWay | None = None
 
@@ -94,13 +92,19 @@ class IsolatedAllocator:
         """Starts the child, so that the first problem need not wait for its imports.
 
         Raises:
-            OSError: It can't be started; :meth:`submit` would fall back.
+            OSError, LaunchError: It can't be started; :meth:`submit` would fall back.
         """
-        if self._child is not None and self._child.poll() is None:
+        if self._child is not None and self._child.is_alive():
             return
         self._reap()
-        self._child = self._started()
         self._has_answered = False
+        self._way, theirs = Pipe()
+        with theirs:
+            # What can be imported here must be found there: the user's allocator, a source
+            # checkout.
+            there = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+            fd = theirs.fileno()
+            self._child = ModuleProcess(__name__, fd, environment=there, pass_fds=(fd,))
 
     def submit(self, problem: AllocationProblem) -> None:
         """Hands ``problem`` to the child and returns at once.
@@ -114,10 +118,11 @@ class IsolatedAllocator:
         try:
             request = pack((self._allocator, problem))
             self.start()
-            answers = self._send(request)
+            answers = self._sent(request)
         except Exception as error:
             _logger.warning("The solver process can't be asked: %r", error)
-            answers, nobody = Pipe(duplex=False)
+            self._reap()
+            answers, nobody = Pipe()
             nobody.close()
         patience_s += 0.0 if self._has_answered else self._startup_s
         self._under_way = _UnderWay(
@@ -140,9 +145,9 @@ class IsolatedAllocator:
 
     def is_answered(self) -> bool:
         """Whether :meth:`result` would not have to wait; false if nothing is under way."""
-        if self._under_way is None:
-            return False
         current = self._under_way
+        if current is None:
+            return False
         return current.answers.poll() or time.monotonic() >= current.deadline
 
     def result(self) -> Plan:
@@ -162,45 +167,26 @@ class IsolatedAllocator:
         except Exception as error:
             return self._fall_back(current.problem, self._cause(error))
         finally:
-            self._forget()
+            self._under_way = None
         return plan
 
     def close(self) -> None:
         """Ends the child; a problem under way is dropped. A later :meth:`submit` starts one."""
-        self._forget()
+        self._under_way = None
         self._reap()
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", _MODULE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=outlet(sys.__stderr__),
-            start_new_session=True,
-            # What can be imported here must be found there: the user's allocator, a source
-            # checkout.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-        )
 
     def _current(self) -> _UnderWay:
         if self._under_way is None:
             raise RuntimeError("No problem is under way; call `submit` first.")
         return self._under_way
 
-    def _forget(self) -> None:
-        if self._under_way is not None:
-            self._under_way.answers.close()
-            self._under_way = None
-
-    def _send(self, request: bytes) -> Connection:
-        assert self._child is not None
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        requests = Connection(os.dup(self._child.stdin.fileno()), readable=False)
-        # A child that still imports does not read yet, and a pipe holds 64 KiB: don't block the
-        # caller.
+    def _sent(self, request: bytes) -> Connection:
+        assert self._way is not None
+        requests = Connection(os.dup(self._way.fileno()), readable=False)
+        # A child that still imports does not read yet, and a socket holds 200 KiB: don't block
+        # the caller.
         threading.Thread(target=_write, args=(requests, request), daemon=True).start()
-        return Connection(os.dup(self._child.stdout.fileno()), writable=False)
+        return self._way
 
     def _receive(self, current: _UnderWay) -> Plan:
         # Looked at even past the deadline: an answer that is there counts.
@@ -218,9 +204,9 @@ class IsolatedAllocator:
                 self._reap()
                 return "solver process exceeded its time and was killed"
             case EOFError() | OSError():
-                # The pipe closes a moment before the child can be waited for; its own ending says
+                # The way closes a moment before the child can be waited for; its own ending says
                 # more.
-                return f"solver process {_ending(self._reap(patience_s=0.5))}"
+                return f"solver process {self._reap(patience_s=0.5)}"
             case AllocationFailed():
                 return f"solver failed with {error}"
             case ValueError():
@@ -236,21 +222,14 @@ class IsolatedAllocator:
         status = f"fallback: {cause}"
         return replace(plan, status=status, reason=f"{status}; {plan.reason}")
 
-    def _reap(self, patience_s: float = 0.0) -> int | None:
-        """Ends the child if it lives on for ``patience_s``; returns its exit code."""
-        if self._child is None:
-            return None
-        child, self._child = self._child, None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(patience_s)
-        if child.returncode is None:
-            child.kill()
-        code = child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        return code
+    def _reap(self, patience_s: float = 0.0) -> str:
+        """Ends the child if it lives on for ``patience_s``; says how it ended."""
+        child, self._child, self._way = self._child, None, None
+        if child is None:
+            return "could not be asked"
+        wait([child.fileno()], patience_s)
+        child.kill()
+        return f"ended with {cause_of_death(child.exit_code or 0)}"
 
 
 def _write(requests: Connection, request: bytes) -> None:
@@ -259,11 +238,24 @@ def _write(requests: Connection, request: bytes) -> None:
         requests.send_bytes(request)
 
 
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "could not be asked"
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"died with {signal.Signals(-code).name}"
-    return f"died with signal {-code}"
+# -- in the child ---------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answers requests, ``(allocator, problem)``, by a plan or the text of what went wrong."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    way = Connection(pickle.loads(sys.stdin.buffer.read()))  # its descriptor: from our parent
+    with open(os.devnull, "wb") as nowhere:  # for what solvers print
+        os.dup2(nowhere.fileno(), 1)
+    # Until the driver is gone, or was killed and waits for no answer.
+    with contextlib.suppress(EOFError, OSError), way:
+        while True:
+            way.send_bytes(_answer(way.recv_bytes()))
+
+
+def _answer(request: bytes) -> bytes:
+    try:
+        allocator, problem = pickle.loads(request)
+        return pickle.dumps(timed(allocator, problem))
+    except Exception as error:
+        return pickle.dumps(f"{type(error).__name__}: {error}")

@@ -304,7 +304,7 @@ class Runtime:
 
     def prepare_groups(self) -> None:
         """A trial trains: soon there will be plans, and ranks that have to find each other."""
-        with contextlib.suppress(OSError):  # it is tried again with the first plan
+        with contextlib.suppress(OSError, LaunchError):  # it is tried again with the first plan
             self.allocator.start()
         self.rendezvous.open()
 
