@@ -109,7 +109,6 @@ def assemble(
     allocator: str,
     status: str,
     gap: float | None = None,
-    solve_time_s: float = 0.0,
     placement: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Plan:
     """Places the trials, unless `placement` has their devices, and says why."""
@@ -132,7 +131,6 @@ def assemble(
         reason=_reason(problem, flotillas),
         status=status,
         gap=gap,
-        solve_time_s=solve_time_s,
     )
 
 
@@ -156,7 +154,7 @@ def _reason(problem: AllocationProblem, flotillas: Sequence[Flotilla]) -> str:
         text += f" in {len(flotillas)} flotillas"
     if flotillas:
         text += f" at {' and '.join(map(_rate_range, flotillas))} samples/s"
-    drawn = sum(max(a.rate for a in f.assignments) for f in flotillas)
+    drawn = sum(f.stream_rate for f in flotillas)
     capacity = problem.preprocess_samples_per_s
     if capacity is not None and not affordable(drawn, capacity):
         text += f", slowed by preprocessors that give {capacity:.4g}"
@@ -167,7 +165,7 @@ def _reason(problem: AllocationProblem, flotillas: Sequence[Flotilla]) -> str:
 
 
 def _rate_range(flotilla: Flotilla) -> str:
-    low, high = flotilla.reference_rate, max(a.rate for a in flotilla.assignments)
+    low, high = flotilla.reference_rate, flotilla.stream_rate
     return f"{low:.4g}..{high:.4g}" if high > low else f"{low:.4g}"
 
 

@@ -230,10 +230,9 @@ def _part(problem: AllocationProblem, kind: str, numbers: Iterable[int]) -> Allo
 
 
 def _on(problem: AllocationProblem, candidate: Candidate, kind: str) -> Candidate:
-    rates = candidate.rates_on(kind)
-    if problem.kind_now(candidate) in (kind, ""):
-        return replace(candidate, rates=rates, rates_by_kind={})
-    return replace(candidate, rates=rates, rates_by_kind={}, devices=(), movable=True)
+    there = candidate.as_on(kind)
+    stays = problem.kind_now(candidate) in (kind, "")
+    return there if stays else replace(there, devices=(), movable=True)
 
 
 def _parts(
@@ -253,18 +252,13 @@ def _parts(
         part = _part(problem, kind, (t for t, k in kinds.items() if k == kind))
         del reserved[kind]
         if math.isfinite(limit):
-            left = limit - _drawn(plans) - sum(reserved.values())
+            drawn = sum(f.stream_rate for plan in plans.values() for f in plan.flotillas)
+            left = limit - drawn - sum(reserved.values())
             part = replace(part, preprocess_samples_per_s=max(left, _LEAST_CAPACITY))
             if not affordable(stream_limit(part), left):
                 stay = [c for c in part.candidates if c.number in pinned[kind]]
                 part = replace(part, candidates=tuple(stay))
         yield kind, part
-
-
-def _drawn(plans: Mapping[str, Plan]) -> float:
-    """What all streams of these plans draw together, in samples/s."""
-    flotillas = [flotilla for plan in plans.values() for flotilla in plan.flotillas]
-    return sum(max(a.rate for a in flotilla.assignments) for flotilla in flotillas)
 
 
 def _slowest_alone(
@@ -298,5 +292,4 @@ def _merged(name: str, plans: Mapping[str, Plan]) -> Plan:
         reason="; ".join(f"{kind}: {plan.reason}" for kind, plan in plans.items())
         or "no trials, no devices",
         status=fallbacks[0] if fallbacks else status,
-        solve_time_s=sum(plan.solve_time_s for plan in plans.values()),
     )

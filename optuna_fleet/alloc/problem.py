@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
@@ -90,6 +90,10 @@ class Candidate:
     def rates_on(self, kind: str) -> tuple[float, ...]:
         """(r(1), ..., r(M)) in samples/s on devices of that type."""
         return self.rates_by_kind.get(kind, self.rates)
+
+    def as_on(self, kind: str) -> Candidate:
+        """The same trial, as if all devices were of that type."""
+        return replace(self, rates=self.rates_on(kind), rates_by_kind={})
 
     def useful_widths(self, limit: int) -> tuple[int, ...]:
         """Admissible widths up to ``limit`` that are faster than every narrower one.
@@ -241,6 +245,11 @@ class Flotilla:
     def reference_rate(self) -> float:
         """Rate of the slowest trial, in samples/s; the others wait for it if the ring is full."""
         return min(a.rate for a in self.assignments)
+
+    @property
+    def stream_rate(self) -> float:
+        """Rate of the fastest trial, in samples/s, which is what the stream draws; 0 without."""
+        return max((a.rate for a in self.assignments), default=0.0)
 
     @property
     def num_devices(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 from optuna_fleet.alloc.assembly import assemble
@@ -94,18 +94,15 @@ def _as_one_type(problem: AllocationProblem) -> AllocationProblem:
                 continue
             one = replace(one, max_devices=min(candidate.widest, most))
         candidates.append(one)
-    nodes = sorted(zip(problem.kinds, problem.nodes, strict=True), key=_slowness(problem))
-    one_type = tuple(node for _, node in nodes)
-    return replace(problem, candidates=tuple(candidates), nodes=one_type, kinds=())
-
-
-def _slowness(problem: AllocationProblem) -> Callable[[tuple[str, tuple[int, ...]]], float]:
-    """Of a node with its type, for those who may get a mixture."""
     speeds = {
         kind: sum(c.rates_on(kind)[0] for c in problem.candidates if c.spans_types)
         for kind in problem.num_by_kind
     }
-    return lambda node: -speeds[node[0]]
+    nodes = sorted(
+        zip(problem.kinds, problem.nodes, strict=True), key=lambda node: -speeds[node[0]]
+    )
+    one_type = tuple(node for _, node in nodes)
+    return replace(problem, candidates=tuple(candidates), nodes=one_type, kinds=())
 
 
 def _best_rates(problem: AllocationProblem, candidate: Candidate) -> tuple[float, ...]:
@@ -144,8 +141,7 @@ def _are_served(problem: AllocationProblem, given: Mapping[int, tuple[int, ...]]
 
 def _only(problem: AllocationProblem, numbers: Set[int]) -> AllocationProblem:
     """These trials, with their rates on several types."""
-    own = (c for c in problem.candidates if c.number in numbers)
-    mixed = tuple(replace(c, rates=c.rates_on(SEVERAL), rates_by_kind={}) for c in own)
+    mixed = tuple(c.as_on(SEVERAL) for c in problem.candidates if c.number in numbers)
     return replace(problem, candidates=mixed, kinds=())
 
 

@@ -95,7 +95,7 @@ def _flotilla_breaches(problem: AllocationProblem, flotilla: Flotilla) -> Iterat
 
 
 def _capacity_breaches(problem: AllocationProblem, plan: Plan) -> Iterator[str]:
-    streams = [max(a.rate for a in f.assignments) for f in plan.flotillas if f.assignments]
+    drawn = sum(flotilla.stream_rate for flotilla in plan.flotillas)
     is_choice = bool(plan.assignments.keys() - problem.pinned.keys())
-    if is_choice and not affordable(sum(streams), limit := stream_limit(problem)):
-        yield f"streams of {sum(streams):g} samples/s exceed the {limit:g} that preprocessors give"
+    if is_choice and not affordable(drawn, limit := stream_limit(problem)):
+        yield f"streams of {drawn:g} samples/s exceed the {limit:g} that preprocessors give"
