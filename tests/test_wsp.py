@@ -58,7 +58,7 @@ def test_clocks_are_at_most_the_distance_and_one_apart():
 
 @pytest.mark.parametrize("arguments", [(0, 0), (1, -1)])
 def test_schedules_that_make_no_sense_are_refused(arguments):
-    with pytest.raises(ValueError, match="must be >= "):
+    with pytest.raises(ValueError, match="must be a whole number >= "):
         WaveSynchronous(*arguments)
 
 

@@ -27,7 +27,7 @@ from optuna_fleet.alloc.fluid import FloatArray
 from optuna_fleet.alloc.makespan import makespan_wishes
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
 from optuna_fleet.alloc.streams import group_widths
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.arguments import check_number, check_that
 
 Objective = Callable[[Candidate, int], float]
 """Outcome per second of a trial on so many devices, >= 0."""
@@ -57,28 +57,26 @@ class ElasticAllocator:
 
     def __post_init__(self) -> None:
         known = ("makespan", *OBJECTIVES)
-        if not callable(self.objective) and self.objective not in known:
-            raise FleetConfigError(
-                f"`objective` is {self.objective!r}, but must be one of {known} or a function."
-            )
-        if not self.forward_looking_s > 0:
-            raise FleetConfigError(
-                f"`forward_looking_s` is {self.forward_looking_s}, but must be > 0."
-            )
+        check_that(
+            "objective",
+            self.objective,
+            lambda given: callable(given) or given in known,
+            f"be one of {known} or a function",
+        )
+        check_number("forward_looking_s", self.forward_looking_s, above=0)
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`."""
         if not problem.candidates or not problem.num_devices:
             return assemble(problem, [], allocator=self.name, status="trivial")
         if self.objective == "makespan":
-            wishes = makespan_wishes(problem, self.hedge)
+            widths = realise(problem, makespan_wishes(problem, self.hedge))
+            widths = fill_idle(problem, widths)  # kept for who grows later, they would be idle
             status, gap = "heuristic", None
         else:
             wishes, counts = self._worth_most(problem, self.objective)
+            widths = realise(problem, wishes)
             status, gap = counts.status, counts.gap
-        widths = realise(problem, wishes)
-        if self.objective == "makespan":  # kept for who grows later, they would be idle
-            widths = fill_idle(problem, widths)
         return assemble(
             problem,
             group_widths(problem, widths),

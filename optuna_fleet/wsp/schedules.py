@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from optuna_fleet.arguments import check_number
+
 
 class Tag(NamedTuple):
     """Which updates the weights of a minibatch contain; the same on all its stages.
@@ -63,12 +65,8 @@ class WaveSynchronous:
     clock_distance: int | None = 0
 
     def __post_init__(self) -> None:
-        if self.wave_size < 1:
-            raise ValueError(f"The value of `wave_size` is {self.wave_size}, but must be >= 1.")
-        if self.clock_distance is not None and self.clock_distance < 0:
-            raise ValueError(
-                f"The value of `clock_distance` is {self.clock_distance}, but must be >= 0."
-            )
+        check_number("wave_size", self.wave_size, least=1, whole=True)
+        check_number("clock_distance", self.clock_distance, least=0, whole=True, optional=True)
 
     def least_local(self, number: int) -> int:
         """All but the s_local latest ones."""

@@ -335,8 +335,8 @@ def test_equal_split_leaves_no_device_that_somebody_may_have(limits, expected):
     ("options", "message"),
     [
         ({"objective": "speed"}, "`objective` is 'speed', but must be one of"),
-        ({"forward_looking_s": 0.0}, "`forward_looking_s` is 0.0, but must be > 0"),
-        ({"forward_looking_s": float("nan")}, "`forward_looking_s` is nan, but must be > 0"),
+        ({"forward_looking_s": 0.0}, "`forward_looking_s` is 0.0, but must be a number > 0"),
+        ({"forward_looking_s": float("nan")}, "`forward_looking_s` is nan, but must be a number"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from optuna_fleet.alloc.problem import repeated
 from optuna_fleet.exceptions import FleetError
 from optuna_fleet.wsp.turns import held_minibatches
 
@@ -152,10 +152,8 @@ class PartitionProblem:
                 f"The value of `devices` has {len(self.devices)} devices, but must have 1 to "
                 f"{len(self.layers)}, as there are so many layers and no stage is empty."
             )
-        if twice := [
-            d for d, times in Counter(d.index for d in self.devices).items() if times > 1
-        ]:
-            raise ValueError(f"The value of `devices` lists {sorted(twice)} more than once.")
+        if twice := repeated(d.index for d in self.devices):
+            raise ValueError(f"The value of `devices` lists {twice} more than once.")
         if unknown := {d.kind for d in self.devices} - self.layers.forward_s.keys():
             raise ValueError(
                 f"The value of `devices` has types {sorted(unknown)}, but the times of layers are "
@@ -170,9 +168,8 @@ class PartitionProblem:
 
     def bytes_of(self, stage: int, parameter_bytes: float, kept_bytes: float) -> float:
         """Memory that a stage takes, by what its layers do."""
-        held = self.held(stage)
         copies = self.memory.copies + (self.in_flight if self.memory.keeps_versions else 0)
-        return parameter_bytes * copies + kept_bytes * held
+        return parameter_bytes * copies + kept_bytes * self.held(stage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

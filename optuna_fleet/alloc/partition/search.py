@@ -34,12 +34,10 @@ def best_partition(problem: PartitionProblem) -> Partition:
     Raises:
         DoesNotFit: None fits into the devices' memory.
     """
-    search = _Search(problem)
-    ends = search.run()
-    if ends is None:
+    found = _Search(problem).run()
+    if found is None:
         raise DoesNotFit(_why(problem))
-    order, cuts = ends
-    return partition_of(problem, order, cuts)
+    return partition_of(problem, *found)
 
 
 def largest_in_flight(problem: PartitionProblem) -> int:
