@@ -24,7 +24,8 @@ class EqualSplitAllocator:
 
     def allocate(self, problem: AllocationProblem) -> Plan:
         """Solves ``problem``; see :class:`Allocator`. Never fails."""
-        widths = realise(problem, Wishes(widths=self._shares(problem), pays=_always))
+        wishes = Wishes(widths=self._shares(problem), pays=lambda candidate, now, m: True)
+        widths = realise(problem, wishes)
         return assemble(
             problem,
             group_widths(problem, widths),
@@ -35,13 +36,11 @@ class EqualSplitAllocator:
 
     def _shares(self, problem: AllocationProblem) -> Widths:
         candidates = list(problem.by_number.values())
-        if not candidates:
-            return {}
-        share = problem.num_devices // len(candidates)
+        share = problem.num_devices // max(1, len(candidates))
         targets = {c.number: self._share(c, share) for c in candidates}
         left = problem.num_devices - sum(targets.values())
         was_left = None
-        while left and left != was_left:  # one pass is not enough where some are at their widest
+        while left != was_left:  # one pass is not enough where some are at their widest
             was_left = left
             for candidate in candidates:
                 left -= self._widen(candidate, targets, left)
@@ -58,11 +57,5 @@ class EqualSplitAllocator:
         return wider - target
 
     def _share(self, candidate: Candidate, share: int) -> int:
-        enough = (
-            share > candidate.min_devices if self.published else share >= candidate.min_devices
-        )
-        return min(share, candidate.widest) if enough else 0
-
-
-def _always(candidate: Candidate, now: int, m: int) -> bool:
-    return True
+        least = candidate.min_devices + self.published
+        return min(share, candidate.widest) if share >= least else 0

@@ -17,6 +17,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from optuna_fleet.alloc.assembly import assemble, grow, next_width, staying
 from optuna_fleet.alloc.problem import AllocationProblem, Candidate, Plan
@@ -104,18 +105,15 @@ class FlotillaBuilder:
 
     def __init__(self, problem: AllocationProblem, *, delta: float = math.inf) -> None:
         self.groups: list[Widths] = []
+        self._problem = problem
         self._by_number = problem.by_number
-        self._pinned = problem.pinned
-        self._num_devices = problem.num_devices
-        self._spread = problem.rate_spread
-        self._phases = problem.phases
         self._limit = stream_limit(problem)
         self._delta = delta
 
     @property
     def _free(self) -> int:
         """Devices not given away."""
-        return self._num_devices - sum(m for group in self.groups for m in group.values())
+        return self._problem.num_devices - sum(m for group in self.groups for m in group.values())
 
     @property
     def _pool(self) -> list[Candidate]:
@@ -165,12 +163,9 @@ class FlotillaBuilder:
     def spend_rest(self) -> None:
         """Gives devices still left to anyone who gains."""
         for group in self.groups:
-            movable = {t: m for t, m in group.items() if t not in self._pinned}
-
-            def is_admissible(changed: Widths, group: Widths = group) -> bool:
-                return self._admits(group, changed)
-
-            group.update(grow(self._by_number, movable, self._free, is_admissible))
+            movable = {t: m for t, m in group.items() if t not in self._problem.pinned}
+            admits = partial(self._admits, group)
+            group.update(grow(self._by_number, movable, self._free, admits))
 
     def _admits(self, group: Widths, changed: Mapping[int, int]) -> bool:
         """Whether members of ``group`` may get these widths."""
@@ -179,20 +174,22 @@ class FlotillaBuilder:
 
     def _may_be(self, slowest: float, fastest: float, drawn: float) -> bool:
         """Whether rates are close, and can be served beside flotillas that draw ``drawn``."""
-        return fastest <= slowest * self._spread and affordable(drawn + fastest, self._limit)
+        is_close = fastest <= slowest * self._problem.rate_spread
+        return is_close and affordable(drawn + fastest, self._limit)
 
     def _by_distance(
         self, group: Widths, slowest: float, fastest: float
     ) -> list[tuple[float, int, int]]:
         """Distance to the fastest rate, width and number of whatever may be close enough."""
-        least = max(fastest / self._spread, fastest - self._delta) * (1 - _ROUNDING)
-        most = min(slowest * self._spread, fastest + self._delta) * (1 + _ROUNDING)
+        spread = self._problem.rate_spread
+        least = max(fastest / spread, fastest - self._delta) * (1 - _ROUNDING)
+        most = min(slowest * spread, fastest + self._delta) * (1 + _ROUNDING)
         phases = {self._by_number[t].epochs_done for t in group}
         found = []
         for c in self._pool:
-            if self._phases and c.epochs_done not in phases:
+            if self._problem.phases and c.epochs_done not in phases:
                 continue
-            widths = c.useful_widths(self._num_devices)
+            widths = c.useful_widths(self._problem.num_devices)
             start = bisect_left(widths, least, key=c.rate)
             end = bisect_right(widths, most, key=c.rate)
             found += [(abs(c.rate(m) - fastest), m, c.number) for m in widths[start:end]]

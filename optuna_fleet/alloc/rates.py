@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 DEFAULT_SCALING = 0.95
 """r(m+1)/r(m) * m/(m+1) where nothing is known: how one more device lowers the rate per device."""
 
@@ -21,7 +23,7 @@ PROFILE_BATCHES = 48
 TIMED_BATCHES = 20
 """Of these, the last ones that are timed (B.3)."""
 
-_SCALING_BOUNDS = (0.3, 1.0)
+_LEAST_SCALING = 0.3
 _OUTLIER = 2.0
 
 
@@ -68,7 +70,8 @@ class RateProfile:
         factor = _clip_scaling(scaling if factor is None else factor)
         widths = sorted(self.measured)
         last = min(widths[-1], max_devices)
-        rates = [self._rate(m, widths) for m in range(1, last + 1)]
+        known = [0.0, *(self.measured[m] for m in widths)]
+        rates: list[float] = np.interp(range(1, last + 1), [0, *widths], known).tolist()
         per_device = self.measured[widths[-1]] / widths[-1]
         rates += [m * per_device * factor ** (m - last) for m in range(last + 1, max_devices + 1)]
         least, most = sys.float_info.min, sys.float_info.max
@@ -84,16 +87,6 @@ class RateProfile:
         if num_nodes == 1 or self.anywhere:
             return replace(self, measured={**self.measured, m: samples_per_s})
         return replace(self, across={**self.across, (m, num_nodes): samples_per_s})
-
-    def _rate(self, m: int, widths: Sequence[int]) -> float:
-        if m in self.measured:
-            return self.measured[m]
-        if m < widths[0]:
-            return m * (self.measured[widths[0]] / widths[0])
-        low = max(w for w in widths if w < m)
-        high = min(w for w in widths if w > m)
-        share = (m - low) / (high - low)
-        return (1 - share) * self.measured[low] + share * self.measured[high]
 
 
 def profile_key(structure: str, kind: str) -> str:
@@ -151,5 +144,4 @@ def _step_factor(measured: Mapping[int, float]) -> float | None:
 
 
 def _clip_scaling(factor: float) -> float:
-    low, high = _SCALING_BOUNDS
-    return min(max(factor, low), high)
+    return min(max(factor, _LEAST_SCALING), 1.0)

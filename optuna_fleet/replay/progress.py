@@ -80,19 +80,17 @@ def charge_start(
     width, before = sum(num_by_kind.values()), sum(progress.num_by_kind.values())
     is_same = num_by_kind.keys() == progress.num_by_kind.keys()
     if rules.cost == "stall":
-        if progress.begun_s is None:
-            return
-        is_up = width >= before or not is_same
-        seconds = trial.rescale_up_s if is_up else trial.rescale_down_s
-        rate = trial.rate_on(num_by_kind)
+        is_free, rated_at = progress.begun_s is None, num_by_kind
     else:
-        if (width == before and is_same) or before == 0 or progress.landed_s != now:
-            return
-        is_up = width > before or not is_same
-        seconds = trial.rescale_up_s if is_up else trial.rescale_down_s
-        rate = trial.rate_on(progress.num_by_kind)
-    progress.samples -= seconds * rate
-    progress.rescale_samples += seconds * rate
+        stays = width == before and is_same
+        is_free = stays or before == 0 or progress.landed_s != now
+        rated_at = progress.num_by_kind
+    if is_free:
+        return
+    seconds = trial.rescale_down_s if width < before and is_same else trial.rescale_up_s
+    lost = seconds * trial.rate_on(rated_at)
+    progress.samples -= lost
+    progress.rescale_samples += lost
     progress.rescales += 1
 
 
