@@ -62,11 +62,7 @@ class EnsembleScenario:
         policy = replace(policy, moves_within_epochs=policy.moves_within_epochs and self.movable)
         fleet = self._fleet()
         profiles = believed_profiles(
-            self.trials,
-            fleet.kinds,
-            noise=self.noise,
-            seed=self.seed,
-            widest=self.widest_known,
+            self.trials, fleet.kinds, noise=self.noise, seed=self.seed, widest=self.widest_known
         )
         rules = self.rules or Rules(coupled=named.is_coupled)
         simulation = Simulation(fleet, self.trials, policy, allocator, profiles, rules)
@@ -96,7 +92,7 @@ def simulation_report(
     bound_s = lower_bound_s(run.trials, run.num_devices)
     return {
         "policy": run.policy,
-        "devices": _plain(run.num_devices),
+        "devices": run.num_devices if isinstance(run.num_devices, int) else {**run.num_devices},
         "seed": run.seed,
         **common_report(outcome),
         "lower_bound_s": bound_s,
@@ -104,10 +100,6 @@ def simulation_report(
         "baseline_s": baseline.end_s,
         "speedup_over_baseline": baseline.end_s / outcome.end_s,
     }
-
-
-def _plain(num_devices: int | Mapping[str, int]) -> int | dict[str, int]:
-    return num_devices if isinstance(num_devices, int) else dict(num_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +142,9 @@ class TraceScenario:
             moves_within_epochs=True,
         )
         fleet = self.trace.fleet()
-        simulation = Simulation(
-            fleet,
-            self.trials,
-            policy,
-            self._allocator(),
-            believed_profiles(self.trials, fleet.kinds),
-            Rules(cost="old rate", seen_at=self.events),
-        )
+        profiles = believed_profiles(self.trials, fleet.kinds)
+        rules = Rules(cost="old rate", seen_at=self.events)
+        simulation = Simulation(fleet, self.trials, policy, self._allocator(), profiles, rules)
         until_s = None if self.to_the_end else self.trace.end_s
         return simulation.run(self.trace.changes(repeats=self.to_the_end), until_s)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 from typing_extensions import assert_never
@@ -103,12 +104,11 @@ class Simulation:
         self._flights: dict[int, SimulatedRun] = {}
         self._events: list[Event] = []
         self._unseen: list[Event] = []
-        self._timers: list[tuple[float, int, str, tuple[int, int]]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._present: dict[int, float] = {}
         self._flotilla_of: dict[int, tuple[int, int]] = {}
         self._totals = Totals()
-        self._plan: Plan  # that was asked for last
 
     def run(self, changes: Iterator[FleetChange], until_s: float | None = None) -> Outcome:
         """Simulate until every trial has ended, or until `until_s`.
@@ -132,10 +132,11 @@ class Simulation:
                 self._change_fleet(change)
                 change = next(changes, None)
             elif self._timers:
-                self._now, _, what, key = heapq.heappop(self._timers)
-                self._ring(what, key)
+                self._now, _, happen = heapq.heappop(self._timers)
+                happen()
             else:
                 raise RuntimeError("Trials are left, but no device to fly on will ever join.")
+            self._work()
         return self._outcome()
 
     # -- what happens -----------------------------------------------------------------------------
@@ -149,25 +150,15 @@ class Simulation:
         joins = tuple(DeviceJoined(device=self._devices[d]) for d in change.joined)
         self._events += [*self._unseen, *losses, *joins]
         self._unseen.clear()
-        self._work()
 
-    def _ring(self, what: str, key: tuple[int, int]) -> None:
-        if what == "submitted":
-            self._see(self._proposal())
-        elif what == "decided":
-            self._events.append(PlanDecided(plan=self._plan))
-        else:
-            flight = self._flights.get(key[0])
-            if flight is None:
-                return
-            if what == "measured":
-                measured = RateMeasured(run_id=flight.run_id, samples_per_s=flight.rate)
-                self._events.append(measured)
-            elif flight.version == key[1]:
-                self._epoch_ended(flight)
-        self._work()
+    def _measured(self, run_id: int) -> None:
+        if (flight := self._flights.get(run_id)) is not None:
+            self._events.append(RateMeasured(run_id=run_id, samples_per_s=flight.rate))
 
-    def _epoch_ended(self, flight: SimulatedRun) -> None:
+    def _epoch_ended(self, run_id: int, version: int) -> None:
+        flight = self._flights.get(run_id)
+        if flight is None or flight.version != version:
+            return
         flight.advance(self._now)
         progress = flight.progress
         progress.epochs_done += 1
@@ -199,7 +190,7 @@ class Simulation:
             return (ProposalsExhausted(),)
         trial, number = self._trials[self._next_trial], self._next_trial
         if trial.submit_s > self._now:
-            self._set_timer(trial.submit_s, "submitted", (0, 0))
+            self._set_timer(trial.submit_s, lambda: self._see(self._proposal()))
             return (ProposalDelayed(),)
         self._next_trial += 1
         self._progress[number] = Progress(trial=trial)
@@ -222,11 +213,12 @@ class Simulation:
             case Launch():
                 self._launch(instruction)
             case Allocate():
-                self._plan = self._decided(instruction.problem)
+                decided = PlanDecided(plan=self._plan_for(instruction.problem))
                 if self._rules.decision_s:
-                    self._set_timer(self._now + self._rules.decision_s, "decided", (0, 0))
+                    answered_s = self._now + self._rules.decision_s
+                    self._set_timer(answered_s, lambda: self._events.append(decided))
                 else:
-                    self._events.append(PlanDecided(plan=self._plan))
+                    self._events.append(decided)
             case AnswerEpoch():
                 self._answer_epoch(self._flights[instruction.run_id], instruction.decision)
             case Interrupt():
@@ -245,7 +237,7 @@ class Simulation:
             case _:
                 assert_never(instruction)
 
-    def _decided(self, problem: AllocationProblem) -> Plan:
+    def _plan_for(self, problem: AllocationProblem) -> Plan:
         plan = timed(self._allocator, problem)
         self._totals.solve_s.append(plan.solve_time_s)
         return plan
@@ -273,7 +265,7 @@ class Simulation:
         self._flights[launch.run_id] = flight
         if launch.measure:
             measured_s = self._now + self._rules.profile_samples / rate
-            self._set_timer(measured_s, "measured", (launch.run_id, 0))
+            self._set_timer(measured_s, partial(self._measured, launch.run_id))
         self._go_on(flight)
         self._couple(flight.flotilla)
         if launch.probe:
@@ -292,8 +284,8 @@ class Simulation:
     def _go_on(self, flight: SimulatedRun) -> None:
         flight.waits = False
         flight.version += 1
-        key = (flight.run_id, flight.version)
-        self._set_timer(max(self._now, flight.epoch_end_s()), "epoch", key)
+        ended = partial(self._epoch_ended, flight.run_id, flight.version)
+        self._set_timer(max(self._now, flight.epoch_end_s()), ended)
 
     def _abort(self, instruction: Abort) -> None:
         flight = self._flights[instruction.run_id]
@@ -339,8 +331,8 @@ class Simulation:
                 if not waits:
                     self._go_on(flight)
 
-    def _set_timer(self, time_s: float, what: str, key: tuple[int, int]) -> None:
-        heapq.heappush(self._timers, (time_s, next(self._order), what, key))
+    def _set_timer(self, time_s: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time_s, next(self._order), happen))
 
     def _outcome(self) -> Outcome:
         for flight in self._flights.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -117,18 +117,13 @@ def believed_profiles(
     """
     generator = np.random.default_rng([seed, 1])
     profiles: dict[str, RateProfile] = {}
-    for trial in trials:
-        for kind in kinds:
-            key = profile_key(trial.name, kind)
-            if key not in profiles:
-                rates = trial.rates_on(kind)
-                factors = np.exp(noise * generator.standard_normal(len(rates))).tolist()
-                pairs = zip(rates, factors, strict=True)
-                measured = ((m, r * f) for m, (r, f) in enumerate(pairs, 1))
-                profiles[key] = RateProfile(
-                    structure=trial.name,
-                    measured=dict(islice(measured, widest)),
-                    kind=kind,
-                    anywhere=True,
-                )
+    for trial, kind in product(trials, kinds):
+        key = profile_key(trial.name, kind)
+        if key not in profiles:
+            rates = np.array(trial.rates_on(kind))
+            believed = rates * np.exp(noise * generator.standard_normal(len(rates)))
+            measured = dict(enumerate(believed[:widest].tolist(), 1))
+            profiles[key] = RateProfile(
+                structure=trial.name, measured=measured, kind=kind, anywhere=True
+            )
     return profiles

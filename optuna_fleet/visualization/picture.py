@@ -173,16 +173,8 @@ def _draw_lane(axes: Axes, lane: Lane) -> None:
 def _draw_stays(axes: Axes, stays: Sequence[Stay], rows: dict[Row, int]) -> list[Any]:
     if not stays:
         return []
-    drawn = axes.barh(
-        [rows[stay.row] for stay in stays],
-        [stay.end_s - stay.start_s for stay in stays],
-        left=[stay.start_s for stay in stays],
-        height=1.0,
-        color=style.THERE,
-        zorder=0.5,
-        label=style.IS_THERE,
-    )
-    return [drawn]
+    looks = {"height": 1.0, "color": style.THERE, "zorder": 0.5, "label": style.IS_THERE}
+    return [_barh(axes, stays, rows, **looks)]
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar], rows: dict[Row, int]) -> list[Any]:
@@ -198,13 +190,12 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], rows: dict[Row, int]) -> list[An
     return handles
 
 
-def _barh(axes: Axes, bars: Sequence[Bar], rows: dict[Row, int], **looks: Any) -> None:
-    axes.barh(
+def _barh(axes: Axes, bars: Sequence[Bar | Stay], rows: dict[Row, int], **looks: Any) -> Any:
+    return axes.barh(
         [rows[b.row] for b in bars],
         [b.end_s - b.start_s for b in bars],
         left=[b.start_s for b in bars],
-        height=style.BAR_HEIGHT,
-        **looks,
+        **{"height": style.BAR_HEIGHT, **looks},
     )
 
 

@@ -9,7 +9,6 @@ from optuna_fleet.alloc.layouts.distribution import Workers
 from optuna_fleet.alloc.layouts.prediction import pipeline_rate
 from optuna_fleet.alloc.partition import (
     Layers,
-    Link,
     Links,
     Partition,
     PartitionProblem,
@@ -40,7 +39,9 @@ def partitions_under_load(problem: PartitionProblem, workers: Workers) -> tuple[
     slower = 1.0
     found: tuple[Partition, ...] = ()
     for _ in range(_ROUNDS):
-        links = _slowed(problem.links, slower)
+        between = problem.links.between
+        slowed = replace(between, bytes_per_s=between.bytes_per_s / slower)
+        links = replace(problem.links, between=slowed)
         found = best_partitions(replace(problem, links=links), workers)
         next_slower = 1.0 + _others_share(found, problem.layers, links, problem.in_flight)
         if abs(next_slower - slower) < 1e-3 * slower:
@@ -84,12 +85,6 @@ def _on_devices(partition: Partition, devices: Sequence[StageDevice]) -> Partiti
         return replace(stage, device=own)
 
     return Partition(stages=tuple(map(moved, partition.stages)))
-
-
-def _slowed(links: Links, times: float) -> Links:
-    between = links.between
-    slowed = Link(bytes_per_s=between.bytes_per_s / times, latency_s=between.latency_s)
-    return replace(links, between=slowed)
 
 
 def _others_share(

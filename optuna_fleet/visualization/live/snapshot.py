@@ -13,7 +13,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet.sampler_bridge.call_records import CallState, RunState, calls_of
-from optuna_fleet.sampler_bridge.ledger import DeviceSpan, device_spans_of, flights_of
+from optuna_fleet.sampler_bridge.ledger import device_spans_of, flights_of
 from optuna_fleet.visualization.live.forecast import UnderWay, expected_end
 
 _NUM_RECENT = 8
@@ -189,13 +189,12 @@ def _devices_there(study: optuna.Study, call: CallState) -> dict[int, Device]:
     """By number, in order; none once the call is over."""
     if call.ending:
         return {}
-    spans = device_spans_of(study, call.began)
-    there = [_device(span) for span in spans if span.end is None]
-    return {device.number: device for device in sorted(there, key=lambda d: (d.node, d.number))}
-
-
-def _device(span: DeviceSpan) -> Device:
-    return Device(node=span.node, number=span.device, kind=span.kind)
+    spans = sorted(device_spans_of(study, call.began), key=lambda span: (span.node, span.device))
+    return {
+        span.device: Device(node=span.node, number=span.device, kind=span.kind)
+        for span in spans
+        if span.end is None
+    }
 
 
 def _run(state: RunState, trial: FrozenTrial, there: Mapping[int, Device], until: float) -> Run:
