@@ -20,6 +20,7 @@ from optuna_fleet.executor.cluster.agent.command import add_agent
 from optuna_fleet.executor.cluster.slurm.submit import add_submit
 from optuna_fleet.policies import POLICIES
 from optuna_fleet.replay.ensemble import load_ensemble
+from optuna_fleet.replay.fields import LARGEST, MOST
 from optuna_fleet.replay.gantt import save_gantt
 from optuna_fleet.replay.jobs import MIXES, load_jobs
 from optuna_fleet.replay.report import lines
@@ -180,11 +181,14 @@ def _add_simulate(commands: Any) -> None:
         "--policy", choices=list(POLICIES), default="elastic", help="default elastic"
     )
     command.add_argument(
-        "--seed", type=_at_least(0), default=0, help="of what is drawn: noise, pruned trials"
+        "--seed",
+        type=_at_least(0, 2**63),
+        default=0,
+        help="of what is drawn: noise, pruned trials",
     )
     command.add_argument(
         "--noise",
-        type=_number(0.0),
+        type=_number(0.0, most=10.0),
         default=0.0,
         help="how wrong the policy's rates are: standard deviation of their logarithm",
     )
@@ -231,21 +235,23 @@ def _add_outputs(command: argparse.ArgumentParser, run: Callable[..., Any]) -> N
     command.set_defaults(run=_run_and_report, scenario=run)
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def _at_least(least: int, most: int = MOST) -> Callable[[str], int]:
     def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number >= {least}")
-        return int(text)
+        if text.isdecimal() and least <= int(text) <= most:
+            return int(text)
+        rule = f"a whole number >= {least} and <= {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} must be {rule}")
 
     return whole_number
 
 
-def _number(least: float) -> Callable[[str], float]:
+def _number(least: float, most: float = LARGEST) -> Callable[[str], float]:
     def number(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if least <= (value := float(text)) < float("inf"):
+            if least <= (value := float(text)) <= most:
                 return value
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number >= {least:g}")
+        rule = f"a number >= {least:g} and <= {most:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} must be {rule}")
 
     return number
 

@@ -14,6 +14,7 @@ from optuna_fleet import (
     FleetConfigError,
     FleetExecutor,
     Limits,
+    LocalCluster,
     load_best_model,
 )
 from optuna_fleet.alloc import MipAllocator
@@ -51,6 +52,8 @@ from optuna_fleet.policies import Elastic, Mip, Own
         (FleetExecutor, {"checkpoints": Path(__file__, "in it")}, "directory"),
         (FleetExecutor, {"devices": [0, 1]}, "CUDA_VISIBLE_DEVICES says which"),
         (FleetExecutor, {"devices": 0}, "`devices` is 0, but must be a whole number >= 1"),
+        (FleetExecutor, {"devices": 10**40}, "must be a whole number >= 1 and <= 10000, or None."),
+        (LocalCluster, {"nodes": 10**40}, "must be a whole number >= 1 and <= 1000."),
         (FleetExecutor, {"devices": "x"}, "`devices` is 'x'"),
         (FleetExecutor, {"devices": True}, "`devices` is True"),
         (FleetExecutor, {"max_trials": 0}, "`max_trials` is 0"),

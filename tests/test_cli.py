@@ -185,6 +185,8 @@ def test_nodes_that_are_never_idle_are_no_crash(
     ("arguments", "line"),
     [
         (["--devices", "0"], "'0' must be a whole number >= 1"),
+        (["--devices", "9" * 30], "must be a whole number >= 1 and <= 1000000"),
+        (["--devices", "2", "--noise", "1e300"], "'1e300' must be a number >= 0 and <= 10"),
         (["--devices", "two"], "'two' must be a whole number >= 1"),
         (["--devices", "-1"], "'-1' must be a whole number >= 1"),
         ([], "the following arguments are required: --devices"),

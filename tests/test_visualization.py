@@ -13,6 +13,7 @@ from matplotlib.image import imread
 from optuna.distributions import CategoricalDistribution
 from optuna.trial import TrialState
 
+from optuna_fleet import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
 from optuna_fleet.sampler_bridge.ledger import (
     DEVICES_KEY,
@@ -280,6 +281,17 @@ def test_a_study_that_never_flew_gives_an_empty_figure_and_a_warning(caplog):
     assert "does not have any flights" in caplog.text
     assert figure.data == ()
     assert [a.text for a in figure.layout.annotations] == [NO_FLIGHTS]
+
+
+@pytest.mark.parametrize("draw", [plot_timeline, lambda study: save_timeline(study, "x.png")])
+def test_what_is_no_study_is_refused_in_words(draw):
+    with pytest.raises(FleetConfigError, match="`study` is 'sweep', but must be a study, as of"):
+        draw("sweep")
+
+
+def test_what_is_no_path_is_refused_in_words(study):
+    with pytest.raises(FleetConfigError, match="`path` is None, but must be where to write, as"):
+        save_timeline(study, None)
 
 
 def test_the_picture_has_the_colours_of_its_trials(study, tmp_path):

@@ -107,7 +107,7 @@ class FleetExecutor:
                 f"`devices` is {devices!r}, but must be how many, as 2, or None for all that are "
                 "visible: the variable CUDA_VISIBLE_DEVICES says which these are."
             )
-        check_number("devices", devices, least=1, whole=True, optional=True)
+        check_number("devices", devices, least=1, most=10_000, whole=True, optional=True)
         check_choice("device_type", device_type, ("cpu", "cuda"), optional=True)
         chosen_cluster = _cluster_of(cluster)
         seed = seed if seed is not None else (pipeline.seed if pipeline else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from optuna_fleet.arguments import check_number, check_that
 from optuna_fleet.pipeline.images import Source, at_scale, content, decode, full_size
 
 try:
@@ -49,10 +51,7 @@ class RandomResizedCrop:
         flip: float = 0.0,
         scaled_decoding: bool = True,
     ) -> None:
-        if not 0 <= flip <= 1:
-            raise ValueError(
-                f"The value of `flip` is {flip!r}, but must be a probability, from 0 to 1."
-            )
+        check_number("flip", flip, least=0, most=1)
         self.size = _pair(size)
         self.scale = _range("scale", scale)
         self.ratio = _range("ratio", ratio)
@@ -171,20 +170,28 @@ def _scaled(box: Box, full: Sequence[int], actual: Sequence[int]) -> Box:
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    sizes = tuple(size) if isinstance(size, Sequence) else (size,)
-    if len(sizes) not in (1, 2) or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise ValueError(
-            f"The value of `size` is {size!r}, but must be a positive number of pixels, "
-            "or a pair of them: (height, width)."
-        )
-    return sizes[0], sizes[-1]
+    sizes: tuple[Any, ...] = tuple(size) if isinstance(size, Sequence) else (size,)
+    wanted = "be a positive number of pixels, or a pair of them: (height, width)"
+    check_that(
+        "size", size, lambda _: len(sizes) in (1, 2) and all(map(_is_pixels, sizes)), wanted
+    )
+    return int(sizes[0]), int(sizes[-1])
+
+
+def _is_pixels(number: Any) -> bool:
+    return isinstance(number, numbers.Integral) and int(number) > 0
 
 
 def _range(name: str, given: tuple[float, float]) -> tuple[float, float]:
-    low, high = given
-    if not 0 < low <= high:
-        raise ValueError(
-            f"The value of `{name}` is {given!r}, but must be a pair (lowest, highest) of "
-            "positive numbers."
-        )
-    return float(low), float(high)
+    wanted = "be a pair (lowest, highest) of positive numbers"
+    check_that(name, given, _is_range, wanted)
+    low, high = map(float, given)
+    return low, high
+
+
+def _is_range(given: Any) -> bool:
+    try:
+        low, high = given
+        return bool(0 < low <= high < math.inf)
+    except (TypeError, ValueError):  # no pair, or not of numbers
+        return False

@@ -9,10 +9,10 @@ import os
 import secrets
 import zlib
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from optuna_fleet.arguments import check_number, path
 from optuna_fleet.pipeline.images import (
     JPEG,
     Source,
@@ -50,9 +50,9 @@ class Reencoded:
     def __init__(
         self, folder: str | os.PathLike[str], *, min_side: int = 256, quality: int = 90
     ) -> None:
-        _check("min_side", min_side, 1, None)
-        _check("quality", quality, 1, 100)
-        self.folder = Path(folder).absolute() / f"{min_side}-{quality}"
+        check_number("min_side", min_side, least=1, whole=True)
+        check_number("quality", quality, least=1, most=100, whole=True)
+        self.folder = path("folder", folder) / f"{min_side}-{quality}"
         self.min_side = min_side
         self.quality = quality
         self._keeps = True
@@ -126,12 +126,6 @@ def _key(source: Source) -> str:
         named = source
     else:
         status = os.stat(source)
-        path = os.path.abspath(os.fspath(source))
-        named = os.fsencode(f"{status.st_size} {status.st_mtime_ns} {path}")
+        where = os.path.abspath(os.fspath(source))
+        named = os.fsencode(f"{status.st_size} {status.st_mtime_ns} {where}")
     return hashlib.blake2b(named, digest_size=16).hexdigest()
-
-
-def _check(name: str, value: Any, least: int, most: int | None) -> None:
-    if not isinstance(value, int) or value < least or (most is not None and value > most):
-        limits = f">= {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"The value of `{name}` is {value!r}, but must be an integer {limits}.")

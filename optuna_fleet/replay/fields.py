@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from optuna_fleet.exceptions import FleetConfigError
+
+MOST = 10**6
+"""Of what is counted one by one: devices, trials, epochs."""
+
+SMALLEST, LARGEST = 1e-15, 1e15
+"""Beyond these, sums and quotients of times and rates overflow."""
+
+_SCALE = f"0, or from {SMALLEST:g} to {LARGEST:g}"
 
 
 class Fields:
@@ -57,18 +64,20 @@ class Fields:
         most: float = math.inf,
         default: float | None = None,
     ) -> float:
-        """A finite number of at least `least`, or above it, and at most `most`."""
+        """A number of at least `least`, or above it, and at most `most`."""
         value = self._get(name, default)
         if _is_number(value) and (least < value <= most or (value == least and not above)):
-            return float(value)
+            return self._in_scale(name, value, value)
         rule = f"a number {'>' if above else '>='} {least:g}"
         rule += f" and <= {most:g}" if most < math.inf else ""
         raise self._error(name, value, rule)
 
     def whole(self, name: str, *, least: int, default: int | None = None) -> int:
-        """A whole number of at least `least`."""
+        """A whole number of at least `least`, and at most `MOST`."""
         value = self._get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            if value > MOST:
+                raise self._error(name, value, f"<= {MOST}")
             return value
         raise self._error(name, value, f"a whole number >= {least}")
 
@@ -94,11 +103,11 @@ class Fields:
         raise self._error(name, value, "a list that is not empty")
 
     def numbers(self, name: str, *, length: int) -> list[float]:
-        """So many finite numbers >= 0."""
+        """So many numbers >= 0."""
         value = self.array(name)
         if not all(_is_number(x) and x >= 0 for x in value) or len(value) != length:
             raise self._error(name, value, f"{length} numbers >= 0")
-        return [float(x) for x in value]
+        return [self._in_scale(name, value, x) for x in value]
 
     def child(self, name: str) -> Fields:
         """An object within this one."""
@@ -117,6 +126,11 @@ class Fields:
         """The error that says what the field must be."""
         return self._error(name, self._data.get(name), rule)
 
+    def _in_scale(self, name: str, value: Any, number: float) -> float:
+        if number and not SMALLEST <= number <= LARGEST:
+            raise self._error(name, value, _SCALE)
+        return float(number)
+
     def _get(self, name: str, default: Any) -> Any:
         if name not in self._data and default is None:
             raise FleetConfigError(
@@ -130,10 +144,10 @@ class Fields:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that a float can hold, and finite."""
+    """Whether it is a number, and finite."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
-    return abs(value) <= sys.float_info.max
+    return -math.inf < value < math.inf
 
 
 def _shown(value: Any) -> str:

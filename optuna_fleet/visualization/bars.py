@@ -10,6 +10,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
+from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.events import Ending
 from optuna_fleet.sampler_bridge.compat import fleet_logger
 from optuna_fleet.sampler_bridge.ledger import flights_of
@@ -66,6 +67,7 @@ class Bar:
 
 def bars_of(study: optuna.Study) -> list[Bar]:
     """All flights of the study's trials, by start, trial and device; warns if there are none."""
+    check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
     zero = first_start(study)
     flights, nodes = flights_of(study), node_of(study)
     bars = [

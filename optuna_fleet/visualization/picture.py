@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import optuna
 
+from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.visualization import style
 from optuna_fleet.visualization.bars import (
     Bar,
@@ -47,6 +48,7 @@ def save_timeline(study: optuna.Study, path: str | os.PathLike[str]) -> None:
         ImportError: matplotlib is not installed.
     """
     bars = bars_of(study)
+    check_that("path", path, is_a(str, os.PathLike), "be where to write, as 'timeline.png'")
     stays = stays_of(study, first_start(study), duration_s(bars))
     save_bars(bars, study.study_name, path, stays, lane_of(study, len(_rows(bars, stays))))
 

@@ -235,7 +235,11 @@ def test_scale_is_chosen_by_the_crop():
         ({"size": 8.0}, "`size` is 8.0"),
         ({"size": 8, "scale": (0.0, 1.0)}, "`scale` is"),
         ({"size": 8, "ratio": (2.0, 1.0)}, "`ratio` is"),
+        ({"size": 8, "scale": None}, r"`scale` is None, but must be a pair \(lowest, highest\)"),
+        ({"size": 8, "scale": 0.5}, "`scale` is 0.5, but must be a pair"),
+        ({"size": 8, "scale": ("a", "b")}, "`scale` is .*, but must be a pair"),
         ({"size": 8, "flip": 1.5}, "`flip` is 1.5"),
+        ({"size": 8, "flip": "half"}, "`flip` is 'half', but must be a number"),
     ],
 )
 def test_arguments_that_can_not_work(arguments, message):

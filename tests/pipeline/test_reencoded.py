@@ -140,10 +140,12 @@ def test_as_loader_of_an_image_folder(tmp_path, path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"min_side": 0}, "`min_side` is 0, but must be an integer >= 1"),
-        ({"quality": 101}, "`quality` is 101, but must be an integer from 1 to 100"),
+        ({"min_side": 0}, "`min_side` is 0, but must be a whole number >= 1"),
+        ({"folder": None}, "`folder` is None, but must be the path of a folder"),
+        ({"folder": ""}, "`folder` is '', but must be the path of a folder"),
+        ({"quality": 101}, "`quality` is 101, but must be a whole number >= 1 and <= 100"),
     ],
 )
 def test_arguments_that_can_not_work(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):
-        Reencoded(tmp_path, **arguments)
+        Reencoded(**{"folder": tmp_path, **arguments})

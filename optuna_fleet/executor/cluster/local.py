@@ -50,7 +50,7 @@ class LocalCluster:
             try out, on one machine, what happens on several device types.
 
     Raises:
-        FleetConfigError: The first two are no numbers >= 1, or the names are not as many.
+        FleetConfigError: The first two are not from 1 to 1000, or the names are not as many.
     """
 
     nodes: int = 1
@@ -58,8 +58,8 @@ class LocalCluster:
     kinds: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        check_number("nodes", self.nodes, least=1, whole=True)
-        check_number("slots_per_device", self.slots_per_device, least=1, whole=True)
+        check_number("nodes", self.nodes, least=1, most=1000, whole=True)
+        check_number("slots_per_device", self.slots_per_device, least=1, most=1000, whole=True)
         wanted = f"be as many names as there are nodes: {self.nodes}"
         check_that("kinds", self.kinds, self._are_names, wanted, optional=True)
 

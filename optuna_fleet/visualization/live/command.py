@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import select
 import signal
@@ -24,6 +23,8 @@ from optuna_fleet.visualization.live.snapshot import snapshot_of
 from optuna_fleet.visualization.live.storage import open_study
 from optuna_fleet.visualization.live.terminal import rendered
 from optuna_fleet.visualization.live.view import View, view_of
+
+_LONGEST_S = 86400.0
 
 
 def add_top(commands: Any) -> None:
@@ -152,6 +153,7 @@ def _replace(path: Path, text: str) -> None:
 
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if 0.1 <= (value := float(text)) < math.inf:
+        if 0.1 <= (value := float(text)) <= _LONGEST_S:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds >= 0.1")
+    wanted = f"a number of seconds >= 0.1 and <= {_LONGEST_S:g}"
+    raise argparse.ArgumentTypeError(f"{text!r} must be {wanted}")
