@@ -156,6 +156,16 @@ def test_the_pareto_front_keeps_its_weights(root: Path) -> None:
     assert folder.finals() == {0, 1}
 
 
+def test_nobody_looks_for_the_best_where_there_is_nothing_to_choose(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several objectives that takes a copy of all trials, at the end of each."""
+    study = optuna.create_study(directions=["minimize", "maximize"])
+    monkeypatch.delattr(optuna.Study, "best_trials")
+    study.tell(study.ask(), [1.0, 2.0])
+    CheckpointRetention(study, StudyFolder(root, study.study_name), 0).settled(0)
+
+
 def test_of_equals_the_one_that_optuna_calls_the_best_is_kept(root: Path) -> None:
     study = optuna.create_study()
     folder = StudyFolder(root, study.study_name)

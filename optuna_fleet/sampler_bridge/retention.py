@@ -100,6 +100,8 @@ class CheckpointRetention:
     def _ranked(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
         """The completed ones of these, best first; what Optuna calls the best comes first."""
         complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+        if len(complete) < 2:  # to find the best, Optuna copies all trials of the study
+            return complete
         best = {trial.number for trial in self._optunas_best()}
         if len(self._study.directions) > 1:
             return sorted(complete, key=lambda trial: (trial.number not in best, -trial.number))
