@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.pipeline_parallel.directory import Directory
 from optuna_fleet.trainer.pipeline_parallel.edges import Edges
 from optuna_fleet.trainer.pipeline_parallel.messages import (
@@ -98,10 +98,10 @@ def test_they_travel_through_the_host_whatever_torchs_default_device_is(
     def gathered(edges: Edges) -> object:
         own = {"x": torch.ones(2, device="cpu")}
         with torch.device("meta"):
-            return edges.gather(own)
+            return edges.gather(lambda: own)
 
     with ThreadPoolExecutor(2) as pool:
-        (_, other), nothing = pool.map(gathered, two_stages)  # type: ignore[misc]
+        (other,), nothing = pool.map(gathered, two_stages)  # type: ignore[misc]
     assert other["x"].tolist() == [1.0, 1.0]
     assert nothing == []
 
@@ -144,14 +144,25 @@ class Odd:
     """What nobody would load who does not know where it comes from."""
 
 
-def test_who_can_not_give_what_it_holds_is_not_waited_for(two_stages: list[Edges]) -> None:
+def fails() -> dict[str, Any]:
+    raise ValueError("there is none")
+
+
+@pytest.mark.parametrize(
+    ("give", "told"),
+    [
+        (lambda: {"step": Odd()}, r"is .*Odd object.*but must be tensors, numbers and"),
+        (fails, "there is none"),
+    ],
+)
+def test_who_can_not_give_what_it_holds_is_not_waited_for(
+    two_stages: list[Edges], give: Callable[[], dict[str, Any]], told: str
+) -> None:
     first, second = two_stages
     with ThreadPoolExecutor(1) as pool:
-        gathered = pool.submit(first.gather, {"step": 1})
-        with pytest.raises(
-            FleetConfigError, match=r"is .*Odd object.*but must be tensors, numbers and"
-        ):
-            second.gather({"step": Odd()})
+        gathered = pool.submit(first.gather, dict)
+        with pytest.raises(ValueError, match=told):
+            second.gather(give)
         with pytest.raises(RuntimeError, match="rank 1 could not send what it holds"):
             gathered.result()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -136,8 +136,8 @@ class Edges:
                 return replace(message, weights=to_device(message.weights, self._device))
         return message
 
-    def gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each rank gives, on rank 0, and nothing on the others, who all must call it.
+    def gather(self, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What each rank but the first gives, on that one; all must call it.
 
         Raises:
             FleetConfigError: It has what can't be sent.
@@ -148,7 +148,7 @@ class Edges:
             Outbound(self._group, 0, Lane.VALUES).send_values(own)
             return []
         group, others = self._group, range(1, self._group.size())
-        return [own, *(Inbound(group, rank, Lane.VALUES).values() for rank in others)]
+        return [Inbound(group, rank, Lane.VALUES).values() for rank in others]
 
     def close(self, *, alone: bool) -> None:
         """Say so to the others, and wait until they have done so too.

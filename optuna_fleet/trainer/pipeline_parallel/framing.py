@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum, auto
 from typing import Any
@@ -73,10 +74,10 @@ class Outbound:
         with self._lock:
             self._send(what, piece, numbers, values)
 
-    def send_values(self, values: Any) -> None:
-        """Return when they have arrived; who waits for them is told if they can't be sent."""
+    def send_values(self, values: Callable[[], Any]) -> None:
+        """Return when they have arrived; who waits for them is told if there are none to send."""
         try:
-            self._send(_What.VALUES, 0, (), values)
+            self._send(_What.VALUES, 0, (), values())
         except Exception:
             self.leave(alone=True)
             self.finish()  # what is on its way is lost with the last reference to it

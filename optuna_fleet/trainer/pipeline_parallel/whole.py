@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+Gather = Callable[[Callable[[], dict[str, Any]]], list[dict[str, Any]]]
 
 
 def part_of(model: nn.Sequential, first: int, end: int) -> nn.Sequential:
@@ -44,7 +44,7 @@ class HeldModel:
         self._first = _first_names(model)
         self._groups: list[list[int]] = []  # of numbers of parameters
         self._numbers: dict[int, int] = {}
-        self._gather: Gather = lambda own: [own]
+        self._gather: Gather = lambda _: []
         self._others: list[dict[str, Any]] = []
         self.settle: Callable[[], object] = lambda: None
 
@@ -53,7 +53,7 @@ class HeldModel:
 
         Args:
             part: Some of the layers.
-            gather: What ranks give, on rank 0.
+            gather: What the others give, on rank 0.
             is_copy: Another rank, that of the first virtual worker, gives it as well.
         """
         self._number()
@@ -80,7 +80,7 @@ class HeldModel:
         """Have on rank 0 what the others hold; all must call it."""
         self.settle()
         if self._part is not None:
-            self._others = self._gather({} if self._is_copy else self._own())[1:]
+            self._others = self._gather(dict if self._is_copy else self._own)
 
     def release(self) -> None:
         """Forget what the others hold."""
