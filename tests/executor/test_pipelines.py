@@ -281,6 +281,35 @@ def test_what_layers_share_may_be_thawed_as_in_a_plain_loop(fleet: Any) -> None:
     assert result(in_three) == result(alone)
 
 
+def begins_to_train_more(trial: Any, *, options: dict[str, Any]) -> float:
+    """The optimizer gets the first layers in the second epoch, which also thaws them."""
+    model, optimizers = layers(), []
+    model[:2].requires_grad_(options == DELAYED)  # nothing is thawed without flushes
+
+    def make(parameters: Any, lr: float) -> torch.optim.SGD:
+        optimizers.append(momentum_of_some([*parameters][2:], lr))
+        return optimizers[0]
+
+    def at_epoch(epoch: int) -> None:
+        if epoch == 1:
+            model[:2].requires_grad_(True)
+            optimizers[0].add_param_group({"params": [*model[:2].parameters()], "lr": 0.02})
+
+    return trains(trial, options=options, make=make, at_epoch=at_epoch, build=lambda: model)
+
+
+@pytest.mark.parametrize("options", [FLUSHED, DELAYED])
+def test_what_is_trained_since_a_later_epoch_is_so_after_a_move(
+    fleet: Any, options: dict[str, Any]
+) -> None:
+    objective = functools.partial(begins_to_train_more, options=options)
+    alone = run(fleet, objective, Leg((0,)))
+    for first in ((0,), (1, 2, 0)):
+        moved = run(fleet, objective, Leg(first, until_epoch=2), Leg((2, 1)))
+        assert result(moved) == result(alone)
+        assert len(moved.user_attrs["cuts"]) == 1
+
+
 def test_without_flushes_nothing_is_thawed() -> None:
     study = optuna.create_study()
     objective = functools.partial(thaws, options=DELAYED)

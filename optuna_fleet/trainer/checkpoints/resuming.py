@@ -46,7 +46,8 @@ class Resuming:
             )
         state = saved[position]
         num_groups = len(state.get("param_groups", ()))
-        if isinstance(thing, torch.optim.Optimizer) and len(thing.param_groups) < num_groups:
+        groups = getattr(thing, "param_groups", None)
+        if groups is not None and len(groups) < num_groups:
             return  # they were added later: see `_restore_all`
         is_module = isinstance(thing, torch.nn.Module)
         if is_module and names_in(thing) != state.keys():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -65,7 +65,7 @@ class Pipeline:
         self._num_before = 0  # batches, before this stage was made
         self._num_begun = 0  # of this virtual worker's minibatches, since then
         self._losses: deque[Tensor] = deque()
-        self._progress = _Progress(self)
+        self._progress = _Progress(self, model)
         self.objects = (WholeModel(self._holding), WholeOptimizer(self._holding), self._progress)
 
     @property
@@ -324,13 +324,22 @@ class Pipeline:
 
 
 class _Progress:
-    """How far the training is, among what a trial has prepared."""
+    """How far the training is, and what is frozen, among what a trial has prepared."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, model: nn.Module) -> None:
         self._pipeline = pipeline
+        self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": self._pipeline.num_batches}
+        frozen = [name for name, p in self._parameters() if not p.requires_grad]
+        return {"batches": self._pipeline.num_batches, "frozen": frozen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pipeline.begin_anew(state["batches"])
+        for name, parameter in self._parameters():
+            if parameter.requires_grad is (name in state["frozen"]):
+                parameter.requires_grad_(name not in state["frozen"])
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Also of other stages; those that layers share by each name, as they have parted."""
+        return self._model.named_parameters(remove_duplicate=False)

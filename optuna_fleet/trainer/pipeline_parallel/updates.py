@@ -44,15 +44,9 @@ class SgdRule:
                 "torch.optim.SGD: others scale an update by what they saw before. Take SGD, or "
                 "train with flushes."
             )
-        group_of = {
-            id(p): number
-            for number, group in enumerate(optimizer.param_groups)
-            for p in group["params"]
-        }
         self._optimizer = optimizer
         self._share = share
-        self._parameters = {name: p for name, p in parameters if id(p) in group_of}
-        self._groups = {name: group_of[id(p)] for name, p in self._parameters.items()}
+        self._parameters = dict(parameters)
         self._foreseen: deque[list[dict[str, Any]]] = deque()
 
     def foresee(self) -> None:
@@ -63,10 +57,11 @@ class SgdRule:
     def __call__(self, weights: Tensors, gradients: Tensors) -> dict[str, Tensor]:
         """As ``torch.optim.SGD.step`` does; momenta are in the optimizer's state."""
         groups = self._foreseen.popleft() if self._foreseen else self._optimizer.param_groups
+        group_of = {id(p): group for group in groups for p in group["params"]}
         return {
-            name: self._update(name, weights[name], gradient, groups[self._groups[name]])
+            name: self._update(name, weights[name], gradient, group)
             for name, gradient in gradients.items()
-            if name in self._groups
+            if (group := group_of.get(id(self._parameters[name])))
         }
 
     def _update(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ class HeldModel:
         self._is_copy = False
         self._names = list(model.state_dict())
         self._first = _first_names(model)
-        self._groups: list[list[int]] = []  # of numbers of parameters
-        self._numbers: dict[int, int] = {}
+        self._groups: list[list[str]] = []  # names of parameters, which are numbered in order
+        self._numbers: dict[int, int] = {}  # of those that are held
         self._gather: Gather = lambda _: []
         self._others: list[dict[str, Any]] = []
         self.settle: Callable[[], object] = lambda: None
@@ -56,25 +57,26 @@ class HeldModel:
             gather: What the others give, on rank 0.
             is_copy: Another rank, that of the first virtual worker, gives it as well.
         """
-        self._number()
-        own = {id(parameter) for parameter in part.parameters()}
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in own:
-                    self.optimizer.state.pop(parameter, None)
-            group["params"] = [p for p in group["params"] if id(p) in own]
+        self._part, self._gather, self._is_copy = part, gather, is_copy
+        self._take_groups()
+        for parameter in [p for p in self.optimizer.state if id(p) not in self._numbers]:
+            del self.optimizer.state[parameter]
         kept = {id(module) for module in part.modules()}
         for layer in self.model:
             if id(layer) not in kept:
                 layer.to("meta")
-        self._numbers = {key: number for key, number in self._numbers.items() if key in own}
-        self._part, self._gather, self._is_copy = part, gather, is_copy
 
-    def _number(self) -> None:
+    def _take_groups(self) -> None:
+        """Note what the optimizer was given, perhaps just now, and leave it what is held."""
+        names = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
+        for group in self.optimizer.param_groups[len(self._groups) :]:
+            numbers = count(sum(map(len, self._groups)))
+            self._groups.append([names[id(p)] for p in group["params"]])
+            self._numbers |= zip(map(id, group["params"]), numbers, strict=False)
+        held = {id(parameter) for parameter in (self._part or self.model).parameters()}
+        self._numbers = {key: number for key, number in self._numbers.items() if key in held}
         for group in self.optimizer.param_groups:
-            numbers = range(len(self._numbers), len(self._numbers) + len(group["params"]))
-            self._groups.append(list(numbers))
-            self._numbers |= zip(map(id, group["params"]), numbers, strict=True)
+            group["params"] = [p for p in group["params"] if id(p) in held]
 
     def gather(self) -> None:
         """Have on rank 0 what the others hold; all must call it."""
@@ -87,9 +89,9 @@ class HeldModel:
         self._others = []
 
     def _own(self) -> dict[str, Any]:
-        assert self._part is not None
+        self._take_groups()
         state = {self._numbers[id(p)]: s for p, s in self.optimizer.state.items()}
-        own = self._part.state_dict().items()
+        own = (self._part or self.model).state_dict().items()
         once = {name: tensor for name, tensor in own if self._first.get(name, name) == name}
         return {"model": once, "optimizer": state}
 
@@ -110,28 +112,31 @@ class HeldModel:
         self._part.load_state_dict({name: state[name] for name in names})
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The whole optimizer's, as one of the whole model would have it."""
-        if self._part is None:
-            return self.optimizer.state_dict()
+        """The whole optimizer's, as one of the whole model would have it, with its names."""
         parts = [own["optimizer"] for own in (self._own(), *self._others) if own]
-        groups = self.optimizer.state_dict()["param_groups"]
+        state, numbers = self.optimizer.state_dict(), count()
         return {
+            **state,
             "state": {number: state for part in parts for number, state in sorted(part.items())},
             "param_groups": [
-                {**group, "params": numbers}
-                for group, numbers in zip(groups, self._groups, strict=True)
+                {**group, "params": [next(numbers) for _ in names]}
+                for group, names in zip(state["param_groups"], self._groups, strict=True)
             ],
+            "names": self._groups,
         }
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Take of the whole optimizer's what is held."""
-        if self._part is None:
-            self.optimizer.load_state_dict(state)
-            return
+        """Take of the whole optimizer's what is held; it may have been given groups since."""
+        state = dict(state)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        for names in state.pop("names")[len(self.optimizer.param_groups) :]:
+            self.optimizer.add_param_group({"params": [parameters[name] for name in names]})
+        self._take_groups()
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         place = {self._numbers[id(parameter)]: place for place, parameter in enumerate(held)}
         self.optimizer.load_state_dict(
             {
+                **state,
                 "state": {place[n]: s for n, s in state["state"].items() if n in place},
                 "param_groups": [
                     {**group, "params": [place[n] for n in group["params"] if n in place]}
@@ -161,8 +166,14 @@ class WholeOptimizer:
     """The optimizer among what a trial has prepared."""
 
     def __init__(self, holding: HeldModel) -> None:
+        self._optimizer = holding.optimizer
         self.state_dict = holding.optimizer_state
         self.load_state_dict = holding.load_optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As an optimizer has them."""
+        return self._optimizer.param_groups
 
 
 def are_in_stages(objects: Sequence[Any]) -> bool:
