@@ -121,7 +121,7 @@ def check(wanted: Wanted) -> None:
     """Raises FleetConfigError if this machine does not have what the user asks for."""
     if wanted.memory_bytes is None:
         _check_decoded(wanted.decoded_bytes, default_memory_bytes())
-    if wanted.memory_bytes is not None and wanted.memory_bytes > available_bytes():
+    elif wanted.memory_bytes > available_bytes():
         raise FleetConfigError(
             f"SharedPipeline was given memory_bytes={wanted.memory_bytes}, but only "
             f"{available_bytes()} bytes of memory are available here. Leave it out for a quarter "

@@ -97,13 +97,9 @@ class Port:
     It registers itself with the selector; the registered ``data`` is the port, to be called
     with the event mask. A stopped peer costs a queue, not the agent's time. What goes wrong with
     its messages costs the connection, not the agent: nothing is heard of the peer from then on,
-    and it reads an end of stream; but only when it is gone, `on_close` tells so.
+    and it reads an end of stream; but only when it is gone, ``on_close`` is called, once.
 
-    Args:
-        sock: Our end of a ``socket_pair``; the port owns it from now on.
-        selector: The agent's selector.
-        on_message: Called with each message.
-        on_close: Called once when the peer is gone; not called by ``close``.
+    The port owns the socket from now on.
     """
 
     def __init__(

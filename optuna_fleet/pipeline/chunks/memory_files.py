@@ -32,13 +32,8 @@ def map_aligned(
 ) -> tuple[mmap.mmap, int]:
     """Maps files one behind another, each from a multiple of the huge page on.
 
-    Args:
-        *files: Descriptor and size in bytes of each.
-        flags: Of ``mmap``.
-        writable: Not only for reading.
-
-    Returns:
-        A larger mapping that has the files in it, and where the first one begins there.
+    Of each the descriptor is given, and its size in bytes. Returns a larger mapping that has the
+    files in it, and where the first one begins there.
 
     Raises:
         OSError: The process may not map so much.

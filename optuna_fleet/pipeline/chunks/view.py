@@ -28,13 +28,10 @@ def _header(packed: bytes) -> DenseHeader | ObjectHeader:
 
 
 class ChunkView:
-    """Cuts samples and batches out of a chunk.
+    """Cuts samples and batches out of a chunk's bytes, to which nobody else keeps a reference.
 
     What the user's code does to a batch in place reaches neither the other trials nor a later
     pass, as the memory is the process' own or mapped copy-on-write.
-
-    Args:
-        chunk: Its bytes; nobody else keeps a reference to this array.
     """
 
     def __init__(self, chunk: Bytes) -> None:
@@ -129,10 +126,8 @@ def cut_batch(
 ) -> Any:
     """Returns the batch of these samples, equal to what a DataLoader would have made of them.
 
-    Args:
-        parts: Ranges of consecutive chunks, at least one sample in all.
-        collate: The user's ``collate_fn``; None for torch's default.
-        copies: Copy what would be a view of a chunk. (Not for a ``collate_fn``.)
+    There is at least one. Without a ``collate_fn`` of the user's, what would be a view of a chunk
+    is a copy where that is wanted.
     """
     if collate is None and _alike(parts):
         header = parts[0][0].header

@@ -84,9 +84,7 @@ def _candidates(measured: Measured) -> Iterator[tuple[Scheme, tuple[int, ...]]]:
 def choose(measured: Measured, now: tuple[Scheme, tuple[int, ...]] | None = None) -> Choice:
     """Returns what costs least of what gives trials all they want; if nothing does, the fastest.
 
-    Args:
-        measured: The rates.
-        now: Scheme and makers of the present plan, which stays unless another is clearly better.
+    The scheme and makers of the present plan stay unless others are clearly better.
     """
     rated = {
         (scheme, makers): min(peak(scheme, makers, measured), measured.wanted_per_s)

@@ -24,12 +24,10 @@ from optuna_fleet.wire.channel import Channel
 class Giver:
     """Answers other nodes, each of whose processes asks for one chunk at a time.
 
-    Args:
-        peers: Who they are.
-        reader: The end of a socket pair whose other end the ``PipelineServer`` has.
-        news: Brings new plans; at its end this process is to end.
-        look_ahead: Own chunks to have made beyond each that is asked for. So all nodes preprocess
-            at a time, also while all wait for the same chunk.
+    ``reader`` is the end of a socket pair whose other end the ``PipelineServer`` has. ``news``
+    brings new plans; at its end this process is to end. Beyond each chunk that is asked for,
+    ``look_ahead`` own ones are made: so all nodes preprocess at a time, also while all wait for
+    the same chunk.
     """
 
     def __init__(

@@ -18,11 +18,7 @@ _mapped = weakref.WeakValueDictionary()  # so a thousand views of one file are o
 
 
 def reduction(array: _Array) -> Any:
-    """Returns how pickle is to put an array together that lies in a mapped file.
-
-    Returns:
-        None if the array does not lie in a file that could be mapped again.
-    """
+    """Returns how pickle is to put an array together; None if no file could be mapped for it."""
     root: Any = array
     while isinstance(root.base, np.ndarray):
         root = root.base

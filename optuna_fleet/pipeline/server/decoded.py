@@ -43,12 +43,9 @@ class _Kept:
 
 
 class DecodedStore:
-    """The agent's side: lends extents, publishes what was written into them.
+    """The agent's side: lends extents of what is ``free``, publishes what was written into them.
 
-    Args:
-        lengths: Number of samples of each data set.
-        max_bytes: Most bytes the store may take.
-        free: What is free of its part of the arena, see `Space`.
+    ``lengths`` are the numbers of samples of the data sets.
 
     Attributes:
         table: Inherited by preprocessors, who read it.

@@ -34,15 +34,8 @@ class PipelineServer:
 
     Its sockets register themselves with ``selector``, with a callable as ``data``: the agent's
     loop is ``for key, mask in selector.select(timeout): key.data(mask)``. Preprocessors are
-    started when there is work for them.
-
-    Args:
-        setup: The data sets and what they may take; their file is the server's from now on.
-        spawn: Starts a child process, see ``Spawn``.
-        selector: The agent's selector.
-        notify: Given a sentence that the user should read, now and then, by `resume`.
-        clock: Seconds since any time.
-        peers: The nodes that share chunks with this one.
+    started when there is work for them. The file with the data sets is the server's from now on.
+    ``notify`` is given a sentence that the user should read, now and then, by `resume`.
     """
 
     def __init__(

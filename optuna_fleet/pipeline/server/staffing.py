@@ -83,9 +83,7 @@ class Meter:
 class Staffing:
     """Doubles the number of preprocessors as long as readers wait and all of them are busy.
 
-    Args:
-        limit: The most.
-        is_adaptive: Begin with one; otherwise there are so many as soon as there is work.
+    If it is not adaptive, there are as many as the limit as soon as there is work.
 
     Attributes:
         number: How many there may be now.

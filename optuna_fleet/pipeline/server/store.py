@@ -167,9 +167,7 @@ class ChunkStore:
     def close_pass(self, pass_id: PassId, end: int = 0) -> None:
         """Ends the pass, or its reader died: everything it held or wanted is let go.
 
-        Args:
-            pass_id: The pass.
-            end: The next chunk that it would have read, if that is known.
+        The next chunk that it would have read is ``end``, if that is known.
         """
         record = self.passes.pop(pass_id)
         epoch = record.epoch

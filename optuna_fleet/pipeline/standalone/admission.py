@@ -74,11 +74,7 @@ class Address:
 
 
 class Applicant:
-    """The server's end of a connection whose peer has yet to prove that it may read.
-
-    Args:
-        sock: The accepted connection; from now on it is non-blocking.
-        secret: The pipeline's.
+    """The server's end of a connection, non-blocking now, whose peer has yet to prove itself.
 
     Raises:
         ProtocolError: It is another user's process.
