@@ -263,7 +263,3 @@ def _devices(text: str) -> int | dict[str, int]:
     if len({kind for kind, _, _ in pairs if kind}) < len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} must name each device type once")
     return {kind: _at_least(1)(number) for kind, _, number in pairs}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

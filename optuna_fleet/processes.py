@@ -24,10 +24,6 @@ from optuna_fleet.exceptions import LaunchError
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 5.0
-# First of all, so that it does not outlive its parent even if it is stopped before it has begun.
-_DIE_WITH = "import ctypes, os, sys; ctypes.CDLL(None).prctl({signal}, {kill}); "
-_IF_ORPHAN = "os.getppid() == {parent} or os._exit(1); "
-_START = "sys.path.insert(0, {root!r}); from {module} import main; main()"
 _STATES = {
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
@@ -53,10 +49,14 @@ def die_with(parent: int) -> None:
 
 def dying_with_parent(*command: str) -> list[str]:
     """A command that the kernel kills when the thread that started it is gone."""
-    code = (_DIE_WITH + _IF_ORPHAN + "os.execv(sys.argv[1], sys.argv[1:])").format(
-        signal=_PR_SET_PDEATHSIG, kill=int(signal.SIGKILL), parent=os.getpid()
-    )
-    return [sys.executable, "-c", code, *command]
+    return [*_running_with_parent("os.execv(sys.argv[1], sys.argv[1:])"), *command]
+
+
+def _running_with_parent(code: str) -> list[str]:
+    # First of all, so that it does not outlive its parent even if it is stopped before it begins.
+    die_with = f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGKILL)})"
+    if_orphan = f"os.getppid() == {os.getpid()} or os._exit(1)"
+    return [sys.executable, "-c", f"import ctypes, os, sys; {die_with}; {if_orphan}; {code}"]
 
 
 def clean_up_after_parent() -> None:
@@ -153,16 +153,11 @@ class ModuleProcess:
     def _started(
         self, module: str, environment: Mapping[str, str], pass_fds: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        code = (_DIE_WITH + _IF_ORPHAN + _START).format(
-            signal=_PR_SET_PDEATHSIG,
-            kill=int(signal.SIGKILL),
-            parent=os.getpid(),
-            root=str(Path(__file__).parents[1]),
-            module=module,
-        )
+        root = str(Path(__file__).parents[1])
+        code = f"sys.path.insert(0, {root!r}); from {module} import main; main()"
         return _started_on_lasting_thread(
             lambda: subprocess.Popen(
-                [sys.executable, "-c", code],
+                _running_with_parent(code),
                 stdin=subprocess.PIPE,
                 stdout=outlet(sys.__stdout__),
                 stderr=outlet(sys.__stderr__),

@@ -266,7 +266,7 @@ def test_a_command_is_needed(capsys: Any) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--json", "-"]])
 def test_a_reader_that_leaves_early_is_no_crash(ensemble: str, options: list[str]) -> None:
-    command = [sys.executable, "-m", "optuna_fleet.cli", "simulate", ensemble, "--devices", "4"]
+    command = [sys.executable, "-m", "optuna_fleet", "simulate", ensemble, "--devices", "4"]
     with subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

@@ -54,13 +54,12 @@ def load_best_model(
 
     check_that("study", study, is_a(optuna.Study), "be a study, as of optuna.load_study()")
     check_number("trial", trial, whole=True, optional=True)
-    _check_modules(model)
+    modules = _checked_modules(model)
     chosen = study.best_trial if trial is None else _numbered(study, trial)
     path = _final_of(study, chosen, folder)
     loaded = checkpoint.load(path, Owner(study=study.study_name, trial=chosen.number))
     if model is None:
         return loaded.objects
-    modules = [model] if not isinstance(model, Sequence) else model
     if len(modules) > len(loaded.modules):
         raise FleetConfigError(
             f"`model` has {len(modules)} modules, but trial {chosen.number} has prepared "
@@ -71,14 +70,15 @@ def load_best_model(
     return model
 
 
-def _check_modules(model: Any) -> None:
+def _checked_modules(model: Any) -> Sequence[torch.nn.Module]:
     import torch
 
-    modules = model if isinstance(model, Sequence) else [model]
+    modules: Sequence[torch.nn.Module] = model if isinstance(model, Sequence) else [model]
     if model is not None and not all(isinstance(each, torch.nn.Module) for each in modules):
         raise FleetConfigError(
             f"`model` is {model!r:.100}, but must be a torch.nn.Module, or several in a list."
         )
+    return modules
 
 
 def _numbered(study: optuna.Study, number: int) -> optuna.trial.FrozenTrial:

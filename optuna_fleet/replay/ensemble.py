@@ -76,9 +76,7 @@ def pruned_after(trial: SimulatedTrial, share: float, seed: Sequence[int]) -> Si
 def _lengths(trial: Fields) -> dict[str, Any]:
     most = trial.whole("max_epochs", least=1) if trial.has("max_epochs") else None
     epochs = trial.whole("epochs", least=1, default=most)
-    if most is None:
-        return {"epochs": epochs}
-    if epochs > most:
+    if most is not None and epochs > most:
         raise trial.refuse("epochs", f"<= {most}, as `max_epochs` is")
     return {"epochs": epochs, "max_epochs": most}
 

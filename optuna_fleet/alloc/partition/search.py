@@ -9,7 +9,8 @@ that have the same the first comes first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,8 +67,7 @@ def largest_in_flight(problem: PartitionProblem) -> int:
     return most
 
 
-@dataclass(frozen=True, slots=True)
-class _Ending:
+class _Ending(NamedTuple):
     """The last stage so far: its group of devices, and if the next is on the same node."""
 
     group: int
