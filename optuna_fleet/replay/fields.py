@@ -67,47 +67,47 @@ class Fields:
         """A number of at least `least`, or above it, and at most `most`."""
         value = self._get(name, default)
         if _is_number(value) and (least < value <= most or (value == least and not above)):
-            return self._in_scale(name, value, value)
+            return self._in_scale(name, value)
         rule = f"a number {'>' if above else '>='} {least:g}"
         rule += f" and <= {most:g}" if most < math.inf else ""
-        raise self._error(name, value, rule)
+        raise self.refuse(name, rule)
 
     def whole(self, name: str, *, least: int, default: int | None = None) -> int:
         """A whole number of at least `least`, and at most `MOST`."""
         value = self._get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             if value > MOST:
-                raise self._error(name, value, f"<= {MOST}")
+                raise self.refuse(name, f"<= {MOST}")
             return value
-        raise self._error(name, value, f"a whole number >= {least}")
+        raise self.refuse(name, f"a whole number >= {least}")
 
     def flag(self, name: str) -> bool:
         """Whether a field is true; it is not if it is not there."""
         value = self._data.get(name, False)
         if isinstance(value, bool):
             return value
-        raise self._error(name, value, "true or false")
+        raise self.refuse(name, "true or false")
 
     def text(self, name: str, *, default: str | None = None) -> str:
         """A text that is not empty."""
         value = self._get(name, default)
         if isinstance(value, str) and value:
             return value
-        raise self._error(name, value, "a text")
+        raise self.refuse(name, "a text")
 
     def array(self, name: str) -> list[Any]:
         """A list that is not empty."""
         value = self._get(name, None)
         if isinstance(value, list) and value:
             return value
-        raise self._error(name, value, "a list that is not empty")
+        raise self.refuse(name, "a list that is not empty")
 
     def numbers(self, name: str, *, length: int) -> list[float]:
         """So many numbers >= 0."""
         value = self.array(name)
         if not all(_is_number(x) and x >= 0 for x in value) or len(value) != length:
-            raise self._error(name, value, f"{length} numbers >= 0")
-        return [self._in_scale(name, value, x) for x in value]
+            raise self.refuse(name, f"{length} numbers >= 0")
+        return [self._in_scale(name, x) for x in value]
 
     def child(self, name: str) -> Fields:
         """An object within this one."""
@@ -124,11 +124,12 @@ class Fields:
 
     def refuse(self, name: str, rule: str) -> FleetConfigError:
         """The error that says what the field must be."""
-        return self._error(name, self._data.get(name), rule)
+        value = _shown(self._data.get(name))
+        return FleetConfigError(f"{self._where}: `{name}` is {value}, but must be {rule}.")
 
-    def _in_scale(self, name: str, value: Any, number: float) -> float:
+    def _in_scale(self, name: str, number: float) -> float:
         if number and not SMALLEST <= number <= LARGEST:
-            raise self._error(name, value, _SCALE)
+            raise self.refuse(name, _SCALE)
         return float(number)
 
     def _get(self, name: str, default: Any) -> Any:
@@ -138,9 +139,6 @@ class Fields:
                 f"{', '.join(map(repr, self._data)) or 'none'}."
             )
         return self._data.get(name, default)
-
-    def _error(self, name: str, value: Any, rule: str) -> FleetConfigError:
-        return FleetConfigError(f"{self._where}: `{name}` is {_shown(value)}, but must be {rule}.")
 
 
 def _is_number(value: Any) -> bool:

@@ -169,7 +169,7 @@ class Simulation:
             self._see(self._ranks_ended(flight, Ending.RETURNED))
         else:
             flight.waits = True
-            self._events += [_saved(flight), _epoch_ended(flight)]
+            self._events += _end_of_epoch(flight)
 
     def _see(self, events: tuple[Event, ...]) -> None:
         if self._rules.seen_at == "completions":
@@ -343,18 +343,17 @@ class Simulation:
         return Outcome(end_s=self._now, trials=self._progress, totals=self._totals)
 
 
-def _saved(flight: SimulatedRun) -> CheckpointSaved:
-    """A loss costs no more than what was done of an epoch."""
-    epoch = flight.progress.epochs_done
-    return CheckpointSaved(run_id=flight.run_id, epoch=epoch, location="simulated")
-
-
-def _epoch_ended(flight: SimulatedRun) -> EpochEnded:
-    return EpochEnded(
-        run_id=flight.run_id,
-        epochs_done=flight.progress.epochs_done,
-        converged=False,
-        predicted_epochs=flight.progress.trial.predicted_epochs,
+def _end_of_epoch(flight: SimulatedRun) -> tuple[Event, ...]:
+    """With a checkpoint: a loss costs no more than what was done of an epoch."""
+    run_id, progress = flight.run_id, flight.progress
+    return (
+        CheckpointSaved(run_id=run_id, epoch=progress.epochs_done, location="simulated"),
+        EpochEnded(
+            run_id=run_id,
+            epochs_done=progress.epochs_done,
+            converged=False,
+            predicted_epochs=progress.trial.predicted_epochs,
+        ),
     )
 
 

@@ -49,26 +49,24 @@ def node_of(study: optuna.Study) -> Callable[[str, int, float], str]:
     return at
 
 
-def _spans_by_device(study: optuna.Study) -> dict[int, list[DeviceSpan]]:
-    """Nothing if all were on one node."""
-    spans: dict[int, list[DeviceSpan]] = defaultdict(list)
-    recorded = device_spans_of(study)
-    if len({span.node for span in recorded}) > 1:
-        for span in recorded:
-            spans[span.device].append(span)
-    return spans
-
-
 def stays_of(study: optuna.Study, zero: float, last_s: float) -> list[Stay]:
     """When devices of several nodes were there; without an end, until there is other news of it.
+
+    Nothing if all were on one node.
 
     Args:
         study: The study.
         zero: The first flight's start, in seconds since the epoch.
         last_s: The last flight's end, in seconds since then.
     """
+    recorded = device_spans_of(study)
+    if len({span.node for span in recorded}) < 2:
+        return []
+    by_device: dict[int, list[DeviceSpan]] = defaultdict(list)
+    for span in recorded:
+        by_device[span.device].append(span)
     stays = []
-    for spans in _spans_by_device(study).values():
+    for spans in by_device.values():
         nexts = [*(span.start for span in spans[1:]), zero + last_s]
         for span, following in zip(spans, nexts, strict=True):
             end = following if span.end is None else span.end

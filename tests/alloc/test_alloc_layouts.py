@@ -85,7 +85,7 @@ def test_every_device_is_in_one_virtual_worker(kinds, per_node, num_workers):
 
 
 def test_more_virtual_workers_than_devices_are_refused():
-    with pytest.raises(ValueError, match="must be 1 to 8"):
+    with pytest.raises(ValueError, match="must be a whole number >= 1 and <= 8"):
         equal_distribution(nodes("VR"), 9)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from optuna_fleet.alloc.partition import StageDevice
+from optuna_fleet.arguments import check_number
 
 Workers = tuple[tuple[StageDevice, ...], ...]
 """Devices of each virtual worker."""
@@ -32,11 +33,7 @@ def equal_distribution(devices: Sequence[StageDevice], num_workers: int | None =
     """
     nodes = _by_node(devices)
     num = min(map(len, nodes.values())) if num_workers is None else num_workers
-    if not 1 <= num <= len(devices):
-        raise ValueError(
-            f"The value of `num_workers` is {num}, but must be 1 to {len(devices)}, as there are "
-            "so many devices."
-        )
+    check_number("num_workers", num, least=1, most=len(devices), whole=True)
     hands: list[list[StageDevice]] = [[] for _ in range(num)]
     for turn, device in enumerate(device for node in nodes.values() for device in node):
         hands[turn % num].append(device)
