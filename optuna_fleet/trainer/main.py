@@ -369,9 +369,10 @@ def _finished(value: Any, training: Training | None) -> bytes:
     """The objective's value, packed; scalar tensors become the numbers they hold.
 
     Raises:
-        TrialError: It can't be pickled.
+        TrialError: It can't be pickled, or the trial did not go on where it was checkpointed.
     """
     if training is not None:
+        training.check_resumed()
         training.moving.leave_final(value)
     try:
         return pack(plain(value))

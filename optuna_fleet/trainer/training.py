@@ -43,6 +43,12 @@ from optuna_fleet.trainer.widths import Bounds, go_on_with_fewer, stay_alone
 from optuna_fleet.wire.calls import EndEpoch
 from optuna_fleet.wire.messages import RunTrial, Usage
 
+_NESTED = (
+    "A loop over trial.epochs() or trial.steps() has another one in it: a trial that moves, or is "
+    "run again, could not go on there. Make the outer one `for fold in range(n)`, say: the loops "
+    "that are done are then passed over."
+)
+
 
 class Training:
     """One rank's part in a run: its prepared objects, its place in the epochs, its data.
@@ -272,6 +278,7 @@ class Training:
     def _epochs(self, num_epochs: int, periods: Periods | None = None) -> Iterator[int]:
         self.arrive()
         self._position.loop += 1
+        loop = self._position.loop
         first = 0 if self._resuming is None else self._resuming.begin_loop()
         if first is None:
             return
@@ -284,6 +291,8 @@ class Training:
                 self.holding.begin_epoch()
                 self._left_behind.begin_epoch(sys._getframe(1))
                 yield epoch
+                if self._position.loop != loop:
+                    raise FleetConfigError(_NESTED)
                 if self.in_stages is not None:
                     self.in_stages.flush()
                 self._loader.end_epoch()
@@ -306,6 +315,11 @@ class Training:
         if decision is EpochDecision.CHECKPOINT:
             self.moving.save()
         return decision is not EpochDecision.STOP
+
+    def check_resumed(self) -> None:
+        """See `Resuming`; the objective has returned."""
+        if self._resuming is not None:
+            self._resuming.check_reached()
 
     # -- moves within an epoch --------------------------------------------------------------------
 

@@ -67,6 +67,21 @@ def test_a_group_of_ones_own_is_left_alone() -> None:
         dist.destroy_process_group()
 
 
+def test_loops_over_epochs_within_each_other_are_refused() -> None:
+    """A trial that was run again left them both after the inner one."""
+    trained: list[tuple[int, int]] = []
+
+    def objective(trial: Any) -> float:
+        for fold in trial.epochs(3):
+            trained.extend((fold, epoch) for epoch in trial.epochs(2))
+        return 0.0
+
+    study = optuna.create_study()
+    with pytest.raises(FleetConfigError, match="has another one in it"):
+        study.optimize(objective, n_trials=1, executor=FleetExecutor(cluster="inline"))
+    assert trained == [(0, 0), (0, 1)]
+
+
 def test_unpicklable_objectives_and_convergence() -> None:
     epochs: list[int] = []
 

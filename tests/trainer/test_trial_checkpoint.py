@@ -9,6 +9,7 @@ import stat
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ from hypothesis import strategies as st
 
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
+from optuna_fleet.trainer.checkpoints.resuming import Resuming
+from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.randomness import FrequentStates, rng_state, set_rng_state
 from optuna_fleet.trainer.seeding import seed_run
 from tests.fleets import write_checkpoint
@@ -361,3 +364,13 @@ def test_who_has_no_gpu_gathers_from_those_that_have_one(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
     told = checkpoint.gather({"losses": [torch.ones(2)]})
     assert [one["losses"][0].tolist() for one in told] == [[1.0, 1.0]] * 2
+
+
+def test_who_returns_before_the_loop_that_was_checkpointed_has_trained_less() -> None:
+    position = EpochPosition(loop=1)
+    parts: Any = SimpleNamespace(position=position, state={}, run=SimpleNamespace(number=5))
+    resuming = Resuming(make(loop=2), parts)
+    with pytest.raises(TrialError, match=r"checkpointed in loop 2 .* returned after 1:"):
+        resuming.check_reached()
+    position.loop = 2
+    resuming.check_reached()

@@ -71,6 +71,20 @@ class Resuming:
             checkpoint.restore_rng(saved.rng)
         return saved.epoch
 
+    def check_reached(self) -> None:
+        """The objective has returned: has it been in the loop that was checkpointed?
+
+        Raises:
+            TrialError: It has not, so that what it returns is of another training.
+        """
+        if self._position.loop < self._saved.loop:
+            raise TrialError(
+                f"Trial {self._parts.run.number} was checkpointed in loop {self._saved.loop} over "
+                "trial.epochs() or trial.steps(), but when it was run again its objective "
+                f"returned after {self._position.loop}: it must make the same loops each time, "
+                "and none within another."
+            )
+
     def begin_pass(self) -> tuple[int, bool]:
         """The epoch's first pass begins.
 
