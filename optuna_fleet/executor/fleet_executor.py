@@ -257,10 +257,16 @@ def _check_call(
     check_number("n_trials", n_trials, optional=True)
     check_number("timeout", timeout, optional=True)  # in seconds
     wanted = "be a list of functions, as [callback]"
-    check_that("callbacks", callbacks, is_a(Iterable), wanted, optional=True)
+    check_that("callbacks", callbacks, _may_be_callbacks, wanted, optional=True)
     for kind in catch:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise TypeError(f"`catch` has {kind!r}, but must be exception classes: (ValueError,).")
+
+
+def _may_be_callbacks(given: Any) -> bool:
+    if isinstance(given, list | tuple):
+        return all(map(callable, given))
+    return isinstance(given, Iterable) and not isinstance(given, str)
 
 
 def _check_not_importing_main() -> None:
