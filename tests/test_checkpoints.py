@@ -401,10 +401,10 @@ def test_checkpoints_are_listed(folder: StudyFolder, capsys: pytest.CaptureFixtu
     assert lines[0].split() == ["STUDY", "TRIAL", "EPOCH", "SIZE", "AGE", "KIND", "STATE"]
     rows = [" ".join(line.split()) for line in lines[1:5]]
     assert rows == [
+        "a study/with a name 3 20 0.0 MB 0.0 h final not verified",
         "a study/with a name 12 5 0.0 MB 0.0 h unfinished, at its best not verified",
         "a study/with a name 12 6 0.0 MB 0.0 h unfinished not verified",
         "a study/with a name 12 7 0.0 MB 0.0 h unfinished not verified",
-        "a study/with a name 3 20 0.0 MB 0.0 h final not verified",
     ]
     assert "driver of the unfinished ones died" in lines[5]
 

@@ -36,13 +36,14 @@ class Entry:
 
 
 def entries(root: Path, *, verify: bool) -> list[Entry]:
-    """The checkpoints in a folder; without `verify`, their payload is not read."""
-    return [
+    """The checkpoints in a folder, by study and trial; without `verify` no payload is read."""
+    found = [
         entry
         for folder, study in study_folders(root).items()
         for path in files_in(folder)
         if (entry := _entry(study, path, verify=verify)) is not None
     ]
+    return sorted(found, key=lambda entry: (entry.study, entry.trial, entry.epoch or 0))
 
 
 def _entry(study: str, path: Path, *, verify: bool) -> Entry | None:
