@@ -25,6 +25,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 _GONE = {
     ("sqlalchemy.exc", "OperationalError"),
     ("sqlalchemy.exc", "InterfaceError"),
+    # A connection was lost before, as Optuna read trials: it takes that for too long a query.
+    ("sqlalchemy.exc", "PendingRollbackError"),
     ("redis.exceptions", "ConnectionError"),
     ("redis.exceptions", "TimeoutError"),
 }

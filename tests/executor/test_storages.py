@@ -290,6 +290,30 @@ def test_a_storage_that_comes_back_is_gone_on_with(
     assert ended.startswith("The study's storage is back after ")
 
 
+def test_a_connection_that_is_lost_while_trials_are_read_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optuna takes that for too long a query, and asks shorter ones on what is lost."""
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path}/study.db")
+    study = optuna.create_study(storage=storage)
+    study.add_trial(optuna.create_trial(value=1.0))
+    dialect, lost = storage.engine.dialect, list[str]()
+    execute = dialect.do_execute
+
+    def lost_once(cursor: Any, statement: str, *rest: Any) -> None:
+        if "FROM trial_params" in statement and not lost:
+            lost.append(statement)
+            raise sqlite3.OperationalError("server closed the connection unexpectedly")
+        execute(cursor, statement, *rest)
+
+    monkeypatch.setattr(dialect, "do_execute", lost_once)
+    monkeypatch.setattr(dialect, "is_disconnect", lambda *_: True)
+    patient: Any = RetryingStorage(storage, 60)
+    assert [trial.value for trial in patient.get_all_trials(study._study_id)] == [1.0]
+    assert lost
+    storage.engine.dispose()
+
+
 def test_patience_has_an_end(
     storages: Storages, fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
