@@ -76,10 +76,14 @@ class RetryingStorage:
     Args:
         storage: The study's storage.
         patience_s: Seconds to wait for it; then, and from then on, every call fails.
+        study_id: Of the study, in the storage.
     """
 
-    def __init__(self, storage: optuna.storages.BaseStorage, patience_s: float) -> None:
+    def __init__(
+        self, storage: optuna.storages.BaseStorage, patience_s: float, study_id: int = 0
+    ) -> None:
         self.itself = storage
+        self._study_id = study_id
         self._patience_s = patience_s
         self._lock = threading.Lock()  # heartbeats are recorded by threads of their own
         self._gone_since: float | None = None
@@ -116,6 +120,18 @@ class RetryingStorage:
             return next(found, None)
 
         return self._retry(lambda: self.itself.create_new_trial(study_id, trial), created)
+
+    def set_trial_param(self, *args: Any) -> None:
+        """See `BaseStorage`; Optuna's proxy, started anew, knows a trial once it has read all."""
+
+        def attempt() -> None:
+            try:
+                self.itself.set_trial_param(*args)
+            except KeyError:
+                self.itself.get_all_trials(self._study_id, deepcopy=False)
+                self.itself.set_trial_param(*args)
+
+        self._retry(attempt)
 
     def set_trial_state_values(
         self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
@@ -237,7 +253,7 @@ def retry_storage(study: optuna.Study, patience_s: float) -> None:
     """Make the study wait for its storage; one in memory is never gone."""
     storage: Any = compat.storage_of(study)
     if not isinstance(storage, optuna.storages.InMemoryStorage | RetryingStorage):
-        compat.set_storage(study, RetryingStorage(storage, patience_s))
+        compat.set_storage(study, RetryingStorage(storage, patience_s, study._study_id))
 
 
 def stop_retrying(study: optuna.Study) -> None:

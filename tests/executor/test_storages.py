@@ -314,6 +314,21 @@ def test_a_connection_that_is_lost_while_trials_are_read_is_waited_for(
     storage.engine.dispose()
 
 
+def test_a_proxy_that_was_started_anew_takes_parameters_of_trials_under_way(
+    tmp_path: Path,
+) -> None:
+    """What Optuna's has before a database tells KeyError of trials that it has not read."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    study = optuna.create_study(storage=url)
+    trial, anew = study.ask(), optuna.storages.get_storage(url)
+    patient: Any = RetryingStorage(anew, 60, study._study_id)
+    distribution = optuna.distributions.FloatDistribution(0, 1)
+    patient.set_trial_param(trial._trial_id, "x", 0.5, distribution)
+    assert study.trials[0].params == {"x": 0.5}
+    with pytest.raises(KeyError):
+        patient.set_trial_param(trial._trial_id + 1, "x", 0.5, distribution)
+
+
 def test_patience_has_an_end(
     storages: Storages, fleet: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
