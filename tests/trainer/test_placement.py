@@ -133,6 +133,14 @@ def test_layers_that_keep_what_they_have_seen_are_told_apart() -> None:
     assert [cost.leaves_something for cost in costs] == [False, True, True, True]
 
 
+@pytest.mark.parametrize("max_norm", [None, 1e3])
+def test_layers_that_write_to_their_weights_are_told_apart(max_norm: float | None) -> None:
+    tokens = nn.Embedding(5, 2, max_norm=max_norm)
+    batch = torch.arange(3), torch.ones(3, 2)
+    (cost,) = layer_costs([tokens], nn.functional.mse_loss, *batch, torch.device("cpu"))
+    assert cost.leaves_something is (max_norm is not None)
+
+
 class Remembers(nn.Linear):
     """Keeps what it gave last, with the graph that it came from."""
 

@@ -106,7 +106,10 @@ def can_add_up(module: nn.Module) -> bool:
 
 
 def leaves_something(layer: nn.Module, before: nn.Module) -> bool:
-    """Whether passes have changed buffers of a copy otherwise, or made some."""
+    """Whether passes have changed buffers of a copy otherwise, or made some, or write weights."""
+    embeddings = [m for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if any(module.max_norm for module in embeddings):
+        return True
     kept = dict(before.named_buffers())
     return any(
         name not in kept or not torch.equal(buffer.cpu(), kept[name].cpu())

@@ -36,7 +36,8 @@ class LayerCost:
         output_bytes: What it gives to the next layer.
         parameter_bytes: Size of its parameters.
         kept_bytes: What it keeps between the two passes.
-        leaves_something: Whether passes change its buffers, but for BatchNorm's statistics.
+        leaves_something: Whether passes change its buffers, but for BatchNorm's statistics, or its
+            weights.
     """
 
     forward_s: float
