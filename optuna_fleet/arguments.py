@@ -136,13 +136,13 @@ def suggests_options(cls: type[_Options]) -> type[_Options]:
     return cls
 
 
-def path(name: str, given: Any) -> Path:
+def path(name: str, given: Any, kind: str = "folder") -> Path:
     """Return the path that a user gave, made absolute; "" would be the working directory.
 
     Raises:
         FleetConfigError: It is no path.
     """
-    wanted = "be the path of a folder, as a string or a Path"
+    wanted = f"be the path of a {kind}, as a string or a Path"
     check_that(name, given, lambda value: isinstance(value, (str, os.PathLike)) and value, wanted)
     try:
         return Path(given).resolve()

@@ -35,7 +35,7 @@ class JoinCluster:
     port: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "file", path("file", self.file))
+        object.__setattr__(self, "file", path("file", self.file, "file"))
         check_that("host", self.host, is_a(str), "be an address of this machine, or ''")
         check_number("port", self.port, least=0, most=65535, whole=True)
 

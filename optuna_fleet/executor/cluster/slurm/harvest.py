@@ -56,7 +56,7 @@ class HarvestCluster:
 
     def __post_init__(self) -> None:
         check_number("max_nodes", self.max_nodes, least=1, whole=True)
-        check_number("time_limit_s", self.time_limit_s, least=60)
+        check_number("time_limit_s", self.time_limit_s, least=60, most=1e8)
         check_number("gpus_per_node", self.gpus_per_node, least=1, whole=True, optional=True)
         check_number("slots_per_device", self.slots_per_device, least=1, whole=True)
         check_number("notice_s", self.notice_s, least=0)
