@@ -77,6 +77,9 @@ class RetryingStorage:
         storage: The study's storage.
         patience_s: Seconds to wait for it; then, and from then on, every call fails.
         study_id: Of the study, in the storage.
+
+    Attributes:
+        num_calls: Of `optimize`, that use it: threads may optimize one study at once.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class RetryingStorage:
     ) -> None:
         self.itself = storage
         self._study_id = study_id
+        self.num_calls = 1
         self._patience_s = patience_s
         self._lock = threading.Lock()  # heartbeats are recorded by threads of their own
         self._gone_since: float | None = None
@@ -252,15 +256,19 @@ class RetryingStorage:
 def retry_storage(study: optuna.Study, patience_s: float) -> None:
     """Make the study wait for its storage; one in memory is never gone."""
     storage: Any = compat.storage_of(study)
-    if not isinstance(storage, optuna.storages.InMemoryStorage | RetryingStorage):
+    if isinstance(storage, RetryingStorage):
+        storage.num_calls += 1
+    elif not isinstance(storage, optuna.storages.InMemoryStorage):
         compat.set_storage(study, RetryingStorage(storage, patience_s, study._study_id))
 
 
 def stop_retrying(study: optuna.Study) -> None:
-    """Give the study its own storage back."""
+    """Give the study its own storage back, once no call is left."""
     storage: Any = compat.storage_of(study)
     if isinstance(storage, RetryingStorage):
-        compat.set_storage(study, storage.itself)
+        storage.num_calls -= 1
+        if not storage.num_calls:
+            compat.set_storage(study, storage.itself)
 
 
 def in_words(error: BaseException) -> str:

@@ -22,7 +22,12 @@ from sqlalchemy.exc import OperationalError
 
 from optuna_fleet import FleetConfigError, Limits, StorageLostError
 from optuna_fleet.sampler_bridge import retrying_storage
-from optuna_fleet.sampler_bridge.retrying_storage import RetryingStorage, is_gone
+from optuna_fleet.sampler_bridge.retrying_storage import (
+    RetryingStorage,
+    is_gone,
+    retry_storage,
+    stop_retrying,
+)
 from tests.executor.storage_servers import Postgres, Proxy
 from tests.nursery import Nursery
 
@@ -327,6 +332,17 @@ def test_a_proxy_that_was_started_anew_takes_parameters_of_trials_under_way(
     assert study.trials[0].params == {"x": 0.5}
     with pytest.raises(KeyError):
         patient.set_trial_param(trial._trial_id + 1, "x", 0.5, distribution)
+
+
+def test_a_call_that_ends_leaves_patience_to_those_of_other_threads(storages: Storages) -> None:
+    study = optuna.create_study(storage=storages.new("sqlite"))
+    itself = study._storage
+    for _ in range(2):
+        retry_storage(study, 60)
+    stop_retrying(study)
+    assert type(study._storage) is RetryingStorage
+    stop_retrying(study)
+    assert study._storage is itself
 
 
 def test_patience_has_an_end(
