@@ -40,7 +40,7 @@ class EqualSplitAllocator:
         targets = {c.number: self._share(c, share) for c in candidates}
         left = problem.num_devices - sum(targets.values())
         was_left = None
-        while left != was_left:  # one pass is not enough where some are at their widest
+        while left and left != was_left:  # one pass is not enough where some are at their widest
             was_left = left
             for candidate in candidates:
                 left -= self._widen(candidate, targets, left)

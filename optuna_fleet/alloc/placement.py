@@ -52,8 +52,8 @@ def place(
     placed = _keep(counts, nodes, current)
     free = _without(nodes, placed.values())
     rest = {t: counts[t] for t in sorted(counts, key=lambda t: (-counts[t], t)) if t not in placed}
-    for num_together in (1, 2):
-        found = _fill_nodes(num_together, rest, free, current)
+    for phase in (_fill_whole_nodes, _fill_nodes_in_pairs):
+        found = phase(rest, free, current)
         placed |= found
         free = _without(free, found.values())
         rest = {t: m for t, m in rest.items() if t not in found}
@@ -94,41 +94,51 @@ def _whole_nodes(m: int, free: _Nodes) -> list[int] | None:
     return None
 
 
-def _fill_nodes(
-    num_together: int,
-    rest: Mapping[int, int],
-    free: _Nodes,
-    current: Mapping[int, tuple[int, ...]],
+def _fill_whole_nodes(
+    rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
 ) -> _Placement:
-    """Places trials that fill whole nodes alone, or so many of them together."""
     found: _Placement = {}
-    left, failed = free, set[tuple[int, ...]]()
-    for group in itertools.combinations(rest.items(), num_together):
-        widths = tuple(m for _, m in group)
-        # Whether nodes are filled depends on how many are free there only.
-        if widths in failed or any(number in found for number, _ in group):
+    left, failed = free, set[int]()
+    for number, m in rest.items():
+        if m in failed:  # whether nodes are filled depends on how many are free there only
             continue
-        filled = _filling(group, left, current)
+        own = set(current.get(number, ()))
+        nodes = sorted(left, key=lambda node: -len(own.intersection(node)))
+        if (whole := _whole_nodes(m, nodes)) is None:
+            failed.add(m)
+            continue
+        found[number] = tuple(sorted(device for n in whole for device in nodes[n]))
+        left, failed = _without(left, [found[number]]), set()
+    return found
+
+
+def _fill_nodes_in_pairs(
+    rest: Mapping[int, int], free: _Nodes, current: Mapping[int, tuple[int, ...]]
+) -> _Placement:
+    found: _Placement = {}
+    left, failed = free, set[tuple[int, int]]()
+    for pair in itertools.combinations(rest.items(), 2):
+        (one, m), (other, n) = pair
+        if one in found or other in found or (m, n) in failed:  # as in `_fill_whole_nodes`
+            continue
+        filled = _filling_together(pair, left, current)
         if not filled:
-            failed.add(widths)
+            failed.add((m, n))
             continue
         found |= filled
         left, failed = _without(left, filled.values()), set()
     return found
 
 
-def _filling(
-    group: Sequence[tuple[int, int]], left: _Nodes, current: Mapping[int, tuple[int, ...]]
+def _filling_together(
+    pair: Sequence[tuple[int, int]], left: _Nodes, current: Mapping[int, tuple[int, ...]]
 ) -> _Placement:
-    """The group on nodes that it fills, each on as few of them as it can be; else nothing."""
-    # Who is alone stays where it is, as far as it can.
-    own = set(current.get(group[0][0], ())) if len(group) == 1 else set()
-    nodes = sorted(left, key=lambda node: -len(own.intersection(node)))
-    whole = _whole_nodes(sum(m for _, m in group), nodes)
+    """The pair on nodes that it fills, each on as few of them as it can be; else nothing."""
+    whole = _whole_nodes(sum(m for _, m in pair), left)
     if whole is None:
         return {}
-    filled = _in_order(group, [nodes[n] for n in whole], current, _next)
-    is_close = all(_spans(filled[t], nodes) == _fewest_nodes(m, nodes) for t, m in group)
+    filled = _in_order(pair, [left[n] for n in whole], current, _next)
+    is_close = all(_spans(filled[t], left) == _fewest_nodes(m, left) for t, m in pair)
     return filled if is_close else {}
 
 
