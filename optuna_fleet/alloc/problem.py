@@ -249,7 +249,7 @@ class Flotilla:
     @property
     def stream_rate(self) -> float:
         """Rate of the fastest trial, in samples/s, which is what the stream draws; 0 without."""
-        return max((a.rate for a in self.assignments), default=0.0)
+        return max([a.rate for a in self.assignments], default=0.0)
 
     @property
     def num_devices(self) -> int:
