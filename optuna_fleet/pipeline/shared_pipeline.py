@@ -139,7 +139,7 @@ class SharedPipeline:
         self._source = Source(datasets=datasets, stages=stages, samplers=samplers)
         check_number("seed", seed, whole=True)
         self.seed = operator.index(seed)
-        self.num_preprocessors = _whole("num_preprocessors", num_preprocessors)
+        self.num_preprocessors = _whole("num_preprocessors", num_preprocessors, most=10_000)
         check_choice("on_error", on_error, ("raise", "skip"))
         check_choice("order", order, ("canonical", "rolling"))
         check_choice("exchange", exchange, ("auto", *SCHEMES))
@@ -320,6 +320,8 @@ def _options() -> list[str]:
     return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
 
-def _whole(argument: str, value: int | None, *, least: int = 1) -> int | None:
-    check_number(argument, value, least=least, whole=True, optional=value is None)
+def _whole(
+    argument: str, value: int | None, *, least: int = 1, most: float | None = None
+) -> int | None:
+    check_number(argument, value, least=least, most=most, whole=True, optional=value is None)
     return value if value is None else operator.index(value)

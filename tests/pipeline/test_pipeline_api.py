@@ -81,6 +81,7 @@ def test_names_that_tell(name):
         ),
         ({"train": [1], "shuffled": True}, "`shuffled` is True"),
         ({"train": [1], "num_preprocessors": 0}, "`num_preprocessors` is 0"),
+        ({"train": [1], "num_preprocessors": 10**30}, "a whole number >= 1 and <= 10000"),
         ({"train": [1], "memory_bytes": 1.5}, "`memory_bytes` is 1.5"),
         ({"train": [1], "seed": "x"}, "`seed` is 'x'"),
         ({"train": [1], "split": "no"}, "`split` is 'no', but must be True or False"),
