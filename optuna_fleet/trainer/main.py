@@ -62,6 +62,8 @@ _TOO_LARGE = (
     "If the model is too large for a device, trial.pipeline() trains it in stages on several; if "
     "its batches are, trial.prepare(..., min_devices=2) gives each device a part of them."
 )
+# With what its frames hold: to free pinned memory while the GPU has failed aborts the process.
+_kept: list[BaseException] = []
 
 
 class Trainer:
@@ -163,7 +165,7 @@ class Trainer:
             way_out = "" if alone else "was pruned"
             has_device_failed = is_of_device(raised)
             self._is_spent = has_device_failed or is_out_of_memory(raised)
-            self._hold(training, ending)
+            self._hold(raised, training, ending)
         session.leave(way_out)
         ended = session.ended(
             ending,
@@ -172,7 +174,7 @@ class Trainer:
             has_device_failed=has_device_failed,
             holds=None if self._held is None else self._held.place,
         )
-        if training is not None:
+        if training is not None and not _kept:
             usage = training.end(alone=alone, is_needed=self._held is not None)
             ended = replace(ended, usage=usage)
             self._is_spent = self._is_spent or training.is_stuck
@@ -187,9 +189,14 @@ class Trainer:
             sys.exit()
         return returned
 
-    def _hold(self, training: Training | None, ending: Ending) -> None:
-        """Keep what the trial can go on with, if this rank has outlived others."""
-        if ending is Ending.DISCONNECTED and training is not None:
+    def _hold(self, raised: BaseException, training: Training | None, ending: Ending) -> None:
+        """Keep what the trial can go on with, if this rank has outlived others.
+
+        And where the GPU has failed, all that the objective had.
+        """
+        if not _gpu_works():
+            _kept.append(raised)
+        elif ending is Ending.DISCONNECTED and training is not None:
             with contextlib.suppress(Exception):  # it goes on from its checkpoint
                 self._held = training.holding.held()
 
@@ -210,10 +217,9 @@ class Trainer:
         return Training(session, self._pipeline, self._device.type, held)
 
     def _clean_up(self, *, collect: bool) -> bool:
-        """Free what the run held; return whether the process can serve another one.
-
-        An error on a GPU (an illegal access, a failed assertion) spoils its context for good.
-        """
+        """Free what the run held; return whether the process can serve another one."""
+        if not _gpu_works():
+            return False
         torch: Any = sys.modules.get("torch")
         has_gpu = torch is not None and torch.cuda.is_initialized()
         if collect or has_gpu:
@@ -221,13 +227,8 @@ class Trainer:
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo and _has_compiled(dynamo):
             dynamo.reset()  # else what other trials have compiled decides how the next one is
-        if not has_gpu:
-            return True
-        try:
-            torch.cuda.synchronize()
+        if has_gpu:
             torch.cuda.empty_cache()
-        except RuntimeError:
-            return False
         return True
 
     def _objective(self, run: RunTrial) -> Any:
@@ -319,6 +320,21 @@ def ailment_of(device: Device) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def _gpu_works() -> bool:
+    """Whether this process can go on to use its GPU, if it does.
+
+    An error there (an illegal access, a failed assertion) spoils its context for good.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _has_compiled(dynamo: Any) -> bool:

@@ -247,6 +247,34 @@ def test_a_trainer_whose_device_does_not_work_says_so(monkeypatch: pytest.Monkey
     assert (message.device, message.problem) == (3, "it is unplugged")
 
 
+class OnFailedGpu:
+    """Memory that aborts the process if it is freed once the GPU has failed, as pinned memory."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
+def asserts_on_its_gpu(trial: Any) -> float:
+    import torch
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    memory = OnFailedGpu()
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.synchronize = fail
+    fail()
+    return float(memory is None)
+
+
+def test_an_error_that_spoils_a_gpu_is_told_before_the_process_ends() -> None:
+    study = optuna.create_study()
+    with FleetExecutor(devices=1, device_type="cpu") as fleet:
+        study.optimize(asserts_on_its_gpu, n_trials=1, catch=RuntimeError, executor=fleet)
+        study.optimize(lambda trial: 1.0, n_trials=1, executor=fleet)  # another process
+    assert [trial.state for trial in study.trials] == [TrialState.FAIL, TrialState.COMPLETE]
+
+
 def test_a_gpu_that_torch_can_not_use_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 

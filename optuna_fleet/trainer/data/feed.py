@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from functools import cache
@@ -24,7 +25,11 @@ def feed(
     Close it before the batches: the next one may be on its way.
     """
     if device.type != "cpu":
-        yield from ahead(batches, CudaCopies(device), _thread(device), finish)
+        copies, thread = CudaCopies(device), _thread(device)
+        try:
+            yield from ahead(batches, copies, thread, finish)
+        finally:
+            wait([thread.submit(copies.forget)])
         return
     for batch in batches:
         yield batch, _finished(batch, batch.data, finish)
@@ -74,12 +79,14 @@ def _finished(batch: Batch, data: Any, finish: Finish | None) -> Any:
 class CudaCopies:
     """By way of pinned memory, on a stream of its own.
 
-    PyTorch's caching allocator keeps the pinned memory until the transfer is done.
+    PyTorch's caching allocator keeps the pinned memory until the transfer is done. While the
+    device has failed, to free it aborts the process: it is held until something else went well.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _side_stream(device)
+        self._lately = _lately(device)
 
     def pin(self, data: Any) -> Any:
         """Nested data that does not lie where it was, ready for `send`; takes its time."""
@@ -89,7 +96,18 @@ class CudaCopies:
         """Start the copies; return the data on the device, and a mark of when they are there."""
         with torch.cuda.stream(self._stream):
             sent = map_tensors(pinned, lambda x: x.to(self._device, non_blocking=True))
-            return sent, self._stream.record_event()
+            mark = self._stream.record_event()
+        self._lately.append((pinned, sent))
+        return sent, mark
+
+    def forget(self) -> None:
+        """Free what was sent lately.
+
+        Raises:
+            RuntimeError: The device has failed.
+        """
+        self._stream.query()
+        self._lately.clear()
 
     def take(self, sent: Any, mark: torch.cuda.Event) -> Any:
         """The data, for what the calling thread has the device do from now on."""
@@ -107,6 +125,12 @@ class CudaCopies:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all: the caching allocator keeps memory for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _lately(device: torch.device) -> deque[Any]:
+    """The batch in use and the one on its way; those of a device that has failed stay."""
+    return deque(maxlen=2)
 
 
 @cache
