@@ -22,19 +22,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.trainer.checkpoints.checkpoint import gather
+from optuna_fleet.trainer.data.shard_loader import Shards
 from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
 from optuna_fleet.trainer.trial import FleetTrial
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import Strategy
     from lightning.pytorch.trainer.states import TrainerFn
     from torchmetrics import Metric
@@ -130,7 +132,7 @@ class FleetStrategy(Strategy):
     def setup(self, trainer: Trainer) -> None:
         """Prepare all that trains; in a resumed trial it is restored."""
         super().setup(trainer)
-        follower = _Follower(self._trial, trainer.max_epochs)
+        follower = _Follower(self._trial)
         callbacks = _callbacks_of(trainer)
         callbacks[:] = [follower, *(c for c in callbacks if not isinstance(c, _Follower))]
         if trainer.state.fn != TrainerFn.FITTING:
@@ -148,9 +150,7 @@ class FleetStrategy(Strategy):
         progress = _Progress(trainer)
         parts += [*schedulers, *([] if scaler is None else [scaler]), progress]
         self._trial.prepare(*parts, **self._bounds)
-        if is_first and progress.is_restored and trainer.fit_loop.done:
-            # It was done before the trial moved, in another `fit`: Lightning passes over its loop.
-            next(self._trial.epochs(trainer.max_epochs), None)
+        follower.resumes = is_first and progress.is_restored
 
     # -- collectives ------------------------------------------------------------------------------
 
@@ -202,14 +202,16 @@ class FleetStrategy(Strategy):
 class _Follower(Callback):
     """Goes through the trial's epochs as Lightning goes through its own."""
 
-    def __init__(self, trial: FleetTrial, num_epochs: int | None) -> None:
+    def __init__(self, trial: FleetTrial) -> None:
+        self.resumes = False
         self._trial = trial
-        self._num_epochs = num_epochs
+        self._num_epochs = 0
         self._epochs: Iterator[int] = iter(())
         self._metrics: list[tuple[Any, dict[str, Any], int]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._num_epochs is not None  # see `FleetStrategy.setup`
+        assert trainer.max_epochs is not None  # see `FleetStrategy.setup`
+        self._num_epochs = trainer.max_epochs  # with those that callbacks have added
         self._epochs = self._trial.epochs(self._num_epochs)
         pl_module.log = _Log(self._trial, pl_module)  # type: ignore[method-assign]
 
@@ -235,6 +237,12 @@ class _Follower(Callback):
             vars(metric).update(state, _update_count=count, _computed=None)
         self._metrics = []
 
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check_data(trainer)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check_data(trainer)
+
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._merge(trainer)
 
@@ -248,6 +256,21 @@ class _Follower(Callback):
         del pl_module.log
         if trainer.current_epoch == self._num_epochs:
             next(self._epochs, None)  # the last one is over
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.resumes and self._num_epochs == 0 and trainer.fit_loop.done:
+            # It was done before the trial moved, in another `fit`: Lightning has passed over it.
+            next(self._trial.epochs(trainer.max_epochs or 0), None)
+
+    def _check_data(self, trainer: Any) -> None:
+        """A rank that has no sample at all logs nothing: others would wait for its metrics."""
+        for loader in trainer._evaluation_loop._combined_loader.flattened:
+            if isinstance(loader, Shards) and (most := _most_samples(loader)) < group_size():
+                self._go_on_with_fewer(
+                    f"It is evaluated on batches of {most} at most, so that more devices have "
+                    "no sample to log metrics of: give a larger `batch_size` to use more.",
+                    most,
+                )
 
     def _merge(self, trainer: Trainer) -> None:
         """Put the values of all ranks together, so that each has those of the whole trial."""
@@ -285,11 +308,13 @@ class _Follower(Callback):
         num_complete = sum(one.keys() == names for one in everyone)
         if num_complete == len(everyone):
             return
-        why = (
-            f"Of {sorted(names)}, some were logged on {num_complete} of the trial's devices only: "
-            "the others had no sample in that epoch."
+        self._go_on_with_fewer(
+            f"Of {sorted(names)}, some were logged on {num_complete} of the trial's devices only.",
+            max(1, num_complete),
         )
-        self._trial._training.go_on_with_fewer(why, max(1, num_complete))
+
+    def _go_on_with_fewer(self, why: str, num_devices: int) -> NoReturn:
+        self._trial._training.go_on_with_fewer(why, num_devices)
         raise TrialError(why)
 
 
@@ -297,6 +322,12 @@ def _contents(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum, and of how many samples, of what was logged; or its maximum, say."""
     size = getattr(result, "cumulated_batch_size", torch.zeros(()))
     return result.value.detach().cpu(), size.cpu()
+
+
+def _most_samples(loader: Any) -> int:
+    """Of a batch, over all ranks."""
+    asked = loader._asked
+    return min(asked.batch_size, loader._loader._pipeline.spec.dataset(asked.name).num_samples)
 
 
 def _callbacks_of(trainer: Any) -> list[Callback]:
@@ -353,8 +384,11 @@ class _Progress:
         # With `max_steps` Lightning would take the epoch that comes for the one that is done.
         fit_loop._restarting = fit_loop.epoch_loop.restarting = False
         for callback in _callbacks_of(self._trainer):
-            if callback.state_key in state["callbacks"]:
-                callback.load_state_dict(state["callbacks"][callback.state_key])
+            saved = state["callbacks"].get(callback.state_key)
+            if isinstance(callback, ModelCheckpoint) and saved:
+                callback.dirpath = saved["dirpath"]  # in another folder it would forget the best
+            if saved:
+                callback.load_state_dict(saved)
         for callback in self._with_hooks():
             module = self._trainer.lightning_module
             callback.on_load_checkpoint(self._trainer, module, state["checkpoint"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -182,11 +183,43 @@ def test_a_pruned_trial_frees_its_devices(three: Any) -> None:
     assert flown(three, by_lightning, Leg((0, 1, 2))).state.is_finished()
 
 
-def test_what_some_devices_could_not_log_is_to_be_logged_on_fewer(three: Any) -> None:
-    def objective(trial: Any) -> float:
-        return by_lightning(trial, val="val_tiny")
+class Some(Classifier):
+    """Logs on the first rank of the trial only."""
 
-    with pytest.raises(TrialError, match="logged on 1 of the trial's devices only"):
+    def validation_step(self, batch: Any, index: int) -> None:
+        if self.global_rank == 0:
+            self.log("val", self.loss(batch))
+
+
+class Measured(Classifier):
+    """Each rank computes what it has logged of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = MulticlassAccuracy(3, average="micro")
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.right(self.layers(batch[0]), batch[1])
+        self.log("right", self.right)
+
+
+@pytest.mark.parametrize(
+    ("module", "val", "size", "why"),
+    [
+        (Some, "val", BATCH_SIZE, "logged on 1 of the trial's devices only"),
+        (Measured, "val", 1, "on batches of 1 at most"),
+        (Measured, "val_tiny", BATCH_SIZE, "on batches of 1 at most"),
+    ],
+)
+def test_what_some_devices_could_not_log_is_to_be_logged_on_fewer(
+    three: Any, module: Any, val: str, size: int, why: str
+) -> None:
+    def objective(trial: Any) -> None:
+        trainer = pl.Trainer(**QUIET, max_epochs=1, strategy=FleetStrategy(trial))
+        train = trial.batches("train", BATCH_SIZE)
+        trainer.fit(module(), train, trial.batches(val, size))
+
+    with pytest.raises(TrialError, match=why):
         flown(three, objective, Leg((0, 1)))
     limits = [event.max_devices for event in three.events if isinstance(event, WidthLimited)]
     assert limits  # the controller goes on from the last checkpoint then
@@ -236,6 +269,59 @@ def test_averages_of_weights_move_along(three: Any) -> None:
 
     alone = flown(three, objective, Leg((0,)))
     assert flown(three, objective, Leg((0, 1), 1), Leg((2,))).value == close_to(alone.value)
+
+
+class Steady(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_the_epoch_that_averages_of_weights_add_is_trained_too(three: Any) -> None:
+    """For the statistics of BatchNorm."""
+
+    def objective(trial: Any) -> float:
+        model = Steady()
+        trainer = pl.Trainer(
+            **QUIET,
+            max_epochs=2,
+            strategy=FleetStrategy(trial),
+            callbacks=[pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)],
+        )
+        trainer.fit(model, batches := trial.batches("train", BATCH_SIZE), trial.batches("val"))
+        trial.set_user_attr("seen", int(model.layers[1].num_batches_tracked) / len(batches))
+        return sum(float(each.abs().sum()) for each in model.state_dict().values())
+
+    alone = flown(three, objective, Leg((0,)))
+    moved = flown(three, objective, Leg((0, 1), 2), Leg((2,)))
+    assert alone.user_attrs["seen"] == moved.user_attrs["seen"] == 1
+    assert moved.value == close_to(alone.value)
+
+
+class Worse(Classifier):
+    """With each epoch."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", float(self.current_epoch))
+
+
+def test_the_best_of_the_checkpoints_moves_along(three: Any, tmp_path: Path) -> None:
+    def objective(trial: Any) -> float:
+        best = pl.callbacks.ModelCheckpoint(monitor="val")
+        options = {**QUIET, "logger": True, "enable_checkpointing": True}
+        trainer = pl.Trainer(
+            **options,
+            default_root_dir=tmp_path,
+            max_epochs=EPOCHS,
+            strategy=FleetStrategy(trial),
+            callbacks=[best],
+        )
+        trainer.fit(Worse(), trial.batches("train", BATCH_SIZE), trial.batches("val"))
+        trial.set_user_attr("exists", Path(best.best_model_path).is_file())
+        return float(best.best_model_score)
+
+    moved = flown(three, objective, Leg((0, 1), 1), Leg((2,)))
+    assert moved.value == 0
+    assert moved.user_attrs["exists"]
 
 
 def test_each_of_several_loaders_is_that_of_all_devices(three: Any) -> None:
