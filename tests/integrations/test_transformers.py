@@ -378,6 +378,27 @@ def test_a_pruned_trial_frees_its_devices(three: Any, tmp_path: Path) -> None:
     assert flown(three, objective, Leg((0, 1, 2))).state is optuna.trial.TrialState.COMPLETE
 
 
+class AsSeq2Seq(Trainer):
+    """Computes losses of evaluations by itself, as `Seq2SeqTrainer` when it generates."""
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            logits = model(**inputs).logits
+            return F.cross_entropy(logits.mT, inputs["labels"]), None, None
+
+
+class Seq2SeqOnFleet(FleetTrainerMixin, AsSeq2Seq):
+    pass
+
+
+def test_losses_that_are_computed_without_a_count_are_means_over_labels(
+    three: Any, tmp_path: Path
+) -> None:
+    objective = objective_of("language model", tmp_path, Seq2SeqOnFleet, num_train_epochs=1)
+    alone, wide = (flown(three, objective, Leg(devices)) for devices in [(0,), (0, 1, 2)])
+    assert wide.value == pytest.approx(alone.value, rel=1e-10)
+
+
 class Counts(transformers.TrainerCallback):  # type: ignore[misc]
     """Which processes say that they are the first; what is done of each kind."""
 

@@ -281,7 +281,8 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
         preprocess = self.preprocess_logits_for_metrics
 
         def step(inputs: Any) -> tuple[Any, Any, Any, Any]:
-            self._num_evaluated = None
+            # Not all let `compute_loss` know: Seq2SeqTrainer has the model itself compute it.
+            self._num_evaluated = self._get_num_items_in_batch([inputs], self.args.device)
             found = self.prediction_step(self.model, inputs, prediction_loss_only, ignore_keys)
             loss, logits, labels = found
             if preprocess is not None and logits is not None:
