@@ -326,8 +326,8 @@ def _contents(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _most_samples(loader: Any) -> int:
     """Of a batch, over all ranks."""
-    asked = loader._asked
-    return min(asked.batch_size, loader._loader._pipeline.spec.dataset(asked.name).num_samples)
+    name, most = loader._asked.name, int(loader._asked.batch_size)
+    return min(most, int(loader._loader._pipeline.spec.dataset(name).num_samples))
 
 
 def _callbacks_of(trainer: Any) -> list[Callback]:
