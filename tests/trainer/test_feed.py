@@ -1,5 +1,6 @@
 """The last step of the data: to the device, a batch ahead, and finished there."""
 
+import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +154,27 @@ def test_memory_is_free_after_a_pass_unless_the_device_has_failed(monkeypatch, h
         copies.forget()
     assert (memory() is not None) == has_failed
     stream.has_failed = False
+    copies.forget()
+
+
+def test_what_fails_at_once_is_no_broken_thread():
+    """A device's error would be hidden behind that."""
+    assert feed_module._thread(torch.device("cuda", 0)).submit(int).result() == 0
+
+
+def test_memory_is_held_if_the_device_fails_during_a_copy(monkeypatch):
+    stream = Stream()
+    stream.record_event = lambda: stream.mark  # no such thing
+    monkeypatch.setattr(feed_module, "_side_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    copies = feed_module.CudaCopies(torch.device("cpu"))
+    pinned = torch.zeros(2)
+    with pytest.raises(AttributeError):
+        copies.send(pinned)
+    memory = weakref.ref(pinned)
+    del pinned
+    gc.collect()
+    assert memory() is not None
     copies.forget()
 
 

@@ -80,7 +80,7 @@ class CudaCopies:
     """By way of pinned memory, on a stream of its own.
 
     PyTorch's caching allocator keeps the pinned memory until the transfer is done. While the
-    device has failed, to free it aborts the process: it is held until something else went well.
+    device has failed, to free it aborts the process: it is held until a query has gone well.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,10 +94,12 @@ class CudaCopies:
 
     def send(self, pinned: Any) -> tuple[Any, torch.cuda.Event]:
         """Start the copies; return the data on the device, and a mark of when they are there."""
+        self._stream.query()
+        self._lately.append(pinned)
         with torch.cuda.stream(self._stream):
             sent = map_tensors(pinned, lambda x: x.to(self._device, non_blocking=True))
             mark = self._stream.record_event()
-        self._lately.append((pinned, sent))
+        self._lately.append(sent)
         return sent, mark
 
     def forget(self) -> None:
@@ -130,12 +132,12 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 @cache
 def _lately(device: torch.device) -> deque[Any]:
     """The batch in use and the one on its way; those of a device that has failed stay."""
-    return deque(maxlen=2)
+    return deque(maxlen=4)  # pinned and sent
 
 
 @cache
 def _thread(device: torch.device) -> Executor:
-    return ThreadPoolExecutor(1, "staging", torch.cuda.set_device, (device,))
+    return ThreadPoolExecutor(1, "staging")
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
