@@ -194,8 +194,9 @@ class Trainer:
 
         And where the GPU has failed, all that the objective had.
         """
-        if not _gpu_works():
+        if not _gpu_works(waits=False):
             _kept.append(raised)
+            self._is_spent = True
         elif ending is Ending.DISCONNECTED and training is not None:
             with contextlib.suppress(Exception):  # it goes on from its checkpoint
                 self._held = training.holding.held()
@@ -218,7 +219,7 @@ class Trainer:
 
     def _clean_up(self, *, collect: bool) -> bool:
         """Free what the run held; return whether the process can serve another one."""
-        if not _gpu_works():
+        if not _gpu_works(waits=True):
             return False
         torch: Any = sys.modules.get("torch")
         has_gpu = torch is not None and torch.cuda.is_initialized()
@@ -322,16 +323,16 @@ def ailment_of(device: Device) -> str:
     return ""
 
 
-def _gpu_works() -> bool:
-    """Whether this process can go on to use its GPU, if it does.
+def _gpu_works(*, waits: bool) -> bool:
+    """Whether this process can go on to use its GPU, if it does: errors there are for good.
 
-    An error there (an illegal access, a failed assertion) spoils its context for good.
+    To wait for all that the GPU has to do takes for ever if other ranks have left a collective.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return True
     try:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize() if waits else torch.cuda.current_stream().query()
     except RuntimeError:
         return False
     return True

@@ -257,12 +257,12 @@ class OnFailedGpu:
 def asserts_on_its_gpu(trial: Any) -> float:
     import torch
 
-    def fail() -> None:
+    def fail() -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     memory = OnFailedGpu()
     torch.cuda.is_initialized = lambda: True
-    torch.cuda.synchronize = fail
+    torch.cuda.current_stream = torch.cuda.synchronize = fail
     fail()
     return float(memory is None)
 
