@@ -99,6 +99,22 @@ def test_a_store_that_can_not_be_started_is_started_later_and_once(
     node._selector.close()
 
 
+def test_an_agent_counts_no_silence_while_it_is_suspended_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(agent.time, "monotonic", clock)
+    setup = mock.Mock(stuck_s=None, silence_s=6.0)
+    node = agent.Agent(mock.Mock(), mock.Mock(), "agent", "127.0.0.1", setup)
+    clock.now = 1000.0  # its job was, and the driver with it
+    for _ in range(5):
+        node._look_after()
+        clock.now += 1.0
+    with pytest.raises(TimeoutError):
+        node._look_after()
+    node._selector.close()
+
+
 def test_a_trainer_that_the_driver_kills_is_replaced_at_once_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -96,7 +96,7 @@ class Agent:
         self._store_pid: int | None = None
         self._objective = -1
         self._memory_kills = MemoryKills()
-        self._heard = self._said = time.monotonic()
+        self._heard = self._said = self._looked = time.monotonic()
 
     def serve(self) -> None:
         """Start everything, then act on events until told to quit.
@@ -189,9 +189,12 @@ class Agent:
 
     def _keep_lease(self) -> None:
         """Give a sign of life; end if the driver has given none: it has given this node up."""
-        now, silence_s = time.monotonic(), self._setup.silence_s
+        now, before, silence_s = time.monotonic(), self._looked, self._setup.silence_s
+        self._looked = now
         if silence_s is None:
             return
+        # While we could not listen, as in a job that was suspended, the driver was not silent.
+        self._heard = min(now, self._heard + max(0.0, now - before - silence_s / 4))
         if now - self._heard > silence_s:
             raise TimeoutError(f"nothing was heard of it for {silence_s:g} s")
         if now - self._said >= SIGN_EVERY_S:
