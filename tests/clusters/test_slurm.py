@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -66,6 +67,13 @@ def test_a_node_that_has_failed_before_is_no_matter(allocate, slurm) -> None:
     slurm.crash("node2")  # the variables of the batch script still name it
     with hub_of(job) as hub:
         hub.wait_for(lambda: hub.nodes() == ["node1", "node3", "node4"])
+
+
+def test_a_queue_that_can_not_be_asked_ends_nothing(allocate, monkeypatch) -> None:
+    why = "`squeue` failed: slurm_load_jobs error: Socket timed out on send/recv operation"
+    monkeypatch.setattr(allocation, "ask_job", mock.Mock(side_effect=LaunchError(why)))
+    with hub_of(allocate("--nodelist=node1,node2")) as hub:
+        hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
 
 
 def test_a_job_of_an_array_has_its_own_nodes(slurm, monkeypatch) -> None:

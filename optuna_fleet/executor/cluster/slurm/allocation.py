@@ -95,11 +95,9 @@ class Allocation:
         threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
 
     def _look_and_run(self) -> None:
-        try:
+        job = None
+        with contextlib.suppress(LaunchError):  # srun has more patience, and says what is wrong
             job = ask_job(self._job)
-        except LaunchError as error:
-            self.news.tell(error)
-            return
         if job is not None:
             self._steps = dict.fromkeys(job.nodes)  # those that have failed are no longer in it
             if job.end is not None:
