@@ -502,7 +502,7 @@ def test_the_page_is_written_anew_until_an_interrupt(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def started(*options: str, stdout: Any) -> Iterator[subprocess.Popen[bytes]]:
     """It ends with the test: one that fails would wait for it."""
-    command = [sys.executable, "-m", "optuna_fleet.cli", "top", "--interval", "0.1", *options]
+    command = [sys.executable, "-m", "optuna_fleet", "top", "--interval", "0.1", *options]
     with subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE) as process:
         try:
             yield process

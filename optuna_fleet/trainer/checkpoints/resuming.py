@@ -74,10 +74,12 @@ class Resuming:
     def check_reached(self) -> None:
         """The objective has returned: has it been in the loop that was checkpointed?
 
+        It may return before all loops, as it knows what it has left in `FleetTrial.state`.
+
         Raises:
             TrialError: It has not, so that what it returns is of another training.
         """
-        if self._position.loop < self._saved.loop:
+        if 0 < self._position.loop < self._saved.loop:
             raise TrialError(
                 f"Trial {self._parts.run.number} was checkpointed in loop {self._saved.loop} over "
                 "trial.epochs() or trial.steps(), but when it was run again its objective "
