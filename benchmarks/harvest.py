@@ -50,7 +50,7 @@ from optuna_fleet.replay.report import utilisation
 from optuna_fleet.replay.simulation import Simulation
 from optuna_fleet.replay.trace import NodeTrace, load_trace
 from optuna_fleet.replay.workload import FleetChange, Rules, SimulatedTrial
-from optuna_fleet.sampler_bridge.ledger import device_spans_of, flights_of
+from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
 from optuna_fleet.wire.invitation import Invitation
 
 BATCH = 16

@@ -15,12 +15,7 @@ from optuna.trial import TrialState
 
 from optuna_fleet import FleetConfigError
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import (
-    DEVICES_KEY,
-    FLIGHTS_KEY,
-    PIPELINE_KEY,
-    DeviceSpan,
-)
+from optuna_fleet.sampler_bridge.records import DEVICES_KEY, FLIGHTS_KEY, PIPELINE_KEY, DeviceSpan
 from optuna_fleet.visualization import plot_timeline, save_timeline
 from optuna_fleet.visualization.bars import Mark, bars_of, round_starts
 from optuna_fleet.visualization.lane import Curve, Lane, lane_of, steps

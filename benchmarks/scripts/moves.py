@@ -18,7 +18,7 @@ import workload
 
 from optuna_fleet import FleetExecutor, SharedPipeline, policies
 from optuna_fleet.alloc import AllocationProblem, Assignment, Flotilla, Plan
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 
 NUM_SLOTS = 4
 NUM_LONG = 2

@@ -11,7 +11,7 @@ from optuna.trial import FrozenTrial
 from optuna_dashboard import get_note, save_note
 
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 
 _HEADING = "### On the fleet"
 

@@ -1,13 +1,11 @@
-"""What the study is told: calls made inside objectives, how trials ended, where they ran."""
+"""What the study is told: calls made inside objectives, how trials ended."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import optuna
@@ -24,6 +22,7 @@ from optuna_fleet.exceptions import (
 )
 from optuna_fleet.sampler_bridge import choices, compat
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.records import Records
 from optuna_fleet.sampler_bridge.repeatable import repeatable
 from optuna_fleet.sampler_bridge.repeats import Repeats
 from optuna_fleet.wire.calls import Call
@@ -31,117 +30,7 @@ from optuna_fleet.wire.packing import is_primitive, unpack
 
 Callback: TypeAlias = Callable[[optuna.Study, FrozenTrial], None]
 
-FLIGHTS_PREFIX = "optuna_fleet:flights:"
-FLIGHTS_KEY = FLIGHTS_PREFIX + "{began:.3f}:{index}"
 REASON_KEY = "optuna_fleet:reason"
-DECISION_KEY = "optuna_fleet:decision:{began:.3f}:{round}"
-PIPELINE_PREFIX = "optuna_fleet:pipeline:"
-PIPELINE_KEY = PIPELINE_PREFIX + "{began:.3f}:{index}"
-DEVICES_PREFIX = "optuna_fleet:devices:"
-DEVICES_KEY = DEVICES_PREFIX + "{began:.3f}:{index}"
-
-_PER_RECORD = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
-    """One stay of a trial on its devices, as recorded with the study.
-
-    Times are seconds since the epoch; durations are summed over the devices.
-    """
-
-    devices: tuple[int, ...]
-    start: float
-    end: float
-    round: int
-    ending: str
-    probing_s: float
-    profiling_s: float
-    data_wait_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """One allocation, as recorded with the study and in the summary.
-
-    Attributes:
-        time: When it was made, seconds since the epoch.
-        round: Its number within the call, from 1.
-        moves: Number of trials that it moved.
-        allocator: Who made it.
-        reason: Why, in words.
-        status: The solver's status.
-        gap: The solver's relative gap; None if it gave none.
-        solve_time_s: What it took.
-    """
-
-    time: float
-    round: int
-    moves: int
-    allocator: str
-    reason: str
-    status: str
-    gap: float | None
-    solve_time_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSpan:
-    """What the shared pipeline did for some time, as recorded with the study.
-
-    Attributes:
-        start: When it began, seconds since the epoch.
-        end: When it ended.
-        num_preprocessors: Mean number of preprocessors.
-        busy: Share of their time at work.
-        blocked: Share of their time idle for want of memory.
-        stalled: Share of the readers' time that they waited for data.
-        queue: How full the readers' queues were, from 0 to 1.
-    """
-
-    start: float
-    end: float
-    num_preprocessors: float
-    busy: float
-    blocked: float
-    stalled: float
-    queue: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceSpan:
-    """When a device was there, as recorded with the study.
-
-    Attributes:
-        device: Its number.
-        node: Name of its node.
-        kind: Its type.
-        start: When it joined, seconds since the epoch; or the call began.
-        end: When it was gone, or the call ended; None if that is not known.
-    """
-
-    device: int
-    node: str
-    kind: str
-    start: float
-    end: float | None = None
-
-
-def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
-    """Each trial's flights by its number, in order: `Flight`'s fields, and in which `call`."""
-    flights: dict[int, list[dict[str, Any]]] = defaultdict(list)
-    records = compat.study_records(study, FLIGHTS_PREFIX).items()
-    flown = ({**record, "call": key.partition(":")[0]} for key, few in records for record in few)
-    for record in sorted(flown, key=lambda record: record["start"]):
-        flights[record["trial"]].append(record)
-    return flights
-
-
-def device_spans_of(study: optuna.Study, began: float | None = None) -> list[DeviceSpan]:
-    """When which device was there, as recorded, by start; in the call that `began` then."""
-    prefix = DEVICES_PREFIX if began is None else f"{DEVICES_PREFIX}{began:.3f}:"
-    records = compat.study_records(study, prefix).values()
-    return sorted((DeviceSpan(**r) for few in records for r in few), key=lambda span: span.start)
 
 
 class Ledger:
@@ -159,15 +48,13 @@ class Ledger:
     ) -> None:
         self.study = study
         self.began = round(time.time(), 3)
+        self.records = Records(study, self.began)
         self._proposals = proposals
         self._catch = catch
         self._callbacks = list(callbacks or ())
         self._gc_after_trial = gc_after_trial
         self._progress_bar = progress_bar
-        self._flights: list[dict[str, Any]] = []
-        self._num_flight_records = 0
         self._repeats = Repeats()
-        self._num_spans = 0
 
     def carry_out(self, number: int, call: Call) -> Any:
         """Make a call of trial `number` on the real trial, study or storage and return its result.
@@ -247,42 +134,10 @@ class Ledger:
         values = sorted(self.frozen(number).intermediate_values.items())
         return [value for step, value in values if step not in ahead]
 
-    def record(self, number: int, flight: Flight) -> None:
-        """Store where and when the trial ran.
-
-        With the study, because what is stored with a trial shows in `Study.trials_dataframe`; a
-        few to a record, so that neither their number nor their size grows with the sweep.
-        """
-        devices = list(flight.devices)  # as it comes out of storages
-        self._flights.append({"trial": number, **asdict(flight), "devices": devices})
-        key = FLIGHTS_KEY.format(began=self.began, index=self._num_flight_records)
-        compat.set_study_record(self.study, key, list(self._flights))
-        if len(self._flights) == _PER_RECORD:
-            self._flights = []
-            self._num_flight_records += 1
-
-    def record_decision(self, decision: Decision) -> None:
-        """Store an allocation with the study; a record each, so that long sweeps stay cheap."""
-        key = DECISION_KEY.format(began=self.began, round=decision.round)
-        compat.set_study_record(self.study, key, asdict(decision))
-
-    def record_devices(self, spans: Sequence[DeviceSpan], changed: Iterable[int]) -> None:
-        """Store when devices were there, as far as that has changed; a few to a record."""
-        for index in sorted({position // _PER_RECORD for position in changed}):
-            few = spans[index * _PER_RECORD : (index + 1) * _PER_RECORD]
-            key = DEVICES_KEY.format(began=self.began, index=index)
-            compat.set_study_record(self.study, key, [asdict(span) for span in few])
-
     def show_under_way(self, num_trials: int, num_devices: int) -> None:
         """Show in the progress bar what is at work: it may be long until a trial ends."""
         text = f"{num_trials} trials on {num_devices} devices" if num_trials else ""
         compat.show_beside_bar(self._progress_bar, text)
-
-    def record_span(self, span: PipelineSpan) -> None:
-        """Store what the pipeline did with the study; a record each too."""
-        key = PIPELINE_KEY.format(began=self.began, index=self._num_spans)
-        self._num_spans += 1
-        compat.set_study_record(self.study, key, asdict(span))
 
     def settle(
         self, number: int, value: float | Sequence[float] | None, error: BaseException | None

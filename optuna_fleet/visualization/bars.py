@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from optuna_fleet.arguments import check_that, is_a
 from optuna_fleet.events import Ending
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.visualization.rows import Row, node_of
 
 

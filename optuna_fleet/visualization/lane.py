@@ -10,7 +10,7 @@ from enum import Enum
 import optuna
 
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import PIPELINE_PREFIX, PipelineSpan
+from optuna_fleet.sampler_bridge.records import PIPELINE_PREFIX, PipelineSpan
 from optuna_fleet.visualization import style
 from optuna_fleet.visualization.bars import first_start
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import optuna
 
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import DEVICES_PREFIX, DeviceSpan, device_spans_of
+from optuna_fleet.sampler_bridge.records import DEVICES_PREFIX, DeviceSpan, device_spans_of
 
 _LONGEST_NAME = 24
 

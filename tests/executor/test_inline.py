@@ -16,7 +16,7 @@ from optuna_fleet import Convergence, FleetConfigError, FleetExecutor
 from optuna_fleet.executor.cluster import devices
 from optuna_fleet.executor.cluster.inline import InlineCluster
 from optuna_fleet.sampler_bridge.call_records import calls_of
-from optuna_fleet.sampler_bridge.ledger import device_spans_of
+from optuna_fleet.sampler_bridge.records import device_spans_of
 from tests.executor.test_same_results import losses_of
 from tests.fleets import Leg, small_pipeline, train
 

@@ -32,7 +32,7 @@ from optuna_fleet.executor.call import parts, performer
 from optuna_fleet.executor.call.watchdog import Broken, Hung, Watchdog
 from optuna_fleet.executor.cluster.agent.memory_kills import LOOK_EVERY_S, MemoryKills
 from optuna_fleet.executor.fleet.runtime import Runtime
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer import heartbeat
 from optuna_fleet.trainer.heartbeat import phase_of
 from optuna_fleet.wire.messages import (

@@ -23,8 +23,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet import FleetExecutor, TrialError
 from optuna_fleet.executor.fleet.runtime import Runtime
-from optuna_fleet.sampler_bridge.ledger import Ledger, flights_of
+from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg
 from tests.waiting import until
 

@@ -15,7 +15,7 @@ from optuna_fleet.executor.call.tally import MIN_SPAN_S, PipelineLog, Tally
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import PIPELINE_PREFIX, PipelineSpan
+from optuna_fleet.sampler_bridge.records import PIPELINE_PREFIX, PipelineSpan
 from optuna_fleet.visualization import plot_timeline
 from optuna_fleet.visualization.lane import Curve
 from tests.fleets import Leg, Noise, fleet_of, small_model, train

@@ -16,7 +16,7 @@ from optuna_fleet.alloc import AllocationProblem, ElasticAllocator, Plan
 from optuna_fleet.events import Model
 from optuna_fleet.executor.call.call_log import CallLog
 from optuna_fleet.policies import POLICIES
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer.checkpoints.checkpoint import gather
 from tests.fleets import Leg, await_trainers, fleet_of, small_model, small_pipeline, train
 from tests.layer_clock import Taking, emulated

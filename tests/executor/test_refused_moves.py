@@ -19,7 +19,7 @@ from optuna_fleet.alloc.assembly import assemble
 from optuna_fleet.alloc.problem import AllocationProblem, Plan
 from optuna_fleet.events import MoveRefused
 from optuna_fleet.policies import POLICIES, Own
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg, run, small_model, small_pipeline, train_epoch
 
 

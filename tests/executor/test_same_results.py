@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from optuna_fleet import Checkpoints
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg, fleet_of, small_model, train
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import DataRequested
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer.data.reading import Periods, Start
 from tests.fleets import Leg, Noise, ask_to_move, evaluate, fleet_of, num_wrong, run, small_model
 

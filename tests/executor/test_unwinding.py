@@ -10,7 +10,7 @@ from typing import Any
 import optuna
 import pytest
 
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded
 from optuna_fleet.wire.messages import RunTrial

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from optuna_fleet import FleetConfigError, TrialError
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 from tests.executor import losses, objectives
 from tests.executor.parts import OBJECTIVES, usual_pipeline
 from tests.fleets import Leg, await_trainers, fleet_of

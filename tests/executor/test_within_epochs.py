@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.events import MoveMeasured, MoveRefused
 from optuna_fleet.policies import Own
-from optuna_fleet.sampler_bridge.ledger import flights_of
+from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer.data import shard_loader
 from tests.executor.test_refused_moves import Restless
 from tests.fleets import Leg, Noise, ask_to_move, evaluate, fleet_of, num_wrong, small_model

@@ -15,8 +15,9 @@ from optuna_fleet.executor.call.runs import RunRecord
 from optuna_fleet.executor.call.tally import Tally
 from optuna_fleet.executor.cluster.protocol import Options
 from optuna_fleet.sampler_bridge.compat import fleet_logger
-from optuna_fleet.sampler_bridge.ledger import Decision, Ledger
+from optuna_fleet.sampler_bridge.ledger import Ledger
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.sampler_bridge.records import Decision
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.wire.calls import EndEpoch
 
@@ -92,7 +93,7 @@ class Outcomes:
             solve_time_s=plan.solve_time_s,
         )
         self._tally.decisions.append(decision)
-        self._ledger.record_decision(decision)
+        self._ledger.records.decision(decision)
         level = logging.INFO if started.moves or started.round == 1 else logging.DEBUG
         fleet_logger.log(level, f"Round {decision.round}: {decision.reason}")
 
@@ -128,7 +129,7 @@ class Outcomes:
                 self._proposals.return_to_queue(number)
         with contextlib.suppress(Exception):  # the storage may be what has failed
             for run in runs:
-                self._ledger.record(run.launch.number, run.aborted(end=time.time()))
+                self._ledger.records.flight(run.launch.number, run.aborted(end=time.time()))
 
 
 class EpochEvaluator:

@@ -46,14 +46,16 @@ class Parts:
         self.runs: dict[int, RunRecord] = {}
         self.deadlines = Deadlines()
         self.tally = Tally(
-            devices=DeviceLog(ledger.record_devices), left_out=runtime.faults.reasons
+            devices=DeviceLog(ledger.records.devices), left_out=runtime.faults.reasons
         )
         self.calls = CallHandler(runtime.send, ledger, retention)
         self.outcomes = Outcomes(ledger, proposals, retention, self.tally)
         self.launcher = launcher = Launcher(runtime, job, retention, ledger, proposals)
         self.handovers = Handovers(runtime.send, launcher.rehearse, launcher.call_off)
         self.watchdog = Watchdog(job.options.limits, runtime.process_state)
-        self.pipeline_log = PipelineLog(ledger.record_span, runtime.last_stats, time.time())
+        self.pipeline_log = PipelineLog(
+            ledger.records.pipeline_span, runtime.last_stats, time.time()
+        )
         self.call_log = CallLog.of(ledger, proposals)
         self.evaluator = EpochEvaluator(job.options, ledger, maximize=job.maximize)
 

@@ -115,5 +115,5 @@ class Performer:
         if is_done:
             self._parts.call_log.done(run.launch.number)
         self._parts.tally.moves.left(run.launch.number)
-        self._parts.ledger.record(run.launch.number, run.flight(end=time.time()))
+        self._parts.ledger.records.flight(run.launch.number, run.flight(end=time.time()))
         return run

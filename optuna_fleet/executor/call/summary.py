@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from optuna_fleet.pipeline.stats import PipelineStats, PipelineUse
-from optuna_fleet.sampler_bridge.ledger import Decision
+from optuna_fleet.sampler_bridge.records import Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

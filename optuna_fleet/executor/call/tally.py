@@ -11,7 +11,7 @@ from optuna_fleet.events import DeviceGone, DeviceJoined, Event
 from optuna_fleet.executor.call.summary import FleetSummary, mean_of
 from optuna_fleet.pipeline.stats import PipelineStats
 from optuna_fleet.resources import Device
-from optuna_fleet.sampler_bridge.ledger import Decision, DeviceSpan, PipelineSpan
+from optuna_fleet.sampler_bridge.records import Decision, DeviceSpan, PipelineSpan
 from optuna_fleet.wire.messages import Usage
 
 MIN_SPAN_S = 2.0

@@ -23,8 +23,8 @@ from optuna_fleet.executor.cluster.protocol import Options, Runner
 from optuna_fleet.pipeline import SharedPipeline
 from optuna_fleet.resources import Device
 from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.ledger import Flight
 from optuna_fleet.sampler_bridge.loop import Loop
+from optuna_fleet.sampler_bridge.records import Flight
 from optuna_fleet.sampler_bridge.retention import CheckpointRetention
 from optuna_fleet.trainer.seeding import seed_run
 from optuna_fleet.trainer.session import Session
@@ -70,7 +70,7 @@ class InlineRunner:
                     value = _run(func, session, options.pipeline)
                 except BaseException as raised:  # `sys.exit()`, say: it has ended all the same
                     error = raised
-                loop.ledger.record(number, session.flight(error))
+                loop.ledger.records.flight(number, session.flight(error))
                 log.done(number)
                 loop.ledger.settle(number, value, error)
 
@@ -81,7 +81,7 @@ class InlineRunner:
 @contextmanager
 def _recorded(loop: Loop) -> Iterator[CallLog]:
     """The call's record, for those who watch it."""
-    log, devices = CallLog.of(loop.ledger, loop.proposals), DeviceLog(loop.ledger.record_devices)
+    log, devices = CallLog.of(loop.ledger, loop.proposals), DeviceLog(loop.ledger.records.devices)
     devices.begin([_DEVICE], time.time())
     ending = "failed"
     try:

@@ -13,7 +13,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet.sampler_bridge.call_records import CallState, RunState, calls_of
-from optuna_fleet.sampler_bridge.ledger import device_spans_of, flights_of
+from optuna_fleet.sampler_bridge.records import device_spans_of, flights_of
 from optuna_fleet.visualization.live.forecast import UnderWay, expected_end
 
 _NUM_RECENT = 8

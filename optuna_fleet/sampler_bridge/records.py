@@ -1,0 +1,171 @@
+"""What is recorded with a study: where its trials ran, plans, devices, what the pipeline did."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import optuna
+
+from optuna_fleet.sampler_bridge import compat
+
+FLIGHTS_PREFIX = "optuna_fleet:flights:"
+FLIGHTS_KEY = FLIGHTS_PREFIX + "{began:.3f}:{index}"
+DECISION_KEY = "optuna_fleet:decision:{began:.3f}:{round}"
+PIPELINE_PREFIX = "optuna_fleet:pipeline:"
+PIPELINE_KEY = PIPELINE_PREFIX + "{began:.3f}:{index}"
+DEVICES_PREFIX = "optuna_fleet:devices:"
+DEVICES_KEY = DEVICES_PREFIX + "{began:.3f}:{index}"
+
+_PER_RECORD = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """One stay of a trial on its devices, as recorded with the study.
+
+    Times are seconds since the epoch; durations are summed over the devices.
+    """
+
+    devices: tuple[int, ...]
+    start: float
+    end: float
+    round: int
+    ending: str
+    probing_s: float
+    profiling_s: float
+    data_wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One allocation, as recorded with the study and in the summary.
+
+    Attributes:
+        time: When it was made, seconds since the epoch.
+        round: Its number within the call, from 1.
+        moves: Number of trials that it moved.
+        allocator: Who made it.
+        reason: Why, in words.
+        status: The solver's status.
+        gap: The solver's relative gap; None if it gave none.
+        solve_time_s: What it took.
+    """
+
+    time: float
+    round: int
+    moves: int
+    allocator: str
+    reason: str
+    status: str
+    gap: float | None
+    solve_time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpan:
+    """What the shared pipeline did for some time, as recorded with the study.
+
+    Attributes:
+        start: When it began, seconds since the epoch.
+        end: When it ended.
+        num_preprocessors: Mean number of preprocessors.
+        busy: Share of their time at work.
+        blocked: Share of their time idle for want of memory.
+        stalled: Share of the readers' time that they waited for data.
+        queue: How full the readers' queues were, from 0 to 1.
+    """
+
+    start: float
+    end: float
+    num_preprocessors: float
+    busy: float
+    blocked: float
+    stalled: float
+    queue: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpan:
+    """When a device was there, as recorded with the study.
+
+    Attributes:
+        device: Its number.
+        node: Name of its node.
+        kind: Its type.
+        start: When it joined, seconds since the epoch; or the call began.
+        end: When it was gone, or the call ended; None if that is not known.
+    """
+
+    device: int
+    node: str
+    kind: str
+    start: float
+    end: float | None = None
+
+
+def flights_of(study: optuna.Study) -> dict[int, list[dict[str, Any]]]:
+    """Each trial's flights by its number, in order: `Flight`'s fields, and in which `call`."""
+    flights: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    records = compat.study_records(study, FLIGHTS_PREFIX).items()
+    flown = ({**record, "call": key.partition(":")[0]} for key, few in records for record in few)
+    for record in sorted(flown, key=lambda record: record["start"]):
+        flights[record["trial"]].append(record)
+    return flights
+
+
+def device_spans_of(study: optuna.Study, began: float | None = None) -> list[DeviceSpan]:
+    """When which device was there, as recorded, by start; in the call that `began` then."""
+    prefix = DEVICES_PREFIX if began is None else f"{DEVICES_PREFIX}{began:.3f}:"
+    records = compat.study_records(study, prefix).values()
+    return sorted((DeviceSpan(**r) for few in records for r in few), key=lambda span: span.start)
+
+
+class Records:
+    """Writes the records of one call.
+
+    With the study, because what is stored with a trial shows in `Study.trials_dataframe`.
+
+    Args:
+        study: The study.
+        began: When the call began, seconds since the epoch; it is in each record's key.
+    """
+
+    def __init__(self, study: optuna.Study, began: float) -> None:
+        self._study = study
+        self._began = began
+        self._flights: list[dict[str, Any]] = []
+        self._num_flight_records = 0
+        self._num_spans = 0
+
+    def flight(self, number: int, flight: Flight) -> None:
+        """Where and when a trial ran.
+
+        A few to a record, so that neither their number nor their size grows with the sweep.
+        """
+        devices = list(flight.devices)  # as it comes out of storages
+        self._flights.append({"trial": number, **asdict(flight), "devices": devices})
+        self._write(FLIGHTS_KEY, list(self._flights), index=self._num_flight_records)
+        if len(self._flights) == _PER_RECORD:
+            self._flights = []
+            self._num_flight_records += 1
+
+    def decision(self, decision: Decision) -> None:
+        """An allocation; a record each, so that long sweeps stay cheap."""
+        self._write(DECISION_KEY, asdict(decision), round=decision.round)
+
+    def devices(self, spans: Sequence[DeviceSpan], changed: Iterable[int]) -> None:
+        """When devices were there, as far as that has changed; a few to a record."""
+        for index in sorted({position // _PER_RECORD for position in changed}):
+            few = spans[index * _PER_RECORD : (index + 1) * _PER_RECORD]
+            self._write(DEVICES_KEY, [asdict(span) for span in few], index=index)
+
+    def pipeline_span(self, span: PipelineSpan) -> None:
+        """What the pipeline did; a record each too."""
+        self._write(PIPELINE_KEY, asdict(span), index=self._num_spans)
+        self._num_spans += 1
+
+    def _write(self, key: str, record: Any, **numbers: int) -> None:
+        compat.set_study_record(self._study, key.format(began=self._began, **numbers), record)
