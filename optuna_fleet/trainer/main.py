@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import os
-import pickle
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +15,6 @@ from optuna import TrialPruned
 
 from optuna_fleet.events import Ending
 from optuna_fleet.exceptions import (
-    FleetError,
     LaunchError,
     PipelineLostError,
     RetryableError,
@@ -31,9 +27,10 @@ from optuna_fleet.exceptions import (
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.processes import flush_prints
 from optuna_fleet.resources import Device
-from optuna_fleet.settings import Adoption, Settings
+from optuna_fleet.trainer.device_state import ailment_of, clean_up, gpu_works
 from optuna_fleet.trainer.heartbeat import sending_heartbeats
 from optuna_fleet.trainer.inbox import Inbox
+from optuna_fleet.trainer.objective import LoadedObjective
 from optuna_fleet.trainer.remote import Remote
 from optuna_fleet.trainer.seeding import seed_run, seed_torch
 from optuna_fleet.trainer.session import DriverGoneError, Session, Yielded, no_driver
@@ -48,8 +45,8 @@ from optuna_fleet.wire.messages import (
     TrainerReady,
     TrainerUnfit,
 )
-from optuna_fleet.wire.node_messages import KeepObjective, ProcessId, Quit
-from optuna_fleet.wire.packing import pack, pack_error, plain, unpack_objective
+from optuna_fleet.wire.node_messages import ProcessId, Quit
+from optuna_fleet.wire.packing import pack, pack_error, plain
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
@@ -81,10 +78,9 @@ class Trainer:
         self._dial = dial
         self._inbox = Inbox(channel)
         self._pipeline = pipeline
-        self._num_threads = num_threads
-        self._objectives: dict[int, Any] = {}
-        self._settings = Settings()
-        self._adoption = Adoption(has_gpu=device.type == "cuda")
+        self._objective = LoadedObjective(
+            num_threads, has_gpu=device.type == "cuda", resolve=self._stand_in
+        )
         self._session: Session | None = None
         self._held: Held | None = None
         self._is_spent = False
@@ -98,7 +94,7 @@ class Trainer:
                     ended = self._run(message)
                     flush_prints()  # trainers are killed in the end
                     collect = message.gc_after_trial
-                    is_last = self._is_spent or not self._clean_up(collect=collect)
+                    is_last = self._is_spent or not clean_up(collect=collect)
                     if self._session is not None and self._session.run.rehearses:
                         device = self._device.index
                         not_ready = Rehearsed(run_id=message.run_id, device=device, is_ready=False)
@@ -140,8 +136,8 @@ class Trainer:
         way_out = ""
         try:
             # First, because importing what it refers to may run code that draws or seeds.
-            objective = self._objective(run)
-            self._adopt_numbers()
+            objective = self._objective.of(run)
+            self._objective.adopt_numbers()
             seed_run(run.seed, run.number)
             _join_group(run, self._device, open_training)
             returned = self._called(objective, FleetTrial(session, open_training), session)
@@ -194,7 +190,7 @@ class Trainer:
 
         And where the GPU has failed, all that the objective had.
         """
-        if not _gpu_works(waits=False):
+        if not gpu_works(waits=False):
             _kept.append(raised)
             self._is_spent = True
         elif ending is Ending.DISCONNECTED and training is not None:
@@ -212,47 +208,10 @@ class Trainer:
         from optuna_fleet.trainer.training import Training  # imports torch
 
         if not had_torch:  # else the objective may have changed these by now
-            self._adopt_numbers()
+            self._objective.adopt_numbers()
             seed_torch(session.run.seed, session.run.number)
         held, self._held = self._held, None
         return Training(session, self._pipeline, self._device.type, held)
-
-    def _clean_up(self, *, collect: bool) -> bool:
-        """Free what the run held; return whether the process can serve another one."""
-        if not _gpu_works(waits=True):
-            return False
-        torch: Any = sys.modules.get("torch")
-        has_gpu = torch is not None and torch.cuda.is_initialized()
-        if collect or has_gpu:
-            gc.collect()
-        dynamo = sys.modules.get("torch._dynamo")
-        if dynamo and _has_compiled(dynamo):
-            dynamo.reset()  # else what other trials have compiled decides how the next one is
-        if has_gpu:
-            torch.cuda.empty_cache()
-        return True
-
-    def _objective(self, run: RunTrial) -> Any:
-        if run.objective_id not in self._objectives:
-            with open(run.objective_at, "rb") as file:
-                kept: KeepObjective = pickle.load(file)  # from our parent, the agent
-            self._objectives = {kept.objective_id: kept.objective}
-            self._settings = kept.settings
-        packed = self._objectives[run.objective_id]
-        if isinstance(packed, bytes):
-            self._adoption.own_filters()
-            try:
-                self._objectives[run.objective_id] = unpack_objective(packed, self._stand_in)
-            except Exception as error:
-                raise FleetError(
-                    "The objective can't be loaded in a trainer: "
-                    f"{type(error).__name__}: {error}. What it refers to must be importable there "
-                    "as it is in your script."
-                ) from error
-            if self._settings.torch:
-                importlib.import_module("torch")  # or its settings would come too late
-            self._adoption.adopt(self._settings)
-        return self._objectives[run.objective_id]
 
     def _stand_in(self, target: str) -> Remote:
         """For the study or storage that the objective refers to: always that of the driver."""
@@ -262,16 +221,6 @@ class Trainer:
             return self._session
 
         return Remote(session, target)
-
-    def _adopt_numbers(self) -> None:
-        self._adoption.adopt_numbers(self._settings)
-        if hooks := sys.modules.get("optuna_fleet.trainer.gradients.module_hooks"):
-            hooks.quieten()  # the filters of warnings may be new
-        torch = sys.modules.get("torch")
-        if torch is not None:
-            # The slot's share of the cores; a script that chose fewer gets those.
-            chosen = self._settings.num_threads or self._num_threads
-            torch.set_num_threads(min(chosen, self._num_threads))
 
 
 def trainer_main(
@@ -305,43 +254,6 @@ def trainer_main(
     with contextlib.suppress(OSError, DriverGoneError):
         channel.send(TrainerReady(device=device.index, process=process))
         trainer.serve()
-
-
-def ailment_of(device: Device) -> str:
-    """Returns what is wrong with this process's device, in words, or "".
-
-    A GPU is tried where torch was imported; without it no trial uses one.
-    """
-    torch: Any = sys.modules.get("torch")
-    if device.type == "cpu" or torch is None:
-        return ""
-    try:
-        torch.ones(1, device="cuda").add_(1)
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _gpu_works(*, waits: bool) -> bool:
-    """Whether this process can go on to use its GPU, if it does: errors there are for good.
-
-    To wait for all that the GPU has to do takes for ever if other ranks have left a collective.
-    """
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.synchronize() if waits else torch.cuda.current_stream().query()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _has_compiled(dynamo: Any) -> bool:
-    """Whether it has, or torch does not say: with a GPU a reset takes seconds."""
-    codes = getattr(dynamo.convert_frame, "input_codes", None)
-    return bool(getattr(codes, "seen", True))
 
 
 def _join_group(run: RunTrial, device: Device, open_training: Callable[[], Training]) -> None:

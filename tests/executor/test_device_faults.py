@@ -26,7 +26,7 @@ from optuna_fleet.exceptions import is_for_want_of_peers, is_of_device, is_out_o
 from optuna_fleet.executor.fleet.faults import DeviceFaults, NodeFaults
 from optuna_fleet.resources import Device
 from optuna_fleet.trainer import main
-from optuna_fleet.trainer.main import ailment_of
+from optuna_fleet.trainer.device_state import ailment_of
 from optuna_fleet.wire.messages import TrainerUnfit
 
 

@@ -9,7 +9,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,9 +17,8 @@ import optuna
 import pytest
 import torch
 
-from optuna_fleet.resources import Device
 from optuna_fleet.settings import Adoption, Settings, settings_here
-from optuna_fleet.trainer.main import Trainer
+from optuna_fleet.trainer.objective import LoadedObjective
 from tests.fleets import Leg
 
 
@@ -122,11 +120,10 @@ def test_a_script_may_choose_fewer_threads_than_a_slot_has(
     chosen: int | None, expected: int
 ) -> None:
     before = torch.get_num_threads()
-    channel: Any = SimpleNamespace(send=None, receive=mock.Mock(side_effect=EOFError))
-    trainer = Trainer(Device(index=0, node=0, kind="cpu"), channel, None, num_threads=3)
-    trainer._settings = Settings(num_threads=chosen)
+    objective = LoadedObjective(3, has_gpu=False, resolve=mock.Mock())
+    objective._settings = Settings(num_threads=chosen)
     try:
-        trainer._adopt_numbers()
+        objective.adopt_numbers()
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)

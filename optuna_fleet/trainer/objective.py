@@ -1,0 +1,70 @@
+"""The objective as a trainer has it: loaded once, with the settings of the user's script."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from optuna_fleet.exceptions import FleetError
+from optuna_fleet.settings import Adoption, Settings
+from optuna_fleet.wire.messages import RunTrial
+from optuna_fleet.wire.node_messages import KeepObjective
+from optuna_fleet.wire.packing import unpack_objective
+
+
+class LoadedObjective:
+    """What this process runs, call after call.
+
+    Args:
+        num_threads: The slot's share of the node's cores.
+        has_gpu: Whether the process has one.
+        resolve: Gives what stands for the study or storage that the objective refers to.
+    """
+
+    def __init__(self, num_threads: int, *, has_gpu: bool, resolve: Callable[[str], Any]) -> None:
+        self._num_threads = num_threads
+        self._resolve = resolve
+        self._objectives: dict[int, Any] = {}
+        self._settings = Settings()
+        self._adoption = Adoption(has_gpu=has_gpu)
+
+    def of(self, run: RunTrial) -> Any:
+        """The objective, with the settings of its script in force.
+
+        Raises:
+            FleetError: It can't be loaded here.
+        """
+        if run.objective_id not in self._objectives:
+            with open(run.objective_at, "rb") as file:
+                kept: KeepObjective = pickle.load(file)  # from our parent, the agent
+            self._objectives = {kept.objective_id: kept.objective}
+            self._settings = kept.settings
+        packed = self._objectives[run.objective_id]
+        if isinstance(packed, bytes):
+            self._adoption.own_filters()
+            try:
+                self._objectives[run.objective_id] = unpack_objective(packed, self._resolve)
+            except Exception as error:
+                raise FleetError(
+                    "The objective can't be loaded in a trainer: "
+                    f"{type(error).__name__}: {error}. What it refers to must be importable there "
+                    "as it is in your script."
+                ) from error
+            if self._settings.torch:
+                importlib.import_module("torch")  # or its settings would come too late
+            self._adoption.adopt(self._settings)
+        return self._objectives[run.objective_id]
+
+    def adopt_numbers(self) -> None:
+        """Put in force, again, what decides what is computed."""
+        self._adoption.adopt_numbers(self._settings)
+        if hooks := sys.modules.get("optuna_fleet.trainer.gradients.module_hooks"):
+            hooks.quieten()  # the filters of warnings may be new
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            # The slot's share of the cores; a script that chose fewer gets those.
+            chosen = self._settings.num_threads or self._num_threads
+            torch.set_num_threads(min(chosen, self._num_threads))
