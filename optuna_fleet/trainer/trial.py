@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import optuna
-from optuna.distributions import BaseDistribution
-
 from optuna_fleet.executor.deciding.convergence import Convergence
-from optuna_fleet.sampler_bridge import compat
-from optuna_fleet.sampler_bridge.choices import suggest
-from optuna_fleet.trainer.remote import Remote
+from optuna_fleet.trainer.remote_trial import RemoteTrial
 from optuna_fleet.trainer.reports import Reports
 from optuna_fleet.trainer.session import Session
-from optuna_fleet.wire.packing import is_primitive, plain
 
 if TYPE_CHECKING:
     import torch
@@ -26,124 +18,22 @@ if TYPE_CHECKING:
     from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
     from optuna_fleet.trainer.training import Training
 
-_SET_BY_OPTUNA = {
-    "relative_search_space",
-    "_relative_params",
-    "_fixed_params",
-    "_cached_frozen_trial",
-}
 
+class FleetTrial(RemoteTrial):
+    """An `optuna.Trial` with the methods of training on the fleet.
 
-class FleetTrial(optuna.Trial):
-    """An `optuna.Trial` whose every method is carried out on the real study, in the driver.
-
-    On top of Optuna's methods it has those of data-parallel training on the fleet: `prepare`,
-    `epochs`, `steps`, `batches`, `totals`, `sum`, `mean`, `state`, `best_value`, `should_stop`;
-    `pipeline`. One that uses none of them is a plain Optuna objective and runs unchanged, on one
-    device.
+    These are `prepare`, `epochs`, `steps`, `batches`, `totals`, `sum`, `mean`, `state`,
+    `best_value`, `should_stop`, `pipeline`. An objective that uses none of them is a plain Optuna
+    objective and runs unchanged, on one device.
     """
 
     def __init__(self, session: Session, open_training: Callable[[], Training]) -> None:
-        # optuna.Trial.__init__ would ask the storage and the sampler, which are in the driver.
-        self._session = session
+        super().__init__(session)
         self._open_training = open_training
-        self._trial_id = session.run.trial_id
-        self._chosen: dict[str, Any] = {}
-        self.study: Any = Remote(lambda: session, "study")
-        self.storage: Any = Remote(lambda: session, "storage")
-
-    # -- Optuna -----------------------------------------------------------------------------------
-
-    def suggest_float(
-        self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False
-    ) -> float:
-        """See `optuna.Trial.suggest_float`."""
-        return self._session.call("trial", "suggest_float", name, low, high, step=step, log=log)  # type: ignore[no-any-return]
-
-    def suggest_int(
-        self, name: str, low: int, high: int, *, step: int = 1, log: bool = False
-    ) -> int:
-        """See `optuna.Trial.suggest_int`."""
-        return self._session.call("trial", "suggest_int", name, low, high, step=step, log=log)  # type: ignore[no-any-return]
-
-    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """See `optuna.Trial.suggest_categorical`; returns one of `choices` itself."""
-        value = suggest(functools.partial(self._session.call, "trial"), name, choices)
-        if not is_primitive(value):
-            self._chosen[name] = value
-        return value
-
-    def report(self, value: float, step: int) -> None:
-        """See `optuna.Trial.report`; does not wait until the value is stored.
-
-        Should that fail, because the value is not the same on all ranks of the trial, say, the
-        error is raised by the next call that has an answer, or else it is the objective's end.
-        """
-        num_objectives = 2 if self._session.run.maximize is None else 1
-        value, step = compat.checked_report(plain(value), step, num_objectives=num_objectives)
-        self._session.report(value, step)
-        self._session.reports.add(value, step)
-
-    def should_prune(self) -> bool:
-        """See `optuna.Trial.should_prune`; every rank gets the same answer."""
-        return self._session.should_prune()
-
-    def set_user_attr(self, key: str, value: Any) -> None:
-        """See `optuna.Trial.set_user_attr`; rank 0's value counts."""
-        self._session.tell("trial", "set_user_attr", key, value)
-
-    def set_constraint(self, key: str, value: float) -> None:
-        """See `optuna.Trial.set_constraint`; the same value on all ranks, as in `report`."""
-        self._session.call("trial", "set_constraint", key, value)
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """See `optuna.Trial.params`."""
-        params: dict[str, Any] = self._session.read("trial", "params")
-        # What comes from the driver is a copy.
-        return params | self._chosen
-
-    @property
-    def distributions(self) -> dict[str, BaseDistribution]:
-        """See `optuna.Trial.distributions`."""
-        return self._session.read("trial", "distributions")  # type: ignore[no-any-return]
-
-    @property
-    def user_attrs(self) -> dict[str, Any]:
-        """See `optuna.Trial.user_attrs`."""
-        return self._session.read("trial", "user_attrs")  # type: ignore[no-any-return]
-
-    @property
-    def constraints(self) -> dict[str, float]:
-        """See `optuna.Trial.constraints`."""
-        return self._session.read("trial", "constraints")  # type: ignore[no-any-return]
-
-    @property
-    def relative_params(self) -> dict[str, Any]:
-        """See `optuna.Trial.relative_params`."""
-        return self._session.read("trial", "relative_params")  # type: ignore[no-any-return]
-
-    def __getattr__(self, name: str) -> Any:
-        """What `optuna.Trial.__init__` would have set, as it is over there."""
-        if name not in _SET_BY_OPTUNA:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._session.read("trial", name)
-
-    @property
-    def datetime_start(self) -> datetime.datetime | None:
-        """See `optuna.Trial.datetime_start`."""
-        return self._session.read("trial", "datetime_start")  # type: ignore[no-any-return]
-
-    @property
-    def number(self) -> int:
-        """See `optuna.Trial.number`."""
-        return self._session.run.number
 
     @property
     def _training(self) -> Training:
         return self._open_training()
-
-    # -- the fleet --------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
