@@ -144,6 +144,26 @@ def test_masks_differ_between_ranks_and_are_drawn_again_after_a_move(pair: Any) 
     assert told_by(pair, legs, draws_masks)["masks"][epoch:] == stayed[epoch:]
 
 
+def keeps_tensors(trial: Any) -> float:
+    """Tells where the tensors of its state are, after each epoch."""
+    model = trial.prepare(small_model())
+    state, where = trial.state, []
+    state.setdefault("seen", [torch.zeros((), device=trial.device), {"steps": torch.zeros(())}])
+    for _ in trial.epochs(3):
+        for images, _ in trial.batches("train", batch_size=12, movable=True):
+            state["seen"][0].add_(images.new_ones(()))
+            state["seen"][1]["steps"].add_(1.0)
+        where.append([state["seen"][0].device.type, state["seen"][1]["steps"].device.type])
+    model(images)
+    trial.set_user_attr("where", where)
+    return float(state["seen"][0])
+
+
+def test_tensors_of_the_state_are_where_they_were_after_a_move(pair: Any) -> None:
+    where = told_by(pair, [Leg((0,), 1), Leg((0, 1), 2), Leg((1,))], keeps_tensors)["where"]
+    assert set(map(tuple, where)) == {("cuda", "cpu")}
+
+
 @pytest.mark.parametrize("devices", [(0,), (0, 1)])
 def test_a_rate_is_measured(pair: Any, devices: tuple[int, ...]) -> None:
     told_by(pair, [Leg(devices, measure=True)], partial(train, epochs=10))  # 50 batches

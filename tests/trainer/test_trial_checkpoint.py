@@ -25,6 +25,7 @@ from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.data.reading import EpochPosition
+from optuna_fleet.trainer.nested import tensors_in
 from optuna_fleet.trainer.randomness import FrequentStates, rng_state, set_rng_state
 from optuna_fleet.trainer.seeding import seed_run
 from tests.fleets import write_checkpoint
@@ -167,6 +168,17 @@ def test_a_copy_does_not_follow_the_training() -> None:
     raw += b"b"
     assert copy.objects[0]["w"].tolist() == [0.0, 0.0]
     assert copy.state == {"l": [1.0], "r": b"a"}
+
+
+def test_tensors_of_the_state_come_back_where_they_were() -> None:
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    state = {"n": 1, "all": OrderedDict(a=here, b=(there, [here])), "last": there}
+    where = checkpoint._on_device(state)
+    on_cpu = {"n": 1, "all": OrderedDict(a=here, b=(here, [here])), "last": here}
+    loaded = checkpoint.placed(make(state=on_cpu, on_device=where), torch.device("meta")).state
+    assert [t.device.type for t in tensors_in(loaded)] == ["cpu", "meta", "cpu", "meta"]
+    assert type(loaded["all"]) is OrderedDict
+    assert checkpoint.snapshot(make(state=on_cpu)).on_device == []
 
 
 def test_a_later_step_is_another_position() -> None:
@@ -368,7 +380,9 @@ def test_who_has_no_gpu_gathers_from_those_that_have_one(monkeypatch: pytest.Mon
 
 def test_who_returns_before_the_loop_that_was_checkpointed_has_trained_less() -> None:
     position = EpochPosition(loop=1)
-    parts: Any = SimpleNamespace(position=position, state={}, run=SimpleNamespace(number=5))
+    parts: Any = SimpleNamespace(
+        position=position, state={}, run=SimpleNamespace(number=5), device=torch.device("cpu")
+    )
     resuming = Resuming(make(loop=2), parts)
     with pytest.raises(TrialError, match=r"checkpointed in loop 2 .* returned after 1:"):
         resuming.check_reached()

@@ -16,6 +16,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import ADVICE, CheckpointError, Owner
@@ -51,6 +52,7 @@ class Checkpoint:
         parameters: What was suggested to the trial, but for choices that are objects.
         step: The batch of the epoch's first pass to go on with; None for the epoch's beginning.
         totals: What each rank has added to ``trial.totals`` before that step.
+        on_device: Which leaves of `state` are tensors that were on the trial's GPU.
     """
 
     loop: int
@@ -64,6 +66,7 @@ class Checkpoint:
     parameters: dict[str, Any] = field(default_factory=dict)
     step: int | None = None
     totals: list[dict[str, Any]] = field(default_factory=list)
+    on_device: list[int] = field(default_factory=list)
 
     @property
     def position(self) -> tuple[int, ...]:
@@ -85,7 +88,21 @@ def snapshot(checkpoint: Checkpoint) -> Checkpoint:
         state=_portable(checkpoint.state, "trial.state", own=True),
         totals=_portable(checkpoint.totals, "trial.totals", own=False),
         history=dict(checkpoint.history),
+        on_device=_on_device(checkpoint.state),
     )
+
+
+def placed(saved: Checkpoint, device: torch.device) -> Checkpoint:
+    """With those tensors of its state on the device that were on one."""
+    leaves, structure = pytree.tree_flatten(saved.state)
+    for index in saved.on_device:
+        leaves[index] = leaves[index].to(device)
+    return replace(saved, state=pytree.tree_unflatten(leaves, structure))
+
+
+def _on_device(state: dict[str, Any]) -> list[int]:
+    leaves = enumerate(pytree.tree_leaves(state))
+    return [i for i, leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_cpu]
 
 
 def write(file: IO[bytes], copy: Checkpoint, owner: Owner) -> None:

@@ -27,7 +27,7 @@ class Resuming:
     """
 
     def __init__(self, saved: checkpoint.Checkpoint, parts: Parts) -> None:
-        self._saved = saved
+        self._saved = saved = checkpoint.placed(saved, parts.device)
         self._parts = parts
         self._position = parts.position
         self._is_done = False
