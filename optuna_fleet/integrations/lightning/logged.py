@@ -1,0 +1,88 @@
+"""What was logged on all ranks of a trial, put together."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import Trainer
+
+from optuna_fleet.exceptions import TrialError
+from optuna_fleet.trainer.checkpoints.checkpoint import gather
+from optuna_fleet.trainer.data.shard_loader import Shards
+from optuna_fleet.trainer.groups import group_size
+from optuna_fleet.trainer.trial import FleetTrial
+
+
+class Logged:
+    """Gives each rank the values of the whole trial, or has it go on on fewer devices."""
+
+    def __init__(self, trial: FleetTrial) -> None:
+        self._trial = trial
+
+    def check_data(self, trainer: Any) -> None:
+        """A rank that has no sample at all logs nothing: others would wait for its metrics."""
+        for loader in trainer._evaluation_loop._combined_loader.flattened:
+            if isinstance(loader, Shards) and (most := _most_samples(loader)) < group_size():
+                self._go_on_with_fewer(
+                    f"It is evaluated on batches of {most} at most, so that more devices have "
+                    "no sample to log metrics of: give a larger `batch_size` to use more.",
+                    most,
+                )
+
+    def merge(self, trainer: Trainer) -> None:
+        """Put the values of all ranks together, so that each has those of the whole trial."""
+        logged = {
+            key: result
+            for key, result in (trainer._results or {}).items()
+            if result.is_tensor and result.meta.on_epoch and not result.has_reset
+        }
+        everyone = gather({key: _contents(result) for key, result in logged.items()})
+        self._check_logged(everyone)
+        for key, result in logged.items():
+            parts = zip(*(one[key] for one in everyone), strict=True)
+            values, sizes = (torch.stack(part).to(trainer.strategy.root_device) for part in parts)
+            if result.meta.is_max_reduction:
+                result._computed = values.amax(0)
+            elif result.meta.is_min_reduction:
+                result._computed = values.amin(0)
+            else:
+                is_mean = result.meta.is_mean_reduction
+                result._computed = values.sum(0) / (sizes.sum(0) if is_mean else 1)
+        self._tell_again(trainer, {result.meta.dataloader_idx for result in logged.values()})
+
+    def _tell_again(self, trainer: Any, loaders: set[int | None]) -> None:
+        """Of each of several loaders Lightning has taken this rank's values, when it was read."""
+        results, connector = trainer._results, trainer._logger_connector
+        for loader in loaders - {None}:
+            results.dataloader_idx = loader
+            trainer._evaluation_loop._logged_outputs[loader] = (
+                connector.update_eval_epoch_metrics()
+            )
+            results.dataloader_idx = None
+
+    def _check_logged(self, everyone: list[dict[str, Any]]) -> None:
+        names = set().union(*everyone)
+        num_complete = sum(one.keys() == names for one in everyone)
+        if num_complete == len(everyone):
+            return
+        self._go_on_with_fewer(
+            f"Of {sorted(names)}, some were logged on {num_complete} of the trial's devices only.",
+            max(1, num_complete),
+        )
+
+    def _go_on_with_fewer(self, why: str, num_devices: int) -> NoReturn:
+        self._trial._training.go_on_with_fewer(why, num_devices)
+        raise TrialError(why)
+
+
+def _contents(result: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum, and of how many samples, of what was logged; or its maximum, say."""
+    size = getattr(result, "cumulated_batch_size", torch.zeros(()))
+    return result.value.detach().cpu(), size.cpu()
+
+
+def _most_samples(loader: Any) -> int:
+    """Of a batch, over all ranks."""
+    name, most = loader._asked.name, int(loader._asked.batch_size)
+    return min(most, int(loader._loader._pipeline.spec.dataset(name).num_samples))

@@ -1,0 +1,175 @@
+"""The trial as a strategy of Lightning's Trainer: its devices, parts and collectives."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+
+from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.integrations.lightning.follower import Follower
+from optuna_fleet.integrations.lightning.progress import Progress
+from optuna_fleet.trainer.checkpoints.checkpoint import gather
+from optuna_fleet.trainer.groups import group_size, of_first_rank, wire_device
+from optuna_fleet.trainer.trial import FleetTrial
+
+if TYPE_CHECKING:
+    import optuna
+
+_rank_zero: Any = rank_zero_only  # of Lightning's, it is an attribute of that function
+_REDUCE_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class FleetStrategy(Strategy):
+    """Trains a LightningModule as part of a trial, for ``Trainer(strategy=...)``.
+
+    The model, its optimizers and schedulers are prepared (`FleetTrial.prepare`), and Lightning's
+    epochs are `FleetTrial.epochs`: between two of them the trial is checkpointed and may move. The
+    state of the Trainer and its callbacks moves along; what the model keeps for itself does not,
+    nor are its hooks for checkpoints called: use `trial.state`.
+
+    What is logged per epoch (``self.log(..., on_epoch=True)``) is that of the whole trial on every
+    rank, as one process would have logged it. A value per step is this rank's.
+
+    Args:
+        trial: What the objective was given.
+        min_devices: See `FleetTrial.prepare`.
+        max_devices: See `FleetTrial.prepare`.
+
+    Raises:
+        FleetConfigError: The trial is not one of a fleet.
+    """
+
+    def __init__(
+        self,
+        trial: optuna.Trial,
+        *,
+        min_devices: int | None = None,
+        max_devices: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(trial, FleetTrial):
+            raise FleetConfigError(
+                f"FleetStrategy was given a `{type(trial).__name__}`, but takes the trial of an "
+                "objective that runs on a fleet: study.optimize(..., executor=FleetExecutor(...))."
+            )
+        self._trial = trial
+        self._bounds = {"min_devices": min_devices, "max_devices": max_devices}
+        self._has_model = False
+
+    # -- who and where ----------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """The trial's device."""
+        return self._trial.device
+
+    @property
+    def global_rank(self) -> int:
+        """Rank within the trial."""
+        return self._trial.rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this rank writes logs and checkpoints of Lightning's own."""
+        return self._trial.rank == 0
+
+    def setup_environment(self) -> None:
+        """See `Strategy`."""
+        _rank_zero.rank = self._trial.rank  # of trainers, which serve many trials
+        # What is logged per epoch is reduced by `Follower`.
+        warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
+        super().setup_environment()
+
+    def teardown(self) -> None:
+        """See `Strategy`."""
+        _rank_zero.rank = 0
+        super().teardown()
+
+    # -- the trial's parts ------------------------------------------------------------------------
+
+    def model_to_device(self) -> None:
+        """See `Strategy`."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare all that trains; in a resumed trial it is restored."""
+        super().setup(trainer)
+        follower = Follower(self._trial)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [follower, *(c for c in callbacks if not isinstance(c, Follower))]
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if trainer.max_epochs is None or trainer.max_epochs < 1:
+            raise FleetConfigError(
+                f"The Trainer's `max_epochs` is {trainer.max_epochs}, but a fleet must know how "
+                "long a trial can get: give a number >= 1. Callbacks may end it earlier."
+            )
+        trainer.num_sanity_val_steps = 0  # it would read data outside of the trial's epochs
+        is_first, self._has_model = not self._has_model, True
+        parts: list[Any] = [self.lightning_module, *self.optimizers][0 if is_first else 1 :]
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        progress = Progress(trainer)
+        parts += [*schedulers, *([] if scaler is None else [scaler]), progress]
+        self._trial.prepare(*parts, **self._bounds)
+        follower.resumes = is_first and progress.is_restored
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over the trial's ranks; see `Strategy`."""
+        if not isinstance(tensor, torch.Tensor) or group_size() == 1:
+            return tensor
+        name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
+        if name not in _REDUCE_OPS:
+            raise FleetConfigError(f"`reduce_op` is {reduce_op!r}, not of {sorted(_REDUCE_OPS)}.")
+        reduced = tensor.detach().to(wire_device(), copy=True)
+        dist.all_reduce(reduced, op=_REDUCE_OPS[name])
+        return (reduced / group_size() if name in ("mean", "avg") else reduced).to(tensor.device)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Whether all ranks of the trial, or any, have decided so."""
+        votes = self.reduce(torch.tensor(int(decision)), reduce_op="sum")
+        return bool(votes == group_size() if all else votes > 0)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for the trial's ranks."""
+        of_first_rank([0])
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """What the rank `src` of the trial gives: plain values and tensors."""
+        return gather({"": obj})[src][""]
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """Of all ranks of the trial, along a new first axis; without gradients.
+
+        Raises:
+            FleetConfigError: Gradients are asked for.
+        """
+        if sync_grads:
+            raise FleetConfigError(
+                "all_gather(sync_grads=True) is not supported on a fleet: a loss over the whole "
+                "batch can't be split over devices. Use FleetStrategy(trial, max_devices=1)."
+            )
+        if group_size() == 1:
+            return tensor.unsqueeze(0)
+        own = tensor.detach().to(wire_device()).contiguous()
+        parts = [torch.empty_like(own) for _ in range(group_size())]
+        dist.all_gather(parts, own)
+        return torch.stack(parts).to(tensor.device)
