@@ -464,6 +464,35 @@ def test_the_rest_of_a_trainer(three: Any, tmp_path: Path) -> None:
         )
 
 
+class Stops(transformers.TrainerCallback):  # type: ignore[misc]
+    """Ends a training in the midst of its second epoch, between two logs."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 9
+
+
+def test_what_a_training_gave_stays_after_a_move_in_a_later_one(
+    three: Any, tmp_path: Path
+) -> None:
+    def objective(trial: Any) -> float:
+        transformers.logging.set_verbosity_error()
+        args = arguments(str(tmp_path), eval_strategy="no")
+        trainer = FleetTrainer(
+            trial, model=classifier(), args=args, train_dataset="train", callbacks=[Stops()]
+        )
+        first = seen_by(trainer, trainer.train())
+        trainer.remove_callback(Stops)
+        trial.set_user_attr("seen", [first, seen_by(trainer, trainer.train())])
+        return 0.0
+
+    alone = flown(three, objective, Leg((0,))).user_attrs["seen"]
+    assert [each["steps"] for each in alone] == [9, 18]
+    for legs in ([Leg((0,), 3), Leg((1,))], [Leg((0, 1), 3), Leg((2,), 4), Leg((2, 0))]):
+        moved = flown(three, objective, *legs).user_attrs["seen"]
+        for one, other in zip(moved, alone, strict=True):
+            compare(one, other, 1e-10)
+
+
 @pytest.mark.parametrize(
     ("options", "settings", "message"),
     [

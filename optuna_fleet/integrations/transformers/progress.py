@@ -20,9 +20,18 @@ class Progress:
         self.num_epochs = 0
         self._trainer = trainer
         self._saved: dict[str, Any] | None = None
+        self._final: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What rank 0 has, at the end of an epoch."""
+        """What rank 0 has, at the end of an epoch, or had when there were no more."""
+        return self._present() if self._final is None else self._final
+
+    def end(self) -> None:
+        """All epochs are done: what the same Trainer trains from now on is another's."""
+        self.num_epochs = self._trainer.state.num_train_epochs
+        self._final = copy.deepcopy(self._present())
+
+    def _present(self) -> dict[str, Any]:
         trainer = self._trainer
         of_process = ("is_local_process_zero", "is_world_process_zero")
         state = dataclasses.asdict(trainer.state)

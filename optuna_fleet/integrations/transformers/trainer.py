@@ -173,7 +173,9 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
 
     def end_epochs(self) -> None:
         """There will be no more; should the trial move later, they are not done again."""
-        self._progress.num_epochs = self.state.num_train_epochs
+        self._tr_loss.zero_()  # it was added to the total
+        self._merge_losses()
+        self._progress.end()
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         super()._run_epoch(*args, **kwargs)
