@@ -48,6 +48,17 @@ def test_pilots_are_seen_whatever_name_the_environment_gives_the_user(
             assert len(slurm.queue()) == 1
 
 
+def test_the_users_filters_for_the_queue_hide_no_pilots(
+    slurm: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        for name, value in {"SQUEUE_PARTITION": "high", "SCANCEL_PARTITION": "high"}.items():
+            patch.setenv(name, value)
+        with hub_of(tmp_path, most=1) as hub:
+            joined_and_seen(hub, slurm)
+    slurm.wait_for(lambda: not slurm.queue())
+
+
 def test_as_many_wait_as_are_wanted(slurm: SlurmLab, tmp_path: Path) -> None:
     blocker = slurm.submit("sleep 1000", "--nodes=4", "--exclusive")
     slurm.wait_for(lambda: slurm.queue()[blocker] == "RUNNING")

@@ -15,6 +15,7 @@ from optuna_fleet.executor.cluster.engine import Departure
 
 # With its options in the environment, srun would ask for what its allocation's tasks were given.
 _OPTIONS = ("SLURM_", "SLURMD_", "SRUN_")
+_FILTERS = ("SQUEUE_", "SCANCEL_")  # of the user: they hide jobs, or ask back
 _NO_OPTIONS = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
 _LIMIT_S = 600.0
 _PASSING = (
@@ -136,8 +137,9 @@ def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = N
     Raises:
         LaunchError: It failed; says how.
     """
-    variables = {**without_options(os.environ), **(environment or {})}
-    variables |= {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
+    ours = without_options(os.environ).items()
+    variables = {name: value for name, value in ours if not name.startswith(_FILTERS)}
+    variables |= {**(environment or {}), "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
     try:
         done = subprocess.run(
             command,
