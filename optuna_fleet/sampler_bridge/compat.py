@@ -233,9 +233,14 @@ def tell(
     texts = [part for part in several if isinstance(part, str)] if state is None else []
     if texts:  # for "0.5" Optuna raises, and the trial stays RUNNING
         value, state = None, TrialState.FAIL
-    state, values, problem = _tell_with_warning(
-        study=study, trial=trial, value_or_values=value, state=state, suppress_warning=True
-    )
+    try:
+        state, values, problem = _tell_with_warning(
+            study=study, trial=trial, value_or_values=value, state=state, suppress_warning=True
+        )
+    except ValueError as error:  # for one that has ended Optuna has no type of its own here
+        if str(error) != f"Cannot tell a {frozen(study, trial).state.name} trial.":
+            raise
+        raise optuna.exceptions.UpdateFinishedTrialError(str(error)) from error
     if texts:
         problem = f"The value {texts[0]!r} could not be cast to float"
     return state, None if values is None else list(values), problem

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState
 
 from optuna_fleet.exceptions import (
@@ -150,6 +151,9 @@ class Ledger:
         trial = self._proposals[number]
         try:
             state = self._tell(trial, value, error)
+        except UpdateFinishedTrialError:
+            state, error = self.frozen(number).state, None
+            compat.logger.warning(f"Trial {number} stays {state.name}: it was ended elsewhere.")
         except Exception:
             self._let_go(number)
             raise  # after Ctrl-C, which may have come before it was told, `abandon` is due
@@ -189,11 +193,9 @@ class Ledger:
     def _is_abandoned(self, number: int, error: BaseException, stays: bool) -> bool:
         try:
             if not stays:
-                if self.frozen(number).state.is_finished():
-                    return False
                 self._tell(self._proposals[number], None, error, is_logged=False)
             return True
-        except StorageLostError:  # which is what the call ends with
+        except (StorageLostError, UpdateFinishedTrialError):  # not to be told of here
             return False
         except Exception:
             compat.logger.warning(f"Trial {number} could not be told as failed.", exc_info=True)
@@ -219,6 +221,8 @@ class Ledger:
         was_stopped = compat.is_stopped(self.study)
         try:
             state, values, problem = compat.tell(self.study, trial, value, told)
+        except UpdateFinishedTrialError:
+            raise
         except Exception as raised:
             # By the sampler's after_trial; the state is stored all the same.
             finished = compat.frozen(self.study, trial)

@@ -18,11 +18,9 @@ from optuna_fleet.exceptions import (
     LaunchError,
     PipelineLostError,
     RetryableError,
-    TrialError,
     is_for_want_of_peers,
     is_of_device,
     is_out_of_memory,
-    shown,
 )
 from optuna_fleet.pipeline import PipelineSpec
 from optuna_fleet.processes import flush_prints
@@ -297,16 +295,15 @@ def _explained(raised: BaseException, training: Training | None) -> BaseExceptio
 def _finished(value: Any, training: Training | None) -> bytes:
     """The objective's value, packed; scalar tensors become the numbers they hold.
 
+    What can't be pickled, a generator say, is no value either: Optuna is told of its type.
+
     Raises:
-        TrialError: It can't be pickled, or the trial did not go on where it was checkpointed.
+        TrialError: The trial did not go on where it was checkpointed.
     """
     if training is not None:
         training.check_resumed()
         training.moving.leave_final(value)
     try:
         return pack(plain(value))
-    except Exception as error:
-        raise TrialError(
-            f"The value {shown(value)} that the objective returned can't be sent to the driver: "
-            f"{error}"
-        ) from error
+    except Exception:
+        return pack(str(type(value)))

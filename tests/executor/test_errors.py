@@ -264,16 +264,37 @@ def test_an_answer_that_cannot_be_sent_fails_its_trial(fleet: Any) -> None:
     assert "pickle" in fails(fleet, ask_for_what_cannot_be_sent, Exception)
 
 
-def tell_itself(trial: Any) -> None:
-    trial.study.tell(trial.number, 2.0)
+def tell_itself(trial: Any, *, state: TrialState) -> float:
+    if trial.number == 0:
+        trial.study.tell(0, 2.0 if state is COMPLETE else None, state)
+        trial.report(1.0, 0)
+        trial.should_prune()  # which raises what has become of the report
+    return 1.0
 
 
-def test_a_trial_told_by_someone_else_does_not_end_the_sweep(fleet: Any) -> None:
+@pytest.mark.parametrize("state", [COMPLETE, FAIL])
+def test_a_trial_told_by_someone_else_does_not_end_the_sweep(
+    fleet: Any, log: io.StringIO, state: TrialState
+) -> None:
+    study, told = optuna.create_study(), list[int]()
+    study.optimize(
+        functools.partial(tell_itself, state=state),
+        n_trials=6,
+        callbacks=[lambda study, trial: told.append(trial.number)],
+        executor=fleet,
+    )
+    assert states(study) == {0: state, **dict.fromkeys(range(1, 6), COMPLETE)}
+    assert sorted(told) == list(range(6))
+    assert f"Trial 0 stays {state.name}: it was ended elsewhere" in log.getvalue()
+
+
+def test_an_objective_with_a_yield_fails_its_trials_as_in_optuna(
+    fleet: Any, log: io.StringIO
+) -> None:
     study = optuna.create_study()
-    objective = functools.partial(first_fails_last, of=4, fail=tell_itself)
-    with pytest.raises((ValueError, RuntimeError)):
-        study.optimize(objective, n_trials=4, executor=fleet)
-    assert states(study) == dict.fromkeys(range(4), COMPLETE)
+    study.optimize(lambda trial: (yield 1.0), n_trials=2, executor=fleet)
+    assert states(study) == dict.fromkeys(range(2), FAIL)
+    assert "<class 'generator'>\" could not be cast to float" in log.getvalue()
 
 
 def test_catch_covers_the_type_across_processes(fleet: Any) -> None:
