@@ -8,6 +8,7 @@ import inspect
 import math
 import numbers
 import os
+import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -45,6 +46,8 @@ def check_number(
     if optional and value is None:
         return
     wanted_type: Any = numbers.Integral if whole else numbers.Real
+    if isinstance(value, int) and value.bit_length() >= sys.float_info.max_exp:
+        raise FleetConfigError(f"`{name}` is an integer that is too large for a float.")
     if (
         not isinstance(value, wanted_type)
         or isinstance(value, bool)

@@ -146,6 +146,12 @@ def test_what_is_no_number_is_refused_in_words(value) -> None:
         check_number("x", value, least=0)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_integer_beyond_all_floats_is_refused_in_words(whole: bool) -> None:
+    with pytest.raises(FleetConfigError, match="`x` is an integer that is too large"):
+        check_number("x", 10**5000, whole=whole)
+
+
 def test_none_will_do_where_it_is_optional() -> None:
     check_number("x", None, above=0, optional=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -167,10 +168,11 @@ def weights_of(name: str, given: Any, length: int) -> Weights:
             f"The `weights` of data set {name!r} are {what}, but must be {length} numbers, one "
             "for each sample."
         )
-    if not (np.isfinite(weights).all() and (weights >= 0).all() and weights.any()):
+    sum_at_most = float(weights.max()) * length  # neither is NaN
+    if not ((weights >= 0).all() and 0 < sum_at_most < math.inf):
         raise FleetConfigError(
-            f"The `weights` of data set {name!r} must be numbers >= 0, and one of them > 0, but "
-            f"the least is {weights.min()} and the largest {weights.max()}."
+            f"The `weights` of data set {name!r} must be numbers >= 0 with a sum > 0 that is "
+            f"finite, but the least is {weights.min()} and the largest {weights.max()}."
         )
     return Weights(cumulated=np.cumsum(weights))
 

@@ -364,7 +364,7 @@ class Training:
     def weighted(self, loss: Any, weight: Any) -> Any:
         """See `FleetTrial.weighted`."""
         collectives.one_number(loss, "loss")
-        own = collectives.one_number(weight, "weight")
+        own = collectives.one_weight(weight)
         if self._run.world_size == 1:
             if self._split_check is not None:
                 self._split_check.weigh(loss, weight)

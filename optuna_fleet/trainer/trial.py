@@ -222,7 +222,7 @@ class FleetTrial(RemoteTrial):
             ``trial.mean(loss.item(), weight=...)``. On one device `loss` itself.
 
         Raises:
-            FleetConfigError: `loss` is no tensor of one element, or `weight` no number.
+            FleetConfigError: `loss` is no tensor of one element, or `weight` no number >= 0.
         """
         return self._training.weighted(loss, weight)  # type: ignore[no-any-return]
 

@@ -249,8 +249,9 @@ class Endless(Sampler):
         ({"weights": [1.0]}, r"of shape \[1\], but must be 50 numbers"),
         ({"weights": 2.0}, "are 2.0, but must be 50 numbers"),
         ({"weights": ["a"] * N}, r"are \['a', .* but must be 50 numbers"),
-        ({"weights": [0.0] * N}, "one of them > 0"),
+        ({"weights": [0.0] * N}, "a sum > 0"),
         ({"weights": [*WEIGHTS[1:], -1.0]}, ">= 0.*the least is -1.0"),
+        ({"weights": [1e308] * len(WEIGHTS)}, "a sum > 0 that is finite.*the largest 1e\\+308"),
         ({"weights": [*WEIGHTS[1:], float("nan")]}, ">= 0"),
     ],
 )

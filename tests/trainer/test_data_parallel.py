@@ -153,7 +153,7 @@ def test_mean(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("members", [[0], [0, 1]])
-@pytest.mark.parametrize("value", ["low", None, 1j])
+@pytest.mark.parametrize("value", ["low", None, 1j, 10**30])
 @pytest.mark.parametrize("job", ["reduce", "average"])
 def test_what_is_no_number_is_refused(
     fleet: Fleet, members: list[int], value: Any, job: str
@@ -311,6 +311,8 @@ def test_alone_nothing_is_touched() -> None:
 def test_a_weight_that_makes_no_sense_is_refused(weight: Any) -> None:
     with pytest.raises(FleetConfigError, match="`weight` is"):
         collectives.mean(1.0, weight)
+    with pytest.raises(FleetConfigError, match="`weight` is"):
+        collectives.one_weight(weight)
 
 
 def test_group_of_one_has_no_network() -> None:

@@ -65,12 +65,8 @@ def mean(values: Any, weight: float | None = None, *, alone: bool = False) -> An
     Raises:
         FleetConfigError: A value is no number, or `weight` is no finite one, or negative.
     """
-    own = 1.0 if weight is None else one_number(weight, "weight").item()
-    if not 0 <= own < math.inf:  # neither is NaN
-        raise FleetConfigError(
-            f"`weight` is {weight!r}, but must be a finite number >= 0: the number of samples or "
-            "tokens that the value is a mean of, as trial.shard_size or mask.sum()."
-        )
+    own = 1.0 if weight is None else one_weight(weight).item()
+    check_weight(own, weight)
     leaves = [leaf.double() for *_, leaf in _leaves(values, "value")]
     if alone or group_size() == 1:
         scaled, weights = leaves, 1.0 if own else 0.0  # exact, unlike a product and its quotient
@@ -93,6 +89,31 @@ def one_number(value: Any, name: str) -> Tensor:
             f"`{name}` is {value!r}, but must be one number, or a tensor of one element."
         )
     return leaves[0].reshape(()).double()
+
+
+def one_weight(value: Any) -> Tensor:
+    """`value` as `one_number`, checked where it need not be waited for.
+
+    Raises:
+        FleetConfigError: It is no number, or no finite one, or negative.
+    """
+    own = one_number(value, "weight")
+    if not own.is_cuda:
+        check_weight(own.item(), value)
+    return own
+
+
+def check_weight(own: float, given: Any) -> None:
+    """Check that what was given as a weight is a finite number >= 0.
+
+    Raises:
+        FleetConfigError: It is not.
+    """
+    if not 0 <= own < math.inf:  # neither is NaN
+        raise FleetConfigError(
+            f"`weight` is {given!r}, but must be a finite number >= 0: the number of samples or "
+            "tokens that the value is a mean of, as trial.shard_size or mask.sum()."
+        )
 
 
 def share_of_sum(value: Tensor) -> Tensor:
@@ -128,7 +149,9 @@ def _leaves(values: Any, path: str) -> Iterator[tuple[str, tuple[int, ...], Tens
         dtype = torch.float64 if isinstance(values, float) else None
         device = values.device if isinstance(values, Tensor) else "cpu"  # not torch's default one
         leaf = torch.as_tensor(values, dtype=dtype, device=device).detach()
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(values, int):
+            raise FleetConfigError(f"{path} is an integer of more than 64 bits.") from error
         leaf = None
     if leaf is None or leaf.is_complex():
         raise FleetConfigError(
