@@ -297,6 +297,29 @@ def test_the_epoch_that_averages_of_weights_add_is_trained_too(three: Any) -> No
     assert moved.value == close_to(alone.value)
 
 
+def test_averages_of_weights_are_those_of_a_trial_that_did_not_move(
+    three: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without validation Lightning would step once more, with the last gradients."""
+
+    def objective(trial: Any) -> float:
+        model = Steady()
+        for max_epochs in (2, 3):
+            trainer = pl.Trainer(
+                **QUIET,
+                max_epochs=max_epochs,
+                strategy=FleetStrategy(trial),
+                callbacks=[pl.callbacks.StochasticWeightAveraging(0.01, swa_epoch_start=1)],
+            )
+            trainer.fit(model, trial.batches("train", BATCH_SIZE))
+        return sum(float(each.abs().sum()) for each in model.state_dict().values())
+
+    alone = flown(three, objective, Leg((0,)))
+    moved = flown(three, objective, Leg((0, 1), 2), Leg((1,), 4), Leg((2,)))
+    assert moved.value == close_to(alone.value)
+    assert "begins anew" not in caplog.text  # what callbacks hold does not
+
+
 class Worse(Classifier):
     """With each epoch."""
 

@@ -38,6 +38,8 @@ class Follower(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the trial's next epoch; it leaves from here if it has to move."""
         epoch = next(self._epochs)  # where it has converged, StopIteration ends Lightning's loop
+        if not self._trial._training.parts.steps.are_pending:
+            pl_module.zero_grad()  # no checkpoint has those, and a step would be another one
         if epoch != trainer.current_epoch:
             raise FleetConfigError(
                 f"The Trainer begins at epoch {trainer.current_epoch}, but the trial at {epoch}: "

@@ -165,7 +165,8 @@ class LeftBehind:
         variables: dict[str, Any] = {}
         for each in users_frames(frame):
             variables = variables_of(each) | variables
-        kept = _reachable({"objects": list(self._objects), "state": self._parts.state})
+        theirs = [getattr(thing, "kept", ()) for thing in self._objects]  # of integrations
+        kept = _reachable({"objects": [*self._objects, *theirs], "state": self._parts.state})
         found = _reachable(variables, without=_NUMBERS)
         return [
             (thing, f"`{name}` ({type(variables[name]).__name__})")
