@@ -226,6 +226,63 @@ def test_what_some_devices_could_not_log_is_to_be_logged_on_fewer(
     assert set(limits) == {1}
 
 
+class AtEpochEnd(Classifier):
+    """Logs what it has collected itself, on each rank."""
+
+    def __init__(self, logs_when: str, steps: str) -> None:
+        super().__init__()
+        self.logs_when, self.steps = logs_when, steps
+        self.seen: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.seen.append(loss := self.loss(batch))
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.seen.append(self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_when("validated")
+
+    def on_train_epoch_end(self) -> None:
+        self._log_when("trained")
+
+    def _log_when(self, now: str) -> None:
+        if now == self.logs_when:
+            self.log("own", torch.stack(self.seen).mean().detach())
+        self.seen.clear()
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), (scheduler,) = super().configure_optimizers()
+        if self.steps == "plateau":
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        config = {"scheduler": scheduler, "monitor": "own"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+@pytest.mark.parametrize("logs_when", ["trained", "validated"])
+@pytest.mark.parametrize("steps", ["plateau", "early stopping"])
+def test_what_is_monitored_is_no_value_of_one_device(
+    three: Any, logs_when: str, steps: str
+) -> None:
+    def objective(trial: Any) -> float:
+        early = pl.callbacks.EarlyStopping("own", check_on_train_epoch_end=logs_when == "trained")
+        trainer = pl.Trainer(
+            **QUIET,
+            max_epochs=2,
+            strategy=FleetStrategy(trial),
+            callbacks=[] if steps == "plateau" else [early],
+        )
+        val = trial.batches("val", BATCH_SIZE) if logs_when == "validated" else None
+        trainer.fit(AtEpochEnd(logs_when, steps), trial.batches("train", BATCH_SIZE), val)
+        return 0.0
+
+    assert flown(three, objective, Leg((0,))).value == 0
+    with pytest.raises(TrialError, match="`own`: monitored by a callback or a scheduler"):
+        flown(three, objective, Leg((0, 1)))
+    assert {e.max_devices for e in three.events if isinstance(e, WidthLimited)} == {1}
+
+
 def test_epochs_after_a_move_are_trained_with_max_steps_too(three: Any) -> None:
     def objective(trial: Any) -> float:
         trainer = pl.Trainer(
@@ -254,6 +311,25 @@ def test_a_test_is_that_of_all_devices(three: Any) -> None:
 
     alone, wide = (flown(three, objective, Leg(devices)) for devices in [(0,), (0, 1, 2)])
     assert wide.value == close_to(alone.value)
+
+
+class Predicts(Classifier):
+    def predict_step(self, batch: Any, index: int) -> Any:
+        return {"outputs": self.layers(batch[0]), "labels": self.all_gather(batch[1]).tolist()}
+
+
+def test_each_device_has_all_predictions(three: Any) -> None:
+    def objective(trial: Any) -> float:
+        trainer = pl.Trainer(**QUIET, max_epochs=1, strategy=FleetStrategy(trial))
+        trainer.fit(model := Predicts(), trial.batches("train", BATCH_SIZE))
+        predicted = trainer.predict(model, trial.batches("val"))
+        trial.set_user_attr("labels", [batch["labels"] for batch in predicted])
+        sum_of_all = sum(float(batch["outputs"].abs().sum()) for batch in predicted)
+        return sum_of_all + trainer.validate(model, trial.batches("val"), verbose=False)[0]["val"]
+
+    alone, wide = (flown(three, objective, Leg(devices)) for devices in [(0,), (0, 1, 2)])
+    assert wide.value == close_to(alone.value)
+    assert wide.user_attrs == alone.user_attrs
 
 
 def test_averages_of_weights_move_along(three: Any) -> None:

@@ -37,6 +37,7 @@ class Follower(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the trial's next epoch; it leaves from here if it has to move."""
+        self._logged.check_monitored(trainer)
         epoch = next(self._epochs)  # where it has converged, StopIteration ends Lightning's loop
         if not self._trial._training.parts.steps.are_pending:
             pl_module.zero_grad()  # no checkpoint has those, and a step would be another one
@@ -76,8 +77,13 @@ class Follower(Callback):
         """See `Logged.merge`."""
         self._logged.merge(trainer)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `Logged.check_monitored`: those that monitor come next."""
+        self._logged.check_monitored(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the trial's epochs."""
+        self._logged.check_monitored(trainer)
         self._stand_ins.end(pl_module)
         if trainer.current_epoch == self._num_epochs:
             next(self._epochs, None)  # the last one is over

@@ -51,6 +51,30 @@ class Logged:
                 result._computed = values.sum(0) / (sizes.sum(0) if is_mean else 1)
         self._tell_again(trainer, {result.meta.dataloader_idx for result in logged.values()})
 
+    def check_monitored(self, trainer: Any) -> None:
+        """What decides of training must not be one rank's value: each would decide for itself."""
+        if group_size() == 1:
+            return
+        monitors = [getattr(callback, "monitor", None) for callback in trainer.callbacks]
+        configs = trainer.lr_scheduler_configs
+        monitors += [config.monitor for config in configs if config.reduce_on_plateau]
+        values = {
+            str(name): str(trainer.callback_metrics[name].item())  # NaN is NaN
+            for name in monitors
+            if name in trainer.callback_metrics
+        }
+        everyone = gather(values)
+        unlike = {n for n in set().union(*everyone) if len({each.get(n) for each in everyone}) > 1}
+        if unlike:
+            names = ", ".join(f"`{name}`" for name in sorted(unlike))
+            self._go_on_with_fewer(
+                f"{names}: monitored by a callback or a scheduler, but not the same on all of the "
+                "trial's devices, as each has logged that of its own samples, at the end of an "
+                "epoch or per step. To use more devices, log it in a step with `on_epoch=True`, "
+                "or log a `Metric` of torchmetrics.",
+                1,
+            )
+
     def _tell_again(self, trainer: Any, loaders: set[int | None]) -> None:
         """Of each of several loaders Lightning has taken this rank's values, when it was read."""
         results, connector = trainer._results, trainer._logger_connector

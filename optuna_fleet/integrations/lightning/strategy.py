@@ -68,6 +68,7 @@ class FleetStrategy(Strategy):
         self._trial = trial
         self._bounds = {"min_devices": min_devices, "max_devices": max_devices}
         self._has_model = False
+        self._is_alone = False
 
     # -- who and where ----------------------------------------------------------------------------
 
@@ -96,6 +97,7 @@ class FleetStrategy(Strategy):
     def teardown(self) -> None:
         """See `Strategy`."""
         _rank_zero.rank = 0
+        self._be_alone(False)
         super().teardown()
 
     # -- the trial's parts ------------------------------------------------------------------------
@@ -111,6 +113,8 @@ class FleetStrategy(Strategy):
         follower = Follower(self._trial)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks[:] = [follower, *(c for c in callbacks if not isinstance(c, Follower))]
+        # Of what `predict` gives nobody knows the parts: each rank makes all of it.
+        self._be_alone(trainer.state.fn == TrainerFn.PREDICTING)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         if trainer.max_epochs is None or trainer.max_epochs < 1:
@@ -128,23 +132,31 @@ class FleetStrategy(Strategy):
         self._trial.prepare(*parts, **self._bounds)
         follower.resumes = is_first and progress.is_restored
 
+    def _be_alone(self, is_alone: bool) -> None:
+        if is_alone != self._is_alone:
+            self._is_alone = self._trial._training._loader.gives_whole_batches = is_alone
+
     # -- collectives ------------------------------------------------------------------------------
+
+    @property
+    def _size(self) -> int:
+        return 1 if self._is_alone else group_size()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over the trial's ranks; see `Strategy`."""
-        if not isinstance(tensor, torch.Tensor) or group_size() == 1:
+        if not isinstance(tensor, torch.Tensor) or self._size == 1:
             return tensor
         name = "mean" if reduce_op is None else str(reduce_op).rpartition(".")[2].lower()
         if name not in _REDUCE_OPS:
             raise FleetConfigError(f"`reduce_op` is {reduce_op!r}, not of {sorted(_REDUCE_OPS)}.")
         reduced = tensor.detach().to(wire_device(), copy=True)
         dist.all_reduce(reduced, op=_REDUCE_OPS[name])
-        return (reduced / group_size() if name in ("mean", "avg") else reduced).to(tensor.device)
+        return (reduced / self._size if name in ("mean", "avg") else reduced).to(tensor.device)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
         """Whether all ranks of the trial, or any, have decided so."""
         votes = self.reduce(torch.tensor(int(decision)), reduce_op="sum")
-        return bool(votes == group_size() if all else votes > 0)
+        return bool(votes == self._size if all else votes > 0)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for the trial's ranks."""
@@ -167,9 +179,9 @@ class FleetStrategy(Strategy):
                 "all_gather(sync_grads=True) is not supported on a fleet: a loss over the whole "
                 "batch can't be split over devices. Use FleetStrategy(trial, max_devices=1)."
             )
-        if group_size() == 1:
+        if self._size == 1:
             return tensor.unsqueeze(0)
         own = tensor.detach().to(wire_device()).contiguous()
-        parts = [torch.empty_like(own) for _ in range(group_size())]
+        parts = [torch.empty_like(own) for _ in range(self._size)]
         dist.all_gather(parts, own)
         return torch.stack(parts).to(tensor.device)
