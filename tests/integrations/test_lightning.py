@@ -203,10 +203,18 @@ class Measured(Classifier):
         self.log("right", self.right)
 
 
+class Gathers(Classifier):
+    """What has as many rows as this rank has samples."""
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", float(self.all_gather(self.layers(batch[0])).sum()))
+
+
 @pytest.mark.parametrize(
     ("module", "val", "size", "why"),
     [
         (Some, "val", BATCH_SIZE, "logged on 1 of the trial's devices only"),
+        (Gathers, "val", 3, r"unlike shapes on the trial's devices: \[\[2, 3\], \[1, 3\]\]"),
         (Measured, "val", 1, "on batches of 1 at most"),
         (Measured, "val_tiny", BATCH_SIZE, "on batches of 1 at most"),
     ],

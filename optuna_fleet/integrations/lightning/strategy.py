@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from optuna_fleet.exceptions import FleetConfigError
+from optuna_fleet.exceptions import FleetConfigError, TrialError
 from optuna_fleet.integrations.lightning.follower import Follower
 from optuna_fleet.integrations.lightning.progress import Progress
 from optuna_fleet.trainer.checkpoints.checkpoint import gather
@@ -173,6 +173,7 @@ class FleetStrategy(Strategy):
 
         Raises:
             FleetConfigError: Gradients are asked for.
+            TrialError: Shapes are unlike; the trial goes on on one device.
         """
         if sync_grads:
             raise FleetConfigError(
@@ -182,6 +183,11 @@ class FleetStrategy(Strategy):
         if self._size == 1:
             return tensor.unsqueeze(0)
         own = tensor.detach().to(wire_device()).contiguous()
+        shapes = [shape[""] for shape in gather({"": list(own.shape)})]
+        if any(shape != shapes[0] for shape in shapes):  # torch would abort the process
+            why = f"all_gather() has tensors of unlike shapes on the trial's devices: {shapes}."
+            self._trial._training.go_on_with_fewer(why, 1)
+            raise TrialError(why)
         parts = [torch.empty_like(own) for _ in range(self._size)]
         dist.all_gather(parts, own)
         return torch.stack(parts).to(tensor.device)
