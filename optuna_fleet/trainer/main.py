@@ -155,7 +155,7 @@ class Trainer:
                 raise
             ending = _ending_of(raised, session.run)
             error = pack_error(_explained(raised, training))
-            alone = not isinstance(raised, TrialPruned)
+            alone = not isinstance(raised, TrialPruned) or bool(training and training.is_broken)
             way_out = "" if alone else "was pruned"
             has_device_failed = is_of_device(raised)
             self._is_spent = has_device_failed or is_out_of_memory(raised)
@@ -300,7 +300,7 @@ def _finished(value: Any, training: Training | None) -> bytes:
     Raises:
         TrialError: The trial did not go on where it was checkpointed.
     """
-    if training is not None:
+    if training is not None and not training.is_broken:
         training.check_resumed()
         training.moving.leave_final(value)
     try:

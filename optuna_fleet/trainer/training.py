@@ -177,6 +177,11 @@ class Training:
         if collectives.all_reduce_sum(own) != [self._run.world_size * number for number in own]:
             raise TrainerLostError("the ranks did not all read the same checkpoint")
 
+    @property
+    def is_broken(self) -> bool:
+        """See `Pipeline`."""
+        return self.in_stages is not None and self.in_stages.is_broken
+
     def end(self, *, alone: bool, is_needed: bool = False) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
 
@@ -184,6 +189,7 @@ class Training:
             alone: The other ranks may not be at their end.
             is_needed: They are gone, and the trial goes on with what this process holds.
         """
+        alone = alone or self.is_broken
         self.moving.end()
         self.holding.end()
         if self.in_stages is not None:

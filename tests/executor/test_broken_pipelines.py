@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import os
 import signal
 import threading
@@ -20,7 +21,7 @@ from optuna.trial import FrozenTrial, TrialState
 from torch import nn
 
 from optuna_fleet import Checkpoints, FleetExecutor, Limits, TrialError
-from tests.fleets import Leg, run, small_pipeline
+from tests.fleets import Leg, fleet_of, run, small_pipeline
 from tests.waiting import until
 
 ON_FOUR = Leg((0, 1, 2, 3))
@@ -187,6 +188,48 @@ def test_an_error_says_where_it_came_about(
     with pytest.raises(OwnError, match=rf"too late \(in {told}\)") as caught:
         run(fleet, objective, Leg(tuple(range(devices))))
     assert "on device" in "".join(traceback.format_exception(caught.value))
+
+
+def prune() -> None:
+    raise optuna.TrialPruned
+
+
+@pytest.mark.parametrize(("options", "devices"), [(FLUSHED, 4), (SERVERS, 4), (ALONE, 2)])
+def test_layers_may_prune(fleet: Any, options: dict[str, Any], devices: int) -> None:
+    objective = functools.partial(trains, options=options, spring=prune)
+    pruned = run(fleet, objective, Leg(tuple(range(devices))))
+    assert pruned.state is TrialState.PRUNED
+    assert [*pruned.intermediate_values] == [0]
+
+
+def prunes_by_a_metric(trial: Any, *, options: dict[str, Any]) -> float:
+    model, _ = model_and_trap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pipeline = trial.pipeline(model, optimizer, F.cross_entropy, **options)
+    for _ in trial.epochs(1):
+        pipeline.evaluate(trial.batches("val", batch_size=8), lambda *_: prune())
+    return 0.0
+
+
+@pytest.mark.parametrize("options", [FLUSHED, SERVERS, ALONE])
+def test_metrics_may_prune(fleet: Any, options: dict[str, Any]) -> None:
+    objective = functools.partial(prunes_by_a_metric, options=options)
+    assert run(fleet, objective, ON_FOUR).state is TrialState.PRUNED
+
+
+def returns_at_an_error(trial: Any) -> float:
+    try:
+        return trains(trial, options=FLUSHED, spring=fail)
+    except OwnError:
+        return math.inf
+
+
+def test_who_returns_at_an_error_that_others_do_not_have_lets_go_of_them(tmp_path: Path) -> None:
+    with (
+        fleet_of(devices=4, checkpoints=Checkpoints(tmp_path)) as fleet,
+        pytest.raises(RuntimeError, match=r"in stage \d of 2"),
+    ):
+        run(fleet, returns_at_an_error, ON_FOUR)
 
 
 class FailsInPlace(torch.optim.SGD):

@@ -42,6 +42,9 @@ class Edges:
         directory: Who is on which rank.
         device: Where the stage computes.
         room: Most messages of a neighbour that are kept here; more stay where they are.
+
+    Attributes:
+        is_broken: See `Pipeline`.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Edges:
         self._for_servers: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
         self._servers: Mapping[int, ParameterServer] = {}
         self._gone: list[Exception] = []
+        self.is_broken = False
         near, servers = directory.near(rank), directory.servers_of(rank)
         clients = directory.clients_of(rank)
         outbound = [(Lane.STAGES, near), (Lane.TO_SERVERS, servers), (Lane.FROM_SERVERS, clients)]

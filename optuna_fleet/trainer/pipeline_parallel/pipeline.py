@@ -317,6 +317,12 @@ class Pipeline:
             self._host(self._own)
         return self._own
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether something was raised here amid what all ranks do: others wait for this one."""
+        edges = None if self._own is None else self._own.placed.edges
+        return edges is not None and edges.is_broken
+
     def close(self, *, alone: bool) -> None:
         """The trial has ended here; `alone` if the other ranks may not have."""
         if self._own is not None:

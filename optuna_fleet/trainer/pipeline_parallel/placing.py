@@ -101,6 +101,8 @@ class Placed:
         try:
             yield
         except Exception as error:
+            if self.edges is not None:
+                self.edges.is_broken = True
             if self.edges is not None and error.args and isinstance(error.args[0], str):
                 names = list(dict(self.part.named_children()))
                 of = f"stage {self.address.stage} of {self.num_stages}"
