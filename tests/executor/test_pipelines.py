@@ -310,6 +310,58 @@ def test_what_is_trained_since_a_later_epoch_is_so_after_a_move(
         assert len(moved.user_attrs["cuts"]) == 1
 
 
+def clamps_gradients(trial: Any, *, build: Callable[[], nn.Sequential]) -> float:
+    """As soon as they are there, by hooks."""
+    model, options = build(), {**FLUSHED, "max_grad_norm": None}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))
+    return trains(trial, options=options, build=lambda: model)
+
+
+@pytest.mark.parametrize("build", [layers, tied_layers])
+def test_hooks_are_called_when_a_batch_s_gradients_are_there(
+    fleet: Any, build: Callable[[], nn.Sequential]
+) -> None:
+    objective = functools.partial(clamps_gradients, build=build)
+    alone, in_three = run(fleet, objective, Leg((0,))), run(fleet, objective, Leg((1, 2, 0)))
+    without = functools.partial(trains, options={**FLUSHED, "max_grad_norm": None}, build=build)
+    assert result(in_three) == result(alone)
+    assert result(alone) != result(run(fleet, without, Leg((0,))))
+
+
+def averages_by_hand(trial: Any) -> float:
+    model = layers()
+    average = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def at_epoch(epoch: int) -> None:
+        for kept, parameter in zip(average.parameters(), model.parameters(), strict=True):
+            assert parameter.shape == kept.shape
+            kept.lerp_(parameter, 0.1)
+
+    return trains(trial, options=FLUSHED, at_epoch=at_epoch, build=lambda: model)
+
+
+def test_weights_that_are_elsewhere_are_not_passed_over(fleet: Any) -> None:
+    assert run(fleet, averages_by_hand, Leg((0,))).state is optuna.trial.TrialState.COMPLETE
+    with pytest.raises(FleetConfigError, match=r"`lerp_` was .* on another rank"):
+        run(fleet, averages_by_hand, Leg((0, 1)))
+
+
+def trains_what_is_not_the_model_s(trial: Any) -> float:
+    made: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        made.append(momentum(parameters, lr))
+        return made[0]
+
+    def at_epoch(epoch: int) -> None:
+        if epoch == 1:
+            made[0].add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    return trains(trial, options=FLUSHED, make=make, at_epoch=at_epoch)
+
+
 def test_without_flushes_nothing_is_thawed() -> None:
     study = optuna.create_study()
     objective = functools.partial(thaws, options=DELAYED)
@@ -384,6 +436,16 @@ def prepares_its_model(trial: Any) -> Any:
     trial.prepare(model)
 
 
+def hooks_without_flushes(trial: Any) -> Any:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return mse(trial, model, flush=False).step(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def limits_norms(trial: Any, **options: Any) -> Any:
+    return mse(trial, nn.Sequential(nn.Embedding(5, 2, max_norm=1.0), nn.ReLU()), **options)
+
+
 def steps_on_nothing(trial: Any) -> Any:
     return mse(trial, layers()).step(None, None)
 
@@ -412,6 +474,9 @@ def steps_on_nothing(trial: Any) -> Any:
         (adam_without_flushes, "optimizer is Adam"),
         (twice, "only once"),
         (prepares_its_model, "after trial.pipeline"),
+        (hooks_without_flushes, "'0.weight' has a hook"),
+        (lambda trial: limits_norms(trial, virtual_workers=2), "`max_norm`, which writes"),
+        (lambda trial: limits_norms(trial, clock_distance=0), "`max_norm`, which writes"),
         (steps_on_nothing, "must be a batch"),
     ],
 )
@@ -419,6 +484,12 @@ def test_nonsense_is_refused_with_what_to_do(objective: Any, told: str) -> None:
     study = optuna.create_study()
     with FleetExecutor(cluster="inline") as fleet, pytest.raises(FleetConfigError, match=told):
         study.optimize(objective, n_trials=1, executor=fleet)
+
+
+def test_parameters_that_are_not_the_model_s_are_refused_when_they_come(fleet: Any) -> None:
+    for devices in ((0,), (0, 1)):
+        with pytest.raises(FleetConfigError, match="has 1 parameters that are not the model's"):
+            run(fleet, trains_what_is_not_the_model_s, Leg(devices))
 
 
 def test_what_does_not_fit_on_a_device_gets_as_many_as_it_needs() -> None:

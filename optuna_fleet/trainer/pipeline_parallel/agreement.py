@@ -105,10 +105,15 @@ def can_add_up(module: nn.Module) -> bool:
     return module.running_mean is not None and module.num_batches_tracked is not None
 
 
+def writes_weights(module: nn.Module) -> bool:
+    """Whether its passes do, other than training."""
+    embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return any(embedding.max_norm for embedding in embeddings)
+
+
 def leaves_something(layer: nn.Module, before: nn.Module) -> bool:
     """Whether passes have changed buffers of a copy otherwise, or made some, or write weights."""
-    embeddings = [m for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    if any(module.max_norm for module in embeddings):
+    if writes_weights(layer):
         return True
     kept = dict(before.named_buffers())
     return any(

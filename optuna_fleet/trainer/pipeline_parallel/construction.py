@@ -27,6 +27,8 @@ from optuna_fleet.trainer.pipeline_parallel.versions import (
 from optuna_fleet.trainer.pipeline_parallel.whole import parameters_of, part_of
 from optuna_fleet.wsp.schedules import Flush, Schedule, WaveSynchronous
 
+_HOOKS = "_post_accumulate_grad_hooks"
+
 
 class Construction:
     """Makes them anew, whenever training begins from weights that all agree on.
@@ -130,6 +132,12 @@ class Construction:
                 "pipelines with flushes can begin or cease to train a parameter: leave out "
                 "`clock_distance` and flush=False, or give it a learning rate of 0 meanwhile."
             )
+        for name, parameter in parameters.items():
+            if getattr(parameter, _HOOKS, None):
+                raise FleetConfigError(
+                    f"The parameter {name!r} has a hook for when its gradient is accumulated, but "
+                    "without flushes that never is: use `register_hook`, or train with flushes."
+                )
         client = None
         if placed.edges is not None and placed.num_workers > 1:
             names = names_by_piece(self._model, placed.directory, placed.address)
@@ -147,6 +155,10 @@ class Construction:
             left = placed.columns.add(self.statistics.left(calls))
             self.statistics.take(left, calls)
         placed.ties.clear()
+        for parameter in parameters.values():
+            hooks = getattr(parameter, _HOOKS, None) if parameter.grad is not None else None
+            for hook in (hooks or {}).values():
+                hook(parameter)
         if (most := self._options.max_grad_norm) is not None:
             is_copy = placed.address.worker > 0
             _clip_gradients(parameters, self._names, most, is_copy=is_copy)

@@ -124,6 +124,7 @@ class Pipeline:
         self._parts.session.check()
         self._parts.shares.begin("pipeline.step")
         own = self._place(inputs, targets)
+        self._holding.heed_groups()
         with own.placed.naming_errors():
             if own.rule is None:
                 return self._step_and_flush(own, inputs, targets)

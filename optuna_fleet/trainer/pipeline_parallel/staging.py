@@ -12,9 +12,11 @@ from torch import nn
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
 from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.trainer.pipeline_parallel.agreement import writes_weights
 from optuna_fleet.trainer.pipeline_parallel.options import PipelineOptions
 from optuna_fleet.trainer.pipeline_parallel.pipeline import Pipeline
 from optuna_fleet.trainer.pipeline_parallel.placement import blocks_of
+from optuna_fleet.trainer.pipeline_parallel.whole import check_owned
 from optuna_fleet.trainer.widths import Bounds
 
 
@@ -33,6 +35,12 @@ def make_pipeline(
     """
     _check(model, optimizer)
     options = PipelineOptions(**given)
+    if options.most_workers != 1 and writes_weights(model):
+        raise FleetConfigError(
+            "The model has an embedding with `max_norm`, which writes to its weights when it is "
+            "called: those of several virtual workers would come apart. Leave out "
+            "`virtual_workers` and `clock_distance`, and it trains in stages."
+        )
     session, run = parts.session, parts.run
     num_blocks = len(blocks_of(model, may_part_ties=options.is_flushed))
     bounds = Bounds.checked(options.min_devices, options.max_devices, run, spans_types=True)
@@ -77,8 +85,4 @@ def _check(model: Any, optimizer: Any) -> None:
         )
     own = {id(parameter) for parameter in model.parameters()}
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    if others := sum(id(parameter) not in own for parameter in trained):
-        raise FleetConfigError(
-            f"The optimizer has {others} parameters that are not the model's: make them part of "
-            "one of its layers."
-        )
+    check_owned(trained, own)

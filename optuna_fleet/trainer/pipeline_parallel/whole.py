@@ -7,13 +7,15 @@ those of the whole, whatever part of the model a parameter is in.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
+
+from optuna_fleet.exceptions import FleetConfigError
 
 Gather = Callable[[Callable[[], dict[str, Any]]], list[dict[str, Any]]]
 
@@ -64,13 +66,19 @@ class HeldModel:
         kept = {id(module) for module in part.modules()}
         for layer in self.model:
             if id(layer) not in kept:
-                layer.to("meta")
+                _put_elsewhere(layer)
+
+    def heed_groups(self) -> None:
+        """Look at what the optimizer was given since the last time, if anything."""
+        if len(self._groups) < len(self.optimizer.param_groups):
+            self._take_groups()
 
     def _take_groups(self) -> None:
         """Note what the optimizer was given, perhaps just now, and leave it what is held."""
         names = {id(p): name for name, p in self.model.named_parameters(remove_duplicate=False)}
         for group in self.optimizer.param_groups[len(self._groups) :]:
             numbers = count(sum(map(len, self._groups)))
+            check_owned(group["params"], names)
             self._groups.append([names[id(p)] for p in group["params"]])
             self._numbers |= zip(map(id, group["params"]), numbers, strict=False)
         held = {id(parameter) for parameter in (self._part or self.model).parameters()}
@@ -144,6 +152,54 @@ class HeldModel:
                 ],
             }
         )
+
+
+def check_owned(parameters: Iterable[nn.Parameter], own: Container[int]) -> None:
+    """Refuse to train parameters of which it is not known where they are.
+
+    Args:
+        parameters: Those that are to be trained.
+        own: Identities of the model's.
+
+    Raises:
+        FleetConfigError: There are such.
+    """
+    if others := sum(id(parameter) not in own for parameter in parameters):
+        raise FleetConfigError(
+            f"The optimizer has {others} parameters that are not the model's: make them part of "
+            "one of its layers."
+        )
+
+
+# Of a tensor, whatever is in it; a property is got by `__get__`.
+_OF_NO_VALUES = {"__get__", "__set__", "__repr__", "requires_grad_", "numel", "size"}
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class _Elsewhere(nn.Parameter):
+    """A parameter of a layer that other ranks have: torch would pass over it without a word."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        if name not in _OF_NO_VALUES or function == _DATA:
+            raise FleetConfigError(
+                f"`{name}` was called with a parameter of a layer that is on another rank: in a "
+                "pipeline each rank has its own stage's alone (of others `is_meta` is true), so "
+                "averages, norms and penalties over the whole model can't be made by hand."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def _put_elsewhere(layer: nn.Module) -> None:
+    """Free its memory."""
+    for module in layer.to("meta").modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = _Elsewhere(parameter, parameter.requires_grad)
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
