@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -143,14 +144,14 @@ def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01)
 
 
-def batchnorm_pass(spec: GroupSpec, dtype: torch.dtype, custom: bool) -> dict[str, Any]:
+def batchnorm_pass(spec: GroupSpec, dtype: torch.dtype, kind: str) -> dict[str, Any]:
     """One forward and backward of a layer over uneven parts; the gradients of its input."""
     with group(spec):
         shares = BatchShares()
-        layer = (ActivatedNorm if custom else torch.nn.BatchNorm1d)(3).to(torch.float64)
+        layer = NORMS[kind](3).to(torch.float64)
         if dtype != torch.float64:
             layer.float()
-        if spec.world_size > 1:
+        if spec.world_size > 1 or kind == "torch's":
             convert_batchnorm(layer, shares)
         generator = torch.Generator().manual_seed(3)
         x = (torch.randn(7, 3, 2, generator=generator, dtype=torch.float64) + 1e3).to(dtype)
@@ -172,6 +173,27 @@ class ActivatedNorm(torch.nn.BatchNorm1d):
             x, self.running_mean, self.running_var, self.weight, self.bias, self.training
         )
         return F.relu(x)
+
+
+NORMS = {
+    "plain": torch.nn.BatchNorm1d,
+    "custom": ActivatedNorm,
+    "torch's": torch.nn.SyncBatchNorm,
+}
+
+
+def graphs_norm(spec: GroupSpec) -> list[torch.Tensor]:
+    """A batch of one sample, which has several rows."""
+    with group(spec):
+        shares = BatchShares()
+        layer = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+        convert_batchnorm(layer, shares)
+        shares.present = Share(local_size=int(spec.rank == 0), global_size=1)
+        rows = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+        layer(rows)
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            layer(rows[:1])
+        return list(layer.buffers())
 
 
 def lonely_passes(spec: GroupSpec) -> str:

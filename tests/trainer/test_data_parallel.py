@@ -75,15 +75,15 @@ def test_training_is_that_of_one_process(
         close(ranks[0]["state"], ranks[-1]["state"], rtol=0)
 
 
-@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "custom", "torch's"])
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 2e-2)]
 )
 def test_batchnorm_input_gradient(
-    fleet: Fleet, dtype: torch.dtype, rtol: float, custom: bool
+    fleet: Fleet, dtype: torch.dtype, rtol: float, kind: str
 ) -> None:
-    alone = fleet.run(1, "batchnorm_pass", dtype, custom)[0]
-    ranks = fleet.run(3, "batchnorm_pass", dtype, custom)
+    alone = fleet.run(1, "batchnorm_pass", dtype, kind)[0]
+    ranks = fleet.run(3, "batchnorm_pass", dtype, kind)
     close(torch.cat([rank["dx"] for rank in ranks]), alone["dx"], rtol)
     for rank in ranks:
         close(rank["state"], alone["state"], rtol)
@@ -99,7 +99,9 @@ def test_evaluation_does_not_communicate(fleet: Fleet) -> None:
     assert fleet.run(2, "lonely_passes") == ["done", "done"]
 
 
-@pytest.mark.parametrize("job", ["freezing", "branches", "trained_before", "sparse"])
+@pytest.mark.parametrize(
+    "job", ["freezing", "branches", "trained_before", "sparse", "graphs_norm"]
+)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_odd_graphs(fleet: Fleet, job: str, world_size: int) -> None:
     alone = fleet.run(1, job)[0]

@@ -9,6 +9,7 @@ forward, one backward.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,16 +25,18 @@ from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import group_size
 
 
-def convert_batchnorm(module: torch.nn.Module, shares: BatchShares) -> None:
-    """Synchronise the BatchNorm layers of `module` over the trial's group, in place.
+def convert_batchnorm(
+    module: torch.nn.Module, shares: BatchShares, kind: type[_BatchNorm] = _BatchNorm
+) -> None:
+    """Synchronise the BatchNorms of `module`, of that kind, over the trial's group, in place.
 
     Layer objects, parameters, buffers, hooks, training flags and ``state_dict`` keys stay what
     they are, also in subclasses of BatchNorm whose own ``forward`` calls ``F.batch_norm``. A
     converted layer in eval mode does not communicate, and under ``no_grad`` only while
-    ``shares.lockstep``. ``SyncBatchNorm`` is left alone. Pickling gives the original class.
+    ``shares.lockstep``. Pickling gives the original class.
     """
     for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, torch.nn.SyncBatchNorm):
+        if isinstance(layer, kind):
             if not isinstance(layer, _Synchronised):
                 layer.__class__ = _synchronised_class(type(layer))  # type: ignore[arg-type]
             layer.__dict__["_fleet_shares"] = shares
@@ -42,13 +45,15 @@ def convert_batchnorm(module: torch.nn.Module, shares: BatchShares) -> None:
 class _Synchronised(_BatchNorm):
     """Put before a layer's own class: runs its ``forward`` with statistics of the whole batch."""
 
+    _plain_forward: Callable[[Tensor], Tensor]
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch's interface
         shares: BatchShares = self.__dict__["_fleet_shares"]
         in_step = torch.is_grad_enabled() or shares.lockstep
         if not (self.training and in_step and group_size() > 1):
-            return super().forward(input)
+            return self._plain_forward(input)
         with _SynchronisedKernel(shares) as kernel:
-            output = super().forward(input)
+            output = self._plain_forward(input)
         if not kernel.calls:
             raise TrialError(
                 f"{type(self).__name__}.forward does not call torch.nn.functional.batch_norm, so "
@@ -74,7 +79,10 @@ class _Synchronised(_BatchNorm):
 
 @cache
 def _synchronised_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
-    return type(f"Synchronised{cls.__name__}", (_Synchronised, cls), {})
+    # That of ``SyncBatchNorm`` would synchronise by itself.
+    is_torchs = cls.forward is torch.nn.SyncBatchNorm.forward
+    forward = _BatchNorm.forward if is_torchs else cls.forward
+    return type(f"Synchronised{cls.__name__}", (_Synchronised, cls), {"_plain_forward": forward})
 
 
 class _SynchronisedKernel(TorchFunctionMode):
@@ -104,8 +112,13 @@ class _SynchronisedKernel(TorchFunctionMode):
         self.calls += 1
         if not training:
             return F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
-        _check_count(input, self._shares)
         mean, var, count = _global_statistics(input, self._shares)
+        # A sample may have many values: nodes of a graph, say. To look at a count waits for GPUs.
+        if self._shares.present.global_size == 1 and count == 1:
+            raise ValueError(  # the words of torch, which raises it on one device
+                "Expected more than 1 value per channel when training, "
+                f"got input size {input.shape}"
+            )
         if running_mean is not None and running_var is not None:
             unbiased = var * (count / (count - 1))
             with torch.no_grad():
@@ -228,10 +241,3 @@ def _global_statistics(x: Tensor, shares: BatchShares) -> tuple[Tensor, Tensor, 
     mean = (counts * means).sum(0) / count
     var = (counts * (variances + (means - mean).square())).sum(0) / count
     return mean, var, count
-
-
-def _check_count(x: Tensor, shares: BatchShares) -> None:
-    if shares.present.global_size == 1 and x.numel() == x.size(0) * x.size(1):
-        raise ValueError(  # the words of torch, which raises it on one device
-            f"Expected more than 1 value per channel when training, got input size {x.size()}"
-        )
