@@ -9,6 +9,7 @@ import torch
 
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
+from optuna_fleet.trainer.checkpoints.states import begin_with
 from optuna_fleet.trainer.gradients import module_hooks
 from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.gradients.gradient_sync import (
@@ -101,6 +102,7 @@ class Prepared:
             convert_batchnorm(module, self._parts.shares, torch.nn.SyncBatchNorm)
         else:
             make_data_parallel(module, self._parts.shares)
+        begin_with(module)
 
     def check_alike(self) -> None:
         """All ranks have prepared the same.

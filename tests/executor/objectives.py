@@ -213,6 +213,22 @@ class Tied(nn.Module):
         return self.head(self.embed(tokens).tanh())
 
 
+class Fading(nn.Module):
+    """With buffers in no `state_dict`: one is changed in place, one is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron()
+        self.register_buffer("scale", torch.ones(3).double(), persistent=False)
+        self.register_buffer("shift", torch.zeros(()).double(), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.scale *= 0.95
+            self.shift = self.shift + 0.1
+        return self.body(images + self.shift) * self.scale
+
+
 def next_tokens(model: Any, tokens: Tensor, _: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:])
 
@@ -245,6 +261,7 @@ OBJECTIVES |= {
     "all_norms": trains(cross_entropy, all_norms, evaluates=True),
     "activation_checkpointing": trains(cross_entropy, Checkpointed, evaluates=True),
     "compiled": trains(cross_entropy, lambda: torch.compile(convnet(), backend="eager")),
+    "buffers_of_no_state": trains(cross_entropy, Fading, evaluates=True),
     "tied_weights": trains(next_tokens, Tied, data="train_text"),
     "packed_sequences": trains(packed_sequences, Packed, data="train_text"),
     "functional_call": trains(functional_call),

@@ -1,9 +1,9 @@
 """What the objects of a trial hold, as it is checkpointed and put back.
 
 That is their ``state_dict``, and what it leaves out and a move would lose: which parameters are
-frozen, groups of parameters that an optimizer was given in a later epoch, and gradients that have
-been accumulated but not stepped with. Modules have it under their own names, whether
-``torch.compile`` wraps them or not.
+frozen, buffers that are not persistent but were changed, groups of parameters that an optimizer
+was given in a later epoch, and gradients that have been accumulated but not stepped with. Modules
+have it under their own names, whether ``torch.compile`` wraps them or not.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+
+_begun = WeakKeyDictionary[torch.nn.Module, dict[str, tuple[int, ...]]]()
+"""Of modules, as they were prepared: marks of their buffers that are not persistent."""
 
 
 def state_of(thing: Any) -> dict[str, Any]:
@@ -71,7 +75,13 @@ def remainder_of(objects: Sequence[Any], *, with_gradients: bool) -> list[dict[s
                 n: p.grad for n, p in own.items() if with_gradients and p.grad is not None
             }
             frozen = [name for name, p in own.items() if not p.requires_grad]
-            found.append({"frozen": frozen, "gradients": gradients if with_gradients else {}})
+            found.append(
+                {
+                    "frozen": frozen,
+                    "gradients": gradients if with_gradients else {},
+                    "buffers": _changed_buffers(thing),
+                }
+            )
         elif isinstance(thing, torch.optim.Optimizer):
             groups = [[places.get(id(p)) for p in group["params"]] for group in thing.param_groups]
             found.append({"groups": groups})
@@ -100,6 +110,42 @@ def restore_remainder(thing: Any, saved: dict[str, Any]) -> None:
             parameter.requires_grad_(name not in frozen)
         if name in gradients:
             parameter.grad = gradients[name].to(parameter.device)
+    for name, buffer in _unsaved_buffers(thing).items():
+        if name in saved.get("buffers", {}):
+            with torch.no_grad():
+                buffer.copy_(saved["buffers"][name])
+
+
+def begin_with(module: torch.nn.Module) -> None:
+    """What is changed in it from now on must be saved."""
+    _begun[module] = {name: _mark_of(b) for name, b in _unsaved_buffers(module).items()}
+
+
+def _changed_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Not those that were made, or have grown, since then: they are made again."""
+    begun = _begun.get(module, {})
+    return {
+        name: buffer
+        for name, buffer in _unsaved_buffers(module).items()
+        if name in begun
+        and begun[name] != (mark := _mark_of(buffer))
+        and begun[name][2:] == mark[2:]
+    }
+
+
+def _mark_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), version, *tensor.shape
+
+
+def _unsaved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    with uncompiled(module) as own:
+        return {
+            f"{path}.{name}": buffer
+            for path, part in own.named_modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None and name in part._non_persistent_buffers_set
+        }
 
 
 def restore_into(state: dict[str, Any], saved: dict[str, Any]) -> None:
