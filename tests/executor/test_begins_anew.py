@@ -59,6 +59,32 @@ class Ema:
             self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * parameter.data
 
 
+class Cooling(nn.Module):
+    """Its temperature falls with each batch; it also counts what it has seen once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small_model()
+        self.temperature, self.size = 1.0, 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.size = 36
+        if self.training:
+            self.temperature *= 0.9
+        return self.body(images) / self.temperature
+
+
+def test_numbers_in_a_model_are_told_of(log: Any) -> None:
+    def cools(trial: Any) -> float:
+        model = Cooling()
+        trial.prepare(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.05))
+        return epochs(trial, model, optimizer, lambda: None)
+
+    (line,) = told_inline(cools, log)
+    assert "Numbers in prepared modules that change from epoch to epoch begin anew" in line
+    assert "`temperature` (Cooling). Make them buffers" in line
+
+
 # -- what is lost ---------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ class _Seen:
 
     variables: Variables | None
     contents: dict[int, str]
+    numbers: dict[str, Any]
 
 
 class LeftBehind:
@@ -74,7 +75,8 @@ class LeftBehind:
             loop = looping_frame(frame)
             things = self._trainable(self._things(frame))
             contents = {id(thing): _content(tensors) for thing, _, tensors in things}
-            self._begun = _Seen(Variables.of(loop) if loop else None, contents)
+            numbers = _numbers_in(self._modules())
+            self._begun = _Seen(Variables.of(loop) if loop else None, contents, numbers)
             if not self._num_epochs:
                 self._first = self._begun
 
@@ -90,6 +92,8 @@ class LeftBehind:
                 self._tell_of_variables(loop, first, second, "epoch", _FOR_EPOCHS)
         with contextlib.suppress(Exception):
             self._tell_of_objects(frame, self._first, begun)
+        with contextlib.suppress(Exception):
+            self._tell_of_numbers(self._first.numbers, begun.numbers)
 
     def begin_batch(self, frame: FrameType) -> None:
         """A pass that may be left in its midst begins its next batch; `frame` has asked for it."""
@@ -140,6 +144,22 @@ class LeftBehind:
             "What changes from epoch to epoch but was not given to trial.prepare() begins",
             {name: name for name in names},
             ". Prepare it together with the model, or keep what it holds in trial.state.",
+        )
+
+    def _tell_of_numbers(self, first: Mapping[str, Any], begun: Mapping[str, Any]) -> None:
+        now, words = _numbers_in(self._modules()), {t for t in self._kept() if type(t) is str}
+        names = [
+            name
+            for name, number in now.items()
+            if name in first
+            and name in begun
+            and name.split("`")[1] not in words
+            and number != begun[name] != first[name]  # what was set once is no matter
+        ]
+        self._tell(
+            "Numbers in prepared modules that change from epoch to epoch begin",
+            {name: name for name in names},
+            ". Make them buffers (`register_buffer`), or keep them in trial.state.",
         )
 
     def _tell(self, what: str, keys: Mapping[str, str], end: str) -> None:
@@ -227,6 +247,20 @@ def _tensors(thing: Any) -> dict[str, torch.Tensor]:
         return {}
     are_tensors = all(type(item) in (torch.Tensor, torch.nn.Parameter) for item in items.values())
     return {str(key): item for key, item in items.items()} if are_tensors else {}
+
+
+def _numbers_in(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    """Those that the user's classes have in attributes, unless they save or reset these."""
+    return {
+        f"`{name}` ({type(part).__name__})": value
+        for module in modules
+        for part in module.modules()
+        if not type(part).__module__.startswith(("torch.", "optuna_fleet."))
+        and type(part).get_extra_state is torch.nn.Module.get_extra_state
+        and not any("reset" in vars(base) for base in type(part).__mro__)
+        for name, value in vars(part).items()
+        if type(value) in (int, float) and not name.startswith("_")
+    }
 
 
 def _shapes(tensors: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
