@@ -496,7 +496,7 @@ def test_what_a_training_gave_stays_after_a_move_in_a_later_one(
 @pytest.mark.parametrize(
     ("options", "settings", "message"),
     [
-        ({"data_collator": print}, {}, r"SharedPipeline\(..., collate_fn=...\)"),
+        ({"data_collator": len}, {}, r"SharedPipeline\(..., collate_fn=...\)"),
         ({"train_dataset": [1]}, {}, "`train_dataset` is a `list`, but must be the name"),
         ({}, {"load_best_model_at_end": True, "save_strategy": "epoch"}, "`load_best_model_at_"),
         ({}, {"train_sampling_strategy": "group_by_length"}, "the order is SharedPipeline"),

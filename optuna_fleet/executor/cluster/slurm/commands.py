@@ -14,8 +14,8 @@ from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.engine import Departure
 
 # With its options in the environment, srun would ask for what its allocation's tasks were given.
-_OPTIONS = ("SLURM_", "SLURMD_", "SRUN_")
-_FILTERS = ("SQUEUE_", "SCANCEL_")  # of the user: they hide jobs, or ask back
+# Those of squeue and scancel are the user's: they hide jobs, or ask back.
+_OPTIONS = ("SLURM_", "SLURMD_", "SRUN_", "SQUEUE_", "SCANCEL_")
 _NO_OPTIONS = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
 _LIMIT_S = 600.0
 _PASSING = (
@@ -137,9 +137,8 @@ def ask(*command: str, text: str = "", environment: Mapping[str, str] | None = N
     Raises:
         LaunchError: It failed; says how.
     """
-    ours = without_options(os.environ).items()
-    variables = {name: value for name, value in ours if not name.startswith(_FILTERS)}
-    variables |= {**(environment or {}), "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
+    variables = {**without_options(os.environ), **(environment or {})}
+    variables |= {"SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
     try:
         done = subprocess.run(
             command,
@@ -164,7 +163,7 @@ def may_pass(error: LaunchError) -> bool:
 
 
 def without_options(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what Slurm sets in a job: a command takes it for its options."""
+    """The environment without what Slurm's commands would take for their options."""
     return {
         name: value
         for name, value in environment.items()
