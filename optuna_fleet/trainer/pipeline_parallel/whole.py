@@ -172,7 +172,10 @@ def check_owned(parameters: Iterable[nn.Parameter], own: Container[int]) -> None
 
 
 # Of a tensor, whatever is in it; a property is got by `__get__`.
-_OF_NO_VALUES = {"__get__", "__set__", "__repr__", "requires_grad_", "numel", "size"}
+_OF_NO_VALUES = {
+    *("__get__", "__set__", "__len__", "__repr__", "requires_grad_", "is_floating_point"),
+    *("numel", "nelement", "element_size", "size", "dim", "stride", "is_complex"),
+}
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
