@@ -8,12 +8,13 @@ import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from optuna_fleet.exceptions import FleetConfigError, LaunchError
-from optuna_fleet.executor.cluster.slurm import allocation, cluster
+from optuna_fleet.executor.cluster.slurm import allocation, cluster, step
 from optuna_fleet.executor.cluster.slurm.cluster import SlurmEngine, check_allocation
 from optuna_fleet.executor.cluster.slurm.commands import Job, ask_job
 from tests.clusters.hub import AGENT, Hub
@@ -49,6 +50,26 @@ def test_options_of_the_allocation_are_none_of_the_agents_step(allocate, monkeyp
         monkeypatch.setenv(f"SLURM_{name}", value)
     with hub_of(job) as hub:
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        (("--nodes=2", "--ntasks-per-node=2", "--gpus-per-task=1"), ["0,1", "0,1"]),
+        (("--nodes=2", "--gpus=3"), ["0", "0,1"]),
+    ],
+)
+def test_agents_have_all_gpus_however_they_were_asked_for(
+    options: tuple[str, ...], gpus: list[str], allocate
+) -> None:
+    with hub_of(allocate(*options)) as hub:
+        hub.wait_for(lambda: len(hub.nodes()) == 2)
+        assert sorted(agent.told["CUDA_VISIBLE_DEVICES"] for agent in hub.agents) == gpus
+        first, node = hub.agents[0].told, hub.agents[0].node
+        hub.agents[0].end(1)
+        hub.wait_for(lambda: hub.gone() == [node] and len(hub.nodes()) == 2)
+        again = hub.agent_of(node).told
+        assert again["CUDA_VISIBLE_DEVICES"] == first["CUDA_VISIBLE_DEVICES"]
 
 
 def test_a_node_that_fails_is_told_of_and_the_others_go_on(allocate, slurm) -> None:
@@ -97,6 +118,28 @@ def test_an_agent_that_ends_is_replaced(exit_code: int, allocate) -> None:
         hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
 
 
+def refusing_once(why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """While there is this file, the next srun fails, and removes it."""
+    refuses, srun = folder / "refuses", folder / "srun"
+    srun.write_text(
+        f'#!/bin/sh\n[ -e {refuses} ] || exec {shutil.which("srun")} "$@"\nrm {refuses}\n'
+        f"echo 'srun: error: Unable to create step for job 1: {why}' >&2; exit 1\n"
+    )
+    srun.chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    return refuses
+
+
+def test_the_first_srun_may_be_refused_in_passing(allocate, tmp_path, monkeypatch) -> None:
+    job = allocate("--nodelist=node1,node2")
+    why = "Socket timed out on send/recv operation"
+    refusing_once(why, tmp_path, monkeypatch).touch()
+    monkeypatch.setattr(allocation, "_PUT_OFF_S", 0.0)
+    with hub_of(job) as hub:
+        hub.wait_for(lambda: hub.nodes() == ["node1", "node2"])
+        assert hub.departures == []
+
+
 @pytest.mark.parametrize(
     ("why", "told"),
     [
@@ -107,13 +150,7 @@ def test_an_agent_that_ends_is_replaced(exit_code: int, allocate) -> None:
 def test_one_that_slurm_does_not_start_now_is_started_later(
     why: str, told: list[str], allocate, tmp_path, monkeypatch
 ) -> None:
-    refuses, srun = tmp_path / "refuses", tmp_path / "srun"
-    srun.write_text(
-        f'#!/bin/sh\n[ -e {refuses} ] || exec {shutil.which("srun")} "$@"\nrm {refuses}\n'
-        f"echo 'srun: error: Unable to create step for job 1: {why}' >&2; exit 1\n"
-    )
-    srun.chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    refuses = refusing_once(why, tmp_path, monkeypatch)
     monkeypatch.setattr(allocation, "_PUT_OFF_S", 0.0)
     with hub_of(allocate("--nodelist=node1,node2")) as hub:
         hub.wait_for(lambda: len(hub.nodes()) == 2)
@@ -134,6 +171,16 @@ def test_one_that_keeps_ending_is_left_out_and_the_last_ends_all(allocate) -> No
         with pytest.raises(LaunchError, match="ended with exit code 1"):
             hub.wait_for(lambda: False)
         assert [d.is_replaced for d in hub.departures] == [True, True, True, False]
+
+
+def test_ends_of_agents_that_had_lasted_do_not_add_up(allocate, monkeypatch) -> None:
+    monkeypatch.setattr(step, "_LONG_S", 0.0)
+    with hub_of(allocate("--nodelist=node1")) as hub:
+        for _ in range(5):
+            hub.wait_for(lambda: hub.nodes() == ["node1"])
+            hub.agent_of("node1").end(1)
+            hub.wait_for(lambda: hub.nodes() == [])
+        hub.wait_for(lambda: hub.nodes() == ["node1"])
 
 
 def test_draining_a_node_ends_nothing(allocate, slurm) -> None:

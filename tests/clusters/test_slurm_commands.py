@@ -16,6 +16,7 @@ from optuna_fleet.executor.cluster.slurm.commands import (
     node_names,
     without_options,
 )
+from optuna_fleet.executor.cluster.slurm.gpus import gpus_of
 
 QUEUE = """\
 7|RUNNING|1795385303|node[1-2]|None
@@ -130,3 +131,26 @@ def test_a_command_that_fails_says_how() -> None:
 def test_a_job_is_no_option_of_another() -> None:
     given = {"SLURM_NTASKS": "4", "SRUN_CPUS_PER_TASK": "2", "SLURM_CONF": "/x", "HOME": "/home"}
     assert without_options(given) == {"SLURM_CONF": "/x", "HOME": "/home"}
+
+
+ARRAY = """\
+JobId=20 ArrayJobId=20 JOB_GRES=gpu:5   Nodes=node[3-4] CPU_IDs=2-3 Mem=0 GRES=gpu:2(IDX:0-1) \
+  Nodes=node5 CPU_IDs=0 Mem=0 GRES=gpu:a100:1(IDX:0),gpu:t4:3(IDX:1-3),nic:2 {asked}
+JobId=21 ArrayJobId=20 JOB_GRES=gpu:1   Nodes=node2 CPU_IDs=2-3 Mem=0 GRES=gpu:1(IDX:0) {asked}
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus"),
+    [
+        ("TresPerTask=gres:gpu:1", {"node3": 2, "node4": 2, "node5": 4}),
+        ("TresPerTask=cpu=4,gres/gpu:1", {"node3": 2, "node4": 2, "node5": 4}),
+        ("TresPerJob=gres:gpu:a100:5", {"node3": 2, "node4": 2, "node5": 4}),
+        ("TresPerNode=gres:gpu:2", {}),
+        ("TresPerTask=cpu=4", {}),
+    ],
+)
+def test_gpus_are_asked_for_where_a_step_does_not_get_all(
+    asked: str, gpus: dict[str, int]
+) -> None:
+    assert gpus_of("20", ARRAY.format(asked=asked)) == gpus

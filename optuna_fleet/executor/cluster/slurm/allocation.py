@@ -14,6 +14,7 @@ from optuna_fleet.exceptions import LaunchError
 from optuna_fleet.executor.cluster.asking import News
 from optuna_fleet.executor.cluster.engine import Departure
 from optuna_fleet.executor.cluster.slurm.commands import ask_job, departures_of, is_put_off
+from optuna_fleet.executor.cluster.slurm.gpus import ask_gpus, in_steps
 from optuna_fleet.executor.cluster.slurm.step import Step
 from optuna_fleet.processes import cause_of_death
 
@@ -45,6 +46,7 @@ class Allocation:
         self._environment = environment
         # The srun of each node's agent; None until it has begun.
         self._steps: dict[str, Step | None] = dict.fromkeys(nodes)
+        self._gpus: dict[str, int] = {}
         self._num_restarts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._running: set[Step] = set()
@@ -61,18 +63,18 @@ class Allocation:
     def leave(self, cause: str, by: float) -> None:
         """Tell that all nodes will be gone; may be called by a signal handler."""
         self._notice = cause, by
-        for node in self.nodes:
-            self._tell_notice(node)
+        self._tell_notice(*self.nodes)
 
     def end(self, cause: str, by: float) -> None:
         """Likewise where Slurm is about to end the job: no agent is started again."""
         self._ending = cause, by
         self.leave(cause, by)
 
-    def _tell_notice(self, node: str) -> None:
+    def _tell_notice(self, *nodes: str) -> None:
         if self._notice is not None:
             cause, by = self._notice
-            self.news.tell(Departure(node=node, cause=cause, by=by))
+            for node in nodes:
+                self.news.tell(Departure(node=node, cause=cause, by=by))
 
     def leave_out(self, node: str) -> None:
         """Start no other agent on this node."""
@@ -98,11 +100,13 @@ class Allocation:
         job = None
         with contextlib.suppress(LaunchError):  # srun has more patience, and says what is wrong
             job = ask_job(self._job)
+            self._gpus = ask_gpus(self._job)
         if job is not None:
             self._steps = dict.fromkeys(job.nodes)  # those that have failed are no longer in it
             if job.end is not None:
                 self._begin(self._tell_limit, job.end)
-        self._run(self.nodes)
+        for nodes in in_steps(self.nodes, self._gpus):
+            self._begin(self._run, nodes)
 
     def _tell_limit(self, end: float) -> None:
         """Tell of the time limit, and again if whoever runs Slurm has put it off meanwhile."""
@@ -127,13 +131,13 @@ class Allocation:
             return
         self._listen(step)
         how = cause_of_death(step.wait())
-        for node in [node for node, its in self._steps.items() if its is step]:
-            is_second = self._num_restarts[node] > 0
-            if is_second and is_put_off(step.said):
-                self._begin(self._run_again, node, _PUT_OFF_S)
-            else:
-                cause = f"its srun ended with {how}"
-                self._left(Departure(node=node, cause=cause, is_replaced=is_second))
+        its = [node for node, last in self._steps.items() if last is step]
+        if its and is_put_off(step.said):
+            self._begin(self._run_again, its, _PUT_OFF_S)
+        else:
+            for node in its:
+                departure = Departure(node=node, cause=f"its srun ended with {how}")
+                self._left(replace(departure, is_replaced=self._num_restarts[node] > 0))
         with self._lock:
             self._running.discard(step)
         self._tell_if_last(f"The srun of job {self._job} ended with {how}. It said:\n{step.said}")
@@ -151,7 +155,7 @@ class Allocation:
         with self._lock:
             if self._closed.is_set():
                 return None
-            step = Step(self._agent, nodes, self._environment)
+            step = Step(self._agent, nodes, self._gpus, self._environment)
             self._running.add(step)
             self._steps |= dict.fromkeys(nodes, step)
             return step
@@ -159,39 +163,37 @@ class Allocation:
     def _listen(self, step: Step) -> None:
         """Have what the agents and srun say printed, and heed what srun says of nodes."""
         for line in step.lines():
-            if not line.startswith("srun: ") or (
-                line.startswith("srun: error: ") and not self._is_ending()
-            ):
+            is_over = self._ending is not None or self._closed.is_set()
+            if not line.startswith("srun: ") or (line.startswith("srun: error: ") and not is_over):
                 step.say(line)
             for departure in departures_of(line):
                 self._left(departure)
-
-    def _is_ending(self) -> bool:
-        return self._ending is not None or self._closed.is_set()
 
     def _left(self, departure: Departure) -> None:
         node = departure.node
         if node not in self._steps or self._closed.is_set():
             return
-        self._num_restarts[node] += 1
+        before = 0 if (step := self._steps[node]) and step.has_lasted else self._num_restarts[node]
+        self._num_restarts[node] = before + 1
         may_restart = self._ending is None and self._num_restarts[node] <= _MOST_RESTARTS
         if departure.is_replaced and may_restart:
             self._steps[node] = None
             self.news.tell(departure)
             self._tell_notice(node)  # it is about the agent that comes next, too
-            self._begin(self._run_again, node)
+            self._begin(self._run_again, [node])
             return
         self._steps.pop(node, None)
         if self._ending is not None:
             departure = Departure(node=node, cause=f"Slurm ends its job: {self._ending[0]}")
         self.news.tell(replace(departure, is_replaced=False))
 
-    def _run_again(self, node: str, wait_s: float = _RESTART_AFTER_S) -> None:
-        # It may have ended as all do in the end, or be left out.
-        if self._closed.wait(wait_s) or node not in self._steps:
+    def _run_again(self, nodes: Sequence[str], wait_s: float = _RESTART_AFTER_S) -> None:
+        # They may have ended as all do in the end, or be left out.
+        if self._closed.wait(wait_s) or not (nodes := [n for n in nodes if n in self._steps]):
             return
         if self._ending is None:
-            self._run([node])
-        else:
+            self._run(nodes)
+            return
+        for node in nodes:
             self._left(Departure(node=node, cause=""))
-            self._tell_if_last("")
+        self._tell_if_last("")

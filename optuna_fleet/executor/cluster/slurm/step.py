@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from optuna_fleet.executor.cluster.slurm.commands import in_a_step, is_of_ending
+from optuna_fleet.executor.cluster.slurm.gpus import gpu_options
 from optuna_fleet.processes import outlet
 
 _KILL_LIMIT_S = 2.0
 _LAST_LINES = 5
+_LONG_S = 3600.0
 
 
 class Step:
@@ -19,16 +22,23 @@ class Step:
 
     Args:
         agent: Command line of an agent, but for its name.
+        gpus: How many to ask for, by node.
 
     Attributes:
         said: Its last lines, and those of the agents.
     """
 
     def __init__(
-        self, agent: Sequence[str], nodes: Sequence[str], environment: Mapping[str, str]
+        self,
+        agent: Sequence[str],
+        nodes: Sequence[str],
+        gpus: Mapping[str, int],
+        environment: Mapping[str, str],
     ) -> None:
+        self._begun = time.monotonic()
+        where = f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"
         self._process = subprocess.Popen(
-            in_a_step(agent, f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}"),
+            in_a_step(agent, *where, *gpu_options(nodes, gpus)),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=outlet(sys.__stdout__),
@@ -39,6 +49,11 @@ class Step:
         )
         self.wait = self._process.wait
         self.said = ""
+
+    @property
+    def has_lasted(self) -> bool:
+        """Whether an agent of it that ends now is none that can't work there."""
+        return time.monotonic() - self._begun >= _LONG_S
 
     def lines(self) -> Iterator[str]:
         """What it says, and the agents, until all have ended."""
