@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
 import random
@@ -594,6 +595,25 @@ def test_hooks_that_may_change_gradients_are_found(register: str, hook: Any, fou
     checked = Checked(network())
     getattr(checked.model[0].weight, register)(hook)
     assert checked.train(of(F.cross_entropy)) is found
+
+
+@pytest.mark.parametrize(
+    ("register", "hook", "found"),
+    [
+        ("register_full_backward_pre_hook", lambda _, out: (out[0].clamp(-1, 1),), True),
+        ("register_full_backward_hook", lambda _, into, out: (into[0].clamp(-1, 1),), True),
+        ("register_full_backward_hook", lambda _, into, out: None, False),
+    ],
+)
+def test_hooks_of_modules_that_change_gradients_are_found(
+    register: str, hook: Any, found: bool
+) -> None:
+    checked = Checked(network())
+    getattr(checked.model[2], register)(hook)
+    assert checked.train(of(F.cross_entropy)) is found
+    copied = copy.deepcopy(checked.model[2])
+    for name in ("_backward_hooks", "_backward_pre_hooks"):
+        assert list(getattr(copied, name).values()) in ([hook], [])
 
 
 # -- numbers --------------------------------------------------------------------------------------

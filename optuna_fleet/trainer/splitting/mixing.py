@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +28,11 @@ MIXES = (
 )
 
 HOOKS = (
-    "Hooks at the parameters of its model (`register_hook`, `register_post_accumulate_grad_hook`) "
-    "change gradients before those of several devices are put together. So that its results do "
-    "not depend on the number of devices, the trial stays on one. What they do can be done after "
-    "`loss.backward()`, to `parameter.grad`."
+    "Hooks of its model (`register_hook` and `register_post_accumulate_grad_hook` of parameters, "
+    "`register_full_backward_hook` of modules) change gradients before those of several devices "
+    "are put together. So that its results do not depend on the number of devices, the trial "
+    "stays on one. What is done to a parameter's can be done after `loss.backward()`, to "
+    "`parameter.grad`."
 )
 
 EMBEDDINGS = (
@@ -45,6 +45,7 @@ _FEW = 4
 _TOLERANCE = Tolerance(double=1e-9, single=1e-4, coarse=2e-2)
 
 Counterparts = Callable[[Any], Sequence[Any] | None]
+Tell = weakref.WeakMethod[Callable[[str], Any]]
 
 
 def why_alone(
@@ -68,23 +69,34 @@ def why_alone(
         return None
 
 
-def watch_hooks(module: torch.nn.Module, tell: weakref.WeakMethod[Callable[[str], Any]]) -> None:
+def watch_hooks(module: torch.nn.Module, tell: Tell) -> None:
     """Have `tell` called with why several devices could not, if hooks change gradients."""
-    for parameter in module.parameters():
-        hooks = parameter._backward_hooks or {}
+    of_parameters = [p._backward_hooks or {} for p in module.parameters()]
+    of_modules = [h for m in module.modules() for h in (m._backward_hooks, m._backward_pre_hooks)]
+    for hooks in (*of_parameters, *of_modules):
         for key, hook in hooks.items():
-            hooks[key] = partial(_hooked, hook, tell)
+            hooks[key] = _Watched(hook, tell)
 
 
-def _hooked(
-    hook: Callable[[Tensor], Tensor | None],
-    tell: weakref.WeakMethod[Callable[[str], Any]],
-    gradient: Tensor,
-) -> Tensor | None:
-    changed = hook(gradient)
-    if changed is not None and (told := tell()) is not None:
-        told(HOOKS)
-    return changed
+class _Watched:
+    """A hook; copies of its module have the hook itself."""
+
+    def __init__(self, hook: Callable[..., Any], tell: Tell) -> None:
+        self._hook = hook
+        self._tell = tell
+
+    def __call__(self, *gradients: Any) -> Any:
+        changed = self._hook(*gradients)
+        if changed is not None and (tell := self._tell()) is not None:
+            tell(HOOKS)
+        return changed
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._hook,)
+
+
+def _itself(hook: Any) -> Any:
+    return hook
 
 
 def _has_late_hooks(parameter: Tensor) -> bool:
