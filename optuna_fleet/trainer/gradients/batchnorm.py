@@ -9,7 +9,6 @@ forward, one backward.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -45,15 +44,15 @@ def convert_batchnorm(
 class _Synchronised(_BatchNorm):
     """Put before a layer's own class: runs its ``forward`` with statistics of the whole batch."""
 
-    _plain_forward: Callable[[Tensor], Tensor]
+    _original: type[_BatchNorm]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch's interface
         shares: BatchShares = self.__dict__["_fleet_shares"]
         in_step = torch.is_grad_enabled() or shares.lockstep
         if not (self.training and in_step and group_size() > 1):
-            return self._plain_forward(input)
+            return super().forward(input)
         with _SynchronisedKernel(shares) as kernel:
-            output = self._plain_forward(input)
+            output = super().forward(input)
         if not kernel.calls:
             raise TrialError(
                 f"{type(self).__name__}.forward does not call torch.nn.functional.batch_norm, so "
@@ -74,15 +73,20 @@ class _Synchronised(_BatchNorm):
         reduced: Any = super().__reduce_ex__(1)
         make, (_, *args), state = reduced
         state = {key: value for key, value in state.items() if key != "_fleet_shares"}
-        return make, (type(self).__mro__[2], *args), state
+        return make, (self._original, *args), state
+
+
+class _Alone(_BatchNorm):
+    """Put before ``SyncBatchNorm``, whose own ``forward`` would synchronise by itself."""
+
+    forward = _BatchNorm.forward
 
 
 @cache
 def _synchronised_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
-    # That of ``SyncBatchNorm`` would synchronise by itself.
     is_torchs = cls.forward is torch.nn.SyncBatchNorm.forward
-    forward = _BatchNorm.forward if is_torchs else cls.forward
-    return type(f"Synchronised{cls.__name__}", (_Synchronised, cls), {"_plain_forward": forward})
+    bases = (_Synchronised, *((_Alone,) if is_torchs else ()), cls)
+    return type(f"Synchronised{cls.__name__}", bases, {"_original": cls})
 
 
 class _SynchronisedKernel(TorchFunctionMode):
