@@ -301,6 +301,7 @@ def _finished(value: Any, training: Training | None) -> bytes:
         TrialError: The trial did not go on where it was checkpointed.
     """
     if training is not None and not training.is_broken:
+        training.check_ranks()
         training.check_resumed()
         training.moving.leave_final(value)
     try:

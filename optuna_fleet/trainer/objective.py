@@ -61,8 +61,6 @@ class LoadedObjective:
     def adopt_numbers(self) -> None:
         """Put in force, again, what decides what is computed."""
         self._adoption.adopt_numbers(self._settings)
-        if hooks := sys.modules.get("optuna_fleet.trainer.gradients.module_hooks"):
-            hooks.quieten()  # the filters of warnings may be new
         torch = sys.modules.get("torch")
         if torch is not None:
             # The slot's share of the cores; a script that chose fewer gets those.

@@ -9,7 +9,9 @@ import torch
 
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition
-from optuna_fleet.trainer.gradients.shares import BatchShares
+from optuna_fleet.trainer.gradients.reducer import Reducer
+from optuna_fleet.trainer.gradients.replicas import Net
+from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.session import Session
 from optuna_fleet.trainer.unsaved.steps import Steps
@@ -27,7 +29,9 @@ class Parts:
         state: ``trial.state``.
         position: Where the objective is in its epochs.
         steps: What is done with the batches.
-        shares: What these weigh; counts the ranks' collectives.
+        weights: What these weigh; counts the ranks' collectives.
+        reducer: Of the gradients of all that was prepared.
+        net: Watches that the ranks stay the same.
         totals: Sums over the epoch.
         saver: Writes checkpoints.
     """
@@ -38,7 +42,9 @@ class Parts:
     state: dict[str, Any]
     position: EpochPosition
     steps: Steps
-    shares: BatchShares
+    weights: Weights
+    reducer: Reducer
+    net: Net
     totals: Totals
     saver: Saver
 

@@ -10,14 +10,9 @@ import torch
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.states import begin_with
-from optuna_fleet.trainer.gradients import module_hooks
 from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
-from optuna_fleet.trainer.gradients.gradient_sync import (
-    attach,
-    check_initialised,
-    check_same,
-    make_data_parallel,
-)
+from optuna_fleet.trainer.gradients.replicas import check_same, make_same
+from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.parts import Parts
 
 _TAKES = (
@@ -38,16 +33,8 @@ class Prepared:
     def __init__(self, parts: Parts) -> None:
         self.modules: list[torch.nn.Module] = []
         self._parts = parts
-        self._single: list[torch.nn.Module] = []  # of which no gradient is reduced
 
-    def add(
-        self,
-        objects: Sequence[Any],
-        resuming: Resuming | None,
-        *,
-        is_alone: bool,
-        is_checked: bool,
-    ) -> None:
+    def add(self, objects: Sequence[Any], resuming: Resuming | None) -> None:
         """Take more of them.
 
         Raises:
@@ -68,7 +55,7 @@ class Prepared:
             elif isinstance(thing, torch.optim.Optimizer) and thing.state:
                 thing.load_state_dict(thing.state_dict())  # moves it to where the parameters are
             if isinstance(thing, torch.nn.Module):
-                self._add_module(thing, is_alone=is_alone, is_checked=is_checked)
+                self._add_module(thing)
 
     def _check(self, thing: Any) -> None:
         has_state = hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
@@ -83,7 +70,7 @@ class Prepared:
                 f"trial.prepare() was given a `{kind}`, but takes {_TAKES}{hint}."
             )
         if isinstance(thing, torch.nn.Module):
-            check_initialised(thing)
+            _check_initialised(thing)
         parts = thing.modules() if isinstance(thing, torch.nn.Module) else ()
         wrapper = next((part for part in parts if isinstance(part, _WRAPPERS)), None)
         if wrapper is not None:
@@ -92,17 +79,21 @@ class Prepared:
                 "parallel by itself: leave the wrapper out, and give the module inside it."
             )
 
-    def _add_module(self, module: torch.nn.Module, *, is_alone: bool, is_checked: bool) -> None:
+    def _add_module(self, module: torch.nn.Module) -> None:
         self.modules.append(module)
-        self._parts.steps.watch(module)
-        if is_checked:
-            module_hooks.watch(module.modules())
-        if is_alone:
-            self._single.append(module)
-            convert_batchnorm(module, self._parts.shares, torch.nn.SyncBatchNorm)
+        if group_size() > 1:
+            check_same(module)
+            make_same(module)
+            convert_batchnorm(module, self._parts.weights)
         else:
-            make_data_parallel(module, self._parts.shares)
+            convert_batchnorm(module, self._parts.weights, torch.nn.SyncBatchNorm)
+        self._parts.reducer.watch(module)
         begin_with(module)
+
+    def begin_run(self) -> None:
+        """What was prepared on one device trains on several."""
+        for module in self.modules:
+            convert_batchnorm(module, self._parts.weights)
 
     def check_alike(self) -> None:
         """All ranks have prepared the same.
@@ -113,8 +104,16 @@ class Prepared:
         for module in self.modules:
             check_same(module)
 
-    def attach_all(self) -> None:
-        """Reduce the gradients of those that were prepared on one device."""
-        for module in self._single:
-            attach(module, self._parts.shares)
-        self._single.clear()
+
+def _check_initialised(module: torch.nn.Module) -> None:
+    """Check that no tensor of a module is still to be made.
+
+    Raises:
+        FleetConfigError: A lazy one has not seen its first batch.
+    """
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if torch.nn.parameter.is_lazy(tensor):
+            raise FleetConfigError(
+                f"The tensor {name!r} of {type(module).__name__} is lazy, but must be "
+                f"initialised: run one batch through the model before `trial.prepare`."
+            )

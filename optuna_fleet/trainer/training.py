@@ -22,9 +22,10 @@ from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.gradients import collectives, module_hooks
-from optuna_fleet.trainer.gradients.replicas import tell_if_apart
-from optuna_fleet.trainer.gradients.shares import BatchShares
+from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.gradients.reducer import Reducer
+from optuna_fleet.trainer.gradients.replicas import Net
+from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
 from optuna_fleet.trainer.moves.holding import Held, Holding
 from optuna_fleet.trainer.moves.moving import Moving
@@ -80,19 +81,22 @@ class Training:
         self.device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", 0)
         self.is_stuck = False
         self.in_stages: Pipeline | None = None
-        self._shares = BatchShares()
-        self._shares.on_too_wide = self.go_on_with_fewer
+        self._weights = Weights()
+        self._weights.on_too_wide = self.go_on_with_fewer
         self._objects: list[Any] = []
+        reducer, state = Reducer(self._weights, session.remark), dict[str, Any]()
         self._position = EpochPosition()
-        self.totals = Totals(self._shares, self.device, self._gather)
+        self.totals = Totals(self._weights, self.device, self._gather)
         self.parts = Parts(
             session=session,
             device=self.device,
             objects=self._objects,
-            state={},
+            state=state,
             position=self._position,
-            steps=Steps(self._objects, session.warn),
-            shares=self._shares,
+            steps=Steps(self._objects, session.warn, reducer, self._weights),
+            weights=self._weights,
+            reducer=reducer,
+            net=Net(self._objects, state, self._weights),
             totals=self.totals,
             saver=Saver(session),
         )
@@ -109,7 +113,6 @@ class Training:
             resume=self._resume_within,
         )
         self._split_check = self._new_split_check()
-        module_hooks.listen(self._split_check or self._shares)
         self._loader = ShardLoader(
             self.parts, pipeline, self._prepared.modules, self._within, self._split_check
         )
@@ -151,7 +154,9 @@ class Training:
         """On one device, unless the trial will never have more."""
         if self._run.world_size > 1 or self._run.num_devices == 1:
             return None
-        return SplitCheck(partial(stay_alone, self._session), self._session.remark, self._shares)
+        found = partial(stay_alone, self._session)
+        modules, reducer = self._prepared.modules, self.parts.reducer
+        return SplitCheck(found, self._session.remark, modules, reducer)
 
     def go_on_with_fewer(self, why: str, max_devices: int) -> None:
         """See `widths.go_on_with_fewer`."""
@@ -205,7 +210,8 @@ class Training:
     def _stop_watching(self) -> None:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
         self.parts.steps.close()
-        self._shares.end()
+        self.parts.reducer.close()
+        self._weights.end()
         if self._split_check is not None:
             self._split_check.close()
 
@@ -228,7 +234,7 @@ class Training:
     @property
     def shard_size(self) -> int:
         """Samples of the present batch on this rank."""
-        size = self._shares.present.local_size
+        size = self._weights.present.local_size
         return size if self._split_check is None else self._split_check.size(size)
 
     # -- prepare ----------------------------------------------------------------------------------
@@ -242,12 +248,7 @@ class Training:
         if min_devices is not None or max_devices is not None:
             most = 1 if self._position.reads_unprepared else max_devices
             self._loader.bounds = Bounds.checked(min_devices, most, self._run)
-        self._prepared.add(
-            objects,
-            self._resuming,
-            is_alone=self._run.world_size == 1 or self._session.joins,
-            is_checked=self._split_check is not None,
-        )
+        self._prepared.add(objects, self._resuming)
         return objects[0] if len(objects) == 1 else objects
 
     def pipeline(self, model: Any, optimizer: Any, loss: Any, **options: Any) -> Pipeline:
@@ -294,6 +295,7 @@ class Training:
             for epoch in range(first, num_epochs):
                 self._position.epoch = self._session.epoch = epoch
                 self._within.begin_epoch()
+                self.parts.reducer.begin_epoch()
                 self.holding.begin_epoch()
                 self._left_behind.begin_epoch(sys._getframe(1))
                 yield epoch
@@ -310,17 +312,20 @@ class Training:
         self._position.is_inside = False
 
     def _goes_on_after(self, epoch: int) -> bool:
-        if self._split_check is not None:
-            self._split_check.end_step()
         # First what needs no other rank: one that left this epoch early is told of at once.
         last_step = self._session.reports.last_step
         decision = self._session.ask(EndEpoch, epoch=epoch, last_step=last_step)
-        tell_if_apart(self.parts)
+        self.parts.net.check()
         if decision is EpochDecision.YIELD and self.moving.has_left():
             self._session.unwind(Yielded)  # even if the objective catches everything
         if decision is EpochDecision.CHECKPOINT:
             self.moving.save()
         return decision is not EpochDecision.STOP
+
+    def check_ranks(self) -> None:
+        """See `Net.check`; a pass under way is checked when it is over."""
+        if not self._weights.is_reading:
+            self.parts.net.check()
 
     def check_resumed(self) -> None:
         """See `Resuming`; the objective has returned."""
@@ -347,15 +352,13 @@ class Training:
 
     def _leave_within(self, step: int) -> bool:
         """Leave at that step; return whether another run goes on here, if not by leaving."""
-        if self._split_check is not None:
-            self._split_check.end_step()
         self.holding.settle()
         if not self._regrouping.stop(step, self._usage, can_join=self._within.can_be_joined):
             return False
         self.holding.begin_run()
         if self._run.world_size > 1:
             self._check_no_split()
-            self._prepared.attach_all()  # what was prepared on one device trains on several
+            self._prepared.begin_run()
         self._loader.begin_run()
         return True
 
@@ -363,7 +366,6 @@ class Training:
         if self._split_check is not None:
             self._split_check.close()
             self._split_check = self._loader.split_check = None
-            module_hooks.listen(self._shares)
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -375,14 +377,14 @@ class Training:
             if self._split_check is not None:
                 self._split_check.weigh(loss, weight)
             return loss
-        return self._shares.weigh(loss, own)
+        return self._weights.weigh(loss, own)
 
     # -- reductions -------------------------------------------------------------------------------
 
     def sum(self, value: Any) -> Any:
         """See `FleetTrial.sum`."""
-        self._shares.check_step("trial.sum")
-        self._shares.begin("trial.sum")
+        self._weights.check_step("trial.sum")
+        self._weights.begin("trial.sum")
         return collectives.all_reduce_sum(value, alone=self.in_stages is not None)
 
     def _gather(self, own: dict[str, Any]) -> list[dict[str, Any]]:
@@ -390,6 +392,6 @@ class Training:
 
     def mean(self, value: Any, weight: float | None) -> Any:
         """See `FleetTrial.mean`."""
-        self._shares.check_step("trial.mean")
-        self._shares.begin("trial.mean")
+        self._weights.check_step("trial.mean")
+        self._weights.begin("trial.mean")
         return collectives.mean(value, weight, alone=self.in_stages is not None)

@@ -126,6 +126,16 @@ class FleetTrial(RemoteTrial):
             self._open_training().arrive()  # that tells what was reported before
         return self._session.reports
 
+    def report(self, value: float, step: int) -> None:
+        """See `optuna.Trial.report`; does not wait until the value is stored.
+
+        Should that fail, because the value is not the same on all ranks of the trial, say, the
+        error is raised by the next call that has an answer, or else it is the objective's end.
+        """
+        if self._session.run.world_size > 1:
+            self._training.check_ranks()
+        super().report(value, step)
+
     def prepare(
         self, *objects: Any, min_devices: int | None = None, max_devices: int | None = None
     ) -> Any:

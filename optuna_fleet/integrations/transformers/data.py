@@ -13,7 +13,7 @@ import torch
 from transformers.trainer_pt_utils import nested_concat
 
 from optuna_fleet.trainer.checkpoints.checkpoint import gather
-from optuna_fleet.trainer.gradients.shares import Share
+from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.nested import map_tensors
 from optuna_fleet.trainer.trial import FleetTrial
 
@@ -56,7 +56,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._batches:
-            self.shares.append(self._trial._training.parts.shares.present)
+            self.shares.append(self._trial._training.parts.weights.present)
             yield self._chosen(batch)
 
     def _chosen(self, batch: Any) -> Any:

@@ -21,7 +21,7 @@ from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.data.feed import feed
 from optuna_fleet.trainer.data.reading import Asked, Reading
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
-from optuna_fleet.trainer.gradients.shares import Share
+from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.seeding import seed_gpu
@@ -93,11 +93,11 @@ class ShardLoader:
         self.gives_whole_batches = False
         self._parts = parts
         self._session = parts.session
-        self._shares = parts.shares
+        self._weights = parts.weights
         self._position = parts.position
         self._device = parts.device
-        shares = parts.shares  # alone: the session outlives what is trained
-        parts.session.collectives = lambda: shares.collectives
+        weights = parts.weights  # alone: the session outlives what is trained
+        parts.session.collectives = lambda: weights.collectives
         self._pipeline = pipeline
         self._modules = modules
         self._within = within
@@ -160,8 +160,11 @@ class ShardLoader:
                 one = self._go_on(one, step)
         finally:
             self._close(one)
-        if movable:  # while all ranks are here: some may not look at the totals
+        # While all ranks are here: some may not look at the totals.
+        if movable:
             self._parts.totals.merge()
+        if one.is_shuffled:
+            self._parts.net.check()
 
     def _read(self, one: _Pass) -> Generator[Any, None, int | None]:
         """Yield what is left of a pass; return the step that another run goes on with, if any."""
@@ -181,10 +184,16 @@ class ShardLoader:
                 if batch.local_size == 0 and not in_step:
                     continue
                 share = Share(batch.local_size, batch.global_size)
-                self._shares.hand_out(one.number, share, data, lockstep=in_step, trains=trains)
+                self._weights.hand_out(
+                    one.number,
+                    share,
+                    lockstep=in_step,
+                    trains=trains,
+                    is_whole=self.gives_whole_batches,
+                )
                 timed = self.stopwatch.active and trains and one.number == self._timed_pass
                 if trains:
-                    self._begin_step(data, batch.global_size, one.batches)
+                    self._begin_step(data, batch.global_size)
                 yield data
                 if trains:
                     self._tell_trained()
@@ -242,7 +251,7 @@ class ShardLoader:
         return replace(one, batches=rest, first=step, world_size=self._run.world_size)
 
     def _close(self, one: _Pass) -> None:
-        self._shares.close(one.number)
+        self._weights.close(one.number)
         if one.can_leave:
             self._within.end_pass()
         if self.split_check is not None:
@@ -250,9 +259,9 @@ class ShardLoader:
         if self._timed_pass == one.number:
             self._timed_pass = None
 
-    def _begin_step(self, data: Any, size: int, batches: Any) -> None:
+    def _begin_step(self, data: Any, size: int) -> None:
         if self.split_check is not None:
-            self.split_check.hand_out(data, size, batches.last_size)
+            self.split_check.hand_out(data, size)
         # Dropout's noise must not be the same in all shards. The CPU's generator stays alike on
         # all ranks: objectives decide by it.
         place = (self._position.loop, self._position.epoch)

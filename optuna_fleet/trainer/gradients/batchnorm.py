@@ -20,12 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from optuna_fleet.exceptions import TrialError
-from optuna_fleet.trainer.gradients.shares import BatchShares
+from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import group_size
 
 
 def convert_batchnorm(
-    module: torch.nn.Module, shares: BatchShares, kind: type[_BatchNorm] = _BatchNorm
+    module: torch.nn.Module, shares: Weights, kind: type[_BatchNorm] = _BatchNorm
 ) -> None:
     """Synchronise the BatchNorms of `module`, of that kind, over the trial's group, in place.
 
@@ -47,7 +47,7 @@ class _Synchronised(_BatchNorm):
     _original: type[_BatchNorm]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch's interface
-        shares: BatchShares = self.__dict__["_fleet_shares"]
+        shares: Weights = self.__dict__["_fleet_shares"]
         in_step = torch.is_grad_enabled() or shares.lockstep
         if not (self.training and in_step and group_size() > 1):
             return super().forward(input)
@@ -92,7 +92,7 @@ def _synchronised_class(cls: type[_BatchNorm]) -> type[_BatchNorm]:
 class _SynchronisedKernel(TorchFunctionMode):
     """While active, ``F.batch_norm`` in training mode is the synchronised one."""
 
-    def __init__(self, shares: BatchShares) -> None:
+    def __init__(self, shares: Weights) -> None:
         super().__init__()
         self.calls = 0
         self._shares = shares
@@ -155,7 +155,7 @@ class _Normalise(torch.autograd.Function):
         var: Tensor,
         count: Tensor,
         eps: float,
-        shares: BatchShares,
+        shares: Weights,
     ) -> Tensor:
         mean, var = mean.to(scale.dtype), var.to(scale.dtype)
         ctx.save_for_backward(x, scale, mean, var, count)
@@ -226,7 +226,7 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def _global_statistics(x: Tensor, shares: BatchShares) -> tuple[Tensor, Tensor, Tensor]:
+def _global_statistics(x: Tensor, shares: Weights) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance per channel, and the count, over all ranks' samples, in float64.
 
     Ranks send mean and squared deviations, not sums of squares, which cancel for large means.

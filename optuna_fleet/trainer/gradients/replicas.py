@@ -1,74 +1,187 @@
-"""Notices that the ranks of a trial have come apart: they would train different models."""
+"""Replicas of a trial's models: made the same on all ranks, and watched, lest they come apart.
+
+Ranks that have come apart train different models, each on a part of the data. What makes them do
+so is the objective's: buffers that follow a rank's samples, gradients that are set by hand, a
+table per sample, a decision by a rank's own loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optuna_fleet.trainer.groups import group_size, wire_device
-from optuna_fleet.trainer.parts import Parts
+from optuna_fleet.trainer.gradients.weights import Weights
+from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
 
-_TOLERANCE = 1e-9  # unlike devices add up in an order of their own
+_MESSAGE_BYTES = 25 * 2**20
+_LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-9, 1e-2
+_EPSILONS = 100  # unlike devices round in ways of their own
+
+APART = (
+    "Its ranks have come apart: {names} differ. What is changed while a trial trains must be "
+    "changed alike on all its ranks, but each sees its part of a batch only. Sum up or average "
+    "over the ranks what goes there (trial.sum, trial.mean), or let it follow from the gradients."
+)
 
 
-def tell_if_apart(parts: Parts) -> None:
-    """Tell the user if what was prepared is not the same. Called on all ranks."""
-    if not (apart := find_divergence(parts.objects)):
-        return
-    shown = ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else "")
-    parts.session.remark(
-        [f"ranks of trial {parts.run.number} are apart"],
-        f"Its ranks have come apart: {shown}. On another number of "
-        "devices it would give other results. What decides must be alike on all ranks: use "
-        "trial.mean(loss) for it; prepare layers when the model is complete.",
+def check_same(module: torch.nn.Module) -> None:
+    """Compare the structure of a model over the ranks.
+
+    Raises:
+        TrialError: It differs.
+    """
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    check_agreement(
+        ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors),
+        f"The model {type(module).__name__}",
     )
 
 
 @torch.no_grad()
-def find_divergence(objects: Sequence[Any]) -> list[str]:
-    """Returns what differs between the ranks; called on all of them alike, one collective.
+def make_same(module: torch.nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    for chunk in _chunks([*module.parameters(), *module.buffers()]):
+        flat = torch.cat([_bytes(tensor) for tensor in chunk]).to(wire_device())
+        dist.broadcast(flat, src=0)  # rank 0 of the trial's group
+        parts = torch.split(flat, [tensor.nbytes for tensor in chunk])
+        for tensor, part in zip(chunk, parts, strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Not all types of numbers can travel."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    chunk: list[Tensor] = []
+    for tensor in tensors:
+        if chunk and sum(one.nbytes for one in chunk) + tensor.nbytes > _MESSAGE_BYTES:
+            yield chunk
+            chunk = []
+        chunk.append(tensor)
+    if chunk:
+        yield chunk
+
+
+class Net:
+    """Compares what the ranks have, as a whole.
+
+    At the end of each training pass, and before a checkpoint is made. So none is made, and no
+    value reported, of ranks that are apart.
 
     Args:
-        objects: The prepared objects: of modules parameters and buffers are compared, of
-            optimizers the learning rates.
+        objects: What was prepared so far; grows while the objective runs.
+        state: ``trial.state``.
+        weights: Tells whether the trial has trained since.
     """
-    if group_size() == 1:
-        return []
-    found = dict(_numbers(objects))
+
+    def __init__(self, objects: Sequence[Any], state: dict[str, Any], weights: Weights) -> None:
+        self._objects = objects
+        self._state = state
+        self._weights = weights
+
+    def check(self) -> None:
+        """Compare, if there is something new; called on all ranks.
+
+        Raises:
+            TrialError: They are apart. The trial goes on from its last checkpoint, on one device.
+        """
+        if self._weights.has_trained and group_size() > 1:
+            self._weights.has_trained = False
+            if names := find_divergence(self._objects, self._state, self._weights):
+                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                raise self._weights.too_wide(APART.format(names=shown))
+
+
+@torch.no_grad()
+def find_divergence(objects: Sequence[Any], state: dict[str, Any], weights: Weights) -> list[str]:
+    """Returns what differs between the ranks; called on all of them alike.
+
+    Compared are sums: of each parameter, buffer, and tensor of an optimizer's state or another
+    object's, the options of optimizers, and numbers and tensors in ``trial.state``.
+    """
+    weights.begin("the comparison of the ranks")
+    found = [(name, *sums) for name, value in _values(objects, state) if (sums := _sums(value))]
+    names = [name for name, *_ in found]
+    if not _are_same(names):
+        return ["the kinds and numbers of what was prepared, or is in trial.state,"]
     if not found:
         return []
     device = wire_device()
-    values = torch.stack(
-        [torch.as_tensor(v, dtype=torch.float64, device=device) for v in found.values()]
-    ).nan_to_num()
-    extremes = torch.cat([values, -values])
+    totals = torch.stack([total.to(device) for _, total, *_ in found]).nan_to_num()
+    sizes = torch.stack([size.to(device) for *_, size, _ in found]).nan_to_num()
+    extremes = torch.cat([totals, -totals, sizes])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    largest, smallest = extremes.cpu().chunk(2)
-    differs = largest + smallest > _TOLERANCE * (1 + largest.abs())
-    return [name for name, apart in zip(found, differs.tolist(), strict=True) if apart]
+    most, least, size = extremes.cpu().chunk(3)
+    tolerances = torch.tensor([tolerance for *_, tolerance in found], dtype=torch.float64)
+    differs = most + least > tolerances * size
+    return [name for name, apart in zip(names, differs.tolist(), strict=True) if apart]
 
 
-def _numbers(objects: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def _are_same(names: list[str]) -> bool:
+    """Whether all ranks have these, so that they can be compared."""
+    digest = hashlib.sha256("\n".join(names).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    extremes = torch.tensor([number, -number], device=wire_device())
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return bool(extremes.sum() == 0)
+
+
+def _sums(value: Any) -> tuple[Tensor, Tensor, float] | None:
+    """The sum, that of absolute values, and by what part of this ranks may differ in that."""
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value, dtype=torch.float64)
+    if value.is_meta:
+        return None
+    real = torch.view_as_real(value) if value.is_complex() else value
+    try:
+        total, size = real.sum(dtype=torch.float64), real.abs().sum(dtype=torch.float64)
+    except RuntimeError:  # of a kind that can not be added up
+        return None
+    epsilon = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+    return total, size, min(max(_EPSILONS * epsilon, _LEAST_TOLERANCE), _MOST_TOLERANCE)
+
+
+def _values(objects: Sequence[Any], state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for position, thing in enumerate(objects):
         name = f"{type(thing).__name__} ({position})"
         if isinstance(thing, torch.nn.Module):
             for key, tensor in [*thing.named_parameters(), *thing.named_buffers()]:
-                if (total := _total(tensor)) is not None:
-                    yield f"{name}: {key}", total
+                yield f"{name}: {key}", tensor
         elif isinstance(thing, torch.optim.Optimizer):
-            for number, group in enumerate(thing.param_groups):
-                yield f"{name}: learning rate {number}", group.get("lr", 0.0)
+            yield from _values_of(thing, name)
+        else:
+            leaves = _leaves(thing.state_dict(), name)
+            yield from (leaf for leaf in leaves if isinstance(leaf[1], Tensor))
+    yield from _leaves(state, "trial.state")
 
 
-def _total(tensor: Tensor) -> Tensor | None:
-    if tensor.is_meta:
-        return None
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    try:
-        return real.sum(dtype=torch.float64)
-    except RuntimeError:  # of a kind that can not be added up
-        return None
+def _values_of(optimizer: torch.optim.Optimizer, name: str) -> Iterator[tuple[str, Any]]:
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        yield from _leaves(options, f"{name}: group {number}")
+        for place, param in enumerate(group["params"]):
+            own = optimizer.state.get(param, {})
+            yield from _leaves(own, f"{name}: state of parameter {place} of group {number}")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Numbers and tensors in nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _leaves(child, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for number, child in enumerate(value):
+            yield from _leaves(child, f"{path}[{number}]")
+    elif isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.kind in "biuf":
+            yield path, torch.from_numpy(np.asarray(value))
+    elif isinstance(value, (Tensor, int, float)):
+        yield path, value

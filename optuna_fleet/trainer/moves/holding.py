@@ -97,7 +97,7 @@ class Holding:
         self._parts = parts
         self._session = parts.session
         self._steps = parts.steps
-        self._shares = parts.shares
+        self._shares = parts.weights
         self._totals = parts.totals
         self._exchange = SumsExchange()
         self._generators = FrequentStates()
@@ -110,8 +110,6 @@ class Holding:
         self.begin_run()
         self._steps.at_step = self._before_optimizer
         self._steps.at_stepped = self._after_optimizer
-        self._shares.at_gradients = self._before_gradients
-        self._shares.at_reduced = self._reduced
 
     @property
     def is_empty(self) -> bool:

@@ -104,6 +104,7 @@ class Moving:
         return stop
 
     def _stopped(self, step: int | None) -> Stop:
+        self._parts.net.check()
         rng = checkpoint.gather(rng_state())
         totals = [] if step is None else checkpoint.gather(self._parts.totals.own)
         return Stop(step=step, rng=rng, totals=totals)

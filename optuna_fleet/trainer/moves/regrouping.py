@@ -29,7 +29,7 @@ class Regrouping:
         self._session = parts.session
         self._moving = moving
         self._prepared = prepared
-        parts.shares.at_collective = self._check_joined
+        parts.weights.at_collective = self._check_joined
 
     # -- where a run stops ------------------------------------------------------------------------
 
@@ -75,7 +75,8 @@ class Regrouping:
         self._check_alike(run)
 
     def _begin(self, run: RunTrial) -> None:
-        self._parts.shares.begin_run()
+        self._parts.weights.begin_run()
+        self._parts.reducer.begin_epoch()
         self._session.begin(run)
         self._parts.saver.begin_run()
         join_group_of(run, self._parts.device.type)
@@ -100,8 +101,8 @@ class Regrouping:
     def settle(self) -> None:
         """This rank is where the others are."""
         self._check_alike(self._session.run)
-        self._prepared.attach_all()
-        self._parts.shares.begin_run()
+        self._prepared.begin_run()
+        self._parts.weights.begin_run()
         self._session.has_joined()
 
     def _check_joined(self, purpose: str) -> None:

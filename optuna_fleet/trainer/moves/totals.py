@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.gradients.shares import BatchShares
+from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.splitting import tracked
 
@@ -37,7 +37,7 @@ class Totals:
     added to is 0, and all are 0 when an epoch begins.
 
     Args:
-        shares: Whether batches are being read, and whether this rank's part of one counts.
+        weights: Whether batches are being read, and whether this rank's part of one counts.
         device: Where tensors are kept that are no scalars.
         gather: Returns what it is given on each rank.
 
@@ -48,19 +48,19 @@ class Totals:
     """
 
     def __init__(
-        self, shares: BatchShares, device: torch.device, gather: Callable[[Sums], list[Sums]]
+        self, weights: Weights, device: torch.device, gather: Callable[[Sums], list[Sums]]
     ) -> None:
         self.own: Sums = {}
         self.begun: list[Sums] = []
         self.num_added = 0
-        self._shares = shares
+        self._weights = weights
         self._device = device
         self._gather = gather
         self._sums: Sums | None = None
 
     def __getitem__(self, name: str) -> Any:
         """This rank's part while it reads batches, else the sum, which all ranks must ask for."""
-        if self._shares.is_reading:
+        if self._weights.is_reading:
             value = self.own.get(name, 0)
             return value.clone() if isinstance(value, torch.Tensor) else value
         self.merge()
@@ -68,7 +68,7 @@ class Totals:
         return self._sums.get(name, 0)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if not self._shares.is_reading:
+        if not self._weights.is_reading:
             raise FleetConfigError(
                 f"trial.totals[{name!r}] was set outside of a loop over trial.batches(...): it is "
                 "0 when an epoch begins, and takes what is added while batches are read. Keep "
@@ -80,7 +80,7 @@ class Totals:
                 f"trial.totals[{str(name)!r}]."
             )
         self.num_added += 1
-        if self._shares.present.dummy:  # a stand-in sample, which counts for nothing
+        if self._weights.present.dummy:  # a stand-in sample, which counts for nothing
             self.own.setdefault(name, 0)
         else:
             self.own[name] = self._summand(value, name)
@@ -107,7 +107,7 @@ class Totals:
     def merge(self) -> None:
         """Add up what all ranks have added, unless it is known."""
         if self._sums is None:
-            self._shares.begin("trial.totals")
+            self._weights.begin("trial.totals")
             self._sums = _added(self._gather(self.own))
 
     def _summand(self, value: Any, name: str) -> Any:

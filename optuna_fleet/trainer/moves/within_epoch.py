@@ -50,7 +50,7 @@ class WithinEpoch:
         self.can_be_joined = True
         self._begun_at: tuple[int, int] | None = None
         self._num_passes = 0
-        self._num_gradients: int | None = None  # when a batch was handed out last
+        self._num_backward: int | None = None  # passes, when a batch was handed out last
         self._reads_ahead = False
 
     @property
@@ -78,7 +78,7 @@ class WithinEpoch:
         self._num_passes += 1
         if self._num_passes == 1 and self._position.is_inside:
             self.can_be_joined &= self._counts() == self._begun_at
-        self._num_gradients = None
+        self._num_backward = None
         self._parts.totals.void()
         can_leave = movable and self._num_passes == 1 and self._position.is_inside
         if not can_leave:
@@ -98,9 +98,9 @@ class WithinEpoch:
         """
         self._at_step(sys._getframe(3))  # not kept, with all that it refers to
         # A batch that was not trained on when the next one was asked for may be so later.
-        self._reads_ahead |= self._num_gradients == self._parts.steps.num_gradients
-        self._num_gradients = self._parts.steps.num_gradients
-        if self._reads_ahead or not self._parts.shares.reads_only(number):
+        self._reads_ahead |= self._num_backward == self._parts.reducer.num_passes
+        self._num_backward = self._parts.reducer.num_passes
+        if self._reads_ahead or not self._parts.weights.reads_only(number):
             return False
         if self._hold is not None:
             self._hold(self._place(step), is_last=is_last)
@@ -108,7 +108,7 @@ class WithinEpoch:
         if self._stop_line.is_reached(self._place(step), following):
             line = self._stop_line
             if self._leave(step):
-                self._num_gradients = None
+                self._num_backward = None
                 self._stop_line.come_to(self._place(step))
                 return True
             line.withdraw(following)

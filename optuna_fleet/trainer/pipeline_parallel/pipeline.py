@@ -122,7 +122,7 @@ class Pipeline:
             FleetConfigError: The devices have too little memory.
         """
         self._parts.session.check()
-        self._parts.shares.begin("pipeline.step")
+        self._parts.weights.begin("pipeline.step")
         own = self._place(inputs, targets)
         self._holding.heed_groups()
         with own.placed.naming_errors():
@@ -281,7 +281,7 @@ class Pipeline:
             with torch.no_grad():
                 for inputs, targets in batches:
                     self._parts.session.check()
-                    self._parts.shares.begin("pipeline.evaluate")
+                    self._parts.weights.begin("pipeline.evaluate")
                     placed = self._place(inputs, targets).placed  # measured as it trains
                     self._model.eval()
                     evaluation.add(placed, inputs, targets)

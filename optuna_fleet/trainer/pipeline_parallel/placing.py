@@ -256,7 +256,7 @@ def _use_others(
     number, num_blocks = group_size(), len(demand.blocks)
     if number > num_blocks and demand.most_workers == 1:
         why = f"On {number} devices: {refusal}"
-        parts.shares.on_too_wide(why, num_blocks)
+        parts.weights.on_too_wide(why, num_blocks)
         raise TrialError(why)
     most = demand.most_devices
     fewest = demand.fewest_stages(costs, most)

@@ -102,7 +102,7 @@ def _itself(hook: Any) -> Any:
 def _has_late_hooks(parameter: Tensor) -> bool:
     """Whether there are some of the user's, which may do anything to ``parameter.grad``."""
     hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    names = [getattr(hook, "__module__", "") for hook in hooks.values()]
+    names = [getattr(getattr(hook, "func", hook), "__module__", "") for hook in hooks.values()]
     return not all(name.startswith("optuna_fleet.") for name in names)
 
 

@@ -12,16 +12,17 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optuna_fleet.trainer.gradients.shares import BatchShares
+from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.splitting.cuts import MOST_NUMBERS
 from optuna_fleet.trainer.splitting.errors import MixedError
 from optuna_fleet.trainer.splitting.mixing import watch_hooks, why_alone
+from optuna_fleet.trainer.splitting.module_calls import ModuleCalls
 from optuna_fleet.trainer.splitting.precision import Tolerance
 from optuna_fleet.trainer.splitting.tracked import tracked
 from optuna_fleet.trainer.splitting.worlds import Counterparts, Worlds
@@ -57,15 +58,6 @@ TOO_LARGE = (
     "the_sum_of_the_weights)`."
 )
 
-UNCLEAR = (
-    "It can't be told which of several batches at hand ({sizes} samples) a step trains on, as the "
-    "model is called with tensors that were made of them: several devices would share them "
-    "unlike. So that its results do not depend on the number of devices, the trial stays on one. "
-    "Call the model with a batch as it comes from trial.batches, do what is to be done with it in "
-    "the data set's transform, or read with drop_last=True; `trial.weighted(loss, len(x))` tells "
-    "as well."
-)
-
 
 class SplitCheck:
     """Looks at some of the first training batches of a run on one device.
@@ -73,26 +65,27 @@ class SplitCheck:
     Args:
         found: Called once, with what keeps the trial on one device.
         remark: Called with what it is about and a sentence for the user.
-        shares: What is known of the batches that modules are called with.
+        modules: What was prepared so far; grows while the objective runs.
+        reducer: Counts backward passes.
     """
 
     def __init__(
         self,
         found: Callable[[str], None],
         remark: Callable[[list[str], str], None],
-        shares: BatchShares,
+        modules: Sequence[torch.nn.Module],
+        reducer: Reducer,
     ) -> None:
         self._found = found
         self._remark = remark
-        self._shares = shares
-        shares.follows = True
-        self._last_size = 0
-        self._unclear: list[int] = []
+        self._modules = modules
+        self._reducer = reducer
+        self._calls: ModuleCalls | None = None
         self._depth = 0
         self._num_batches = 0
         self._num_followed = 0
         self._is_due = False  # to look at what comes next
-        self._is_ahead = False  # no module was called since a batch was handed out
+        self._num_passes = -1  # backward ones, when a batch was handed out last
         self._worlds: Worlds | None = None
         self._most_samples: int | None = None  # that worlds have the memory for
         self._stopped: list[Worlds] = []  # that are still to come off their thread's stack
@@ -100,38 +93,35 @@ class SplitCheck:
         self._is_done = False
         self._looked_into = weakref.WeakSet[torch.nn.Module]()
 
-    def hand_out(self, data: Any, size: int, last_size: int) -> None:
+    def hand_out(self, data: Any, size: int) -> None:
         """The objective is about to get a training batch."""
         self._num_batches += 1
-        self._last_size = last_size
-        self.end_step()
-        self._shares.follows = not self._is_done and self._num_batches <= max(_STEPS)
         worlds = self._worlds
         is_enough = self._has_compared or self._num_followed >= _MOST_BATCHES
         if self._stopped or (worlds is not None and (worlds.is_over or is_enough)):
             self.close()
         self._is_due |= self._num_batches in _STEPS
-        was_ahead, self._is_ahead = self._is_ahead, True
+        is_ahead = self._num_passes == self._reducer.num_passes
+        self._num_passes = self._reducer.num_passes
         if self._worlds is None:
             # Of batches that are fetched together, all are followed or none: their losses may be
             # divided by the number of labels in all of them.
-            if self._is_done or not self._is_due or was_ahead or size < 2:
+            if self._is_done or not self._is_due or is_ahead or size < 2:
                 return
             self._is_due = False
             self._worlds = Worlds(self._compare, self._fails, self._most_samples)
             self._num_followed, self._has_compared = 0, False
             self._worlds.start()
+            self._depth = 0
+            self._calls = ModuleCalls(self, self._modules)
         self._num_followed += 1
         self._worlds.add_batch(data, size)
 
-    def end_step(self) -> None:
-        """What was not told of the batches of the step that is over will not be told."""
-        if self._unclear:
-            sizes = ", ".join(map(str, sorted(set(self._unclear))))
-            self._tell(UNCLEAR.format(sizes=sizes))
-
     def close(self) -> None:
         """Look no more at what is computed."""
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
         if (worlds := self._worlds) is not None:
             self._worlds = None
             self._stopped.append(worlds)
@@ -142,22 +132,16 @@ class SplitCheck:
                 self._remark(["a loss that is too large"], TOO_LARGE)
         self._stopped = [worlds for worlds in self._stopped if not worlds.stop()]
 
-    # Calls of prepared modules, as a `module_hooks.Listener`.
+    # Calls of prepared modules, as a `module_calls.Listener`.
 
-    def enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        """See `module_hooks.Listener`."""
+    def enter(self) -> None:
+        """See `module_calls.Listener`."""
         self._depth += 1
-        self._is_ahead &= not torch.is_grad_enabled()
-        is_open = self._depth == 1 or not self._shares.is_found
-        if self._shares.follows and self._num_batches and is_open and torch.is_grad_enabled():
-            sizes = self._shares.unclear(inputs)
-            if self._depth == 1 or self._shares.is_found:
-                self._unclear = sizes if len({*sizes, self._last_size}) > 1 else []
         if self._worlds is not None:
             self._worlds.enter()
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        """See `module_hooks.Listener`."""
+        """See `module_calls.Listener`."""
         self._depth -= 1
         worlds = self._worlds
         if worlds is None:
@@ -182,7 +166,6 @@ class SplitCheck:
 
     def weigh(self, loss: Tensor, weight: Any) -> None:
         """The objective says that `loss` is a weighted mean, with this sum of weights."""
-        self._unclear = []
         worlds = self._worlds
         if worlds is None or worlds.is_over or (losses := worlds.counterparts(loss)) is None:
             return

@@ -318,7 +318,7 @@ class Worlds(TorchFunctionMode):
             self._was_on_stack = self._leave_stack()
 
     def leave(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
-        """It has ended; see `module_hooks.Listener`."""
+        """It has ended; see `module_calls.Listener`."""
         if self._depth == 1 and not self.is_over and outputs is not None:
             self._tried(self._cut_outputs, module, inputs, outputs)
         self._depth -= 1

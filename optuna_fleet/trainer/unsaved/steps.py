@@ -12,7 +12,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from optuna_fleet.trainer.gradients.gradient_sync import hook_gradient
+from optuna_fleet.trainer.gradients.closures import with_shared_loss
+from optuna_fleet.trainer.gradients.reducer import Reducer
+from optuna_fleet.trainer.gradients.weights import Weights
 
 
 class Steps:
@@ -22,22 +24,30 @@ class Steps:
         objects: What was prepared so far; grows while the objective runs.
         warn: Given a sentence for the user on what trains but was not prepared: nothing else
             would tell, and the trial would go wrong.
+        reducer: Counts backward passes.
+        weights: Of the batches that losses are of.
 
     Attributes:
         optimizers: Those that have trained.
-        num_gradients: How many gradients of single parameters have arrived.
         at_step: Called before each.
         at_stepped: Called after each, with the optimizer.
     """
 
-    def __init__(self, objects: Sequence[Any], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        objects: Sequence[Any],
+        warn: Callable[[str], None],
+        reducer: Reducer,
+        weights: Weights,
+    ) -> None:
         self._objects = objects
         self._warn = warn
+        self._reducer = reducer
+        self._weights = weights
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
-        self.num_gradients = 0
         self.at_step: Callable[[], None] = lambda: None
         self.at_stepped: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
-        self._stepped: set[int] = set()  # since the last gradient has arrived
+        self._stepped: dict[int, int] = {}  # after how many backward passes, by optimizer
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -48,31 +58,24 @@ class Steps:
         for handle in self._handles:
             handle.remove()
 
-    def watch(self, module: torch.nn.Module) -> None:
-        """Note when this module gets gradients."""
-        for parameter in module.parameters():
-            if parameter.is_floating_point() or parameter.is_complex():
-                self._handles.append(hook_gradient(parameter, self._after_gradient))
-
     @property
     def are_pending(self) -> bool:
         """Whether gradients are waiting for a step of some optimizer, and must be kept."""
-        optimizers = {id(o) for o in self._objects if isinstance(o, torch.optim.Optimizer)}
-        return not optimizers <= self._stepped
-
-    def _after_gradient(self, _: torch.Tensor) -> None:
-        self._stepped.clear()
-        self.num_gradients += 1
+        optimizers = [id(o) for o in self._objects if isinstance(o, torch.optim.Optimizer)]
+        return any(self._stepped.get(o) != self._reducer.num_passes for o in optimizers)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepped.add(id(optimizer))
+        self._stepped[id(optimizer)] = self._reducer.num_passes
         self.at_stepped(optimizer)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self.at_step()
-        if optimizer in self.optimizers:
-            return
-        self.optimizers.add(optimizer)
+        if optimizer not in self.optimizers:
+            self.optimizers.add(optimizer)
+            self._check_prepared(optimizer)
+        return with_shared_loss(optimizer, args, kwargs, self._weights)
+
+    def _check_prepared(self, optimizer: torch.optim.Optimizer) -> None:
         modules = [thing for thing in self._objects if isinstance(thing, torch.nn.Module)]
         if not modules:  # it trains by itself, on one device
             return

@@ -1,0 +1,294 @@
+"""What a rank's gradients weigh in the trial's: as much as its part of the batch is of the whole.
+
+A rank's loss is the mean over its part, the trial's gradient the mean over the whole batch. The
+weight is applied in one place, where gradients are reduced, and is that of the batch that was
+handed out last. Where another batch of unlike weight is at hand as well, because the loop fetches
+ahead, keeps batches or reads two data sets at once, the trial goes on on one device; unless the
+losses say what they weigh (`FleetTrial.weighted`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optuna_fleet.exceptions import TrialError
+from optuna_fleet.trainer.gradients.collectives import share_of_sum
+from optuna_fleet.trainer.groups import group_size
+
+_MOST_AHEAD = 64  # batches; of those that are read further ahead the last count
+
+
+@dataclass(frozen=True)  # no slots: torch.compile of torch 2.4 keeps weak references to these
+class Share:
+    """A rank's part of a batch.
+
+    Attributes:
+        local_size: Samples of the batch on this rank; 0 for a padding sample, which only keeps the
+            ranks in step and counts for nothing.
+        global_size: Samples of the batch on all ranks; 0 while nothing is known, and then every
+            rank counts alike.
+    """
+
+    local_size: int = 0
+    global_size: int = 0
+
+    @property
+    def weight(self) -> float:
+        """Weight of this rank in the mean over the global batch; the ranks' weights sum to 1."""
+        if self.global_size == 0:
+            return 1.0 / group_size()
+        return self.local_size / self.global_size
+
+    @property
+    def dummy(self) -> bool:
+        """Whether this rank's samples must not count."""
+        return self.global_size > 0 and self.local_size == 0
+
+    @property
+    def pattern(self) -> int:
+        """Equal for batches that weigh alike on every rank; 0 where all ranks count alike."""
+        return self.global_size if self.global_size % group_size() else 0
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass over training batches.
+
+    Attributes:
+        last: The shares of its batches that were handed out last.
+        num_new: How many were since gradients were reduced.
+        ahead: Most that were between two reductions: a loss may be of any of so many.
+    """
+
+    last: deque[Share] = field(default_factory=lambda: deque(maxlen=_MOST_AHEAD))
+    num_new: int = 0
+    ahead: int = 1
+
+    def at_hand(self) -> list[Share]:
+        """What a loss may be of."""
+        return list(self.last)[-max(self.ahead, self.num_new) :]
+
+    def reduced(self) -> None:
+        """Gradients were."""
+        self.ahead, self.num_new = max(self.ahead, self.num_new), 0
+
+
+class Weights:
+    """What the batches of a rank weigh. One per run; its reducer and BatchNorms look at it.
+
+    Attributes:
+        present: The share of the batch that was handed out last.
+        lockstep: True while every rank is served equally many batches. Only then do BatchNorm
+            layers in training mode communicate under ``no_grad`` (``swa_utils.update_bn``).
+        is_weighted: `weigh` was called since gradients were reduced.
+        was_weighted: It was before they were reduced last.
+        has_trained: A part of a batch was handed out for training since this was last unset.
+        collectives: Number, purpose and step of the last collectives of this rank.
+        at_collective: Told what a collective is for that is about to begin.
+        on_too_wide: Told of what can't be done on so many devices, and on how many it can, before
+            it is raised.
+    """
+
+    def __init__(self) -> None:
+        self.on_too_wide: Callable[[str, int], None]
+        self.at_collective: Callable[[str], None]
+        self.end()
+        self._thread = threading.get_ident()
+        self._is_threaded = False
+        self.begin_run()
+
+    def end(self) -> None:
+        """Tell nobody: the session leads here, and would keep all that is told."""
+        self.on_too_wide = lambda text, max_devices: None
+        self.at_collective = lambda purpose: None
+
+    def begin_run(self) -> None:
+        """All ranks begin to count alike; nothing of an earlier batch is in use."""
+        self.present = Share()
+        self.lockstep = self.has_trained = False
+        self.is_weighted = self.was_weighted = False
+        self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
+        self._num_steps = 0
+        self._open: dict[int, tuple[Share, bool]] = {}
+        self._passes: dict[int, _Pass] = {}
+        self._settled: Share | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Weights:
+        # A copied model trains on the same batches, so its layers look at the same holder.
+        return self
+
+    @property
+    def step(self) -> int:
+        """How many batches were handed out for training; 0 where another thread takes them."""
+        return 0 if self._is_threaded else self._num_steps
+
+    # -- collectives ------------------------------------------------------------------------------
+
+    def begin(self, purpose: str) -> None:
+        """This rank begins a collective, of which others can tell how far it is."""
+        self.at_collective(purpose)
+        latest = (self.collectives[-1][0] + 1, purpose, self.step)
+        self.collectives = (*self.collectives[-7:], latest)  # at once: another thread reads it
+
+    def check_step(self, purpose: str) -> None:
+        """All ranks are about to call something.
+
+        Raises:
+            TrialError: In an evaluation's step that some have no sample for, and skip.
+        """
+        open_ = self._open.values()
+        sizes = [share.global_size for share, lockstep in open_ if not lockstep]
+        if sizes and min(sizes) < group_size():
+            raise self.too_wide(
+                f"{purpose}() was called within an evaluation's step that {min(sizes)} of the "
+                f"trial's {group_size()} devices have a sample for: the others skip it. Add up in "
+                f"a local variable, and call {purpose}() after the loop.",
+                max_devices=min(sizes),
+            )
+
+    def too_wide(self, text: str, *, max_devices: int = 1) -> TrialError:
+        """What can't be done on so many devices was told; returns what is to be raised."""
+        self.on_too_wide(text, max_devices)
+        return TrialError(text)
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    def hand_out(
+        self, number: int, share: Share, *, lockstep: bool, trains: bool, is_whole: bool = False
+    ) -> None:
+        """The objective is about to get a batch of the pass of that number, or all of it."""
+        self._open.pop(number, None)  # the last of these is what came last
+        self._open[number] = (share, lockstep)
+        self._use_last()
+        if not trains:
+            return
+        self._num_steps += 1
+        self.has_trained |= not is_whole
+        self._is_threaded = self._is_threaded or threading.get_ident() != self._thread
+        self._settled = None
+        if number not in self._passes:  # those whose batches were only kept are over
+            self._passes = {n: one for n, one in self._passes.items() if n in self._open}
+        one = self._passes.setdefault(number, _Pass())
+        one.last.append(share)
+        one.num_new += 1
+
+    def close(self, number: int) -> None:
+        """A pass has ended; the batch in use is again that of those which are open."""
+        if number in self._passes and not self._passes[number].num_new:
+            del self._passes[number]
+        if self._open.pop(number, None) is not None and self._open:
+            self._use_last()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether batches are being read."""
+        return bool(self._open)
+
+    def reads_only(self, number: int) -> bool:
+        """Whether no other pass than that of this number is under way."""
+        return self._open.keys() <= {number}
+
+    def _use_last(self) -> None:
+        self.present, self.lockstep = next(reversed(self._open.values()))
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def settle(self) -> Share:
+        """What gradients are multiplied with in the reduction that comes: the same until it ends.
+
+        Raises:
+            TrialError: The batches at hand weigh unlike.
+        """
+        if self._settled is None:
+            self._settled = self._settle()
+        return self._settled
+
+    def _settle(self) -> Share:
+        new = [one for one in self._passes.values() if one.num_new]
+        shares = [share for one in new or self._passes.values() for share in one.at_hand()]
+        if len({share.pattern for share in shares}) < 2:
+            return self.present if not shares else shares[-1]
+        if self.is_weighted and all(share.global_size >= group_size() for share in shares):
+            return Share()
+        raise self._unlike(shares)
+
+    def _unlike(self, shares: Iterable[Share]) -> TrialError:
+        sizes = ", ".join(map(str, sorted({share.global_size for share in shares})))
+        return self.too_wide(
+            f"Gradients of one step come, or may come, from batches of unlike sizes ({sizes}), "
+            f"which the trial's {group_size()} devices share unlike, so that their mean can't be "
+            "exact. Train on each batch before the next is read; or read with drop_last=True and "
+            "batch sizes that the number of devices divides; or give each loss its weight, "
+            "`trial.weighted(loss_1, len(x_1)) + trial.weighted(loss_2, len(x_2))`."
+        )
+
+    def weigh(self, loss: Tensor, weight: Tensor) -> Tensor:
+        """Returns `loss`, whose gradients will count with that weight instead of the shard's.
+
+        Args:
+            loss: This rank's loss.
+            weight: A scalar; of the ranks' sum this is its part in the trial's loss.
+        """
+        self.begin("trial.weighted")
+        part = share_of_sum(torch.zeros_like(weight) if self.present.dummy else weight)
+        part = part.to(loss.device)
+
+        def factor() -> Tensor | float:
+            share = self.settle()
+            return 0.0 if share.dummy else part / share.weight
+
+        self.is_weighted = True
+        _drop_nans(loss, part == 0)
+        return _Scaled.apply(loss, factor)  # type: ignore[no-any-return]
+
+    def reduced(self) -> None:
+        """Gradients were reduced."""
+        for one in self._passes.values():
+            one.reduced()
+        self._settled = None
+        self.was_weighted, self.is_weighted = self.is_weighted, False
+
+
+class _Scaled(torch.autograd.Function):
+    """The same value; its gradient times `factor()`, asked for when that is there."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, factor: Callable[[], Tensor | float]) -> Tensor:
+        ctx.factor = factor
+        return value.detach()  # which, unlike a view, may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad * ctx.factor()).to(grad.dtype), None
+
+
+def _drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:
+    """Of a rank without any weight nothing must count, also where its loss is 0 / 0.
+
+    Such a quotient lies between the loss and the sums that it is made of: among scalars.
+    """
+    if loss.grad_fn is not None:
+        _clean(loss.grad_fn, is_unweighted)
+
+
+def _clean(node: Any, is_unweighted: Tensor) -> None:
+    """Clean what a node of scalars hands on, and those of scalars that it hands it to."""
+    following = [function for function, _ in node.next_functions]
+
+    def cleaned(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        for function, grad in zip(following, grads, strict=True):
+            if function is not None and grad is not None and not grad.shape:
+                _clean(function, is_unweighted)
+        return tuple(
+            None if grad is None else torch.where(is_unweighted, torch.zeros_like(grad), grad)
+            for grad in grads
+        )
+
+    node.register_hook(cleaned)
