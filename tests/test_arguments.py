@@ -209,7 +209,7 @@ WRONG_CALLS = (
     (lambda trial: trial.prepare([torch.nn.Linear(1, 1)]), "each by itself, as in trial.prepare("),
     (
         lambda trial: trial.prepare(torch.nn.Sequential(torch.nn.DataParallel(torch.nn.ReLU()))),
-        "trial.prepare() was given a `DataParallel`, but trains modules data parallel by itself",
+        "trial.prepare() was given what is in a `DataParallel`, but trains modules data parallel",
     ),
     (lambda trial: trial.prepare(torch.nn.Linear), "was given a `class Linear`, but takes"),
     (lambda trial: trial.epochs("3"), "`num_epochs` is '3', but must be a whole number >= 1."),

@@ -50,6 +50,15 @@ def _map_children(data: Any, function: Callable[[Any], Any]) -> Any:
     return type(data)(map(function, data)) if isinstance(data, (list, tuple)) else data
 
 
+def lengths_in(data: Any) -> set[int]:
+    """Those of tensors and arrays along their first axis, and of lists and tuples."""
+    if isinstance(data, Mapping):
+        return set().union(*map(lengths_in, data.values()))
+    if isinstance(data, (list, tuple)):
+        return {len(data)}.union(*map(lengths_in, data))
+    return {len(data)} if getattr(data, "shape", ()) else set()
+
+
 def tensors_in(data: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested data, also in what is a mapping but no dict (of Transformers, say)."""
     for leaf in pytree.tree_leaves(data):

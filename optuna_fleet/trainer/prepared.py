@@ -12,15 +12,13 @@ from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.states import begin_with
 from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.gradients.replicas import check_same, make_same
+from optuna_fleet.trainer.gradients.wrappers import Wrappers
 from optuna_fleet.trainer.groups import group_size
 from optuna_fleet.trainer.parts import Parts
 
 _TAKES = (
     "modules, optimizers, schedulers and other objects with `state_dict` and `load_state_dict`"
 )
-
-
-_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 class Prepared:
@@ -33,6 +31,11 @@ class Prepared:
     def __init__(self, parts: Parts) -> None:
         self.modules: list[torch.nn.Module] = []
         self._parts = parts
+        self._wrappers = Wrappers(parts.reducer)
+
+    def close(self) -> None:
+        """Look at no more modules."""
+        self._wrappers.close()
 
     def add(self, objects: Sequence[Any], resuming: Resuming | None) -> None:
         """Take more of them.
@@ -71,13 +74,7 @@ class Prepared:
             )
         if isinstance(thing, torch.nn.Module):
             _check_initialised(thing)
-        parts = thing.modules() if isinstance(thing, torch.nn.Module) else ()
-        wrapper = next((part for part in parts if isinstance(part, _WRAPPERS)), None)
-        if wrapper is not None:
-            raise FleetConfigError(
-                f"trial.prepare() was given a `{type(wrapper).__name__}`, but trains modules data "
-                "parallel by itself: leave the wrapper out, and give the module inside it."
-            )
+            self._wrappers.check(thing)
 
     def _add_module(self, module: torch.nn.Module) -> None:
         self.modules.append(module)

@@ -211,6 +211,7 @@ class Training:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
         self.parts.steps.close()
         self.parts.reducer.close()
+        self._prepared.close()
         self._weights.end()
         if self._split_check is not None:
             self._split_check.close()
@@ -369,7 +370,7 @@ class Training:
 
     # -- losses -----------------------------------------------------------------------------------
 
-    def weighted(self, loss: Any, weight: Any) -> Any:
+    def weighted(self, loss: Any, weight: Any, *, fetched_ahead: bool) -> Any:
         """See `FleetTrial.weighted`."""
         collectives.one_number(loss, "loss")
         own = collectives.one_weight(weight)
@@ -377,7 +378,7 @@ class Training:
             if self._split_check is not None:
                 self._split_check.weigh(loss, weight)
             return loss
-        return self._weights.weigh(loss, own)
+        return self._weights.weigh(loss, own, fetched_ahead=fetched_ahead)
 
     # -- reductions -------------------------------------------------------------------------------
 

@@ -209,7 +209,9 @@ class FleetTrial(RemoteTrial):
             max_devices=max_devices,
         )
 
-    def weighted(self, loss: torch.Tensor, weight: Any) -> torch.Tensor:
+    def weighted(
+        self, loss: torch.Tensor, weight: Any, *, fetched_ahead: bool = False
+    ) -> torch.Tensor:
         """Return a loss whose gradients are exact where it is no plain mean over the samples.
 
         On several devices each computes the loss of its own samples, and the gradients are
@@ -226,6 +228,10 @@ class FleetTrial(RemoteTrial):
             loss: The weighted mean over this rank's samples, a tensor of one element. Where this
                 rank has no weight at all it may be NaN (0 / 0).
             weight: The sum of their weights, a number or a tensor of one element.
+            fetched_ahead: The loss may be of an earlier batch than the one that was read last.
+                Then `weight` must be 0 for a stand-in sample, for which `shard_size` was 0 when
+                its batch was read. Give the weight of each loss, and the trial is exact on several
+                devices however it fetches ahead or keeps batches.
 
         Returns:
             A loss of the same value; for the whole batch's value log
@@ -234,7 +240,7 @@ class FleetTrial(RemoteTrial):
         Raises:
             FleetConfigError: `loss` is no tensor of one element, or `weight` no number >= 0.
         """
-        return self._training.weighted(loss, weight)  # type: ignore[no-any-return]
+        return self._training.weighted(loss, weight, fetched_ahead=fetched_ahead)  # type: ignore[no-any-return]
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Iterate over the epochs still to train: from 0, or from where the trial stopped.

@@ -23,9 +23,11 @@ import torch.nn.functional as F
 from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.trainer import groups
 from optuna_fleet.trainer.checkpoints import checkpoint
-from optuna_fleet.trainer.gradients import collectives, gradient_sync
+from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
-from optuna_fleet.trainer.gradients.shares import BatchShares, Share
+from optuna_fleet.trainer.gradients.reducer import Reducer
+from optuna_fleet.trainer.gradients.replicas import check_same, make_same
+from optuna_fleet.trainer.gradients.weights import Share, Weights
 from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.randomness import rng_state
 
@@ -42,6 +44,14 @@ def group(spec: GroupSpec, timeout_s: float = 30.0) -> Iterator[None]:
         yield
     finally:
         groups.leave_group()
+
+
+def made_data_parallel(module: Any, weights: Weights) -> Any:
+    check_same(module)
+    make_same(module)
+    convert_batchnorm(module, weights)
+    Reducer(weights, lambda keys, text: None).watch(module)
+    return module
 
 
 class Net(torch.nn.Module):
@@ -89,12 +99,12 @@ def batches(num: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-def shard(x: torch.Tensor, shares: BatchShares) -> torch.Tensor:
+def shard(x: torch.Tensor, weights: Weights) -> torch.Tensor:
     """This rank's part; a copy of a sample of the batch, spoilt, where there is none."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     size = groups.group_size()
     part = x.tensor_split(size)[rank]
-    shares.present = Share(len(part), len(x))
+    weights.present = Share(len(part), len(x))
     if len(part):
         return part
     return torch.full_like(x[:1], torch.nan) if x.is_floating_point() else x[:1]
@@ -104,15 +114,15 @@ def train(
     spec: GroupSpec, optimizer: str, batch_size: int, method: str = "forward"
 ) -> dict[str, Any]:
     with group(spec):
-        shares = BatchShares()
+        weights = Weights()
         model = build(seed=spec.rank, normed_head=batch_size > 2)
         make = {"sgd": sgd, "adam": torch.optim.Adam}[optimizer]
         optim = make(model.parameters(), lr=0.05)
-        model = gradient_sync.make_data_parallel(model, shares)
+        model = made_data_parallel(model, weights)
         losses, grads = [], {}
         for x, y in batches(4, batch_size):
             optim.zero_grad()
-            x, y = shard(x, shares), shard(y, shares)
+            x, y = shard(x, weights), shard(y, weights)
             if method == "forward":
                 loss = F.cross_entropy(model(x), y)
                 loss.backward()
@@ -124,7 +134,7 @@ def train(
                 loss.backward()
                 F.cross_entropy(model(x) * 2, y).backward()
             optim.step()
-            losses.append(collectives.mean(loss.item(), shares.present.local_size))
+            losses.append(collectives.mean(loss.item(), weights.present.local_size))
         grads = {
             name: None if p.grad is None else p.grad.clone()
             for name, p in model.named_parameters()
@@ -147,19 +157,19 @@ def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
 def batchnorm_pass(spec: GroupSpec, dtype: torch.dtype, kind: str) -> dict[str, Any]:
     """One forward and backward of a layer over uneven parts; the gradients of its input."""
     with group(spec):
-        shares = BatchShares()
+        weights = Weights()
         layer = NORMS[kind](3).to(torch.float64)
         if dtype != torch.float64:
             layer.float()
         if spec.world_size > 1 or kind == "torch's":
-            convert_batchnorm(layer, shares)
+            convert_batchnorm(layer, weights)
         generator = torch.Generator().manual_seed(3)
         x = (torch.randn(7, 3, 2, generator=generator, dtype=torch.float64) + 1e3).to(dtype)
-        x = shard(x, shares).requires_grad_()
+        x = shard(x, weights).requires_grad_()
         loss = (layer(x).float() if dtype != torch.float64 else layer(x)).pow(3).mean()
         loss.backward()
         return {
-            "dx": (x.grad * shares.present.weight)[: shares.present.local_size],
+            "dx": (x.grad * weights.present.weight)[: weights.present.local_size],
             "state": layer.state_dict(),
         }
 
@@ -185,10 +195,10 @@ NORMS = {
 def graphs_norm(spec: GroupSpec) -> list[torch.Tensor]:
     """A batch of one sample, which has several rows."""
     with group(spec):
-        shares = BatchShares()
+        weights = Weights()
         layer = torch.nn.BatchNorm1d(3, dtype=torch.float64)
-        convert_batchnorm(layer, shares)
-        shares.present = Share(local_size=int(spec.rank == 0), global_size=1)
+        convert_batchnorm(layer, weights)
+        weights.present = Share(local_size=int(spec.rank == 0), global_size=1)
         rows = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
         layer(rows)
         with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -199,8 +209,8 @@ def graphs_norm(spec: GroupSpec) -> list[torch.Tensor]:
 def lonely_passes(spec: GroupSpec) -> str:
     """Only rank 0 evaluates: a collective would hang and time out."""
     with group(spec, timeout_s=3.0):
-        shares = BatchShares()
-        model = gradient_sync.make_data_parallel(build(), shares)
+        weights = Weights()
+        model = made_data_parallel(build(), weights)
         if spec.rank == 0:
             x = batches(1, 5)[0][0]
             with torch.no_grad():
@@ -212,24 +222,24 @@ def lonely_passes(spec: GroupSpec) -> str:
 
 def accumulate_stats(spec: GroupSpec) -> dict[str, torch.Tensor]:
     with group(spec):
-        shares = BatchShares()
-        shares.lockstep = True
-        model = gradient_sync.make_data_parallel(build(), shares)
+        weights = Weights()
+        weights.lockstep = True
+        model = made_data_parallel(build(), weights)
         with torch.no_grad():
             for x, _ in batches(3, 8):
-                model(shard(x, shares))
+                model(shard(x, weights))
         return dict(model.named_buffers())
 
 
 def freezing(spec: GroupSpec) -> list[torch.Tensor]:
     """Freeze, unfreeze; data-dependent branches; reentrant checkpointing; a failed backward."""
     with group(spec):
-        shares = BatchShares()
+        weights = Weights()
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(3)]).double()
         model[0].requires_grad_(False)
-        model = gradient_sync.make_data_parallel(model, shares)
-        x = shard(torch.arange(15.0, dtype=torch.float64).view(5, 3), shares)
+        model = made_data_parallel(model, weights)
+        x = shard(torch.arange(15.0, dtype=torch.float64).view(5, 3), weights)
         model[2](model[0](x)).square().mean().backward()
         frozen = model[0].weight.grad is None and model[1].weight.grad is None
         model[0].requires_grad_(True)
@@ -255,12 +265,12 @@ def freezing(spec: GroupSpec) -> list[torch.Tensor]:
 def branches(spec: GroupSpec) -> list[torch.Tensor | None]:
     """A layer that only the last sample needs; rank 0 never sees it."""
     with group(spec):
-        shares = BatchShares()
+        weights = Weights()
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)]).double()
-        model = gradient_sync.make_data_parallel(model, shares)
+        model = made_data_parallel(model, weights)
         x = torch.arange(10.0, dtype=torch.float64).view(5, 2)
-        mine = shard(x, shares)
+        mine = shard(x, weights)
         losses = []
         for row in mine:
             layer = model[1] if row[0] > 7 else model[0]
@@ -274,24 +284,25 @@ def trained_before(spec: GroupSpec) -> tuple[list[torch.Tensor | None], bool]:
     with group(spec):
         torch.manual_seed(0)
         model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)]).double()
-        earlier, shares = BatchShares(), BatchShares()
-        gradient_sync.make_data_parallel(model, earlier)
+        earlier, weights = Weights(), Weights()
+        reducer = Reducer(earlier, lambda keys, text: None)
+        reducer.watch(model)
         earlier.present = Share(int(spec.rank == 0), 1)
-        earlier.end()
-        gradient_sync.make_data_parallel(model, shares)
-        x = shard(torch.arange(10.0, dtype=torch.float64).view(5, 2), shares)
+        reducer.close()
+        made_data_parallel(model, weights)
+        x = shard(torch.arange(10.0, dtype=torch.float64).view(5, 2), weights)
         model[1](model[0](x)).square().mean().backward()
         return [param.grad for param in model.parameters()], earlier.collectives[-1][0] == 0
 
 
 def sparse(spec: GroupSpec) -> list[Any]:
     with group(spec):
-        shares = BatchShares()
+        weights = Weights()
         torch.manual_seed(0)
         model = torch.nn.Embedding(6, 2, sparse=True).double()
         optim = torch.optim.SparseAdam(model.parameters())
-        gradient_sync.make_data_parallel(model, shares)
-        model(shard(torch.tensor([0, 1, 1, 5]), shares)).square().mean().backward()
+        made_data_parallel(model, weights)
+        model(shard(torch.tensor([0, 1, 1, 5]), weights)).square().mean().backward()
         optim.step()
         return [model.weight.grad.is_sparse, model.weight.grad.to_dense(), model.weight.detach()]
 
@@ -302,7 +313,7 @@ def identity(spec: GroupSpec) -> dict[str, Any]:
         mine = build()
         bn, weight = mine.bn1, mine.bn1.weight
         keys = list(mine.state_dict())
-        model = gradient_sync.make_data_parallel(mine, BatchShares())
+        model = made_data_parallel(mine, Weights())
         twin = copy.deepcopy(model)
         buffer = io.BytesIO()
         torch.save(model, buffer)
@@ -320,7 +331,7 @@ def identity(spec: GroupSpec) -> dict[str, Any]:
 
 def wrong_model(spec: GroupSpec) -> None:
     with group(spec):
-        gradient_sync.make_data_parallel(torch.nn.Linear(2 + spec.rank, 2), BatchShares())
+        made_data_parallel(torch.nn.Linear(2 + spec.rank, 2), Weights())
 
 
 def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
@@ -330,20 +341,20 @@ def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
         for name in ODD_TYPES:
             value = torch.full((2, 3), 3 - spec.rank, dtype=torch.float32)
             module.register_buffer(f"its_{name}", value.to(getattr(torch, name)))
-        gradient_sync.make_data_parallel(module, BatchShares())
+        made_data_parallel(module, Weights())
         return {name: module.get_buffer(f"its_{name}").to(torch.complex64) for name in ODD_TYPES}
 
 
 def penalty(spec: GroupSpec, how: str) -> Any:
     """A gradient penalty through BatchNorm; `how` it is taken, if at all."""
     with group(spec):
-        shares = BatchShares()
+        weights = Weights()
         torch.manual_seed(0)
         layers = [torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)]
         model = torch.nn.Sequential(*layers[: 2 if how == "norm last" else 3]).double()
-        model = gradient_sync.make_data_parallel(model, shares).train(how != "eval")
+        model = made_data_parallel(model, weights).train(how != "eval")
         x = torch.arange(12.0, dtype=torch.float64).view(6, 2).square()
-        x = shard(x, shares).requires_grad_()
+        x = shard(x, weights).requires_grad_()
         loss = model(x).square().mean()
         if how != "none":
             (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -445,11 +456,11 @@ def reduce_forever(spec: GroupSpec, folder: str) -> None:
 
 def backward_forever(spec: GroupSpec, folder: str) -> None:
     with group(spec):
-        shares = BatchShares()
-        model = gradient_sync.make_data_parallel(build(), shares)
+        weights = Weights()
+        model = made_data_parallel(build(), weights)
         while True:
             for x, y in batches(4, 6):
-                F.cross_entropy(model(shard(x, shares)), shard(y, shares)).backward()
+                F.cross_entropy(model(shard(x, weights)), shard(y, weights)).backward()
                 Path(folder, str(spec.rank)).touch()
 
 

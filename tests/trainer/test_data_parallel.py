@@ -13,7 +13,7 @@ from rank_pool import Failure, RankPool
 
 from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
 from optuna_fleet.trainer import groups, nested
-from optuna_fleet.trainer.gradients import collectives, gradient_sync
+from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import GroupSpec
 from tests.nursery import Nursery
 
@@ -300,10 +300,7 @@ def test_nobody_is_done_joining_before_all_have_joined(fleet: Fleet, tmp_path: P
     assert fleet.run(2, "join_late", str(tmp_path)) == [True, True]
 
 
-def test_alone_nothing_is_touched() -> None:
-    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
-    assert gradient_sync.make_data_parallel(model, gradient_sync.BatchShares()) is model
-    assert type(model[0]) is torch.nn.BatchNorm1d
+def test_alone_nothing_is_reduced() -> None:
     assert collectives.all_reduce_sum({"a": 1}) == {"a": 1}
     assert collectives.mean(3) == 3
     groups.leave_group()
@@ -340,13 +337,6 @@ def test_broken_group_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     groups.join_group(spec, "gloo", timeout_s=5)
     monkeypatch.undo()
     groups.leave_group()
-
-
-@pytest.mark.parametrize("affine", [True, False])
-def test_lazy_layers_are_refused(affine: bool) -> None:
-    model = torch.nn.Sequential(torch.nn.LazyBatchNorm1d(affine=affine))
-    with pytest.raises(FleetConfigError, match=r"'0\.\w+' of Sequential is lazy"):
-        gradient_sync.check_initialised(model)
 
 
 class OfTheirs(UserDict[str, Any]):

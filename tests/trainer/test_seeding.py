@@ -15,7 +15,7 @@ from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.trainer.data import shard_loader
 from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.gradients.shares import BatchShares
+from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.moves.totals import Totals
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
@@ -64,18 +64,20 @@ def loader_of(
     )
     position = EpochPosition(loop=1, is_inside=True)
     modules: list[torch.nn.Module] = [torch.nn.Identity()]
-    shares = BatchShares()
-    steps: Any = SimpleNamespace(num_gradients=0)
+    weights = Weights()
+    none: Any = None
     parts = Parts(
         session=session,
         device=device,
         objects=[],
         state={},
         position=position,
-        steps=steps,
-        shares=shares,
-        totals=Totals(shares, device, lambda own: [own]),
-        saver=None,  # type: ignore[arg-type]
+        steps=none,
+        weights=weights,
+        reducer=SimpleNamespace(num_passes=0),  # type: ignore[arg-type]
+        net=SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
+        totals=Totals(weights, device, lambda own: [own]),
+        saver=none,
     )
     within = WithinEpoch(
         parts,

@@ -21,8 +21,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from optuna_fleet.trainer.gradients import module_hooks
-from optuna_fleet.trainer.gradients.shares import BatchShares, Share
+from optuna_fleet.trainer.gradients.reducer import Reducer
+from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.splitting import cuts, split_check, worlds
 from optuna_fleet.trainer.splitting.errors import CannotFollowError
 from optuna_fleet.trainer.splitting.precision import FewDigits
@@ -56,21 +56,18 @@ class Checked:
         self.model = model.to(dtype)
         self.dtype = dtype
         self.told: list[str] = []
-        self.shares = BatchShares()
         self.remarks: list[str] = []
+        reducer = Reducer(Weights(), lambda keys, text: None)
+        reducer.watch(self.model)
         self.check = SplitCheck(
-            self.told.append, lambda _, text: self.remarks.append(text), self.shares
+            self.told.append, lambda _, text: self.remarks.append(text), [self.model], reducer
         )
-        module_hooks.listen(self.check)
-        module_hooks.watch(self.model.modules())
 
-    def batch(self, number: int, size: int = SIZE, last_size: int = SIZE) -> Any:
+    def batch(self, number: int, size: int = SIZE) -> Any:
         generator = torch.Generator().manual_seed(number)
         x = torch.randn(size, 6, generator=generator).to(self.dtype)
         y = torch.randint(5, (size,), generator=generator)
-        share = Share(size, size)
-        self.shares.hand_out(0, share, (x, y), lockstep=True, trains=True)
-        self.check.hand_out((x, y), size, last_size)
+        self.check.hand_out((x, y), size)
         return x, y
 
     def train(self, step: Callable[..., Any]) -> bool:
@@ -82,7 +79,6 @@ class Checked:
                 self.model.zero_grad()
         finally:
             self.check.close()
-        assert not any("can't be told" in told for told in self.told)
         return bool(self.told)
 
 
@@ -427,29 +423,11 @@ def test_constants_of_the_size_of_a_batch(step: Callable[..., Any], told: str | 
     assert bool(checked.told) is bool(told)
 
 
-@pytest.mark.parametrize(
-    ("ahead", "made_anew", "last_size", "told"),
-    [(1, False, 3, False), (1, True, SIZE, False), (1, True, 3, True), (0, True, 3, False)],
-)
-def test_batches_that_can_not_be_told_apart(
-    ahead: int, made_anew: bool, last_size: int, told: bool
-) -> None:
-    """Fetched ahead, changed before the model sees them, and unlike the last of the pass."""
-    checked = Checked(network())
-    queue = [checked.batch(number, last_size=last_size) for number in range(ahead)]
-    for number in range(3):
-        queue.append(checked.batch(ahead + number, last_size=last_size))
-        x, y = queue.pop(0)
-        F.cross_entropy(checked.model(x * 2 if made_anew else x), y).backward()
-    checked.check.close()
-    assert ["can't be told" in text for text in checked.told] == [True] * told
-
-
 def test_batches_of_a_class_that_is_a_mapping_are_looked_into() -> None:
     checked = Checked(network())
     x, y = torch.randn(SIZE, 6), torch.arange(SIZE) % 5
     batch = UserDict(x=x, y=y)  # as of Transformers
-    checked.check.hand_out(batch, SIZE, SIZE)
+    checked.check.hand_out(batch, SIZE)
     F.cross_entropy(checked.model(batch["x"]), batch["y"], weight=WEIGHTS).backward()
     checked.check.close()
     assert checked.told

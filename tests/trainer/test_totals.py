@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from optuna_fleet.exceptions import FleetConfigError
-from optuna_fleet.trainer.gradients.shares import BatchShares, Share
+from optuna_fleet.trainer.gradients.weights import Share, Weights
 from optuna_fleet.trainer.moves.totals import Totals
 
 CPU = torch.device("cpu")
@@ -20,19 +20,19 @@ class Ranks:
     """The totals of several ranks, one after the other in one process."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.shares = [BatchShares() for _ in range(num_ranks)]
-        self.totals = [Totals(shares, CPU, lambda _: self.parts()) for shares in self.shares]
+        self.weights = [Weights() for _ in range(num_ranks)]
+        self.totals = [Totals(weights, CPU, lambda _: self.parts()) for weights in self.weights]
 
     def parts(self) -> list[Any]:
         return [totals.own for totals in self.totals]
 
     def read(self, sizes: tuple[int, ...]) -> None:
-        for shares, size in zip(self.shares, sizes, strict=True):
-            shares.hand_out(1, Share(size, sum(sizes)), None, lockstep=True, trains=True)
+        for weights, size in zip(self.weights, sizes, strict=True):
+            weights.hand_out(1, Share(size, sum(sizes)), lockstep=True, trains=True)
 
     def close(self) -> None:
-        for shares, totals in zip(self.shares, self.totals, strict=True):
-            shares.close(1)
+        for weights, totals in zip(self.weights, self.totals, strict=True):
+            weights.close(1)
             totals.void()
 
 
@@ -93,7 +93,7 @@ def test_they_go_on_on_any_number_of_ranks(num_ranks: int) -> None:
 def test_from_a_checkpoint_they_go_on_on_the_device_of_what_is_added() -> None:
     """A scalar on the CPU, where checkpoints are read, takes nothing from a GPU."""
     device = torch.device("meta")
-    totals = Totals(BatchShares(), device, lambda own: [own])
+    totals = Totals(Weights(), device, lambda own: [own])
     totals.begin([{"loss": torch.tensor(0.5), "by label": torch.ones(2), "samples": 3}])
     assert {totals.own[name].device for name in ("loss", "by label")} == {device}
     assert totals.own["samples"] == 3

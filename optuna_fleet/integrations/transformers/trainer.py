@@ -94,7 +94,7 @@ class FleetTrainerMixin(_Base):  # type: ignore[misc]
             loss: What `compute_loss` has returned.
             num_items: How many labels it is the mean of.
         """
-        return self.fleet_trial.weighted(loss, num_items)
+        return self.fleet_trial.weighted(loss, num_items, fetched_ahead=True)
 
     # -- data -------------------------------------------------------------------------------------
 

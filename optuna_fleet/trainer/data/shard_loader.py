@@ -20,6 +20,7 @@ from optuna_fleet.pipeline.reader.client import PipelineClient
 from optuna_fleet.pipeline.reader.inline import InlineClient
 from optuna_fleet.trainer.data.feed import feed
 from optuna_fleet.trainer.data.reading import Asked, Reading
+from optuna_fleet.trainer.data.rows import Rows
 from optuna_fleet.trainer.data.stopwatch import Stopwatch
 from optuna_fleet.trainer.gradients.weights import Share
 from optuna_fleet.trainer.moves.within_epoch import WithinEpoch
@@ -102,6 +103,7 @@ class ShardLoader:
         self._modules = modules
         self._within = within
         self._reading = Reading(pipeline, parts.position) if pipeline else None
+        self._rows = Rows(parts, pipeline.spec if pipeline else None)
         self.split_check = split_check
         self._batch_size: int | None = None  # that was given last
         self._has_reached_training = False
@@ -193,6 +195,7 @@ class ShardLoader:
                 )
                 timed = self.stopwatch.active and trains and one.number == self._timed_pass
                 if trains:
+                    self._rows.check(one.asked.name, data, batch.local_size)
                     self._begin_step(data, batch.global_size)
                 yield data
                 if trains:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -158,8 +159,9 @@ def _values(objects: Sequence[Any], state: dict[str, Any]) -> Iterator[tuple[str
         elif isinstance(thing, torch.optim.Optimizer):
             yield from _values_of(thing, name)
         else:
-            leaves = _leaves(thing.state_dict(), name)
-            yield from (leaf for leaf in leaves if isinstance(leaf[1], Tensor))
+            with suppress(Exception):  # it can't be checkpointed either, which is told of
+                leaves = _leaves(thing.state_dict(), name)
+                yield from [leaf for leaf in leaves if isinstance(leaf[1], Tensor)]
     yield from _leaves(state, "trial.state")
 
 

@@ -113,7 +113,7 @@ class Weights:
         """All ranks begin to count alike; nothing of an earlier batch is in use."""
         self.present = Share()
         self.lockstep = self.has_trained = False
-        self.is_weighted = self.was_weighted = False
+        self.is_weighted = self.was_weighted = self._is_ahead = False
         self.collectives: tuple[tuple[int, str, int], ...] = ((0, "", 0),)
         self._num_steps = 0
         self._open: dict[int, tuple[Share, bool]] = {}
@@ -215,7 +215,8 @@ class Weights:
         shares = [share for one in new or self._passes.values() for share in one.at_hand()]
         if len({share.pattern for share in shares}) < 2:
             return self.present if not shares else shares[-1]
-        if self.is_weighted and all(share.global_size >= group_size() for share in shares):
+        has_padding = any(share.global_size < group_size() for share in shares)
+        if self.is_weighted and (self._is_ahead or not has_padding):
             return Share()
         raise self._unlike(shares)
 
@@ -225,27 +226,31 @@ class Weights:
             f"Gradients of one step come, or may come, from batches of unlike sizes ({sizes}), "
             f"which the trial's {group_size()} devices share unlike, so that their mean can't be "
             "exact. Train on each batch before the next is read; or read with drop_last=True and "
-            "batch sizes that the number of devices divides; or give each loss its weight, "
-            "`trial.weighted(loss_1, len(x_1)) + trial.weighted(loss_2, len(x_2))`."
+            "batch sizes that the number of devices divides; or note `size = trial.shard_size` as "
+            "each is read, and give its loss its weight, `trial.weighted(loss, size, "
+            "fetched_ahead=True)`."
         )
 
-    def weigh(self, loss: Tensor, weight: Tensor) -> Tensor:
+    def weigh(self, loss: Tensor, weight: Tensor, *, fetched_ahead: bool) -> Tensor:
         """Returns `loss`, whose gradients will count with that weight instead of the shard's.
 
         Args:
             loss: This rank's loss.
             weight: A scalar; of the ranks' sum this is its part in the trial's loss.
+            fetched_ahead: The loss may be of another batch than the last; `weight` is 0 where that
+                is padding.
         """
         self.begin("trial.weighted")
-        part = share_of_sum(torch.zeros_like(weight) if self.present.dummy else weight)
+        is_padding = self.present.dummy and not fetched_ahead
+        part = share_of_sum(torch.zeros_like(weight) if is_padding else weight)
         part = part.to(loss.device)
 
         def factor() -> Tensor | float:
             share = self.settle()
             return 0.0 if share.dummy else part / share.weight
 
-        self.is_weighted = True
-        _drop_nans(loss, part == 0)
+        self.is_weighted, self._is_ahead = True, fetched_ahead
+        drop_nans(loss, part == 0)
         return _Scaled.apply(loss, factor)  # type: ignore[no-any-return]
 
     def reduced(self) -> None:
@@ -269,7 +274,7 @@ class _Scaled(torch.autograd.Function):
         return (grad * ctx.factor()).to(grad.dtype), None
 
 
-def _drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:
+def drop_nans(loss: Tensor, is_unweighted: Tensor) -> None:
     """Of a rank without any weight nothing must count, also where its loss is 0 / 0.
 
     Such a quotient lies between the loss and the sums that it is made of: among scalars.

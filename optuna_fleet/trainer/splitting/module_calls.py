@@ -47,7 +47,10 @@ class ModuleCalls:
     def close(self) -> None:
         """Tell no more."""
         while self._handles:
-            self._handles.pop().remove()
+            handle = self._handles.pop()
+            handle.remove()
+            # What torch forgets, and goes by when it looks for hooks.
+            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
     def _hears(self, module: torch.nn.Module) -> bool:
         """Not while it is compiled, or transformed by ``torch.func``: its tensors are none."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optuna_fleet.trainer.gradients.tensor_owners import drop_nans
+from optuna_fleet.trainer.gradients.weights import drop_nans
 
 LABELS = torch.tensor([0, 1, 1, 0])
 
