@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optuna_fleet import SharedPipeline
-from tests.fleets import Noise, evaluate
+from tests.behaviour.small import Noise, evaluate
 
 EPOCHS = 3
 OBJECTIVES: dict[str, Callable[[Any], Any]] = {}
