@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-import torch
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.checkpoints.file import Owner, replacing, written
@@ -36,7 +35,16 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.trainer.checkpoints import checkpoint
-from tests.behaviour.small import Noise, evaluate, num_wrong, small_model, train_epoch
+from tests.behaviour.small import (
+    Noise,
+    evaluate,
+    num_wrong,
+    small_model,
+    train,
+    train_epoch,
+)
+
+__all__ = ["evaluate", "num_wrong", "small_model", "train", "train_epoch"]
 
 
 def small_pipeline(**more: Any) -> SharedPipeline:
@@ -59,25 +67,6 @@ def await_trainers(fleet: ScriptableFleet, number: int) -> None:
     """Have that many trainers be there: where the machine is busy, some may take their time."""
     fleet.script = {device: [Leg((device,))] for device in range(number)}
     optuna.create_study().optimize(lambda trial: 0.0, n_trials=number, executor=fleet)
-
-
-def train(trial: Any, *, epochs: int = 6, batch_size: int = 10) -> float:
-    """Train with BatchNorm and momentum; the losses of all steps go into a user attribute."""
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    model, optimizer, scheduler = trial.prepare(model, optimizer, scheduler)
-    losses = trial.state.setdefault("losses", [])
-    for epoch in trial.epochs(epochs):
-        train_epoch(trial, model, optimizer, losses, batch_size=batch_size)
-        scheduler.step()
-        torch.rand(())  # moves the generator on, alike on every rank
-        trial.report(evaluate(trial, model, num_wrong) / 20, epoch)
-        if trial.should_prune():
-            raise AssertionError("nothing prunes here")
-    trial.set_user_attr("losses", losses)
-    trial.set_user_attr("noise", torch.rand(3).tolist())
-    return losses[-1]
 
 
 def write_checkpoint(path: Path, content: checkpoint.Checkpoint, owner: Owner) -> None:

@@ -26,6 +26,8 @@ from tests.fleets import Leg, ScriptableFleet, ScriptedController, ask_to_move, 
 
 NUM_DEVICES = 4
 
+_DEATH = "died: signal SIGKILL"
+
 Width = int | tuple[int, ...]
 """On how many devices, or on which."""
 
@@ -40,6 +42,7 @@ class _Plan:
     within: Collection[int] = ()
     kills: Mapping[int, int] = field(default_factory=dict)
     folder: Path = Path()
+    waits: bool = True
 
 
 _plan = _Plan()
@@ -58,9 +61,9 @@ def moment(trial: Any) -> None:
         flag.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if now in _plan.within:
-        ask_to_move(trial)
+        ask_to_move(trial, wait=_plan.waits)
         stop_line = trial._session.stop_line
-        while trial.sum(int(stop_line._is_asked)) < trial.world_size:
+        while _plan.waits and trial.sum(int(stop_line._is_asked)) < trial.world_size:
             trial.should_prune()  # others may have to make ready first
 
 
@@ -164,6 +167,7 @@ class Flown:
         widths: On how many devices it flew, flight by flight.
         endings: How each flight ended.
         told: What was printed meanwhile.
+        deaths: And of it, what of processes that were killed.
         error: What the call raised.
     """
 
@@ -171,10 +175,12 @@ class Flown:
     widths: list[int]
     endings: list[str]
     told: str
+    deaths: list[str]
     error: Exception | None
 
     @property
     def values(self) -> Any:
+        """What is compared."""
         trial = self.trial
         return {"value": trial.values, "reports": trial.intermediate_values, **trial.user_attrs}
 
@@ -185,7 +191,7 @@ class Lab:
     def __init__(self, pipeline: Any, **options: Any) -> None:
         options.setdefault("policy", "equal-split")
         self._fleet = _Fleet(pipeline, devices=NUM_DEVICES, device_type="cpu", **options)
-        self._alone: dict[Any, Flown] = {}
+        self._undisturbed: dict[Any, Flown] = {}
         await_trainers(self._fleet, NUM_DEVICES)
 
     def __enter__(self) -> Lab:
@@ -201,6 +207,7 @@ class Lab:
         *,
         within: Collection[int] = (),
         kills: Mapping[int, int] | None = None,
+        waits: bool = True,
     ) -> Flown:
         """Fly with these widths, one after the other; None for what the fleet would plan.
 
@@ -209,12 +216,13 @@ class Lab:
             widths: The next one from the next epoch on, the last one to the end.
             within: At these moments it gets the next width, in the midst of a movable pass.
             kills: At these moments a rank is killed, the one that is given.
+            waits: Until it is told to move, so that it does at that step.
         """
         study = optuna.create_study()
         self._fleet.script = None if widths is None else {0: _legs(widths, within)}
         error = None
         with tempfile.TemporaryDirectory() as folder, _listening() as told:
-            plan = _Plan(tuple(within), dict(kills or {}), Path(folder))
+            plan = _Plan(tuple(within), dict(kills or {}), Path(folder), waits)
             flies = functools.partial(_fly, objective=objective, plan=plan)
             try:
                 study.optimize(flies, n_trials=1, executor=self._fleet)
@@ -225,7 +233,8 @@ class Lab:
             trial=study.trials[0],
             widths=[len(flight["devices"]) for flight in flights],
             endings=[flight["ending"] for flight in flights],
-            told="\n".join(told),
+            told="\n".join(line for line in told if _DEATH not in line),
+            deaths=[line for line in told if _DEATH in line],
             error=error,
         )
 
@@ -238,14 +247,14 @@ class Lab:
             optuna.create_study().optimize(flies, len(numbers), executor=self._fleet)
         return "\n".join(told)
 
-    def alone(self, objective: Callable[[Any], Any]) -> Flown:
-        """Undisturbed on one device."""
-        if objective not in self._alone:
-            flown = self.fly(objective, [1])
+    def undisturbed(self, objective: Callable[[Any], Any], width: Width = 1) -> Flown:
+        """On one device, or always as many, it neither moves nor dies."""
+        if (objective, width) not in self._undisturbed:
+            flown = self.fly(objective, [width])
             if flown.error is not None:
                 raise flown.error
-            self._alone[objective] = flown
-        return self._alone[objective]
+            self._undisturbed[objective, width] = flown
+        return self._undisturbed[objective, width]
 
     def same(
         self,
@@ -254,24 +263,31 @@ class Lab:
         *,
         within: Collection[int] = (),
         kills: Mapping[int, int] | None = None,
+        waits: bool = True,
+        against: Width = 1,
         rel: float = 1e-8,
         absolute: float = 1e-10,
         told: Sequence[str] = (),
     ) -> Flown:
         """It gives what it gives undisturbed, and nothing is told but what is expected.
 
-        With `rel` and `absolute` of 0 to the last bit.
+        Args:
+            objective: See `fly`, as for `widths`, `within`, `kills` and `waits`.
+            against: How wide it is undisturbed.
+            rel: The largest relative difference of two numbers; 0 with an `absolute` of 0 for
+                the same bits.
+            absolute: The largest absolute difference.
+            told: What is told, once each.
         """
-        alone = self.alone(objective)
-        flown = self.fly(objective, widths, within=within, kills=kills)
+        undisturbed = self.undisturbed(objective, against)
+        flown = self.fly(objective, widths, within=within, kills=kills, waits=waits)
         if flown.error is not None:
             raise flown.error
-        _compare(flown, alone, rel, absolute)
+        _compare(flown, undisturbed, rel, absolute)
+        assert flown.endings.count("lost") == len(kills or {})
         expected = [len(devices) for devices in _devices(widths)]
-        if kills:
-            assert flown.endings.count("lost") == len(kills)
-        else:
-            assert flown.widths == expected
+        assert kills or flown.widths == (expected if waits else expected[: len(flown.widths)])
+        assert len(flown.deaths) == len(kills or {})
         _compare_words(flown.told, told)
         return flown
 
@@ -290,7 +306,7 @@ class Lab:
             raise flown.error
         assert flown.widths[-1] <= most
         _compare_words(flown.told, names)
-        _compare(flown, self.alone(objective), rel, absolute)
+        _compare(flown, self.undisturbed(objective), rel, absolute)
         return flown
 
     def refused(

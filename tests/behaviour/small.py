@@ -65,3 +65,22 @@ def evaluate(trial: Any, model: Any, measure: Callable[[Any, Any], Any]) -> floa
 
 def num_wrong(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(1) != labels).sum()
+
+
+def train(trial: Any, *, epochs: int = 6, batch_size: int = 10) -> float:
+    """Train with BatchNorm and momentum; the losses of all steps go into a user attribute."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, scheduler = trial.prepare(model, optimizer, scheduler)
+    losses = trial.state.setdefault("losses", [])
+    for epoch in trial.epochs(epochs):
+        train_epoch(trial, model, optimizer, losses, batch_size=batch_size)
+        scheduler.step()
+        torch.rand(())  # moves the generator on, alike on every rank
+        trial.report(evaluate(trial, model, num_wrong) / 20, epoch)
+        if trial.should_prune():
+            raise AssertionError("nothing prunes here")
+    trial.set_user_attr("losses", losses)
+    trial.set_user_attr("noise", torch.rand(3).tolist())
+    return losses[-1]
