@@ -65,6 +65,7 @@ def usual_pipeline() -> SharedPipeline:
     return SharedPipeline(
         train=Noise(42, augment=True),
         train_triples=Triples(29),
+        train_odd=Noise(41, augment=True),
         train_text=Sentences(42),
         train_numbered=Numbered(41, augment=True),
         val=Noise(20),
