@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import optuna
-import torch
-import torch.nn.functional as F
-from torch import nn
 
 from optuna_fleet import FleetExecutor, SharedPipeline
 from optuna_fleet.checkpoints.file import Owner, replacing, written
@@ -38,24 +35,16 @@ from optuna_fleet.events import (
     TrialProposed,
 )
 from optuna_fleet.trainer.checkpoints import checkpoint
+from tests.behaviour.small import (
+    Noise,
+    evaluate,
+    num_wrong,
+    small_model,
+    train,
+    train_epoch,
+)
 
-
-class Noise(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Float64 images with labels, augmented by noise drawn from torch's generator."""
-
-    def __init__(self, size: int, *, augment: bool = False) -> None:
-        generator = torch.Generator().manual_seed(size)
-        self.images = torch.randn(size, 1, 6, 6, generator=generator, dtype=torch.float64)
-        self.augment = augment
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        image = self.images[index]
-        if self.augment:
-            image = image + 0.1 * torch.randn(image.shape, dtype=image.dtype)
-        return image, index % 3
+__all__ = ["evaluate", "num_wrong", "small_model", "train", "train_epoch"]
 
 
 def small_pipeline(**more: Any) -> SharedPipeline:
@@ -78,64 +67,6 @@ def await_trainers(fleet: ScriptableFleet, number: int) -> None:
     """Have that many trainers be there: where the machine is busy, some may take their time."""
     fleet.script = {device: [Leg((device,))] for device in range(number)}
     optuna.create_study().optimize(lambda trial: 0.0, n_trials=number, executor=fleet)
-
-
-def small_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
-    ).double()
-
-
-def train_epoch(
-    trial: Any,
-    model: Any,
-    optimizer: Any,
-    losses: list[float],
-    *,
-    batch_size: int,
-    after_step: Callable[[int], Any] = lambda step: None,
-) -> None:
-    """One epoch, whose losses are added to `losses`."""
-    model.train()
-    for step, (images, labels) in enumerate(trial.batches("train", batch_size=batch_size)):
-        loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(trial.mean(loss.item(), weight=trial.shard_size))
-        after_step(step)
-
-
-def evaluate(trial: Any, model: Any, measure: Callable[[Any, Any], Any]) -> float:
-    """The sum of `measure`, of outputs and labels, over the validation data."""
-    model.eval()
-    with torch.no_grad():
-        batches = trial.batches("val", batch_size=8)
-        total = sum(float(measure(model(images), labels)) for images, labels in batches)
-    return float(trial.sum(total))
-
-
-def num_wrong(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (outputs.argmax(1) != labels).sum()
-
-
-def train(trial: Any, *, epochs: int = 6, batch_size: int = 10) -> float:
-    """Train with BatchNorm and momentum; the losses of all steps go into a user attribute."""
-    model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    model, optimizer, scheduler = trial.prepare(model, optimizer, scheduler)
-    losses = trial.state.setdefault("losses", [])
-    for epoch in trial.epochs(epochs):
-        train_epoch(trial, model, optimizer, losses, batch_size=batch_size)
-        scheduler.step()
-        torch.rand(())  # moves the generator on, alike on every rank
-        trial.report(evaluate(trial, model, num_wrong) / 20, epoch)
-        if trial.should_prune():
-            raise AssertionError("nothing prunes here")
-    trial.set_user_attr("losses", losses)
-    trial.set_user_attr("noise", torch.rand(3).tolist())
-    return losses[-1]
 
 
 def write_checkpoint(path: Path, content: checkpoint.Checkpoint, owner: Owner) -> None:
@@ -297,6 +228,7 @@ class ScriptableFleet(FleetExecutor):
 
     script: dict[int, Sequence[Leg]] | None = None
     events: list[Event]
+    controller: type[ScriptedController] = ScriptedController
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -308,6 +240,6 @@ class ScriptableFleet(FleetExecutor):
         if self.script is None:
             return self._not_scripted(runtime)
         script, self.script = self.script, None
-        controller = ScriptedController(script, runtime.run_ids)
+        controller = self.controller(script, runtime.run_ids)
         self.events = controller.events
         return controller

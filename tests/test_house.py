@@ -134,3 +134,36 @@ def test_benchmarks_find_what_they_share_with_tests() -> None:
 
 def test_no_example_of_a_property_has_a_deadline() -> None:
     assert hypothesis.settings().deadline is None
+
+
+PUBLIC = ("policies", "exceptions", "visualization", "integrations")
+
+
+def test_behaviour_is_tested_by_public_names() -> None:
+    """Only so do these tests survive what is rebuilt; their harness may know internals."""
+    paths = set((ROOT.parent / "tests/behaviour").glob("*.py"))
+    paths -= {path for path in paths if path.name == "harness.py"}
+    allowed = {"optuna_fleet", *(f"optuna_fleet.{name}" for name in optuna_fleet.__all__)}
+    rooms = tuple(f"optuna_fleet.{room}" for room in PUBLIC)
+    assert len(paths) > 5
+    for path in paths:
+        for name in imported(path):
+            root = name.split(".")[0]
+            is_public = name in allowed or name.startswith(rooms)
+            assert root != "optuna_fleet" or is_public, (path.name, name)
+            assert root != "tests" or name.startswith("tests.behaviour"), (path.name, name)
+        assert private_names(path) == set(), path.name
+
+
+def private_names(path: Path) -> set[str]:
+    """What begins with one underscore and is somebody else's."""
+    found = {name for name in imported(path) if any(is_private(p) for p in name.split("."))}
+    for node in ast.walk(ast.parse(path.read_text())):
+        is_own = isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "self"
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own:
+            found.add(node.attr)
+    return found
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"

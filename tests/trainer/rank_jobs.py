@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import os
 import sys
 import threading
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,17 +21,10 @@ from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.trainer import groups
 from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.gradients import collectives
-from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
 from optuna_fleet.trainer.gradients.reducer import Reducer
-from optuna_fleet.trainer.gradients.replicas import check_same, make_same
 from optuna_fleet.trainer.gradients.weights import Share, Weights
 from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.randomness import rng_state
-
-ODD_TYPES = (
-    *("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64"),
-    *("float16", "bfloat16", "float64", "complex64", "complex128", "float8_e4m3fn"),
-)
 
 
 @contextmanager
@@ -44,48 +34,6 @@ def group(spec: GroupSpec, timeout_s: float = 30.0) -> Iterator[None]:
         yield
     finally:
         groups.leave_group()
-
-
-def made_data_parallel(module: Any, weights: Weights) -> Any:
-    check_same(module)
-    make_same(module)
-    convert_batchnorm(module, weights)
-    Reducer(weights, lambda keys, text: None).watch(module)
-    return module
-
-
-class Net(torch.nn.Module):
-    """A CNN with BatchNorm of all kinds.
-
-    No bias before a norm, no norm of the features of two samples: gradients would be exactly 0,
-    and Adam makes steps of any size out of rounding errors there.
-    """
-
-    def __init__(self, normed_head: bool) -> None:
-        super().__init__()
-        self.conv1 = torch.nn.Conv2d(2, 4, 3, bias=False)
-        self.bn1 = torch.nn.BatchNorm2d(4)
-        self.conv2 = torch.nn.Conv2d(4, 4, 3, bias=False)
-        self.bn2 = torch.nn.BatchNorm2d(4, momentum=None)
-        self.fc = torch.nn.Linear(4, 3, bias=not normed_head)
-        self.bn3: torch.nn.Module = torch.nn.Identity()
-        self.bn4: torch.nn.Module = torch.nn.Identity()
-        if normed_head:
-            self.bn3 = torch.nn.BatchNorm1d(4, affine=False)
-            self.bn4 = torch.nn.BatchNorm1d(3, track_running_stats=False)
-        self.unused = torch.nn.Linear(2, 2)
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        return self.bn3(F.relu(self.bn2(self.conv2(x))).mean((2, 3)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bn4(self.fc(self.features(x)))
-
-
-def build(seed: int = 0, normed_head: bool = True) -> Net:
-    torch.manual_seed(seed)
-    return Net(normed_head).double()
 
 
 def batches(num: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -108,277 +56,6 @@ def shard(x: torch.Tensor, weights: Weights) -> torch.Tensor:
     if len(part):
         return part
     return torch.full_like(x[:1], torch.nan) if x.is_floating_point() else x[:1]
-
-
-def train(
-    spec: GroupSpec, optimizer: str, batch_size: int, method: str = "forward"
-) -> dict[str, Any]:
-    with group(spec):
-        weights = Weights()
-        model = build(seed=spec.rank, normed_head=batch_size > 2)
-        make = {"sgd": sgd, "adam": torch.optim.Adam}[optimizer]
-        optim = make(model.parameters(), lr=0.05)
-        model = made_data_parallel(model, weights)
-        losses, grads = [], {}
-        for x, y in batches(4, batch_size):
-            optim.zero_grad()
-            x, y = shard(x, weights), shard(y, weights)
-            if method == "forward":
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-            elif method == "parts":
-                loss = F.cross_entropy(model.fc(model.features(x)), y)
-                loss.backward()
-            else:  # gradient accumulation over two backward passes
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                F.cross_entropy(model(x) * 2, y).backward()
-            optim.step()
-            losses.append(collectives.mean(loss.item(), weights.present.local_size))
-        grads = {
-            name: None if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()
-        }
-        model.eval()
-        with torch.no_grad():
-            evaluated = model(batches(1, 5)[0][0])
-        return {
-            "losses": losses,
-            "grads": grads,
-            "state": {key: value.clone() for key, value in model.state_dict().items()},
-            "eval": evaluated,
-        }
-
-
-def sgd(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01)
-
-
-def batchnorm_pass(spec: GroupSpec, dtype: torch.dtype, kind: str) -> dict[str, Any]:
-    """One forward and backward of a layer over uneven parts; the gradients of its input."""
-    with group(spec):
-        weights = Weights()
-        layer = NORMS[kind](3).to(torch.float64)
-        if dtype != torch.float64:
-            layer.float()
-        if spec.world_size > 1 or kind == "torch's":
-            convert_batchnorm(layer, weights)
-        generator = torch.Generator().manual_seed(3)
-        x = (torch.randn(7, 3, 2, generator=generator, dtype=torch.float64) + 1e3).to(dtype)
-        x = shard(x, weights).requires_grad_()
-        loss = (layer(x).float() if dtype != torch.float64 else layer(x)).pow(3).mean()
-        loss.backward()
-        return {
-            "dx": (x.grad * weights.present.weight)[: weights.present.local_size],
-            "state": layer.state_dict(),
-        }
-
-
-class ActivatedNorm(torch.nn.BatchNorm1d):
-    """A subclass with a forward of its own, as in timm."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_batches_tracked.add_(1)
-        x = F.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, self.training
-        )
-        return F.relu(x)
-
-
-NORMS = {
-    "plain": torch.nn.BatchNorm1d,
-    "custom": ActivatedNorm,
-    "torch's": torch.nn.SyncBatchNorm,
-}
-
-
-def graphs_norm(spec: GroupSpec) -> list[torch.Tensor]:
-    """A batch of one sample, which has several rows."""
-    with group(spec):
-        weights = Weights()
-        layer = torch.nn.BatchNorm1d(3, dtype=torch.float64)
-        convert_batchnorm(layer, weights)
-        weights.present = Share(local_size=int(spec.rank == 0), global_size=1)
-        rows = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
-        layer(rows)
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            layer(rows[:1])
-        return list(layer.buffers())
-
-
-def lonely_passes(spec: GroupSpec) -> str:
-    """Only rank 0 evaluates: a collective would hang and time out."""
-    with group(spec, timeout_s=3.0):
-        weights = Weights()
-        model = made_data_parallel(build(), weights)
-        if spec.rank == 0:
-            x = batches(1, 5)[0][0]
-            with torch.no_grad():
-                model(x)
-            model.eval()
-            model(x)
-        return "done"
-
-
-def accumulate_stats(spec: GroupSpec) -> dict[str, torch.Tensor]:
-    with group(spec):
-        weights = Weights()
-        weights.lockstep = True
-        model = made_data_parallel(build(), weights)
-        with torch.no_grad():
-            for x, _ in batches(3, 8):
-                model(shard(x, weights))
-        return dict(model.named_buffers())
-
-
-def freezing(spec: GroupSpec) -> list[torch.Tensor]:
-    """Freeze, unfreeze; data-dependent branches; reentrant checkpointing; a failed backward."""
-    with group(spec):
-        weights = Weights()
-        torch.manual_seed(0)
-        model = torch.nn.ModuleList([torch.nn.Linear(3, 3) for _ in range(3)]).double()
-        model[0].requires_grad_(False)
-        model = made_data_parallel(model, weights)
-        x = shard(torch.arange(15.0, dtype=torch.float64).view(5, 3), weights)
-        model[2](model[0](x)).square().mean().backward()
-        frozen = model[0].weight.grad is None and model[1].weight.grad is None
-        model[0].requires_grad_(True)
-
-        def fail(_: torch.Tensor) -> None:
-            raise KeyError("planted")
-
-        hidden = model[0](x)
-        hidden.register_hook(fail)
-        try:
-            model[2](hidden).mean().backward()
-        except KeyError:
-            model.zero_grad()
-        run = torch.utils.checkpoint.checkpoint
-        y = run(model[0], x.requires_grad_(), use_reentrant=True)
-        y = run(model[2], y + model[0](x), use_reentrant=True)
-        y.square().mean().backward()
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        assert frozen
-        return grads
-
-
-def branches(spec: GroupSpec) -> list[torch.Tensor | None]:
-    """A layer that only the last sample needs; rank 0 never sees it."""
-    with group(spec):
-        weights = Weights()
-        torch.manual_seed(0)
-        model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)]).double()
-        model = made_data_parallel(model, weights)
-        x = torch.arange(10.0, dtype=torch.float64).view(5, 2)
-        mine = shard(x, weights)
-        losses = []
-        for row in mine:
-            layer = model[1] if row[0] > 7 else model[0]
-            losses.append(layer(row).square().mean())
-        torch.stack(losses).mean().backward()
-        return [param.grad for param in model.parameters()]
-
-
-def trained_before(spec: GroupSpec) -> tuple[list[torch.Tensor | None], bool]:
-    """A model that an earlier trial has trained as well, whose last batch was all rank 0's."""
-    with group(spec):
-        torch.manual_seed(0)
-        model = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)]).double()
-        earlier, weights = Weights(), Weights()
-        reducer = Reducer(earlier, lambda keys, text: None)
-        reducer.watch(model)
-        earlier.present = Share(int(spec.rank == 0), 1)
-        reducer.close()
-        made_data_parallel(model, weights)
-        x = shard(torch.arange(10.0, dtype=torch.float64).view(5, 2), weights)
-        model[1](model[0](x)).square().mean().backward()
-        return [param.grad for param in model.parameters()], earlier.collectives[-1][0] == 0
-
-
-def sparse(spec: GroupSpec) -> list[Any]:
-    with group(spec):
-        weights = Weights()
-        torch.manual_seed(0)
-        model = torch.nn.Embedding(6, 2, sparse=True).double()
-        optim = torch.optim.SparseAdam(model.parameters())
-        made_data_parallel(model, weights)
-        model(shard(torch.tensor([0, 1, 1, 5]), weights)).square().mean().backward()
-        optim.step()
-        return [model.weight.grad.is_sparse, model.weight.grad.to_dense(), model.weight.detach()]
-
-
-def identity(spec: GroupSpec) -> dict[str, Any]:
-    """The model stays the user's own object."""
-    with group(spec):
-        mine = build()
-        bn, weight = mine.bn1, mine.bn1.weight
-        keys = list(mine.state_dict())
-        model = made_data_parallel(mine, Weights())
-        twin = copy.deepcopy(model)
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        loaded = torch.load(buffer, weights_only=False)
-        return {
-            "same object": model is mine and model.bn1 is bn and bn.weight is weight,
-            "same keys": list(model.state_dict()) == keys,
-            "method": callable(model.features),
-            "instance": isinstance(bn, torch.nn.BatchNorm2d),
-            "copy in step": type(twin.bn1) is type(model.bn1),
-            "pickle plain": type(loaded.bn1) is torch.nn.BatchNorm2d,
-        }
-
-
-def wrong_model(spec: GroupSpec) -> None:
-    with group(spec):
-        made_data_parallel(torch.nn.Linear(2 + spec.rank, 2), Weights())
-
-
-def odd_buffers(spec: GroupSpec) -> dict[str, torch.Tensor]:
-    """Each buffer holds 3 on rank 0, another number elsewhere."""
-    with group(spec):
-        module = torch.nn.Linear(2, 2)
-        for name in ODD_TYPES:
-            value = torch.full((2, 3), 3 - spec.rank, dtype=torch.float32)
-            module.register_buffer(f"its_{name}", value.to(getattr(torch, name)))
-        made_data_parallel(module, Weights())
-        return {name: module.get_buffer(f"its_{name}").to(torch.complex64) for name in ODD_TYPES}
-
-
-def penalty(spec: GroupSpec, how: str) -> Any:
-    """A gradient penalty through BatchNorm; `how` it is taken, if at all."""
-    with group(spec):
-        weights = Weights()
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)]
-        model = torch.nn.Sequential(*layers[: 2 if how == "norm last" else 3]).double()
-        model = made_data_parallel(model, weights).train(how != "eval")
-        x = torch.arange(12.0, dtype=torch.float64).view(6, 2).square()
-        x = shard(x, weights).requires_grad_()
-        loss = model(x).square().mean()
-        if how != "none":
-            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-            loss = loss + gradient.square().sum()
-        params = list(model.parameters())
-        return [grad.detach() for grad in torch.autograd.grad(loss, params, create_graph=True)]
-
-
-def grad_of(spec: GroupSpec, what: str) -> tuple[bool, bool]:
-    """Whether a reduced loss carries gradients, and whether it is the tensor given."""
-    with group(spec):
-        loss = torch.ones((), requires_grad=True) * 2
-        reduced: Any = getattr(collectives, what)(loss)
-        return reduced.requires_grad, reduced.data_ptr() == loss.data_ptr()
-
-
-def reduce(spec: GroupSpec, values: list[Any]) -> Any:
-    with group(spec):
-        return collectives.all_reduce_sum(values[spec.rank])
-
-
-def average(spec: GroupSpec, values: list[Any], weights: list[float | None]) -> Any:
-    with group(spec):
-        return collectives.mean(values[spec.rank], weights[spec.rank])
 
 
 def ranks_sum(spec: GroupSpec) -> tuple[int, float]:
@@ -457,7 +134,9 @@ def reduce_forever(spec: GroupSpec, folder: str) -> None:
 def backward_forever(spec: GroupSpec, folder: str) -> None:
     with group(spec):
         weights = Weights()
-        model = made_data_parallel(build(), weights)
+        layers = [torch.nn.Conv2d(2, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten()]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(100, 3)).double()
+        Reducer(weights, lambda keys, text: None).watch(model)
         while True:
             for x, y in batches(4, 6):
                 F.cross_entropy(model(shard(x, weights)), shard(y, weights)).backward()

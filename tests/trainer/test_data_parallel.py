@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rank_pool import Failure, RankPool
 
-from optuna_fleet.exceptions import FleetConfigError, TrainerLostError
+from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.trainer import groups, nested
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import GroupSpec
@@ -59,177 +58,6 @@ def fleet(nursery: Nursery) -> Iterator[Fleet]:
 
 def close(a: Any, b: Any, rtol: float = 1e-10) -> None:
     torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
-
-
-@pytest.mark.parametrize("method", ["forward", "parts", "accumulate"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("batch_size", [10, 2])
-def test_training_is_that_of_one_process(
-    fleet: Fleet, optimizer: str, batch_size: int, method: str
-) -> None:
-    alone = fleet.run(1, "train", optimizer, batch_size, method)[0]
-    for world_size in (2, 3):
-        ranks = fleet.run(world_size, "train", optimizer, batch_size, method)
-        for rank in ranks:
-            close(rank, alone)
-        close(ranks[0]["state"], ranks[-1]["state"], rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["plain", "custom", "torch's"])
-@pytest.mark.parametrize(
-    ("dtype", "rtol"), [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 2e-2)]
-)
-def test_batchnorm_input_gradient(
-    fleet: Fleet, dtype: torch.dtype, rtol: float, kind: str
-) -> None:
-    alone = fleet.run(1, "batchnorm_pass", dtype, kind)[0]
-    ranks = fleet.run(3, "batchnorm_pass", dtype, kind)
-    close(torch.cat([rank["dx"] for rank in ranks]), alone["dx"], rtol)
-    for rank in ranks:
-        close(rank["state"], alone["state"], rtol)
-
-
-def test_statistics_without_gradients_in_lockstep(fleet: Fleet) -> None:
-    alone = fleet.run(1, "accumulate_stats")[0]
-    for rank in fleet.run(3, "accumulate_stats"):
-        close(rank, alone)
-
-
-def test_evaluation_does_not_communicate(fleet: Fleet) -> None:
-    assert fleet.run(2, "lonely_passes") == ["done", "done"]
-
-
-@pytest.mark.parametrize(
-    "job", ["freezing", "branches", "trained_before", "sparse", "graphs_norm"]
-)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_odd_graphs(fleet: Fleet, job: str, world_size: int) -> None:
-    alone = fleet.run(1, job)[0]
-    for rank in fleet.run(world_size, job):
-        close(rank, alone)
-
-
-def test_model_stays_the_users_own(fleet: Fleet) -> None:
-    for result in fleet.run(2, "identity"):
-        assert result == dict.fromkeys(result, True)
-
-
-def test_unlike_models_are_refused_on_every_rank(fleet: Fleet) -> None:
-    results = fleet.pool.run(fleet.calls([0, 1], "wrong_model"))
-    assert {result.kind for result in results.values()} == {"TrialError"}
-
-
-@pytest.mark.parametrize(
-    ("values", "total"),
-    [
-        ([1, 2], 3),
-        ([2**60 + 1, 2**60 + 2], 2**61 + 3),
-        ([-5, 2], -3),
-        ([0.5, 1.0], 1.5),
-        ([0, 1.5], 1.5),  # a rank without a batch never left its initial 0
-        ([0, torch.tensor(4)], (4, torch.tensor(4))),
-        ([True, True], 2),
-        ([np.float32(0.5), np.float32(2)], np.float32(2.5)),
-        ([torch.ones(2, 2), torch.ones(2, 2)], torch.full((2, 2), 2.0)),
-        ([torch.tensor([True]), torch.tensor([True])], torch.tensor([2])),
-        ([{"a": (1, 2.0), "b": []}] * 2, {"a": (2, 4.0), "b": []}),
-    ],
-)
-def test_sum_keeps_types(fleet: Fleet, values: list[Any], total: Any) -> None:
-    results = fleet.run(2, "reduce", values)
-    for rank, result in enumerate(results):
-        want = total[rank] if isinstance(total, tuple) else total
-        assert type(result) is type(want)
-        if isinstance(want, torch.Tensor):
-            assert result.dtype == want.dtype
-        close(result, want, rtol=0) if isinstance(want, torch.Tensor) else None
-        assert isinstance(want, torch.Tensor) or result == want
-
-
-def test_mean(fleet: Fleet) -> None:
-    assert fleet.run(2, "average", [1, 2], [None, None]) == [1.5, 1.5]
-    assert fleet.run(2, "average", [1.0, 4.0], [2, 1]) == [2.0, 2.0]
-    assert fleet.run(2, "average", [float("nan"), 4.0], [0, 1]) == [4.0, 4.0]
-    result = fleet.run(2, "average", [{"a": torch.tensor([1, 2])}] * 2, [1, 3])[0]
-    close(result["a"], torch.tensor([1.0, 2.0]))
-
-
-@pytest.mark.parametrize("members", [[0], [0, 1]])
-@pytest.mark.parametrize("value", ["low", None, 1j, 10**30])
-@pytest.mark.parametrize("job", ["reduce", "average"])
-def test_what_is_no_number_is_refused(
-    fleet: Fleet, members: list[int], value: Any, job: str
-) -> None:
-    arguments = [[{"loss": value}] * 2, [None] * 2][: 1 if job == "reduce" else 2]
-    results = fleet.pool.run(fleet.calls(members, job, *arguments))
-    assert {result.kind for result in results.values()} == {"FleetConfigError"}
-    assert all("value['loss']" in result.text for result in results.values())
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [
-        (3, int),
-        (2**62, int),
-        (0.1, float),
-        (True, int),
-        (np.float32(0.1), np.float32),
-        (np.ones(2), np.ndarray),
-        (torch.tensor(0.1), torch.float32),
-        (torch.tensor([2], dtype=torch.int16), torch.int16),
-        (torch.tensor([True]), torch.int64),
-        (torch.tensor(0.1, dtype=torch.float16), torch.float16),
-    ],
-)
-def test_alone_a_sum_has_the_type_it_has_in_a_group(fleet: Fleet, value: Any, kind: Any) -> None:
-    alone, other = fleet.run(1, "reduce", [value])[0], fleet.run(2, "reduce", [value, value])[0]
-    for result in (alone, other):
-        assert (result.dtype if isinstance(result, torch.Tensor) else type(result)) is kind
-    assert (alone == value) if np.ndim(value) == 0 else (alone == value).all()
-
-
-@pytest.mark.parametrize("value", [3, 0.1, True, torch.tensor([1, 2]), np.float32(0.1)])
-@pytest.mark.parametrize("weight", [None, 3.0, 0.0])
-def test_alone_a_mean_is_what_it_is_in_a_group(fleet: Fleet, value: Any, weight: Any) -> None:
-    alone = fleet.run(1, "average", [value], [weight])[0]
-    other = fleet.run(2, "average", [value] * 2, [weight] * 2)[0]
-    assert type(alone) is type(other)
-    torch.testing.assert_close(alone, other, equal_nan=True)
-    exact = torch.as_tensor(alone) == torch.as_tensor(value)
-    assert bool(exact.all()) is (weight != 0.0)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("what", ["all_reduce_sum", "mean"])
-def test_what_is_reduced_carries_no_gradient(fleet: Fleet, world_size: int, what: str) -> None:
-    assert fleet.run(world_size, "grad_of", what) == [(False, False)] * world_size
-
-
-def test_buffers_of_every_type_are_made_equal(fleet: Fleet) -> None:
-    for buffers in fleet.run(2, "odd_buffers"):
-        for name, buffer in buffers.items():
-            assert (buffer == (1 if name == "bool" else 3)).all(), name
-
-
-@pytest.mark.parametrize("how", ["train", "norm last"])
-def test_a_gradient_penalty_through_batchnorm_says_what_to_do(fleet: Fleet, how: str) -> None:
-    results = fleet.pool.run(fleet.calls([0, 1], "penalty", how))
-    for result in results.values():
-        assert result.kind == "TrialError"
-        assert "policy='baseline'" in result.text
-
-
-@pytest.mark.parametrize("how", ["none", "eval"])
-def test_graphs_of_gradients_that_nobody_differentiates_are_welcome(
-    fleet: Fleet, how: str
-) -> None:
-    for rank in fleet.run(2, "penalty", how):
-        assert all(grad.isfinite().all() for grad in rank)
-
-
-def test_sum_refuses_unlike_structures(fleet: Fleet) -> None:
-    results = fleet.pool.run(fleet.calls([0, 1], "reduce", [{"a": 1}, {"a": 1, "b": 1}]))
-    assert {result.kind for result in results.values()} == {"TrialError"}
 
 
 def test_groups_are_formed_anew(fleet: Fleet) -> None:
@@ -304,14 +132,6 @@ def test_alone_nothing_is_reduced() -> None:
     assert collectives.all_reduce_sum({"a": 1}) == {"a": 1}
     assert collectives.mean(3) == 3
     groups.leave_group()
-
-
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "3", [1.0, 2.0]])
-def test_a_weight_that_makes_no_sense_is_refused(weight: Any) -> None:
-    with pytest.raises(FleetConfigError, match="`weight` is"):
-        collectives.mean(1.0, weight)
-    with pytest.raises(FleetConfigError, match="`weight` is"):
-        collectives.one_weight(weight)
 
 
 def test_group_of_one_has_no_network() -> None:

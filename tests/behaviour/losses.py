@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.executor.parts import (
+from tests.behaviour.parts import (
     EPOCHS,
     OBJECTIVES,
     convnet,
@@ -320,14 +320,14 @@ def two_tasks_are_weighted(trial: Any) -> None:
             note_weighted(trial, others, others_weight)
 
 
-def trains_long(trial: Any, *, loss_of: Callable[..., Tensor], data: str = "train") -> float:
-    """Long enough to be given more devices."""
+def trains_linearly(trial: Any, *, loss_of: Callable[..., Tensor], data: str = "train") -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).double()
     model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for _ in trial.epochs(20):
+    for _ in trial.epochs(EPOCHS):
         for batch in trial.batches(data, batch_size=10 if data == "train" else 7):
-            step(optimizer, loss_of(model, *batch))
-    return 0.0
+            loss = loss_of(model, *batch)
+            step(optimizer, loss)
+            note(trial, loss)
 
 
 # -- losses in which samples depend on each other, and it is not said ----------------------------
@@ -453,12 +453,14 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def trains_with_one(trial: Any, *, dtype: torch.dtype) -> float:
-    """The trial's number says with which of `LOSSES`."""
-    loss_of = [*LOSSES.values()][trial.number]
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).to(dtype)
-    model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    for _ in trial.epochs(2):
-        for images, labels in trial.batches("train", batch_size=10):
-            step(optimizer, loss_of(model(images.to(dtype)), labels))
-    return 0.0
+def of_outputs(loss_of: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> Any:
+    """An objective that trains with one of `LOSSES`."""
+
+    def objective(trial: Any) -> None:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).to(dtype)
+        model, optimizer = trial.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        for _ in trial.epochs(2):
+            for images, labels in trial.batches("train", batch_size=10):
+                step(optimizer, loss_of(model(images.to(dtype)), labels))
+
+    return objective

@@ -1,31 +1,16 @@
-"""G2 for objectives that do more than the plain loop: the same on any devices, moved or not."""
+"""Objectives that do more than the plain loop: right on any devices, or on one and told."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
-import optuna
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from optuna_fleet import TrialError
-from optuna_fleet.events import DataRequested, RateMeasured, WidthLimited
-from tests.fleets import Leg, evaluate, num_wrong, small_model, train_epoch
-
-ALONE = [Leg((0,))]
-ON_THREE = [Leg((0, 1, 2))]
-
-
-def seen_by(fleet: Any, objective: Any, legs: Sequence[Leg]) -> Any:
-    """What the objective leaves in the attribute `seen`."""
-    study = optuna.create_study()
-    fleet.script = {0: legs}
-    study.optimize(objective, n_trials=1, executor=fleet)
-    return study.trials[0].user_attrs["seen"]
+from tests.behaviour.small import evaluate, num_wrong, small_model, train_epoch
 
 
 def prepared(trial: Any, *more: Any) -> Any:
@@ -48,7 +33,7 @@ def evaluates_within_steps(trial: Any) -> float:
     model, optimizer = prepared(trial)
     seen = []
     for _ in trial.epochs(2):
-        for images, labels in trial.batches("train", batch_size=10):
+        for images, labels in trial.batches("train_odd", batch_size=10):
             model.eval()
             with torch.no_grad():  # 20 samples by 8: the last shards are unlike those of training
                 wrong = sum(num_wrong(model(x), y) for x, y in trial.batches("val", batch_size=8))
@@ -63,16 +48,15 @@ def trains_in_eval_mode(trial: Any) -> float:
     model.eval()
     seen = []
     for _ in trial.epochs(2):  # the last batch is one sample
-        for images, labels in trial.batches("train", batch_size=10):
+        for images, labels in trial.batches("train_odd", batch_size=10):
             seen.append(step(trial, model, optimizer, images, labels))
     trial.set_user_attr("seen", seen)
     return 0.0
 
 
 @pytest.mark.parametrize("objective", [evaluates_within_steps, trains_in_eval_mode])
-def test_the_same_losses_on_several_devices(fleet: Any, objective: Any) -> None:
-    alone = seen_by(fleet, objective, ALONE)
-    assert seen_by(fleet, objective, ON_THREE) == pytest.approx(alone, rel=1e-10)
+def test_the_same_losses_on_several_devices(lab: Any, objective: Any) -> None:
+    lab.same(objective, [3])
 
 
 def counts_with_a_loss_module(trial: Any) -> float:
@@ -94,54 +78,11 @@ def counts_without_eval(trial: Any) -> float:
 
 
 @pytest.mark.parametrize("objective", [counts_with_a_loss_module, counts_without_eval])
-def test_each_sample_is_evaluated_once(fleet: Any, objective: Any) -> None:
-    assert seen_by(fleet, objective, ON_THREE) == 20  # the last batch is two samples
+def test_each_sample_is_evaluated_once(lab: Any, objective: Any) -> None:
+    assert lab.same(objective, [3]).trial.user_attrs["seen"] == 20  # the last batch is two samples
 
 
-# -- moved ----------------------------------------------------------------------------------------
-
-
-def makes_the_scheduler_late(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    warmup = trial.prepare(torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3))
-    losses = trial.state.setdefault("losses", [])
-    for _ in trial.epochs(4):
-        train_epoch(trial, model, optimizer, losses, batch_size=10)
-        warmup.step()
-    trial.set_user_attr("seen", losses)
-    return 0.0
-
-
-def makes_weights_late(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    nn.init.constant_(model[0].weight, 0.1)
-    losses = trial.state.setdefault("losses", [])
-    for _ in trial.epochs(4):
-        train_epoch(trial, model, optimizer, losses, batch_size=10)
-    trial.set_user_attr("seen", losses)
-    return 0.0
-
-
-def counts_in_its_state(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    trial.state["steps"] = 0
-    for _ in trial.epochs(4):
-        for images, labels in trial.batches("train", batch_size=10):
-            step(trial, model, optimizer, images, labels)
-            trial.state["steps"] += 1
-    trial.set_user_attr("seen", trial.state["steps"])
-    return 0.0
-
-
-@pytest.mark.parametrize(
-    "objective", [makes_the_scheduler_late, makes_weights_late, counts_in_its_state]
-)
-def test_what_is_made_anew_before_the_loop_is_restored_in_it(fleet: Any, objective: Any) -> None:
-    alone = seen_by(fleet, objective, ALONE)
-    assert seen_by(fleet, objective, [Leg((0,), 1), Leg((1,), 3), Leg((2,))]) == alone
-
-
-# -- what the controller is told ------------------------------------------------------------------
+# -- loops of their own, and evaluations ----------------------------------------------------------
 
 
 def evaluates_first(trial: Any) -> float:
@@ -154,28 +95,6 @@ def evaluates_first(trial: Any) -> float:
     return 0.0
 
 
-def test_a_trial_that_evaluates_first_is_known_by_its_training(fleet: Any) -> None:
-    seen_by(fleet, evaluates_first, ON_THREE)
-    models = [event.model for event in fleet.events if isinstance(event, DataRequested)]
-    assert [(model.samples_per_epoch, model.resumable) for model in models] == [
-        (20, False),
-        (41, True),
-    ]
-
-
-def never_trains(trial: Any) -> float:
-    model, _ = prepared(trial)
-    for _ in trial.epochs(3):
-        trial.set_user_attr("seen", evaluate(trial, model, num_wrong))
-    return 0.0
-
-
-def test_a_trial_that_never_trains_has_a_rate_all_the_same(fleet: Any) -> None:
-    seen_by(fleet, never_trains, [Leg((0,), measure=True)])
-    (measured,) = [event for event in fleet.events if isinstance(event, RateMeasured)]
-    assert measured.samples_per_s > 0
-
-
 def loops_by_itself(trial: Any) -> float:
     model, optimizer = prepared(trial)
     losses: list[float] = []
@@ -185,9 +104,8 @@ def loops_by_itself(trial: Any) -> float:
     return 0.0
 
 
-def test_a_loop_of_its_own_is_told_that_its_epochs_are_all_alike(fleet: Any, log: Any) -> None:
-    seen_by(fleet, loops_by_itself, ON_THREE)
-    assert log.getvalue().count("is read again outside of trial.epochs()") == 1
+def test_a_loop_of_its_own_is_told_that_its_epochs_are_all_alike(lab: Any) -> None:
+    lab.same(loops_by_itself, [3], told=["is read again outside of trial.epochs()"])
 
 
 # -- batches that are not used as they come -------------------------------------------------------
@@ -211,7 +129,7 @@ def trains_on(order: Any, view: Any = lambda images: images) -> Any:
         seen = []
         for _ in trial.epochs(2):
             model.train()
-            for images, labels in order(trial.batches("train", batch_size=10)):
+            for images, labels in order(trial.batches("train_odd", batch_size=10)):
                 seen.append(step(trial, model, optimizer, view(images), labels))
         trial.set_user_attr("seen", seen)
         return 0.0
@@ -224,7 +142,7 @@ def changes_outputs_in_place(trial: Any) -> float:
     head = trial.prepare(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3)).double())
     seen = []
     for _ in trial.epochs(2):
-        for images, labels in trial.batches("train", batch_size=10):
+        for images, labels in trial.batches("train_odd", batch_size=10):
             outputs = head(model(images))
             outputs /= 2
             loss = F.cross_entropy(outputs.masked_fill_(outputs < -1, -1.0), labels)
@@ -254,9 +172,8 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_gradients_weigh_the_batch_that_was_used(fleet: Any, name: str) -> None:
-    alone = seen_by(fleet, LOOPS[name], ALONE)
-    assert seen_by(fleet, LOOPS[name], ON_THREE) == pytest.approx(alone, rel=1e-10)
+def test_gradients_weigh_the_batch_that_was_used(lab: Any, name: str) -> None:
+    lab.same(LOOPS[name], [3])
 
 
 def reads_two_at_once(sizes: tuple[int, int], *, weighs: bool) -> Any:
@@ -264,7 +181,7 @@ def reads_two_at_once(sizes: tuple[int, int], *, weighs: bool) -> Any:
         model, optimizer = prepared(trial)
         seen = []
         for _ in trial.epochs(2):
-            passes = [trial.batches("train", batch_size=n, drop_last=True) for n in sizes]
+            passes = [trial.batches("train_odd", batch_size=n, drop_last=True) for n in sizes]
             for (images, labels), (more, _) in zip(*passes, strict=False):
                 one, other = F.cross_entropy(model(images), labels), model(more).square().mean()
                 seen.append(trial.mean(one.item(), weight=len(images)))
@@ -284,7 +201,7 @@ def sums_losses_of_unlike_batches(trial: Any) -> float:
     seen = []
     for _ in trial.epochs(2):
         losses = []
-        for images, labels in trial.batches("train", batch_size=16):
+        for images, labels in trial.batches("train_odd", batch_size=16):
             losses.append(F.cross_entropy(model(images), labels))
             seen.append(trial.mean(losses[-1].item(), weight=trial.shard_size))
         torch.stack(losses).sum().backward()
@@ -302,15 +219,14 @@ def sums_losses_of_unlike_batches(trial: Any) -> float:
         sums_losses_of_unlike_batches,
     ],
 )
-def test_several_batches_in_one_step(fleet: Any, objective: Any) -> None:
-    alone = seen_by(fleet, objective, ALONE)
-    assert seen_by(fleet, objective, ON_THREE) == pytest.approx(alone, rel=1e-10)
+def test_several_batches_in_one_step(lab: Any, objective: Any) -> None:
+    lab.same(objective, [3])
 
 
 def fetches_ahead_and_scales(trial: Any) -> float:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(2):
-        for images, labels in ahead(trial.batches("train", batch_size=10), 1):
+        for images, labels in ahead(trial.batches("train_odd", batch_size=10), 1):
             step(trial, model, optimizer, images * 2, labels)
     return 0.0
 
@@ -318,7 +234,7 @@ def fetches_ahead_and_scales(trial: Any) -> float:
 def calls_the_model_with_both(trial: Any) -> float:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(2):
-        passes = [trial.batches("train", batch_size=n, drop_last=True) for n in (10, 7)]
+        passes = [trial.batches("train_odd", batch_size=n, drop_last=True) for n in (10, 7)]
         for (images, labels), (more, _) in zip(*passes, strict=False):
             outputs = model(torch.cat([images, more]))
             loss = F.cross_entropy(outputs[: len(images)], labels) + outputs.square().mean()
@@ -331,7 +247,7 @@ def calls_the_model_with_both(trial: Any) -> float:
 def calls_the_model_with_what_was_made_of_another(trial: Any) -> float:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(2):
-        passes = [trial.batches("train", batch_size=n, drop_last=True) for n in (10, 7)]
+        passes = [trial.batches("train_odd", batch_size=n, drop_last=True) for n in (10, 7)]
         for (images, labels), (more, _) in zip(*passes, strict=False):
             known = F.cross_entropy(model(images), labels)
             optimizer.zero_grad()
@@ -348,28 +264,22 @@ UNCLEAR = [
 
 
 @pytest.mark.parametrize("objective", UNCLEAR)
-def test_what_can_not_be_told_is_refused_on_several_devices(fleet: Any, objective: Any) -> None:
-    with pytest.raises(TrialError, match="batches of unlike sizes"):
-        seen_by(fleet, objective, ON_THREE)
+def test_what_can_not_be_told_goes_on_on_one_device(lab: Any, objective: Any) -> None:
+    lab.one_device(objective, "batches of unlike sizes", widths=[3])
 
 
 @pytest.mark.parametrize("objective", UNCLEAR)
-def test_and_told_of_before_on_one(fleet: Any, log: Any, objective: Any) -> None:
-    study = optuna.create_study()
-    fleet.script = {0: [Leg((0,), 1), Leg((1,))]}
-    study.optimize(objective, n_trials=1, executor=fleet)
-    limits = [event.max_devices for event in fleet.events if isinstance(event, WidthLimited)]
-    assert limits[0] == 1
-    assert "Trial 0: It can't be told which of several batches" in log.getvalue()
+def test_and_stays_there_where_it_began_on_one(lab: Any, objective: Any) -> None:
+    lab.one_device(objective, "Trial 0: It can't be told which of several batches")
 
 
 def trains_on_one_within_the_other(trial: Any) -> float:
     model, optimizer = prepared(trial)
     seen = []
     for _ in trial.epochs(1):
-        for images, labels in trial.batches("train", batch_size=20):
+        for images, labels in trial.batches("train_odd", batch_size=20):
             seen.append(step(trial, model, optimizer, images, labels))
-            for more, theirs in trial.batches("train", batch_size=25):
+            for more, theirs in trial.batches("train_odd", batch_size=25):
                 seen.append(step(trial, model, optimizer, more, theirs))
     trial.set_user_attr("seen", seen)
     return 0.0
@@ -380,7 +290,7 @@ def evaluates_with_gradients(trial: Any) -> float:
     seen: list[float] = []
     for _ in trial.epochs(2):
         train_epoch(trial, model, optimizer, seen, batch_size=10)
-        for images, labels in trial.batches("train", batch_size=7):
+        for images, labels in trial.batches("train_odd", batch_size=7):
             F.cross_entropy(model(images), labels)
     trial.set_user_attr("seen", seen)
     return 0.0
@@ -390,7 +300,7 @@ def skips_steps(trial: Any) -> float:
     model, optimizer = prepared(trial)
     seen = []
     for _ in trial.epochs(2):
-        for number, (images, labels) in enumerate(trial.batches("train", batch_size=10)):
+        for number, (images, labels) in enumerate(trial.batches("train_odd", batch_size=10)):
             loss = F.cross_entropy(model(images), labels)
             if number % 2:  # the last is the one sample
                 continue
@@ -405,9 +315,8 @@ def skips_steps(trial: Any) -> float:
 @pytest.mark.parametrize(
     "objective", [trains_on_one_within_the_other, evaluates_with_gradients, skips_steps]
 )
-def test_passes_within_passes_and_calls_without_a_backward(fleet: Any, objective: Any) -> None:
-    alone = seen_by(fleet, objective, ALONE)
-    assert seen_by(fleet, objective, ON_THREE) == pytest.approx(alone, rel=1e-10)
+def test_passes_within_passes_and_calls_without_a_backward(lab: Any, objective: Any) -> None:
+    lab.same(objective, [3])
 
 
 # -- losses that are no plain means ---------------------------------------------------------------
@@ -419,7 +328,7 @@ def weighs_classes(trial: Any) -> float:
     model, optimizer = prepared(trial)
     seen = []
     for _ in trial.epochs(2):
-        for images, labels in trial.batches("train", batch_size=10):
+        for images, labels in trial.batches("train_odd", batch_size=10):
             loss = F.cross_entropy(model(images), labels, weight=WEIGHTS)
             total = WEIGHTS[labels].sum()
             optimizer.zero_grad()
@@ -435,7 +344,7 @@ def masks_most_samples(trial: Any) -> float:
     model, optimizer = prepared(trial)
     seen = []
     for _ in trial.epochs(2):
-        for images, labels in trial.batches("train", batch_size=10):
+        for images, labels in trial.batches("train_odd", batch_size=10):
             each = F.cross_entropy(model(images), labels, reduction="none")
             mask = (images[:, 0, 0, 0] > 0.7) & (labels == 1)
             loss = (each * mask).sum() / mask.sum()
@@ -450,9 +359,8 @@ def masks_most_samples(trial: Any) -> float:
 
 
 @pytest.mark.parametrize("objective", [weighs_classes, masks_most_samples])
-def test_a_weighted_mean_is_exact(fleet: Any, objective: Any) -> None:
-    alone = seen_by(fleet, objective, ALONE)
-    assert seen_by(fleet, objective, ON_THREE) == pytest.approx(alone, rel=1e-10)
+def test_a_weighted_mean_is_exact(lab: Any, objective: Any) -> None:
+    lab.same(objective, [3])
 
 
 # -- what was not prepared ------------------------------------------------------------------------
@@ -472,7 +380,7 @@ def trains_a_bare_parameter(trial: Any) -> float:
     model, _ = prepared(trial)
     bare = nn.Parameter(torch.zeros(()))
     optimizer = trial.prepare(torch.optim.SGD([*model.parameters(), bare], lr=0.05))
-    for images, labels in trial.batches("train", batch_size=10):
+    for images, labels in trial.batches("train_odd", batch_size=10):
         optimizer.zero_grad()
         F.cross_entropy(model(images) * bare, labels).backward()
         optimizer.step()
@@ -489,10 +397,9 @@ def trains_a_bare_parameter(trial: Any) -> float:
     ],
 )
 def test_what_trains_but_was_not_prepared_is_told_once(
-    fleet: Any, log: Any, objective: Any, said: list[str]
+    lab: Any, objective: Any, said: list[str]
 ) -> None:
-    seen_by(fleet, objective, ON_THREE)
-    told = [line for line in log.getvalue().splitlines() if "prepare" in line]
+    told = [line for line in lab.fly(objective, [3]).told.splitlines() if "prepare" in line]
     assert len(told) == len(said)
     assert all(text in line for text, line in zip(said, told, strict=True))
 
@@ -524,12 +431,10 @@ def follows_everybodys_loss(trial: Any) -> float:
 @pytest.mark.parametrize(
     ("objective", "times"), [(follows_its_own_loss, 1), (follows_everybodys_loss, 0)]
 )
-def test_ranks_that_come_apart_are_told_of(
-    fleet: Any, log: Any, objective: Any, times: int
-) -> None:
-    seen_by(fleet, objective, ON_THREE)
-    assert log.getvalue().count("Its ranks have come apart: SGD (1): learning rate 0.") == times
-    assert log.getvalue().count("come apart") == times
+def test_ranks_that_come_apart_are_told_of(lab: Any, objective: Any, times: int) -> None:
+    told = lab.fly(objective, [3]).told
+    assert told.count("Its ranks have come apart: SGD (1): learning rate 0.") == times
+    assert told.count("come apart") == times
 
 
 # -- batch sizes ----------------------------------------------------------------------------------
@@ -537,10 +442,10 @@ def test_ranks_that_come_apart_are_told_of(
 
 def leaves_out_the_batch_size(trial: Any) -> float:
     prepared(trial)
-    trial.batches("train", batch_size=10)
+    trial.batches("train_odd", batch_size=10)
     trial.set_user_attr("seen", len(trial.batches("val")))
     return 0.0
 
 
-def test_the_batch_size_is_the_one_given_last(fleet: Any) -> None:
-    assert seen_by(fleet, leaves_out_the_batch_size, ON_THREE) == 2
+def test_the_batch_size_is_the_one_given_last(lab: Any) -> None:
+    assert lab.same(leaves_out_the_batch_size, [3]).trial.user_attrs["seen"] == 2

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint
 
-from tests.executor.losses import cross_entropy, trains
-from tests.executor.parts import (
+from tests.behaviour.losses import cross_entropy, trains
+from tests.behaviour.parts import (
     EPOCHS,
     OBJECTIVES,
     convnet,
@@ -30,14 +30,7 @@ from tests.executor.parts import (
     usual,
     with_sizes,
 )
-from tests.fleets import evaluate, num_wrong
-
-
-def run(trial: Any, *, name: str) -> float:
-    torch.manual_seed(0)  # trials that are compared begin alike
-    OBJECTIVES[name](trial)
-    trial.set_user_attr("seen", trial.state["seen"])
-    return 0.0
+from tests.behaviour.small import evaluate, num_wrong
 
 
 @usual
@@ -630,9 +623,9 @@ def unfreezes_into_a_new_group(trial: Any) -> None:
 # -- batches that are changed before the model sees them, long after they came --------------------
 
 
-def fetches_ahead_and_normalises(trial: Any, *, from_epoch: int = 0) -> float:
+def fetches_ahead_and_normalises(trial: Any, *, from_epoch: int = 0) -> None:
     model, optimizer = prepared(trial)
-    for epoch in trial.epochs(20):
+    for epoch in trial.epochs(EPOCHS):
         if epoch < from_epoch:
             for images, labels in trial.batches("train", batch_size=10):
                 train_on(trial, model, optimizer, images, labels)
@@ -642,36 +635,32 @@ def fetches_ahead_and_normalises(trial: Any, *, from_epoch: int = 0) -> float:
         while ahead is not None:
             (images, labels), ahead = ahead, next(batches, None)
             train_on(trial, model, optimizer, (images - 0.5) / 0.25, labels)
-    trial.set_user_attr("seen", trial.state["seen"])
-    return 0.0
 
 
-def copies_batches(trial: Any) -> float:
+def copies_batches(trial: Any) -> None:
     model, optimizer = prepared(trial)
-    for _ in trial.epochs(20):
+    for _ in trial.epochs(EPOCHS):
         kept = [(x.clone(), y.clone()) for x, y in trial.batches("train", batch_size=10)]
         for images, labels in kept:
             train_on(trial, model, optimizer, images, labels)
-    return 0.0
 
 
 UNCLEAR = [fetches_ahead_and_normalises, copies_batches]
 
 
-def sums_in_each_step(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    for epoch in trial.epochs(20):
+def sums_in_each_step(trial: Any, **bounds: int) -> None:
+    model = convnet()
+    model, optimizer = trial.prepare(model, sgd(model.parameters()), **bounds)
+    for epoch in trial.epochs(EPOCHS):
         model.train()
         for images, labels in trial.batches("train", batch_size=10):
             train_on(trial, model, optimizer, images, labels)
-        if epoch > 12:
+        if epoch > 1:
             model.eval()
             with torch.no_grad():
                 for images, labels in trial.batches("val", batch_size=9):
                     loss = F.cross_entropy(model(images), labels, reduction="sum")
                     trial.state["seen"].append(trial.sum(loss.item()))
-    trial.set_user_attr("seen", trial.state["seen"])
-    return 0.0
 
 
 def bounded(trial: Any, batch_size: int = 10, epochs: int = 20, **bounds: int) -> float:
@@ -681,13 +670,4 @@ def bounded(trial: Any, batch_size: int = 10, epochs: int = 20, **bounds: int) -
     for _ in trial.epochs(epochs):
         for images, labels in trial.batches("train", batch_size=batch_size):
             train_on(trial, model, optimizer, images, labels)
-    return 0.0
-
-
-def bounded_and_sums_in_each_step(trial: Any) -> float:
-    model = trial.prepare(convnet(), min_devices=3).eval()
-    for _ in trial.epochs(2):
-        with torch.no_grad():
-            for images, _ in trial.batches("val", batch_size=9):
-                trial.sum(model(images).sum().item())
     return 0.0

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optuna_fleet import SharedPipeline
-from tests.fleets import Noise, evaluate
+from tests.behaviour.small import Noise, evaluate
 
 EPOCHS = 3
 OBJECTIVES: dict[str, Callable[[Any], Any]] = {}
@@ -53,12 +53,21 @@ class Sentences(torch.utils.data.Dataset[tuple[Tensor, int]]):
         return self.tokens[index] * (torch.arange(8) < length), length
 
 
+class Numbered(Noise):
+    """Gives the number of each sample in the place of a label."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return super().__getitem__(index)[0], index
+
+
 def usual_pipeline() -> SharedPipeline:
-    """By tens and sevens the last batches are two samples and one: fewer than three ranks."""
+    """By tens and sevens the last batches are one sample or two: fewer than three ranks."""
     return SharedPipeline(
         train=Noise(42, augment=True),
         train_triples=Triples(29),
+        train_odd=Noise(41, augment=True),
         train_text=Sentences(42),
+        train_numbered=Numbered(41, augment=True),
         val=Noise(20),
     )
 
