@@ -99,14 +99,12 @@ class Outcomes:
 
     def _tell(self, number: int, value: Any, error: BaseException | None) -> None:
         try:
-            state = self._ledger.settle(number, value, error)
-            self._tally.trials[state.name.lower()] += 1
+            self._ledger.settle(number, value, error)
         except BaseException as raised:
             if raised is not error and not isinstance(raised, Exception):
                 raise  # Ctrl-C, and not the objective's own
             if raised is error:
                 raised.with_traceback(None)  # where it was told says nothing
-            self._tally.trials["fail"] += 1
             self.fail(raised)
         self._retention.settled(number)
 
