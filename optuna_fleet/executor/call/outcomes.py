@@ -70,7 +70,8 @@ class Outcomes:
         """A trial has lost its devices too often: it fails."""
         number = run.launch.number
         error = TrainerLostError(
-            f"Trial {number} lost its devices {restarts} times, the last time because {run.cause}."
+            f"Trial {number} lost its devices {restarts} times without coming further, the last "
+            f"time because {run.cause}."
         )
         self._tell(number, None, error)
 
