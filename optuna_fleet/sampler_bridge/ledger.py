@@ -81,6 +81,8 @@ class Ledger:
                 "`ask` was called on the study in an objective, but a trial can't leave the "
                 "driver: ask in a callback, or optimize another study."
             )
+        if call.is_suggestion or call.target != "trial":
+            self._proposals.note_news()
         args, kwargs = unpack(call.arguments)
         attribute = getattr(targets[call.target], call.name)
         if not call.is_suggestion:
