@@ -67,7 +67,7 @@ class Limits:
         trial_memory_bytes: A trial fails with an `OutOfMemoryError` when one of its processes has
             more private memory than this; looked at every few seconds. None for no limit.
         max_restarts: How often a trial may lose its devices (killed processes, hangs) before it
-            is failed.
+            is failed. Once it has done more epochs than ever before, it counts anew.
         storage_patience_s: Seconds to wait for the study's storage when it is gone (a database
             restarted or locked, a gRPC proxy down); then the call ends with `StorageLostError`.
 

@@ -590,11 +590,10 @@ def test_last_words_come_before_the_death(peers: Peers) -> None:
 
 def test_death_and_end_of_stream_may_be_seen_at_once(peers: Peers) -> None:
     """Both are pending, the agent's word first: as when two trainers die at one time."""
+    peers.trainer.close()
     peers.agent.send("of another trainer")
     peers.agent.send(exited())
-    assert peers.collect(1) == ["of another trainer"]
-    peers.trainer.close()
-    (death,) = peers.collect(1)
+    (_, death) = peers.collect(2)
     assert isinstance(death, TrainerExited)
     assert not peers.connections.trainers
     peers.agent.send("the agent is still heard")
@@ -614,6 +613,23 @@ def test_a_hub_that_is_closed_closes_those_who_have_not_said_who_they_are() -> N
                 channel.receive()
             channel.close()
     assert set(os.listdir("/proc/self/fd")) <= files
+
+
+def test_all_that_an_agent_has_said_is_read_at_once(peers: Peers) -> None:
+    """However long a turn of the driver takes: else signs of life would be old when read."""
+    frames = [part for n in range(20) for part in peers.agent._frame(pickle.dumps(n))]
+    with socket.socket(fileno=os.dup(peers.agent.fileno())) as raw:
+        raw.sendall(b"".join(frames))
+    assert list(peers.connections.messages(PATIENCE_S)) == list(range(20))
+
+
+def test_one_trainer_that_says_much_does_not_hold_up_the_others(peers: Peers) -> None:
+    frames = [part for n in range(20) for part in peers.trainer._frame(pickle.dumps(n))]
+    with socket.socket(fileno=os.dup(peers.trainer.fileno())) as raw:
+        raw.sendall(b"".join(frames))
+    assert [list(peers.connections.messages(PATIENCE_S)) for _ in range(20)] == [
+        [number] for number in range(20)
+    ]
 
 
 def test_half_a_message_does_not_hold_up_the_hub(peers: Peers) -> None:

@@ -10,30 +10,36 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.samplers import BaseSampler, GridSampler, QMCSampler
+from optuna.samplers import BaseSampler, GridSampler, QMCSampler, RandomSampler
 from optuna.samplers._lazy_random_state import LazyRandomState
 from optuna.trial import FrozenTrial
 
+_BLOCK = 624  # numbers that a Mersenne Twister makes at a time
 
 @contextmanager
 def derived_generator(sampler: BaseSampler, number: int, name: str) -> Iterator[None]:
     """Meanwhile a sampler with a generator draws from one for this trial and parameter.
 
-    One without a seed that has drawn nothing yet has none.
+    One without a seed has none, and gets a new one each time that it draws: studies that share it
+    have nothing in common.
     """
     holder: LazyRandomState = sampler._rng  # type: ignore[attr-defined]
-    if (own := holder._rng) is None:
-        yield
-        return
-    state: Any = own.get_state()
-    place = f"{state[2]} {number} {name}".encode()
-    mark = hashlib.sha256(state[1].tobytes() + place).digest()
-    entropy = np.random.SeedSequence(int.from_bytes(mark, "little"))
-    holder._rng = np.random.RandomState(np.random.MT19937(entropy))
+    if (own := holder._rng) is not None:
+        state: Any = own.get_state()
+        place = f"{state[2]} {number} {name}".encode()
+        mark = hashlib.sha256(state[1].tobytes() + place).digest()
+        entropy = np.random.SeedSequence(int.from_bytes(mark, "little"))
+        holder._rng = np.random.RandomState(np.random.MT19937(entropy))
     try:
         yield
     finally:
         holder._rng = own
+
+
+def has_drawn(sampler: RandomSampler) -> bool:
+    """Whether it has a generator that is not as a seed leaves it: at its first block's end."""
+    own = sampler._rng._rng
+    return own is not None and own.get_state(legacy=False)["state"]["pos"] != _BLOCK
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -35,7 +36,12 @@ REASON_KEY = "optuna_fleet:reason"
 
 
 class Ledger:
-    """Writes to one study in the name of the trials asked for by `proposals`."""
+    """Writes to one study in the name of the trials asked for by `proposals`.
+
+    Attributes:
+        ended: How many trials the study has in each state, by its name in lower case: of those
+            that were told, whatever was raised after that.
+    """
 
     def __init__(
         self,
@@ -50,6 +56,7 @@ class Ledger:
         self.study = study
         self.began = round(time.time(), 3)
         self.records = Records(study, self.began)
+        self.ended: Counter[str] = Counter()
         self._proposals = proposals
         self._catch = catch
         self._callbacks = list(callbacks or ())
@@ -74,6 +81,8 @@ class Ledger:
                 "`ask` was called on the study in an objective, but a trial can't leave the "
                 "driver: ask in a callback, or optimize another study."
             )
+        if call.is_suggestion or call.target != "trial":
+            self._proposals.note_news()
         args, kwargs = unpack(call.arguments)
         attribute = getattr(targets[call.target], call.name)
         if not call.is_suggestion:
@@ -142,7 +151,7 @@ class Ledger:
 
     def settle(
         self, number: int, value: float | Sequence[float] | None, error: BaseException | None
-    ) -> TrialState:
+    ) -> None:
         """Tell the study how the trial ended, as `Study.optimize` does, then run the callbacks.
 
         Raises:
@@ -153,6 +162,7 @@ class Ledger:
             state = self._tell(trial, value, error)
         except UpdateFinishedTrialError:
             state, error = self.frozen(number).state, None
+            self.ended[state.name.lower()] += 1
             compat.logger.warning(f"Trial {number} stays {state.name}: it was ended elsewhere.")
         except Exception:
             self._let_go(number)
@@ -164,7 +174,6 @@ class Ledger:
         for callback in self._callbacks:
             callback(self.study, copy.deepcopy(finished))
         self._progress_bar.update(self._proposals.elapsed_s, self.study)
-        return state
 
     def _let_go(self, number: int) -> None:
         self._proposals.release(number)
@@ -226,10 +235,12 @@ class Ledger:
         except Exception as raised:
             # By the sampler's after_trial; the state is stored all the same.
             finished = compat.frozen(self.study, trial)
+            self.ended[finished.state.name.lower()] += 1
             self._log(trial, finished.state, finished.values, value, error, None)
             if compat.is_for_want_of_cell(raised, self.study.sampler, finished):
                 return finished.state
             raise
+        self.ended[state.name.lower()] += 1
         if compat.is_stopped(self.study) and not was_stopped:
             self._proposals.reconsider_stop()
         if is_logged:

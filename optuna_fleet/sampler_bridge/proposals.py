@@ -55,7 +55,7 @@ class Proposals:
         self._defined: set[int] = set()
         self._remarks: set[str] = set()
         self._unrepeatable = why_not_repeatable(study.sampler)
-        self._is_delayed = False
+        self._is_delayed = self._has_news = False
         self._adopted: deque[int] = deque()
         self._checkpoints: dict[int, str] = {}
         if ownership is not None:
@@ -96,10 +96,12 @@ class Proposals:
     def next_events(self, *, again: bool = False) -> list[Event]:
         """Answer `Propose`; or, `again`, one that was delayed.
 
-        A trial may be possible when one under way calls, asks for data or ends.
+        To find out whether a trial is possible now takes a look at all that there are. So that is
+        done where there is news, and not for each of the calls that trials make meanwhile.
         """
-        if again and not self._is_delayed:
+        if again and not (self._is_delayed and (self._has_news or self._is_spent())):
             return []
+        self._has_news = False
         self._is_delayed = self._must_wait()
         if self._is_delayed:
             return [] if again else [ProposalDelayed()]
@@ -139,9 +141,14 @@ class Proposals:
             name = type(compat.base_sampler(self._study.sampler)).__name__
             compat.fleet_logger.info(f"{name}: {remark}.")
 
+    def note_news(self) -> None:
+        """A trial was suggested a parameter, or has had to do with the study itself."""
+        self._has_news = True
+
     def note_defined(self, number: int) -> None:
         """The trial has suggested its parameters: it asks for data, or reports."""
         if number not in self._defined:
+            self._has_news = True
             self._defined.add(number)
             note_space(self._study, compat.frozen(self._study, self._trials[number]))
 
@@ -197,6 +204,7 @@ class Proposals:
         """The trial has been told."""
         self._heartbeats.pop(number).join()
         del self._trials[number]
+        self._has_news = True
         self._defined.discard(number)
 
     def return_to_queue(self, number: int) -> None:

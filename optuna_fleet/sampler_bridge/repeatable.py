@@ -3,7 +3,8 @@
 Optuna's samplers draw from one generator, call after call; with several trials under way the order
 of the calls is a matter of chance. Here each parameter of each trial has a generator of its own,
 derived from the sampler's. That one is left as it is, so the same seed means the same in a later
-call, on other devices, and where a trial that was interrupted goes on.
+call, on other devices, and where a trial that was interrupted goes on. A `RandomSampler` that has
+drawn before, outside of a fleet, goes on as in Optuna: nothing says that it ever had a seed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _SPACE = "optuna_fleet:qmc_space"
 # Two studies that are optimized at once may share a sampler.
 _lock = threading.RLock()
 
-# Whether a sampler had a seed when it was first seen: later it has a generator in any case.
-_had_seed: weakref.WeakKeyDictionary[BaseSampler, bool] = weakref.WeakKeyDictionary()
+# By a sampler's id, as it may not be hashable; see `_had_seed`.
+_seeded: dict[int, bool] = {}
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def repeatable(study: optuna.Study, number: int, name: str = "") -> Iterator[Non
             )
             stack.enter_context(point)
             sampler = generators.independent_sampler(sampler)
-        if isinstance(sampler, RandomSampler):
+        if isinstance(sampler, RandomSampler) and not generators.has_drawn(sampler):
             stack.enter_context(generators.derived_generator(sampler, number, name))
         yield
 
@@ -139,8 +140,7 @@ def why_not_repeatable(sampler: BaseSampler) -> str | None:
     None for a sampler without a seed, one that can be repeated, and one of the user's own making.
     """
     sampler = compat.base_sampler(sampler)
-    had_seed = _had_seed.setdefault(sampler, generators.has_seed(sampler))
-    if not had_seed or is_repeatable(sampler):
+    if not _had_seed(sampler) or is_repeatable(sampler):
         return None
     if isinstance(sampler, BruteForceSampler):
         return (
@@ -152,3 +152,11 @@ def why_not_repeatable(sampler: BaseSampler) -> str | None:
         "that have ended, and which have depends on how fast each is. FleetExecutor(max_trials=1) "
         "repeats"
     )
+
+
+def _had_seed(sampler: BaseSampler) -> bool:
+    """Whether it had one when it was first seen: later it has a generator in any case."""
+    if id(sampler) not in _seeded:
+        _seeded[id(sampler)] = generators.has_seed(sampler)
+        weakref.finalize(sampler, _seeded.pop, id(sampler)).atexit = False
+    return _seeded[id(sampler)]

@@ -122,3 +122,31 @@ def test_losses_do_not_count_once_it_gets_on_elsewhere(
     for epoch in range(after):
         world.tell(epoch_ended(run, epochs_done=epoch + 1))
     assert any(isinstance(i, GiveUp) for i in lose(world, run)) is counts
+
+
+@pytest.mark.parametrize(
+    ("epochs", "is_failed"),
+    [
+        ([100, 200, 300, 400, 500], False),  # what it had done before each loss it need not again
+        ([0, 1, 2], False),
+        ([0, 0], True),
+        ([3, 3], True),  # it comes as far each time, and no further
+        ([3, 2], True),
+        ([3, 4, 4], True),
+    ],
+)
+def test_losses_do_not_count_once_it_gets_on_where_it_was(
+    epochs: list[int], is_failed: bool
+) -> None:
+    world = World(devices=[JOINED[A].device], trials=1, max_restarts=1)
+    world.tell(reached(0, "s"), rate(0))
+    has_failed = []
+    for furthest in epochs:
+        while world.unanswered:
+            world.decide()
+        (run,) = world.runs
+        for epoch in range(furthest):
+            world.tell(epoch_ended(run, epochs_done=epoch + 1))
+        has_failed.append(any(isinstance(i, GiveUp) for i in lose(world, run)))
+        world.tell(JOINED[A])
+    assert has_failed == [False] * (len(epochs) - 1) + [is_failed]

@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,45 @@ def complete_prune_fail(trial: Any) -> float:
     if trial.number == 2:
         raise ValueError("bad")
     return float(x)
+
+
+class BreaksAfterwards(optuna.samplers.RandomSampler):
+    """Raises when a trial has been told."""
+
+    def after_trial(self, *_: Any) -> None:
+        raise ZeroDivisionError
+
+
+def breaks(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def is_pruned(trial: Any) -> float:
+    raise optuna.TrialPruned
+
+
+def is_ended_elsewhere(trial: Any) -> float:
+    trial.study.tell(trial.number, 1.0)
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("objective", "more", "sampler"),
+    [
+        (complete_prune_fail, {"callbacks": [breaks]}, None),
+        (is_pruned, {"callbacks": [breaks]}, None),
+        (complete_prune_fail, {}, BreaksAfterwards()),
+        (is_ended_elsewhere, {"callbacks": [breaks]}, None),
+        (complete_prune_fail, {"n_trials": 3}, None),
+    ],
+)
+def test_the_summary_counts_trials_as_the_study_has_them(
+    fleet: Any, objective: Any, more: dict[str, Any], sampler: Any
+) -> None:
+    study = optuna.create_study(sampler=sampler)
+    with pytest.raises((ZeroDivisionError, ValueError)):
+        study.optimize(objective, **{"n_trials": 1} | more, executor=fleet)
+    assert fleet.summary.trials == Counter(state.name.lower() for state in states(study))
 
 
 def test_callbacks_may_enqueue(fleet: Any) -> None:

@@ -1,14 +1,27 @@
-"""How many trials may still come, as the plans are told."""
+"""When further trials are asked for, and how many may still come, as the plans are told."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import optuna
 import pytest
+from optuna.samplers import (
+    BaseSampler,
+    BruteForceSampler,
+    GridSampler,
+    NSGAIIISampler,
+    NSGAIISampler,
+    QMCSampler,
+)
 
-from optuna_fleet.events import ProposalsExhausted, TrialProposed
+from optuna_fleet.events import ProposalDelayed, ProposalsExhausted, TrialProposed
+from optuna_fleet.sampler_bridge.ledger import Ledger
+from optuna_fleet.sampler_bridge.loop import Loop
 from optuna_fleet.sampler_bridge.proposals import Proposals
+from optuna_fleet.wire.calls import Call
+from optuna_fleet.wire.packing import pack
 
 
 def proposals(n_trials: int | None, timeout: float | None = None, **study: Any) -> Proposals:
@@ -60,3 +73,96 @@ def test_without_a_limit_many_are_to_come_until_the_study_is_stopped() -> None:
     assert to_come(asked) > 1000
     asked.stop()
     assert asked.next_events() == [ProposalsExhausted()]
+
+
+class Storage(optuna.storages.InMemoryStorage):
+    """Counts how often all trials are looked at."""
+
+    num_looks = 0
+
+    def get_all_trials(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_looks += 1
+        return super().get_all_trials(*args, **kwargs)
+
+
+def call(ledger: Ledger, number: int, name: str, *args: Any, target: str = "trial") -> None:
+    packed = pack((args, {}))
+    one = Call(run_id=0, index=0, rank=0, target=target, name=name, arguments=packed)
+    ledger.carry_out(number, one)
+
+
+def suggests(loop: Loop, number: int) -> None:
+    call(loop.ledger, number, "suggest_int", "x", 0, 1)
+
+
+def ends(loop: Loop, number: int) -> None:
+    loop.ledger.settle(number, 0.0, None)
+
+
+def enqueues(loop: Loop, number: int) -> None:
+    call(loop.ledger, number, "enqueue_trial", {"x": 0}, target="study")
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("news", [ends, enqueues])
+@pytest.mark.parametrize(
+    "new",
+    [
+        lambda: NSGAIISampler(population_size=2),
+        lambda: NSGAIIISampler(population_size=2),
+        lambda: GridSampler({"x": [0, 1]}),
+        BruteForceSampler,
+    ],
+)
+def test_a_delayed_trial_is_not_thought_of_at_each_call_of_others(
+    new: Callable[[], BaseSampler], news: Callable[[Loop, int], None]
+) -> None:
+    study = optuna.create_study(storage=(storage := Storage()), sampler=new())
+    with loop_of(study) as loop:
+        for number in range(2):
+            assert isinstance(loop.proposals.next_events()[0], TrialProposed)
+            suggests(loop, number)
+        assert loop.proposals.next_events() == [ProposalDelayed()]
+        before = storage.num_looks
+        for step in range(100):
+            for number in range(2):
+                loop.ledger.report(number, 0.0, step)
+                call(loop.ledger, number, "set_user_attr", "step", step)
+                assert loop.proposals.next_events(again=True) == []
+        assert storage.num_looks <= before + 2  # a first report may be news
+        news(loop, 0)
+        news(loop, 1) if news is ends else None
+        assert loop.proposals.next_events(again=True) != []
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_a_delayed_trial_comes_when_the_first_has_defined_the_space() -> None:
+    with loop_of(optuna.create_study(sampler=QMCSampler())) as loop:
+        loop.proposals.next_events()
+        assert loop.proposals.next_events() == [ProposalDelayed()]
+        suggests(loop, 0)
+        assert loop.proposals.next_events(again=True) == []
+        loop.proposals.note_defined(0)
+        assert isinstance(loop.proposals.next_events(again=True)[0], TrialProposed)
+
+
+def test_that_no_more_trials_may_come_is_told_though_nobody_calls() -> None:
+    study = optuna.create_study(sampler=NSGAIISampler(population_size=2))
+    with loop_of(study) as loop:
+        for _ in range(2):
+            loop.proposals.next_events()
+        assert loop.proposals.next_events() == [ProposalDelayed()]
+        loop.proposals.stop()
+        assert loop.proposals.next_events(again=True) == [ProposalsExhausted()]
+
+
+def loop_of(study: optuna.Study) -> Loop:
+    return Loop(
+        study,
+        n_trials=None,
+        timeout=None,
+        catch=(),
+        callbacks=None,
+        gc_after_trial=False,
+        show_progress_bar=False,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -225,6 +226,88 @@ def test_without_a_seed_each_sweep_is_another() -> None:
         with loop_of(study, 2) as loop:
             Sweep(loop, plain, 2).run(random.Random(0))
     assert params_of(studies[0]) != params_of(studies[1])
+
+
+def used_without_a_fleet() -> BaseSampler:
+    sampler = RandomSampler()
+    optuna.create_study(sampler=sampler).optimize(lambda t: t.suggest_float("x", 0, 1), 3)
+    return sampler
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        RandomSampler,
+        lambda: PartialFixedSampler({"x": 0.25}, RandomSampler()),
+        lambda: QMCSampler(warn_independent_sampling=False),  # what is not in its sequence
+        used_without_a_fleet,
+    ],
+)
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_studies_that_share_a_sampler_without_a_seed_have_nothing_in_common(
+    new: Callable[[], BaseSampler], is_at_once: bool
+) -> None:
+    sampler = new()
+    studies = [optuna.create_study(sampler=sampler) for _ in range(2)]
+    with loop_of(studies[0], 6) as one, loop_of(studies[1], 6) as other:
+        sweeps = [Sweep(loop, conditional, 2) for loop in (one, other)]
+        for sweep in sweeps * is_at_once:
+            sweep.run(random.Random(0), until=5)
+        for sweep in sweeps:
+            sweep.run(random.Random(0))
+    late = [[params["late"] for params in params_of(study)] for study in studies]
+    assert len({*late[0], *late[1]}) == 12
+
+
+def test_a_seeded_sampler_that_has_drawn_goes_on_as_in_optuna() -> None:
+    studies = []
+    for executor in (None, FleetExecutor(cluster="inline")):
+        sampler = RandomSampler(seed=1)
+        optuna.create_study(sampler=sampler).optimize(suggests_late, 3)
+        studies.append(optuna.create_study(sampler=sampler))
+        studies[-1].optimize(suggests_late, 3, executor=executor)
+    assert params_of(studies[0]) == params_of(studies[1])
+
+
+@dataclasses.dataclass  # which can't be hashed
+class OfTheUsers(BaseSampler):
+    low: float = 0.25
+
+    def infer_relative_search_space(self, *_: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_relative(self, *_: Any) -> dict[str, Any]:
+        return {}
+
+    def sample_independent(self, *_: Any) -> float:
+        return self.low
+
+
+class Incomparable(TPESampler):
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError
+
+
+@pytest.mark.parametrize(
+    "new", [OfTheUsers, lambda: PartialFixedSampler({"x": 0.5}, OfTheUsers()), Incomparable]
+)
+def test_a_sampler_need_not_be_hashable(new: Callable[[], BaseSampler]) -> None:
+    studies = [optuna.create_study(sampler=new()) for _ in range(2)]
+    for study in studies * 2:
+        study.optimize(suggests_late, 2, executor=FleetExecutor(cluster="inline"))
+    assert [len(study.trials) for study in studies] == [4, 4]
+
+
+@pytest.mark.parametrize("new", [TPESampler, Incomparable])
+def test_samplers_are_told_apart_though_one_has_the_memory_of_another(new: Any) -> None:
+    for seed in (0, None) * 5:
+        sampler = new(seed=seed)
+        for _ in range(2):
+            assert (why_not_repeatable(sampler) is None) == (seed is None)
+            sampler.reseed_rng()
+        del sampler
 
 
 def suggests_late(trial: Any) -> float:

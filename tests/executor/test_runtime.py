@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import select
 import socket
@@ -369,12 +370,12 @@ def wait(runtime: Runtime, now: list[float], seconds: float) -> list[Any]:
 def test_an_agent_that_is_not_ready_in_time_is_replaced_and_then_given_up(
     runtime: Runtime, engine: FakeEngine, clock: list[float], log: io.StringIO
 ) -> None:
-    heard = [type(message) for message in wait(runtime, clock, 9)]
+    heard = [type(message) for message in wait(runtime, clock, 10)]
     assert heard == [ConnectionEnded, NodeLost]
     assert "The agent of node here was not ready within 8 s" in log.getvalue()
-    wait(runtime, clock, 9)  # the next does not even join
+    wait(runtime, clock, 10)  # the next does not even join
     with pytest.raises(LaunchError, match=r"3 times in a row; .*not ready within 8 s"):
-        wait(runtime, clock, 9)
+        wait(runtime, clock, 10)
     assert engine.done.count("end here") == 3
 
 
@@ -434,15 +435,15 @@ def test_a_node_that_is_silent_is_lost_but_not_one_that_is_still_starting(
 ) -> None:
     monkeypatch.setattr(runtimes, "Connections", FakeHub)
     runtime, now = new_runtime(engine, tmp_path, has_leases=True), [0.0]
-    runtime.agents.nodes._clock = lambda: now[0]
+    runtime.agents.nodes = Nodes(LEASE_S, lambda: now[0])
     for name in ("here", "there"):
         join(runtime, f"agent of {name}", node=name)
     hear(runtime, SignOfLife(agent="agent of here"))
     lost = []
-    while now[0] < LEASE_S:
-        assert not lost
+    while not lost and now[0] < 2 * LEASE_S:
         now[0] += 1.0
         lost = hear(runtime)
+    assert LEASE_S < now[0] <= LEASE_S + 2
     texts = [message.text for message in lost]
     assert texts == ["Node here was lost: nothing was heard of it for 10 s."]
     runtime.close()
@@ -453,13 +454,14 @@ def test_a_node_that_is_silent_from_the_start_of_a_trainer_on_is_lost(
 ) -> None:
     monkeypatch.setattr(runtimes, "Connections", FakeHub)
     runtime, now = new_runtime(engine, tmp_path, has_leases=True), [0.0]
-    runtime.agents.nodes._clock = lambda: now[0]
+    runtime.agents.nodes = Nodes(LEASE_S, lambda: now[0])
     join(runtime, "1st")
     hear(runtime, TrainerStarted(device=0, process=process(runtime, 7)))
     lost = []
-    while now[0] < LEASE_S:
+    while not lost and now[0] < 2 * LEASE_S:
         now[0] += 1.0
         lost = hear(runtime)
+    assert LEASE_S < now[0] <= LEASE_S + 2
     assert [message.devices for message in lost] == [(0, 1)]
     runtime.close()
 
@@ -472,7 +474,8 @@ def test_a_namesake_waits_until_it_is_known_whether_the_node_that_is_there_lives
     optuna.logging.set_verbosity(optuna.logging.INFO)
     runtime, now = new_runtime(FakeEngine(), tmp_path, has_leases=True), [0.0]
     connections: Any = runtime.connections
-    runtime.agents.nodes._clock = runtime.agents.clock = lambda: now[0]
+    runtime.agents.clock = lambda: now[0]
+    runtime.agents.nodes = Nodes(LEASE_S, runtime.agents.clock)
     join(runtime, "1st")
     hear(runtime, SignOfLife(agent="1st"))
     join(runtime, "2nd")
@@ -482,7 +485,7 @@ def test_a_namesake_waits_until_it_is_known_whether_the_node_that_is_there_lives
     connections.give_up("3rd")
     connections.sent.clear()
     assert "Another node named here asks to join: it takes the place" in log.getvalue()
-    while now[0] <= LEASE_S and not connections.sent:
+    while now[0] <= LEASE_S + 3 and not connections.sent:
         now[0] += 1.5
         hear(runtime, *[SignOfLife(agent="1st")] * (not is_frozen))
     ((to, answer),) = connections.sent
@@ -498,7 +501,7 @@ def test_silence_while_the_driver_was_away_is_no_silence(
 ) -> None:
     monkeypatch.setattr(runtimes, "Connections", FakeHub)
     runtime, now = new_runtime(engine, tmp_path, has_leases=True), [0.0]
-    runtime.agents.nodes._clock = lambda: now[0]
+    runtime.agents.nodes = Nodes(LEASE_S, lambda: now[0])
     join(runtime, "1st")
     hear(runtime, SignOfLife(agent="1st"))
     now[0] += 1000.0  # a sampler has computed for long
@@ -508,15 +511,57 @@ def test_silence_while_the_driver_was_away_is_no_silence(
     runtime.close()
 
 
-def test_a_node_that_falls_silent_is_lost_though_the_driver_is_often_away() -> None:
+@pytest.mark.parametrize("turn_s", [0.3, 2.4, 2.6, 8.0, 1000.0])
+def test_a_node_that_falls_silent_is_lost_however_long_the_driver_is_away(turn_s: float) -> None:
+    now = [0.0]
+    nodes = Nodes(LEASE_S, lambda: now[0])
+    nodes.join(joining("1st"), (), is_here=True)
+    for _ in range(10):
+        now[0] += turn_s
+        assert nodes.lost() == []
+        nodes.hear("1st")  # what it has said meanwhile
+    fell_silent, lost = now[0], []
+    while not lost and now[0] < fell_silent + 5000.0:
+        now[0] += turn_s
+        lost = nodes.lost()
+    assert [node.agent for node, _ in lost] == ["1st"]
+    assert LEASE_S < now[0] - fell_silent < LEASE_S + 2 * max(turn_s, 1.3)
+
+
+def test_a_node_is_silent_only_if_all_is_read_that_it_may_have_said() -> None:
     now = [0.0]
     nodes = Nodes(LEASE_S, lambda: now[0])
     nodes.join(joining("1st"), (), is_here=True)
     nodes.hear("1st")
-    for turn_s in (3.0, 1.0, 1.0, 1.0) * 3:  # a sampler that takes its time, then trials' reports
+    for turn_s in (8.0, 0.1, 8.0):  # nothing was there to be read, and then for 8 s nobody read
         now[0] += turn_s
-        lost = nodes.lost()
-    assert [node.agent for node, _ in lost] == ["1st"]
+        assert nodes.lost() == []
+    nodes.hear("1st")
+    now[0] += LEASE_S
+    assert nodes.lost() == []
+
+
+@pytest.mark.parametrize("turn_s", [1.0, 5.0, 1000.0])
+def test_a_process_that_is_never_ready_is_late_however_long_the_driver_is_away(
+    turn_s: float,
+) -> None:
+    now = [0.0]
+    startup = Startup(8.0, lambda: now[0])
+    startup.started("node", "The agent of node here")
+    for _ in range(math.ceil(8.0 / turn_s) + 1):
+        assert startup.late() == []
+        now[0] += turn_s
+    assert [process for process, _ in startup.late()] == ["node"]
+
+
+def test_a_process_that_got_ready_while_the_driver_was_away_is_not_late() -> None:
+    now = [0.0]
+    startup = Startup(8.0, lambda: now[0])
+    startup.started("node", "The agent of node here")
+    now[0] += 1000.0
+    assert startup.late() == []
+    startup.over("node")
+    assert startup.late() == []
 
 
 def test_an_agent_that_joins_at_once_where_another_was_takes_its_place(runtime: Runtime) -> None:

@@ -8,6 +8,7 @@ import selectors
 import signal
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,32 @@ def test_the_best_is_where_the_checkpoint_that_tells_of_it_is(tmp_path: Path) ->
     assert saver.finish()
     names = {path.name for path in (tmp_path / "study").iterdir()}
     assert names == {"trial-0.1-3.0123abcd-0.pt", "trial-0.1-3.0123abcd-0.best.pt"}
+
+
+def fails() -> checkpoint.Checkpoint:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("other", [Saver.keep_best, Saver.can_copy])
+@pytest.mark.parametrize("is_before", [False, True])
+def test_a_checkpoint_is_as_good_whatever_else_could_not_be_copied(
+    tmp_path: Path, other: Callable[..., object], is_before: bool
+) -> None:
+    saver = Saver(Session(None, run_of(tmp_path)))
+    content = checkpoint.Checkpoint(loop=1, epoch=1, objects=[], state={}, rng=[], history={})
+    if is_before:
+        other(saver, fails)
+        assert saver.finish()  # as on a rank that writes no checkpoints itself
+    saver.save(lambda: content)
+    if not is_before:
+        other(saver, fails)
+    assert saver.finish()
+
+
+def test_a_checkpoint_that_could_not_be_copied_is_none(tmp_path: Path) -> None:
+    saver = Saver(Session(None, run_of(tmp_path)))
+    saver.save(fails)
+    assert not saver.finish()
 
 
 def test_a_trainer_without_a_thread_for_its_heartbeats_gives_its_trial_back(

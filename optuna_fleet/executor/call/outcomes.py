@@ -70,7 +70,8 @@ class Outcomes:
         """A trial has lost its devices too often: it fails."""
         number = run.launch.number
         error = TrainerLostError(
-            f"Trial {number} lost its devices {restarts} times, the last time because {run.cause}."
+            f"Trial {number} lost its devices {restarts} times without coming further, the last "
+            f"time because {run.cause}."
         )
         self._tell(number, None, error)
 
@@ -99,14 +100,12 @@ class Outcomes:
 
     def _tell(self, number: int, value: Any, error: BaseException | None) -> None:
         try:
-            state = self._ledger.settle(number, value, error)
-            self._tally.trials[state.name.lower()] += 1
+            self._ledger.settle(number, value, error)
         except BaseException as raised:
             if raised is not error and not isinstance(raised, Exception):
                 raise  # Ctrl-C, and not the objective's own
             if raised is error:
                 raised.with_traceback(None)  # where it was told says nothing
-            self._tally.trials["fail"] += 1
             self.fail(raised)
         self._retention.settled(number)
 

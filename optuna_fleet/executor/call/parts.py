@@ -46,7 +46,9 @@ class Parts:
         self.runs: dict[int, RunRecord] = {}
         self.deadlines = Deadlines()
         self.tally = Tally(
-            devices=DeviceLog(ledger.records.devices), left_out=runtime.faults.reasons
+            devices=DeviceLog(ledger.records.devices),
+            trials=ledger.ended,
+            left_out=runtime.faults.reasons,
         )
         self.calls = CallHandler(runtime.send, ledger, retention)
         self.outcomes = Outcomes(ledger, proposals, retention, self.tally)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import permutations
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from optuna_fleet.events import Ending
@@ -79,20 +80,67 @@ def out_of_step(progress: Mapping[int, Progress]) -> TrialError | None:
     one sequence: none can be behind another in calls and ahead of it in collectives, nor have come
     by a call with more of them than another, nor be in another collective of the same number, nor
     go beyond the end of one that has left.
+
+    Each rank is looked at a few times, and compared with one other: there may be hundreds, of
+    which each tells where it is several times a minute.
     """
-    for (one, a), (other, b) in permutations(progress.items(), 2):
-        is_ahead = a.num_collectives > b.num_collectives
-        if not (a.is_ordered and b.is_ordered):
-            continue
-        if b.way_out and (is_ahead or a.num_calls > b.num_calls):
-            return _parting(f"rank {other} {b.way_out}", b, one, a)
-        came_later = a.passed[0] == b.passed[0] and a.passed[1] > b.passed[1]
-        if came_later or (is_ahead and a.num_calls < b.num_calls):
-            return _parting(f"rank {other} left its loop, or made a call to the trial,", b, one, a)
-        theirs = dict(b.collectives)
-        for number, purpose in a.collectives:
-            if (other_purpose := theirs.get(number, purpose)) != purpose:
-                return _parting(f"rank {other} is at {other_purpose}", b, one, a, purpose)
+    ordered = {rank: it for rank, it in progress.items() if it.is_ordered}
+    places = sorted((it.num_collectives, it.num_calls, rank) for rank, it in ordered.items())
+    return (
+        _gone_beyond_an_end(ordered, places)
+        or _passed_otherwise(ordered)
+        or _behind_and_ahead(ordered, places)
+        or _at_unlike_collectives(ordered)
+    )
+
+
+def _gone_beyond_an_end(
+    ordered: Mapping[int, Progress], places: Sequence[tuple[int, int, int]]
+) -> TrialError | None:
+    left = {rank: it for rank, it in ordered.items() if it.way_out}
+    if not left:
+        return None
+    in_collectives, in_calls = places[-1], max(places, key=itemgetter(1))
+    for rank, it in left.items():
+        for num_collectives, num_calls, other in (in_collectives, in_calls):
+            if num_collectives > it.num_collectives or num_calls > it.num_calls:
+                return _parting(f"rank {rank} {it.way_out}", it, other, ordered[other])
+    return None
+
+
+def _passed_otherwise(ordered: Mapping[int, Progress]) -> TrialError | None:
+    first: dict[int, tuple[int, int]] = {}  # by call, who has come by it, after how many of them
+    for rank, it in ordered.items():
+        call, num_collectives = it.passed
+        other, num_others = first.setdefault(call, (rank, num_collectives))
+        if num_others != num_collectives:
+            early, late = (rank, other) if num_collectives < num_others else (other, rank)
+            return _called_early(ordered, early, late)
+    return None
+
+
+def _behind_and_ahead(
+    ordered: Mapping[int, Progress], places: Sequence[tuple[int, int, int]]
+) -> TrialError | None:
+    for (_, num_calls, early), (_, num_others, late) in pairwise(places):
+        if num_others < num_calls:
+            return _called_early(ordered, early, late)
+    return None
+
+
+def _called_early(ordered: Mapping[int, Progress], early: int, late: int) -> TrialError:
+    who = f"rank {early} left its loop, or made a call to the trial,"
+    return _parting(who, ordered[early], late, ordered[late])
+
+
+def _at_unlike_collectives(ordered: Mapping[int, Progress]) -> TrialError | None:
+    first: dict[int, tuple[int, str]] = {}  # by number, who was at it, and what it is for
+    for rank, it in ordered.items():
+        for number, purpose in it.collectives:
+            other, theirs = first.setdefault(number, (rank, purpose))
+            if theirs != purpose:
+                who = f"rank {other} is at {theirs}"
+                return _parting(who, ordered[other], rank, it, purpose)
     return None
 
 

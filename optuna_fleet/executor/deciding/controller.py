@@ -210,8 +210,7 @@ class Controller:
         return self._abort(run) if trial.is_too_wide and not was_known else []
 
     def _epoch_ended(self, run: Run, trial: Trial, event: EpochEnded) -> list[Instruction]:
-        trial.epochs_done = event.epochs_done
-        trial.got_on(self._presence.nodes_of(run.devices))
+        trial.epoch_ended(event.epochs_done)
         trial.predicted_epochs = event.predicted_epochs
         if trial.model is not None:  # even if its first data was for something else
             trial.model = replace(trial.model, resumable=True)

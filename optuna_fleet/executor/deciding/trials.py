@@ -19,7 +19,8 @@ class PolicyRules:
     """When to decide again, and within which bounds; see also `policies.Policy`.
 
     Attributes:
-        max_restarts: How often a trial may lose its devices before it is failed.
+        max_restarts: How often a trial may lose its devices, without coming further, before it is
+            failed.
         max_trials: Most trials that are under way at once; later ones are proposed as these end.
         lookahead: Trials that may wait for devices while further ones are proposed. Only trials
             whose model is known without a probe can wait unprobed.
@@ -159,7 +160,7 @@ class Trial:
     `rescale_s` is what its last move was measured to cost, `previous_devices` what is left of the
     devices that a run had which lost some, or is about to; `max_devices` bounds it besides its
     model, where it has shown that it must not have more. `losses` has the nodes of each time that
-    it lost devices, and `furthest` the epochs that it has done at most.
+    it lost devices since it got on, and `furthest` the epochs that it has done at most.
     """
 
     number: int
@@ -189,10 +190,11 @@ class Trial:
         """The nodes of its losses."""
         return frozenset().union(*self.losses)
 
-    def got_on(self, nodes: frozenset[int]) -> None:
-        """It has ended an epoch on these nodes: if never before, losses elsewhere do not count."""
-        if self.losses and self.epochs_done > self.furthest:
-            self.losses = [lost for lost in self.losses if not lost.isdisjoint(nodes)]
+    def epoch_ended(self, epochs_done: int) -> None:
+        """It has done so many epochs: if never before, its losses do not count any more."""
+        self.epochs_done = epochs_done
+        if epochs_done > self.furthest:
+            self.losses.clear()
 
     @property
     def is_too_wide(self) -> bool:

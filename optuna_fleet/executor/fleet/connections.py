@@ -59,6 +59,7 @@ class Connections:
         certificate = None if is_loopback(host) else make_certificate()
         self.trainers: dict[ProcessId, Channel] = {}
         self.agents: dict[str, Channel] = {}
+        self._of_agents: set[Channel] = set()
         self.on_transfer: Callable[[Channel], None] = Channel.close
         self._are_closed = threading.Event()
         self._signs: threading.Thread | None = None
@@ -114,8 +115,13 @@ class Connections:
                     self._selector.register(channel, selectors.EVENT_READ, channel)
 
     def _receive(self, channel: Channel) -> Iterator[Any]:
-        if not channel.has_message():
-            return
+        """Yield a message if there is one; of an agent all: its signs of life can't wait."""
+        is_first = True
+        while (is_first or channel in self._of_agents) and channel.has_message():
+            is_first = False
+            yield from self._receive_one(channel)
+
+    def _receive_one(self, channel: Channel) -> Iterator[Any]:
         try:
             message = channel.receive()
         except (EOFError, OSError) as error:
@@ -130,6 +136,7 @@ class Connections:
                 return
             case AgentJoining():
                 self.agents[message.agent] = channel
+                self._of_agents.add(channel)
             case TrainerReady():
                 self.trainers[message.process] = channel
             case TrainerExited():
@@ -145,6 +152,7 @@ class Connections:
     def _drop(self, channel: Channel) -> Iterator[ConnectionEnded]:
         self._selector.unregister(channel)
         channel.close()
+        self._of_agents.discard(channel)
         self.trainers = {process: c for process, c in self.trainers.items() if c is not channel}
         ended = [agent for agent, c in self.agents.items() if c is channel]
         for agent in ended:

@@ -19,10 +19,13 @@ from optuna_fleet.resources import Device
 from optuna_fleet.wire.node_messages import AgentJoining, ProcessId
 
 LEASE_S = 10.0
-"""Seconds without a word from an agent after which its node is lost."""
+"""Seconds without a word from an agent after which its node is lost, once all is read that it may
+have said meanwhile."""
 
 DRIVER_LEASE_S = 6.0
 """Seconds without a word from the driver after which an agent ends, and all its children."""
+
+_NUM_LOOKS = 10  # at who is silent, in the time of a lease
 
 CAUSE_LIMIT_S = 0.5
 """For so long after a connection's end the engine may say what became of the agent."""
@@ -154,28 +157,29 @@ class Nodes:
         """Seconds until the next look at who is silent, if there is anything to look at."""
         if any(node.cut_off is not None for node in self):
             return [CAUSE_LIMIT_S / 4]
-        return [] if self._lease_s is None or not self._there else [self._lease_s / 10]
+        return [] if self._lease_s is None or not self._there else [self._lease_s / _NUM_LOOKS]
 
     def lost(self) -> list[tuple[Node, str]]:
-        """Nodes that are lost now, and why, in words that end a sentence."""
+        """Nodes that are lost now, and why, in words that end a sentence.
+
+        What agents have said is read after each look. So a node is silent if nothing had been
+        heard of it for as long as that at the look before this one, however long ago that was.
+        """
         now, before = self._clock(), self._looked
-        self._looked = now
         found = [
             (node, "its connection ended")
             for node in self
             if node.cut_off is not None and now - node.cut_off >= CAUSE_LIMIT_S
         ]
-        if self._lease_s is None:
+        if self._lease_s is None or now - before < self._lease_s / _NUM_LOOKS:
             return found
-        if now - before > self._lease_s / 4:  # we were away, and what they said waits to be read
-            for node in self:
-                node.heard = max(node.heard, now - 0.75 * self._lease_s)
+        self._looked = now
         silent = f"nothing was heard of it for {self._lease_s:g} s"
         cut_off = [node for node, _ in found]
         return found + [
             (node, silent)
             for node in self
-            if node not in cut_off and now - node.heard >= self._lease_s
+            if node not in cut_off and before - node.heard >= self._lease_s
         ]
 
 
@@ -207,14 +211,15 @@ class Startup:
         return [] if self._limit_s is None or not self._due else [self._limit_s / 4]
 
     def late(self) -> list[tuple[Any, str]]:
-        """Those that are late now, and what is wrong in words; each is named once."""
+        """Those that are late now, and what is wrong in words; each is named once.
+
+        As in `Nodes.lost`: they were so at the look before, and what they said is read.
+        """
         now, before = self._clock(), self._looked
         self._looked = now
         if self._limit_s is None:
             return []
-        if now - before > self._limit_s / 2:  # we were away, and what they said waits to be read
-            self._due = {p: (now + self._limit_s, name) for p, (_, name) in self._due.items()}
-        late = [(process, name) for process, (due, name) in self._due.items() if due <= now]
+        late = [(process, name) for process, (due, name) in self._due.items() if due <= before]
         for process, _ in late:
             del self._due[process]
         return [(p, f"{name} was not ready within {self._limit_s:g} s") for p, name in late]

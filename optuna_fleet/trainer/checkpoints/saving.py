@@ -66,8 +66,9 @@ class Saver:
 
     def save(self, make: Make) -> None:
         """Copy what `make` returns and begin to write it; `is_busy` must be false."""
-        self._has_failed = False
-        if (copy := self._copied(make)) is not None:
+        copy = self._copied(make)
+        self._has_failed = copy is None
+        if copy is not None:
             thread = threading.Thread(
                 target=self._write, args=(copy, self._best), name="optuna-fleet-checkpoint"
             )
@@ -147,6 +148,7 @@ class Saver:
                 self._written_best = best
             location = self._save(copy, copy.position, "")
         except Exception as error:
+            self._has_failed = True
             self._failed(error)
             return
         self._tell(CheckpointSaved(run_id=self._run.run_id, epoch=copy.epoch, location=location))
@@ -157,7 +159,6 @@ class Saver:
         )
 
     def _failed(self, error: Exception) -> None:
-        self._has_failed = True
         self._tell(CheckpointFailed(run_id=self._run.run_id, problem=str(error)))
 
     def _tell(self, message: CheckpointSaved | CheckpointFailed) -> None:
