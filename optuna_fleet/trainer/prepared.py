@@ -10,8 +10,7 @@ import torch
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.states import begin_with
-from optuna_fleet.trainer.gradients import module_hooks
-from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
+from optuna_fleet.trainer.gradients import batchnorm, module_hooks
 from optuna_fleet.trainer.gradients.gradient_sync import (
     attach,
     check_initialised,
@@ -99,7 +98,7 @@ class Prepared:
             module_hooks.watch(module.modules())
         if is_alone:
             self._single.append(module)
-            convert_batchnorm(module, self._parts.shares, torch.nn.SyncBatchNorm)
+            batchnorm.begin_alone()
         else:
             make_data_parallel(module, self._parts.shares)
         begin_with(module)

@@ -22,7 +22,7 @@ from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.gradients import collectives, module_hooks
+from optuna_fleet.trainer.gradients import batchnorm, collectives, module_hooks
 from optuna_fleet.trainer.gradients.replicas import tell_if_apart
 from optuna_fleet.trainer.gradients.shares import BatchShares
 from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
@@ -205,6 +205,7 @@ class Training:
     def _stop_watching(self) -> None:
         """Hear no more of modules and optimizers: that would keep the trial's memory."""
         self.parts.steps.close()
+        batchnorm.end()
         self._shares.end()
         if self._split_check is not None:
             self._split_check.close()

@@ -21,8 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from optuna_fleet.exceptions import FleetConfigError, TrialError
-from optuna_fleet.trainer.gradients import module_hooks
-from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
+from optuna_fleet.trainer.gradients import batchnorm, module_hooks
 from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import check_agreement, group_size, wire_device
 
@@ -86,7 +85,7 @@ def attach(module: torch.nn.Module, shares: BatchShares) -> None:
 
     In a group of one it trains as if nothing had been done.
     """
-    convert_batchnorm(module, shares)
+    batchnorm.begin(shares)
     module_hooks.watch(module.modules())
     _Reducer(module, shares)
 
