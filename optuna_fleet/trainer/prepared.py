@@ -10,7 +10,7 @@ import torch
 from optuna_fleet.exceptions import FleetConfigError
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.states import begin_with
-from optuna_fleet.trainer.gradients.batchnorm import convert_batchnorm
+from optuna_fleet.trainer.gradients import batchnorm
 from optuna_fleet.trainer.gradients.replicas import check_same, make_same
 from optuna_fleet.trainer.gradients.wrappers import Wrappers
 from optuna_fleet.trainer.groups import group_size
@@ -32,6 +32,7 @@ class Prepared:
         self.modules: list[torch.nn.Module] = []
         self._parts = parts
         self._wrappers = Wrappers(parts.reducer)
+        self._trains_together = False  # what comes from `FleetTrial.pipeline` does not
 
     def close(self) -> None:
         """Look at no more modules."""
@@ -81,16 +82,15 @@ class Prepared:
         if group_size() > 1:
             check_same(module)
             make_same(module)
-            convert_batchnorm(module, self._parts.weights)
-        else:
-            convert_batchnorm(module, self._parts.weights, torch.nn.SyncBatchNorm)
+        self._trains_together = True
+        self.begin_run()
         self._parts.reducer.watch(module)
         begin_with(module)
 
     def begin_run(self) -> None:
-        """What was prepared on one device trains on several."""
-        for module in self.modules:
-            convert_batchnorm(module, self._parts.weights)
+        """The ranks of another run train what was prepared."""
+        if self._trains_together:
+            batchnorm.begin(self._parts.weights)
 
     def check_alike(self) -> None:
         """All ranks have prepared the same.

@@ -22,7 +22,7 @@ from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition, Periods
 from optuna_fleet.trainer.data.shard_loader import ShardLoader
-from optuna_fleet.trainer.gradients import collectives
+from optuna_fleet.trainer.gradients import batchnorm, collectives
 from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
@@ -212,6 +212,7 @@ class Training:
         self.parts.steps.close()
         self.parts.reducer.close()
         self._prepared.close()
+        batchnorm.end()
         self._weights.end()
         if self._split_check is not None:
             self._split_check.close()

@@ -67,7 +67,8 @@ class Resuming:
         else:  # what the epoch begins with is done again before the pass that goes on
             for position, thing in enumerate(self._parts.objects[: len(saved.objects)]):
                 self.prepared(thing, position)
-            restore_into(self._parts.state, copy.deepcopy(saved.state))
+            state = copy.deepcopy(saved.state)
+            restore_into(self._parts.state, state, self._parts.objects)
             checkpoint.restore_rng(saved.rng)
         return saved.epoch
 
@@ -109,5 +110,5 @@ class Resuming:
             load_state(thing, saved.objects[position])
             restore_remainder(thing, saved.remainder[position])
             saved.objects[position] = saved.remainder[position] = {}  # their memory is needed
-        restore_into(self._parts.state, saved.state)
+        restore_into(self._parts.state, saved.state, self._parts.objects)
         checkpoint.restore_rng(saved.rng)

@@ -8,6 +8,7 @@ have it under their own names, whether ``torch.compile`` wraps them or not.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -148,19 +149,60 @@ def _unsaved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         }
 
 
-def restore_into(state: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Make a ``trial.state`` what it was; its lists, dicts and sets stay the same objects.
+def restore_into(state: dict[str, Any], saved: dict[str, Any], objects: Sequence[Any]) -> None:
+    """Make a ``trial.state`` what it was; what is in it stays the same objects.
 
-    The objective may hold one that it got from the state before its loop, and may have added to it
-    what an earlier loop, which was not run again, had added.
+    The objective may hold one that it got from the state before its loop: a list, dict, set or
+    tensor. It may have added to it what an earlier loop, which was not run again, had added.
+    Tensors of the prepared `objects` are not written to: the state may hold one of these until the
+    loop gives it another.
     """
+    modules = [thing for thing in objects if isinstance(thing, torch.nn.Module)]
+    tensors = (t for m in modules for t in itertools.chain(m.parameters(), m.buffers()))
+    written = set(map(_memory_of, tensors))
     for key, value in saved.items():
-        held: Any = state.get(key)
-        if type(held) is not type(value) or not isinstance(value, (list, dict, set)):
-            state[key] = value
-            continue
-        held.clear()
-        (held.extend if isinstance(held, list) else held.update)(value)
+        state[key] = _restored(state.get(key), value, written)
+
+
+def _restored(held: Any, value: Any, written: set[int]) -> Any:
+    """`held`, made what `value` is; or `value`, where that can't be done in place.
+
+    Memory is `written` to once: what shares it now may have had its own when it was saved.
+    """
+    if type(held) is not type(value) or not isinstance(value, (list, dict, set, torch.Tensor)):
+        return value
+    if (memory := _memory_of(held)) in written:
+        return value
+    written.add(memory)
+    if isinstance(value, torch.Tensor):
+        return _copied_into(held, value)
+    if isinstance(value, dict):
+        new: Any = {key: _restored(held.get(key), one, written) for key, one in value.items()}
+    elif isinstance(value, list):
+        pairs = itertools.zip_longest(held[: len(value)], value)
+        new = [_restored(own, one, written) for own, one in pairs]
+    else:
+        new = value
+    held.clear()
+    (held.extend if isinstance(held, list) else held.update)(new)
+    return held
+
+
+def _copied_into(held: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if (held.shape, held.dtype, held.device) != (value.shape, value.dtype, value.device):
+        return value
+    try:
+        with torch.no_grad():
+            return held.copy_(value)
+    except RuntimeError:  # not to be written to: expanded, or of `torch.inference_mode`
+        return value
+
+
+def _memory_of(thing: Any) -> int:
+    """Equal for tensors that are views of one."""
+    if isinstance(thing, torch.Tensor) and thing.layout == torch.strided:
+        return thing.untyped_storage().data_ptr()
+    return id(thing)
 
 
 def _parameters(objects: Sequence[Any]) -> dict[tuple[int, str], torch.nn.Parameter]:
