@@ -16,6 +16,7 @@ from optuna.trial import FrozenTrial
 
 _BLOCK = 624  # numbers that a Mersenne Twister makes at a time
 
+
 @contextmanager
 def derived_generator(sampler: BaseSampler, number: int, name: str) -> Iterator[None]:
     """Meanwhile a sampler with a generator draws from one for this trial and parameter.
