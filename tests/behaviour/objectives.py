@@ -33,6 +33,15 @@ from tests.behaviour.parts import (
 from tests.behaviour.small import evaluate, num_wrong
 
 
+UNLIKE: dict[str, Callable[[Any], Any]] = {}
+"""These have batches at hand that devices share unlike, the last of a pass and another one."""
+
+
+def unlike(objective: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    UNLIKE[objective.__name__] = objective
+    return objective
+
+
 @usual
 def plain(trial: Any) -> None:
     model, optimizer = prepared(trial)
@@ -372,7 +381,7 @@ def accumulates_over_the_end_of_an_epoch(trial: Any) -> None:
                 optimizer.zero_grad()
 
 
-@usual
+@unlike
 def sums_losses_of_batches(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(EPOCHS):
@@ -386,7 +395,7 @@ def sums_losses_of_batches(trial: Any) -> None:
                 losses = []
 
 
-@usual
+@unlike
 def fetches_one_ahead(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(EPOCHS):
@@ -398,7 +407,7 @@ def fetches_one_ahead(trial: Any) -> None:
         note_evaluation(trial, model)
 
 
-@usual
+@unlike
 def fetches_three_ahead(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(EPOCHS):
@@ -424,14 +433,14 @@ def keeps_batches(order: Callable[[list[Any]], Iterable[Any]]) -> Any:
     return objective
 
 
-OBJECTIVES |= {
+UNLIKE |= {
     "keeps_batches": keeps_batches(lambda batches: batches),
     "keeps_batches_and_turns_them_round": keeps_batches(reversed),
     "keeps_batches_and_trains_on_them_twice": keeps_batches(lambda batches: batches * 2),
 }
 
 
-@usual
+@unlike
 def zips_unlike_sizes(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(EPOCHS):
@@ -455,13 +464,15 @@ def zips_and_weighs(trial: Any) -> None:
         for ((images, labels), size), ((more, again, _), other) in zip(tens, sevens, strict=True):
             first = F.cross_entropy(model(images), labels)
             second = F.mse_loss(model(more), model(again))
-            step(optimizer, trial.weighted(first, size) + 0.5 * trial.weighted(second, other))
+            one = trial.weighted(first, size, fetched_ahead=True)
+            two = trial.weighted(second, other, fetched_ahead=True)
+            step(optimizer, one + 0.5 * two)
             note(trial, first, size)
             note(trial, second, other)
         note_evaluation(trial, model)
 
 
-@usual
+@unlike
 def consistency(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(EPOCHS):
@@ -509,7 +520,7 @@ def warms_up_by_its_state(trial: Any) -> None:
             train_on(trial, model, optimizer, images, labels)
 
 
-@usual
+@unlike
 def leaves_out_what_is_easy(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(EPOCHS):
@@ -645,7 +656,10 @@ def copies_batches(trial: Any) -> None:
             train_on(trial, model, optimizer, images, labels)
 
 
-UNCLEAR = [fetches_ahead_and_normalises, copies_batches]
+UNLIKE |= {
+    "fetches_ahead_and_normalises": fetches_ahead_and_normalises,
+    "copies_batches": copies_batches,
+}
 
 
 def sums_in_each_step(trial: Any, **bounds: int) -> None:

@@ -159,15 +159,26 @@ def hands_on_other_layouts(images: Any) -> Any:
     return images.transpose(0, 1).contiguous().transpose(0, 1)
 
 
+def weighs_what_it_fetched_ahead(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    seen = []
+    for _ in trial.epochs(2):
+        batches = trial.batches("train_odd", batch_size=10)
+        for (images, labels), size in ahead(((b, trial.shard_size) for b in batches), 2):
+            loss = F.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            trial.weighted(loss, size, fetched_ahead=True).backward()
+            optimizer.step()
+            seen.append(trial.mean(loss.item(), weight=size))
+    trial.set_user_attr("seen", seen)
+    return 0.0
+
+
 LOOPS = {
     "outputs changed in place": changes_outputs_in_place,
     "other layouts": trains_on(lambda batches: batches, hands_on_other_layouts),
-    "ahead by one": trains_on(lambda batches: ahead(batches, 1)),
-    "ahead by three": trains_on(lambda batches: ahead(batches, 3)),
-    "kept": trains_on(list),
-    "kept and reversed": trains_on(lambda batches: reversed(list(batches))),
-    "a view, ahead": trains_on(lambda b: ahead(b, 1), lambda images: images.view(-1, 1, 6, 6)),
     "made anew": trains_on(lambda batches: batches, lambda images: images * 2),
+    "ahead, with weights": weighs_what_it_fetched_ahead,
 }
 
 
@@ -214,9 +225,7 @@ def sums_losses_of_unlike_batches(trial: Any) -> float:
     "objective",
     [
         reads_two_at_once((10, 7), weighs=True),
-        reads_two_at_once((10, 7), weighs=False),
         reads_two_at_once((9, 6), weighs=False),
-        sums_losses_of_unlike_batches,
     ],
 )
 def test_several_batches_in_one_step(lab: Any, objective: Any) -> None:
@@ -256,21 +265,39 @@ def calls_the_model_with_what_was_made_of_another(trial: Any) -> float:
     return 0.0
 
 
-UNCLEAR = [
-    fetches_ahead_and_scales,
-    calls_the_model_with_both,
-    calls_the_model_with_what_was_made_of_another,
-]
+def skips_steps(trial: Any) -> float:
+    model, optimizer = prepared(trial)
+    seen = []
+    for _ in trial.epochs(2):
+        for number, (images, labels) in enumerate(trial.batches("train_odd", batch_size=10)):
+            loss = F.cross_entropy(model(images), labels)
+            if number % 2:  # the last is the one sample
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(trial.mean(loss.item(), weight=trial.shard_size))
+    trial.set_user_attr("seen", seen)
+    return 0.0
 
 
-@pytest.mark.parametrize("objective", UNCLEAR)
-def test_what_can_not_be_told_goes_on_on_one_device(lab: Any, objective: Any) -> None:
-    lab.one_device(objective, "batches of unlike sizes", widths=[3])
+UNLIKE = {
+    "ahead by one": trains_on(lambda batches: ahead(batches, 1)),
+    "ahead by three": trains_on(lambda batches: ahead(batches, 3)),
+    "kept": trains_on(list),
+    "kept and reversed": trains_on(lambda batches: reversed(list(batches))),
+    "two at once": reads_two_at_once((10, 7), weighs=False),
+    "summed up": sums_losses_of_unlike_batches,
+    "ahead and made anew": fetches_ahead_and_scales,
+    "both in one call": calls_the_model_with_both,
+    "one of them made anew": calls_the_model_with_what_was_made_of_another,
+    "steps are skipped": skips_steps,
+}
 
 
-@pytest.mark.parametrize("objective", UNCLEAR)
-def test_and_stays_there_where_it_began_on_one(lab: Any, objective: Any) -> None:
-    lab.one_device(objective, "Trial 0: It can't be told which of several batches")
+@pytest.mark.parametrize("name", UNLIKE)
+def test_batches_of_unlike_weight_at_hand_go_on_on_one_device(lab: Any, name: str) -> None:
+    lab.one_device(UNLIKE[name], "batches of unlike sizes", widths=[3])
 
 
 def trains_on_one_within_the_other(trial: Any) -> float:
@@ -296,25 +323,7 @@ def evaluates_with_gradients(trial: Any) -> float:
     return 0.0
 
 
-def skips_steps(trial: Any) -> float:
-    model, optimizer = prepared(trial)
-    seen = []
-    for _ in trial.epochs(2):
-        for number, (images, labels) in enumerate(trial.batches("train_odd", batch_size=10)):
-            loss = F.cross_entropy(model(images), labels)
-            if number % 2:  # the last is the one sample
-                continue
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            seen.append(trial.mean(loss.item(), weight=trial.shard_size))
-    trial.set_user_attr("seen", seen)
-    return 0.0
-
-
-@pytest.mark.parametrize(
-    "objective", [trains_on_one_within_the_other, evaluates_with_gradients, skips_steps]
-)
+@pytest.mark.parametrize("objective", [trains_on_one_within_the_other, evaluates_with_gradients])
 def test_passes_within_passes_and_calls_without_a_backward(lab: Any, objective: Any) -> None:
     lab.same(objective, [3])
 
@@ -428,13 +437,9 @@ def follows_everybodys_loss(trial: Any) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize(
-    ("objective", "times"), [(follows_its_own_loss, 1), (follows_everybodys_loss, 0)]
-)
-def test_ranks_that_come_apart_are_told_of(lab: Any, objective: Any, times: int) -> None:
-    told = lab.fly(objective, [3]).told
-    assert told.count("Its ranks have come apart: SGD (1): learning rate 0.") == times
-    assert told.count("come apart") == times
+def test_ranks_that_come_apart_go_on_on_one_device(lab: Any) -> None:
+    lab.one_device(follows_its_own_loss, "ranks have come apart: SGD (1): group 0['lr']")
+    lab.same(follows_everybodys_loss, [3])
 
 
 # -- batch sizes ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Losses that are no means over samples, and batches that can't be told apart, get one device."""
+"""Losses that are no means over samples, and batches of unlike weight at hand, get one device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ def test_a_loss_that_is_no_mean_is_kept_on_one_device(lab: Any, loss_of: Any) ->
     lab.one_device(objective, "not the mean over the samples", "trial.weighted(")
 
 
-@pytest.mark.parametrize("objective", objectives.UNCLEAR)
-def test_batches_that_can_not_be_told_apart_are_kept_on_one_device(
-    lab: Any, objective: Any
-) -> None:
-    lab.one_device(objective, "Trial 0: It can't be told which of several batches")
+@pytest.mark.parametrize("name", objectives.UNLIKE)
+def test_batches_of_unlike_weight_at_hand_are_kept_on_one_device(lab: Any, name: str) -> None:
+    lab.one_device(objectives.UNLIKE[name], "batches of unlike sizes")
 
 
 def test_what_is_found_on_several_devices_goes_on_on_one(lab: Any) -> None:

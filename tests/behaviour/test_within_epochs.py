@@ -88,7 +88,7 @@ def test_a_trial_killed_within_an_epoch_goes_on_from_where_it_moved_to(
 
 def reads_ahead(trial: Any) -> Iterator[Any]:
     """Each batch is fetched before the one before it is used."""
-    fetched = iter(trial.batches("train_numbered", batch_size=BATCH, movable=True))
+    fetched = iter(trial.batches("train", batch_size=BATCH, movable=True))
     batch = next(fetched)
     for following in fetched:
         yield batch
