@@ -520,18 +520,6 @@ def warms_up_by_its_state(trial: Any) -> None:
             train_on(trial, model, optimizer, images, labels)
 
 
-@unlike
-def leaves_out_what_is_easy(trial: Any) -> None:
-    model, optimizer = prepared(trial)
-    for _ in trial.epochs(EPOCHS):
-        for images, labels in trial.batches("train", batch_size=10):
-            loss = F.cross_entropy(model(images), labels)
-            if note(trial, loss) < 1.0:
-                continue
-            step(optimizer, loss)
-        note_evaluation(trial, model)
-
-
 @usual
 def breaks_off(trial: Any) -> None:
     model, optimizer = prepared(trial)

@@ -71,6 +71,11 @@ class _Pass:
     num_new: int = 0
     ahead: int = 1
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether each batch was trained on before the next."""
+        return self.ahead == 1 and not self.num_new
+
     def at_hand(self) -> list[Share]:
         """What a loss may be of."""
         return list(self.last)[-max(self.ahead, self.num_new) :]
@@ -181,7 +186,7 @@ class Weights:
 
     def close(self, number: int) -> None:
         """A pass has ended; the batch in use is again that of those which are open."""
-        if number in self._passes and not self._passes[number].num_new:
+        if number in self._passes and self._passes[number].is_used_up:
             del self._passes[number]
         if self._open.pop(number, None) is not None and self._open:
             self._use_last()
