@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import optuna
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.fleets import Leg, fleet_of, run
+from tests.fleets import Leg, ask_to_move, fleet_of, run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch.compile
@@ -187,32 +187,41 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Net], Step]]] = {
 }
 
 
-def trains(trial: Any, *, case: str) -> float:
+def trains(trial: Any, *, case: str, asks_at: Collection[int] = ()) -> float:
+    """For two epochs of five steps; asks to move in some of these."""
     kind, begins = CASES[case]
     model = Net(kind).double()
     model = trial.prepare(model)
     optimizer = trial.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     step = begins(model.train())
-    losses = []
+    losses = trial.state.setdefault("losses", [])
     for epoch in trial.epochs(2):
-        for x, y in trial.batches("train", batch_size=10):
+        for x, y in trial.batches("train", batch_size=10, movable=True):
             loss = F.cross_entropy(step(x + 1), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(trial.mean(loss.item(), weight=trial.shard_size))
+            if len(losses) in asks_at:
+                ask_to_move(trial)
         trial.report(losses[-1], epoch)
     trial.set_user_attr("losses", losses)
     trial.set_user_attr("buffers", [float(b.double().sum()) for b in model.buffers()])
     return losses[-1]
 
 
+LEGS = [Leg((0,), until_asked=True), Leg((0, 1), until_asked=True), Leg((1,))]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_devices_train_as_one(fleet: Any, case: str) -> None:
     objective = functools.partial(trains, case=case)
-    alone, two = (run(fleet, objective, Leg(devices)) for devices in ((0,), (0, 1)))
-    for seen in ("losses", "buffers"):
-        assert two.user_attrs[seen] == pytest.approx(alone.user_attrs[seen], rel=1e-10)
+    alone, *others = (run(fleet, objective, Leg(devices)) for devices in ((0,), (0, 1)))
+    if "compiled" not in case:
+        others.append(run(fleet, functools.partial(objective, asks_at=(2, 8)), *LEGS))
+    for other in others:
+        for seen in ("losses", "buffers"):
+            assert other.user_attrs[seen] == pytest.approx(alone.user_attrs[seen], rel=1e-10)
     losses = alone.user_attrs["losses"]
     assert len(set(losses)) == len(losses) == 10
 
