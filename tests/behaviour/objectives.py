@@ -32,7 +32,6 @@ from tests.behaviour.parts import (
 )
 from tests.behaviour.small import evaluate, num_wrong
 
-
 UNLIKE: dict[str, Callable[[Any], Any]] = {}
 """These have batches at hand that devices share unlike, the last of a pass and another one."""
 
@@ -455,7 +454,7 @@ def zips_unlike_sizes(trial: Any) -> None:
         note_evaluation(trial, model)
 
 
-@usual
+@unlike
 def zips_and_weighs(trial: Any) -> None:
     model, optimizer = prepared(trial)
     for _ in trial.epochs(EPOCHS):

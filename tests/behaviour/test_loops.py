@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,8 +160,10 @@ def hands_on_other_layouts(images: Any) -> Any:
     return images.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def weighs_what_it_fetched_ahead(trial: Any) -> float:
-    model, optimizer = prepared(trial)
+def weighs_what_it_fetched_ahead(trial: Any, *, normalises: bool = False) -> float:
+    model = small_model() if normalises else nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    trial.prepare(model, optimizer)
     seen = []
     for _ in trial.epochs(2):
         batches = trial.batches("train_odd", batch_size=10)
@@ -292,6 +295,7 @@ UNLIKE = {
     "both in one call": calls_the_model_with_both,
     "one of them made anew": calls_the_model_with_what_was_made_of_another,
     "steps are skipped": skips_steps,
+    "ahead, with weights and BatchNorm": partial(weighs_what_it_fetched_ahead, normalises=True),
 }
 
 
@@ -438,7 +442,8 @@ def follows_everybodys_loss(trial: Any) -> float:
 
 
 def test_ranks_that_come_apart_go_on_on_one_device(lab: Any) -> None:
-    lab.one_device(follows_its_own_loss, "ranks have come apart: SGD (1): group 0['lr']")
+    words = "ranks have come apart: SGD (1): group 0['lr']"
+    lab.one_device(follows_its_own_loss, words, widths=[3])
     lab.same(follows_everybodys_loss, [3])
 
 

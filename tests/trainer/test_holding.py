@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from torch import nn
 
 from optuna_fleet.trainer import groups
 from optuna_fleet.trainer.checkpoints.saving import Saver
 from optuna_fleet.trainer.data.reading import EpochPosition
-from optuna_fleet.trainer.gradients.shares import BatchShares, Share
 from optuna_fleet.trainer.groups import GroupSpec
 from optuna_fleet.trainer.moves import holding
 from optuna_fleet.trainer.moves.holding import Held, Holding

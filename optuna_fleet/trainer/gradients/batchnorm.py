@@ -88,7 +88,8 @@ def _of_all_ranks(
 ) -> Tensor:
     if group_size() == 1 or not (torch.is_grad_enabled() or weights.lockstep):
         return _own_batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
-    mean, var, count = _global_statistics(x, weights)
+    is_padding = weights.are_padding()
+    mean, var, count = _global_statistics(x, weights, is_padding=is_padding)
     # A sample may have many values: nodes of a graph, say. To look at a count waits for GPUs.
     if weights.present.global_size == 1 and count == 1:
         raise ValueError(  # the words of torch, which raises it on one device
@@ -103,7 +104,7 @@ def _of_all_ranks(
     scale = torch.ones_like(mean) if weight is None else weight
     shift = torch.zeros_like(mean) if bias is None else bias
     output: Tensor = _Normalise.apply(
-        x, scale.to(dtype), shift.to(dtype), mean, var, count, eps, weights
+        x, scale.to(dtype), shift.to(dtype), mean, var, count, eps, weights, is_padding
     )
     return output
 
@@ -127,11 +128,12 @@ class _Normalise(torch.autograd.Function):
         count: Tensor,
         eps: float,
         weights: Weights,
+        is_padding: bool,
     ) -> Tensor:
         mean, var = mean.to(scale.dtype), var.to(scale.dtype)
         ctx.save_for_backward(x, scale, mean, var, count)
         # Another batch may be in use before this one's backward.
-        ctx.eps, ctx.dummy, ctx.weights = eps, weights.present.dummy, weights
+        ctx.eps, ctx.dummy, ctx.weights = eps, is_padding, weights
         return _own_batch_norm(x, mean, var, scale, shift, eps=eps)
 
     @staticmethod
@@ -141,7 +143,7 @@ class _Normalise(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             x, scale, *_ = ctx.saved_tensors
             grads = _DifferentiableOnce.apply(*grads, grad, x, scale)
-        return (*grads, *(None,) * 5)
+        return (*grads, *(None,) * 6)
 
     @staticmethod
     def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,14 +199,16 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def _global_statistics(x: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+def _global_statistics(
+    x: Tensor, weights: Weights, *, is_padding: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance per channel, and the count, over all ranks' samples, in float64.
 
     Ranks send mean and squared deviations, not sums of squares, which cancel for large means.
     """
     channels = x.size(1)
     row = x.new_zeros(2 * channels + 1, dtype=torch.float64)
-    if not weights.present.dummy and x.numel() > 0:
+    if not is_padding and x.numel() > 0:
         mean, var = torch.batch_norm_update_stats(x.to(_statistics_dtype(x)), None, None, 0.0)
         row[:channels], row[channels:-1] = mean, var
         row[-1] = x.numel() // channels

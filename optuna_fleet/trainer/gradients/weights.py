@@ -216,14 +216,31 @@ class Weights:
         return self._settled
 
     def _settle(self) -> Share:
-        new = [one for one in self._passes.values() if one.num_new]
-        shares = [share for one in new or self._passes.values() for share in one.at_hand()]
+        shares = self._at_hand()
         if len({share.pattern for share in shares}) < 2:
-            return self.present if not shares else shares[-1]
-        has_padding = any(share.global_size < group_size() for share in shares)
-        if self.is_weighted and (self._is_ahead or not has_padding):
+            return shares[-1]
+        if self.is_weighted and (self._is_ahead or not _have_padding(shares)):
             return Share()
         raise self._unlike(shares)
+
+    def are_padding(self) -> bool:
+        """Whether the samples that a model is called with must not count on this rank.
+
+        Raises:
+            TrialError: They may be of one of several batches, and are padding in some.
+        """
+        if not torch.is_grad_enabled():
+            return self.present.dummy
+        shares = self._at_hand()
+        if len({share.pattern for share in shares}) > 1 and _have_padding(shares):
+            raise self._unlike(shares)
+        return shares[-1].dummy
+
+    def _at_hand(self) -> list[Share]:
+        """The batches that a loss may be of; at least one, which was handed out last."""
+        new = [one for one in self._passes.values() if one.num_new]
+        shares = [share for one in new or self._passes.values() for share in one.at_hand()]
+        return shares or [self.present]
 
     def _unlike(self, shares: Iterable[Share]) -> TrialError:
         sizes = ", ".join(map(str, sorted({share.global_size for share in shares})))
@@ -264,6 +281,10 @@ class Weights:
             one.reduced()
         self._settled = None
         self.was_weighted, self.is_weighted = self.is_weighted, False
+
+
+def _have_padding(shares: Iterable[Share]) -> bool:
+    return any(share.global_size < group_size() for share in shares)
 
 
 class _Scaled(torch.autograd.Function):
