@@ -151,27 +151,27 @@ def _sums(value: Any) -> tuple[Tensor, Tensor, float] | None:
 
 
 def _values(objects: Sequence[Any], state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for position, thing in enumerate(objects):
-        name = f"{type(thing).__name__} ({position})"
-        if isinstance(thing, torch.nn.Module):
-            for key, tensor in [*thing.named_parameters(), *thing.named_buffers()]:
-                yield f"{name}: {key}", tensor
-        elif isinstance(thing, torch.optim.Optimizer):
-            yield from _values_of(thing, name)
-        else:
+    """What causes that others come apart first: weights are the last."""
+    named = [(f"{type(thing).__name__} ({i})", thing) for i, thing in enumerate(objects)]
+    modules = [(name, thing) for name, thing in named if isinstance(thing, torch.nn.Module)]
+    optimizers = [one for one in named if isinstance(one[1], torch.optim.Optimizer)]
+    for name, module in modules:
+        yield from ((f"{name}: {key}", buffer) for key, buffer in module.named_buffers())
+    yield from _leaves(state, "trial.state")
+    for name, optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            options = {key: value for key, value in group.items() if key != "params"}
+            yield from _leaves(options, f"{name}: group {number}")
+    for name, thing in named:
+        if not isinstance(thing, torch.nn.Module | torch.optim.Optimizer):
             with suppress(Exception):  # it can't be checkpointed either, which is told of
                 leaves = _leaves(thing.state_dict(), name)
                 yield from [leaf for leaf in leaves if isinstance(leaf[1], Tensor)]
-    yield from _leaves(state, "trial.state")
-
-
-def _values_of(optimizer: torch.optim.Optimizer, name: str) -> Iterator[tuple[str, Any]]:
-    for number, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key != "params"}
-        yield from _leaves(options, f"{name}: group {number}")
-        for place, param in enumerate(group["params"]):
-            own = optimizer.state.get(param, {})
-            yield from _leaves(own, f"{name}: state of parameter {place} of group {number}")
+    for name, module in modules:
+        yield from ((f"{name}: {key}", param) for key, param in module.named_parameters())
+    for name, optimizer in optimizers:
+        for place, own in enumerate(optimizer.state.values()):
+            yield from _leaves(own, f"{name}: state of parameter {place}")
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
