@@ -122,7 +122,7 @@ class FleetTrial(RemoteTrial):
             raise NotImplementedError(
                 f"Trial.{asked_by} is not supported for multi-objective optimization."
             )
-        if run.checkpoints or run.follows is not None or run.inherits is not None:
+        if run.checkpoints or run.follows is not None:
             self._open_training().arrive()  # that tells what was reported before
         return self._session.reports
 

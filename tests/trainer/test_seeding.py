@@ -80,7 +80,6 @@ def loader_of(
     within = WithinEpoch(
         parts,
         at_step=lambda frame: None,
-        hold=None,
         leave=lambda step: False,
         resume=lambda: (0, False),
     )

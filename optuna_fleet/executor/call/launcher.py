@@ -66,7 +66,6 @@ class Launcher:
             self._order(what.launch),
             follows=what.follows,
             num_stay=what.num_stay,
-            inherits=what.inherits,
             saves=saves,
         )
         for rank, device in enumerate(what.launch.devices):

@@ -70,7 +70,7 @@ class Parts:
         if what.saved_at is not None:
             run.saved = what.saved_at
         is_due = run.unsaved_s >= self.job.options.checkpoints.interval_s
-        if is_due and what.inherits is None:  # else it is made at the end of the epoch
+        if is_due:
             run.saved = time.monotonic()
         run.is_movable = what.follows is not None
         self.watchdog.launched(run.launch)

@@ -80,7 +80,7 @@ class RunRecord:
         verdict: The error that the trial fails with, if it broke a limit.
         stop_line: Where it leaves its devices within an epoch.
         stays: The ranks that do not leave, but wait there.
-        is_movable: It reads batches between which it can move: its ranks may outlive others.
+        is_movable: It reads batches between which it can move.
         has_met: Its ranks have found each other: one has said something since.
         has_died: A trainer has died before its rank had ended, and not because we have killed it.
     """

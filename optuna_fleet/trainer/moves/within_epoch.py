@@ -20,7 +20,6 @@ class WithinEpoch:
     Args:
         parts: Of the training; its position is kept up to date by whoever counts epochs.
         at_step: Called with who asks for a batch, before a step of a pass that can be left.
-        hold: Called with such a step, where it can be left: the trial may have to go back there.
         leave: Leaves at a step of the epoch; returns if that can't be, or if another run goes on
             here: whether that is so.
         resume: Puts back what the checkpoint has; returns what `first_step` does.
@@ -36,7 +35,6 @@ class WithinEpoch:
         parts: Parts,
         *,
         at_step: Callable[[FrameType], object],
-        hold: Callable[..., object] | None,
         leave: Callable[[int], bool],
         resume: Callable[[], tuple[int, bool]],
     ) -> None:
@@ -45,7 +43,6 @@ class WithinEpoch:
         self._leave = leave
         self._resume = resume
         self._at_step = at_step
-        self._hold = hold
         self.is_movable = False
         self.can_be_joined = True
         self._begun_at: tuple[int, int] | None = None
@@ -90,7 +87,7 @@ class WithinEpoch:
         """The step to begin a pass with, and whether that goes on on as many devices."""
         return self._resume() if movable else (0, False)
 
-    def come_to(self, step: int, number: int, *, is_last: bool) -> bool:
+    def come_to(self, step: int, number: int) -> bool:
         """A step is about to begin, which the caller's caller's caller has asked for.
 
         Returns:
@@ -102,8 +99,6 @@ class WithinEpoch:
         self._num_backward = self._parts.reducer.num_passes
         if self._reads_ahead or not self._parts.weights.reads_only(number):
             return False
-        if self._hold is not None:
-            self._hold(self._place(step), is_last=is_last)
         following = self._place(step + 1)
         if self._stop_line.is_reached(self._place(step), following):
             line = self._stop_line
