@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -11,7 +13,7 @@ from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.messages import AskStep, AtStep, StopAt
+from optuna_fleet.wire.messages import AskStep, AtStep, Place, StopAt
 from optuna_fleet.wire.node_messages import Quit
 
 
@@ -89,14 +91,17 @@ class Inbox:
             case Reply():
                 self._replies.put(message)
             case AskStep():  # it may come before the run that it is about
-                place = self.stop_line(message.run_id).ask()
-                self.send(AtStep(run_id=message.run_id, rank=message.rank, place=place))
+                self.stop_line(message.run_id).ask(partial(self._tell_step, message))
             case StopAt():
-                self.stop_line(message.run_id).stop_at(message.place, message.stays)
+                self.stop_line(message.run_id).stop_at(message)
             case Quit():
                 self.is_over = True
             case _:
                 self._orders.put(message)
+
+    def _tell_step(self, asked: AskStep, place: Place) -> None:
+        with suppress(OSError):  # the driver is gone, as all else will notice
+            self.send(AtStep(run_id=asked.run_id, rank=asked.rank, place=place))
 
     def _end(self) -> None:
         with self._lock:

@@ -41,7 +41,7 @@ from optuna_fleet.trainer.unsaved.left_behind import LeftBehind
 from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, go_on_with_fewer, stay_alone
 from optuna_fleet.wire.calls import EndEpoch
-from optuna_fleet.wire.messages import RunTrial, Usage
+from optuna_fleet.wire.messages import RunTrial, StopAt, Usage
 
 _NESTED = (
     "A loop over trial.epochs() or trial.steps() has another one in it: a trial that moves, or is "
@@ -100,6 +100,7 @@ class Training:
         self._within = WithinEpoch(
             self.parts,
             at_step=self._left_behind.begin_batch,
+            save=lambda step: self.moving.save(step),
             leave=self._leave_within,
             resume=self._resume_within,
         )
@@ -325,9 +326,10 @@ class Training:
             for position, thing in enumerate(self._objects):
                 resuming.prepared(thing, position)
 
-    def _leave_within(self, step: int) -> bool:
+    def _leave_within(self, step: int, order: StopAt) -> bool:
         """Leave at that step; return whether another run goes on here, if not by leaving."""
-        if not self._regrouping.stop(step, self._usage, can_join=self._within.can_be_joined):
+        can_join = self._within.can_be_joined
+        if not self._regrouping.stop(step, order.stays, self._usage, can_join=can_join):
             return False
         if self._run.world_size > 1:
             self._check_no_split()

@@ -273,10 +273,11 @@ class FleetTrial(RemoteTrial):
         `prepare` the trial stays on one device.
 
         `movable=True` says that the loop keeps nothing of its own from batch to batch, but in what
-        was prepared, `state` and `totals`. Then the trial may move to other devices between two
-        batches, if this is the first pass of an epoch. On devices that it had, the loop goes on as
-        if nothing had been; on others the objective runs again up to this loop, which goes on with
-        the next batch. What comes there before the first look at `state` is done in advance.
+        was prepared, `state` and `totals`. Then the trial may be checkpointed, or move to other
+        devices, between two batches, if this is the first pass of an epoch. On devices that it
+        had, the loop goes on as if nothing had been; on others the objective runs again up to this
+        loop, which goes on with the next batch. What comes there before the first look at `state`
+        is done in advance.
 
         Raises:
             FleetConfigError: No such data set, or a bad batch size, or none so far.

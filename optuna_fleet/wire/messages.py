@@ -66,7 +66,6 @@ class RunTrial:
         follows: The run whose ranks wait where they stopped: it goes on with what rank 0 has in
             memory; None if the objective begins anew.
         num_stay: The first ranks, which wait there; the others have run the objective's beginning.
-        saves: Write a checkpoint of where it goes on, while it does: the last one is old.
         rehearses: Run the beginning alone, and wait where the objective needs what the run that it
             `follows` has in memory. It is no run: nobody hears of it but by `Rehearsed`.
         answers: Of the calls that the beginning makes, by their index: what is called, and what
@@ -101,7 +100,6 @@ class RunTrial:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     follows: int | None = None
     num_stay: int = 0
-    saves: bool = False
     rehearses: bool = False
     answers: Mapping[int, tuple[str, Reply]] = field(default_factory=dict)
 
@@ -113,7 +111,7 @@ class RunTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskStep:
-    """The run is to leave its devices within an epoch: answer with `AtStep`."""
+    """The run is to leave its devices within an epoch, or to be saved: answer with `AtStep`."""
 
     run_id: int
     rank: int
@@ -123,12 +121,14 @@ class AskStep:
 class StopAt:
     """Stop before the first step that is not before this one.
 
-    The ranks that stay, if any do, wait there for the run that goes on; all others leave.
+    If it `saves`, all ranks make a checkpoint of it there, and go on. Else the ranks that stay, if
+    any do, wait there for the run that goes on; all others leave.
     """
 
     run_id: int
     place: Place
     stays: tuple[int, ...] = ()
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

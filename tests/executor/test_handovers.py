@@ -238,6 +238,19 @@ def test_all_stop_at_the_furthest_step_once_it_is_known_of_all() -> None:
     assert len(fleet.stops) == 3
 
 
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_run_that_is_to_move_while_it_is_to_be_saved_moves(moves: bool) -> None:
+    fleet = Fleet(4, 5)
+    fleet.handovers.save(fleet.run)
+    fleet.handovers.at_step(fleet.run, 0, (1, 2, 7))
+    if moves:
+        fleet.handovers.interrupt(fleet.run, (5,), busy={4, 5})
+    fleet.handovers.at_step(fleet.run, 1, (1, 2, 8))
+    stays = (1,) if moves else ()
+    order = StopAt(run_id=5, place=(1, 2, 8), stays=stays, saves=not moves)
+    assert fleet.stops == [(4, order), (5, order)]
+
+
 @pytest.mark.parametrize("how", ["fails", "dies"])
 def test_nobody_waits_for_who_can_not_join(how: str) -> None:
     fleet = Fleet(0, 1)

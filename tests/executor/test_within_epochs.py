@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optuna_fleet import FleetExecutor, SharedPipeline
+from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.events import MoveMeasured, MoveRefused
 from optuna_fleet.policies import Own
 from optuna_fleet.sampler_bridge.records import flights_of
@@ -41,7 +41,8 @@ class Numbered(Noise):
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Any]:
     pipeline = SharedPipeline(train=Numbered(SIZE, augment=True), val=Noise(20))
-    with fleet_of(devices=4, pipeline=pipeline) as executor:
+    never = Checkpoints(interval_s=1e6)  # who is asked to stop is to move
+    with fleet_of(devices=4, pipeline=pipeline, checkpoints=never) as executor:
         yield executor
 
 
@@ -322,7 +323,8 @@ def test_a_trial_killed_within_an_epoch_goes_on_from_where_it_moved_to(tmp_path:
     )
     pipeline = SharedPipeline(train=Numbered(SIZE, augment=True), val=Noise(20))
     moved, alone = optuna.create_study(), optuna.create_study()
-    with FleetExecutor(pipeline, devices=2, device_type="cpu", policy=policy) as fleet:
+    options: dict[str, Any] = {"policy": policy, "checkpoints": Checkpoints(interval_s=1e6)}
+    with FleetExecutor(pipeline, devices=2, device_type="cpu", **options) as fleet:
         for study, dies in ((moved, True), (alone, False)):
             objective = functools.partial(moves_and_dies, folder=tmp_path, dies=dies)
             study.optimize(objective, n_trials=1, executor=fleet)

@@ -133,15 +133,27 @@ class Handovers:
         if run_id in self._asked and None not in ready:
             run, stays = self._asked.pop(run_id)
             run.stays = stays if all(ready) else ()
-            own = run.launch.devices
-            run.stop_line.ask(own.index(device) for device in run.remaining())
-            for device in run.remaining():
-                self._send(device, AskStep(run_id=run_id, rank=own.index(device)))
+            self._ask_ranks(run, saves=False)
+
+    def save(self, run: RunRecord) -> None:
+        """Have a run make a checkpoint at the next step that all its ranks come to."""
+        self._ask_ranks(run, saves=True)
+
+    def _ask_ranks(self, run: RunRecord, *, saves: bool) -> None:
+        run.stop_line.saves = saves
+        if run.stop_line.is_asked:  # what they tell serves for both
+            return
+        own, run_id = run.launch.devices, run.launch.run_id
+        run.stop_line.ask(own.index(device) for device in run.remaining())
+        for device in run.remaining():
+            self._send(device, AskStep(run_id=run_id, rank=own.index(device)))
 
     def at_step(self, run: RunRecord, rank: int, place: Place = (0, 0, 0)) -> None:
         """A rank is at this place, or has left; once that is known of all, they are to stop."""
         if (line := run.stop_line.take(rank, place)) is not None:
-            order = StopAt(run_id=run.launch.run_id, place=line, stays=run.stays)
+            saves = run.stop_line.saves
+            stays = () if saves else run.stays
+            order = StopAt(run_id=run.launch.run_id, place=line, stays=stays, saves=saves)
             for device in run.remaining():
                 self._send(device, order)
 

@@ -94,9 +94,8 @@ class Performer:
 
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
         parts = self._parts
-        interval_s = parts.job.options.checkpoints.interval_s
-        if decision is EpochDecision.GO and run.unsaved_s >= interval_s:
-            decision, run.saved = EpochDecision.CHECKPOINT, time.monotonic()
+        if decision is EpochDecision.GO and parts.saves.take_due(run):
+            decision = EpochDecision.CHECKPOINT
         elif decision is EpochDecision.YIELD:
             parts.tally.moves.leaves(run.launch.number)
         if decision in (EpochDecision.CHECKPOINT, EpochDecision.YIELD):
