@@ -84,11 +84,6 @@ class Session:
         self._lock = threading.RLock()
 
     @property
-    def num_calls(self) -> int:
-        """Calls that this rank has made in this run."""
-        return self._index
-
-    @property
     def progress(self) -> Progress:
         """How far the objective is, or was when it ended."""
         if self._left_at is not None:

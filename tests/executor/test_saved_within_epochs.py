@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from optuna_fleet import Checkpoints, FleetExecutor, SharedPipeline
 from optuna_fleet.policies import Elastic
 from tests.executor.test_within_epochs import Numbered, endings, result
+from tests.executor.test_within_epochs import run as fly
 from tests.fleets import Leg, Noise, ask_to_move, evaluate, fleet_of, num_wrong, small_model
 from tests.waiting import until
 
@@ -51,14 +53,24 @@ def saved(folder: Path) -> list[int]:
 
 
 def dies(trial: Any, folder: Path, kills: Kills, step: int, moment: str) -> None:
-    """Each rank once, when there is a checkpoint of this epoch; notes of which step."""
+    """Each rank once, when the driver has been told of a checkpoint of this epoch."""
     when, ranks = kills.get(step, ("", ()))
-    mark = folder / f"died {step} {trial.rank}"
-    if moment == when and trial.rank in ranks and not mark.exists():
-        epoch_began = step // STEPS * STEPS
-        until(lambda: max(saved(folder), default=0) > epoch_began)
-        mark.write_text(str(max(saved(folder))))
+    known, mark = folder / f"known {step}", folder / f"died {step} {trial.rank}"
+    if moment != when:
+        return
+    if trial.rank == 0 and not known.exists():
+        until(lambda: max(saved(folder), default=0) > step // STEPS * STEPS and not is_writing())
+        (folder / "writing").write_text(str(max(saved(folder))))
+        (folder / "writing").rename(known)
+    if trial.rank in ranks and not mark.exists():
+        until(known.exists)
+        mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_writing() -> bool:
+    """Whether this process is at a checkpoint, of which it tells when the file is there."""
+    return any(thread.name == "optuna-fleet-checkpoint" for thread in threading.enumerate())
 
 
 def prepared(trial: Any, how: str) -> Any:
@@ -149,13 +161,10 @@ def check_equal(study: optuna.Study, alone: Any) -> None:
 
 
 def check_repeated(folder: Path, kills: Kills) -> None:
-    """After a death it begins with the step of a checkpoint no older than that has seen."""
+    """After a death it begins with the step of a checkpoint no older than was known by then."""
     lines = [tuple(map(int, line.split("/"))) for line in (folder / "done").read_text().split()]
     begun = sorted({first for first, _ in lines})
-    seen = [
-        max(int(mark.read_text()) for mark in folder.glob(f"died {step} *"))
-        for step in sorted(kills)
-    ]
+    seen = [int((folder / f"known {step}").read_text()) for step in sorted(kills)]
     assert begun[0] == 0
     assert len(begun) == len(kills) + 1
     for first, died, known in zip(begun[1:], sorted(kills), seen, strict=True):
@@ -211,12 +220,32 @@ def test_it_goes_on_with_what_is_left(undisturbed: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_devices", [1, 3])
 @pytest.mark.parametrize("how", ["plain", "accumulates"])
 def test_to_be_saved_changes_nothing(
-    fleet: Any, undisturbed: Any, tmp_path: Path, how: str, num_devices: int
+    fleet: Any, undisturbed: Any, tmp_path: Path, log: io.StringIO, how: str, num_devices: int
 ) -> None:
     study = run(fleet, tmp_path, how, {}, Leg(tuple(range(num_devices))))
     assert endings(study) == ["returned"]
+    assert "stays on one" not in log.getvalue()
     assert result(study.trials[0]) == result(undisturbed(how, num_devices))
     assert study.trials[0].user_attrs["draws"] == undisturbed(how, num_devices).user_attrs["draws"]
+
+
+def test_moves_while_it_is_being_saved_change_nothing(fleet: Any, tmp_path: Path) -> None:
+    """Be it that ranks stay, join or leave, when they were to be saved at the same step."""
+    chance = random.Random(3)
+    asks = {n: set(chance.sample(range(2 * STEPS - 1), 5)) for n in range(4)}
+    legs = {
+        n: [
+            Leg(tuple(chance.sample(range(4), chance.randint(1, 4))), until_asked=True)
+            for _ in asks[n]
+        ]
+        for n in asks
+    }
+    script = {n: [*legs[n], Leg((n,))] for n in asks}
+    moved = fly(fleet, script, tmp_path / "m", asks, wait=False, epochs=2)
+    alone = fly(fleet, {n: [Leg((n,))] for n in asks}, tmp_path / "a", epochs=2)
+    for one, other in zip(moved.trials, alone.trials, strict=True):
+        assert result(one) == pytest.approx(result(other), rel=1e-10)
+        assert one.user_attrs["draws"] == other.user_attrs["draws"]
 
 
 # -- what can't be saved --------------------------------------------------------------------------
