@@ -841,6 +841,27 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     assert answers == [EpochDecision.CHECKPOINT]
 
 
+def test_runs_are_saved_within_epochs_when_they_are_due_and_can_be() -> None:
+    asked: list[RunRecord] = []
+    run = RunRecord(launch=launch(1, 0), start=0.0, calls=RunCalls(world_size=1))
+    saves = Saves(60.0, {1: run}, asked.append)
+    run.saved -= 100.0
+    saves.save_within_epochs()
+    assert not asked
+    assert saves.waits_s() == []
+    run.is_movable = True
+    assert saves.waits_s()[0] <= 0.0
+    saves.save_within_epochs()
+    saves.save_within_epochs()
+    assert asked == [run]
+    assert 0.0 < saves.waits_s()[0] <= 60.0
+    run.stop_line.ask([0])  # to leave, say
+    assert saves.waits_s() == []
+    run.stop_line.take(0)
+    run.lost.add(0)
+    assert saves.waits_s() == []
+
+
 # -- runs that lose ranks ------------------------------------------------------------------------
 
 
