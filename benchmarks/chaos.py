@@ -5,7 +5,7 @@ python benchmarks/chaos.py --sweeps 3 --seed 7 --kinds "kill the agent" "disk fu
 python benchmarks/chaos.py --seed 0 --only 7 11     # these two of the 24 again
 
 Each sweep is a process of its own that trains 16 small networks on 4 CPU slots, up to 3 at a time,
-every third on two devices, with a checkpoint after each epoch. The seed decides which faults
+every third on two devices, with checkpoints as often as can be. The seed decides which faults
 strike, and at which logical moments ("trial 5 in epoch 3", "the 4th decision") or how long after
 them; see `tests/chaos/faults.py`. The study is in a journal file, in SQLite or, where there is a
 server, in PostgreSQL, in turn. Prints one JSON line per sweep, then a table per kind.

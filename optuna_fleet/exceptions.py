@@ -34,10 +34,6 @@ class PipelineLostError(RetryableError):
     """The process that serves the shared pipeline has ended; in a sweep, with it its node."""
 
 
-class PeersLostError(FleetError):
-    """Other ranks of the trial have died: this one has nothing to wait for."""
-
-
 class TrialError(FleetError):
     """One trial can't go on; the other trials are not affected."""
 
@@ -80,8 +76,6 @@ def is_for_want_of_peers(error: BaseException) -> bool:
 
     Gloo's errors have no type of their own.
     """
-    if isinstance(error, PeersLostError):
-        return True
     if is_out_of_memory(error):  # NCCL needs some too
         return False
     if {"DistBackendError", "DistNetworkError", "DistStoreError"} & _names(error):

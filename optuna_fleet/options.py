@@ -27,9 +27,9 @@ class Checkpoints:
         folder: Made if need be. With it, the same call made again goes on where a killed or
             interrupted one stopped, and the best trials leave their weights for `load_best_model`.
             None for a private folder that goes with the executor.
-        interval_s: Seconds after which a trial is checkpointed at the end of its epoch, or when it
-            moves within one; and always when it moves and none of its processes stays. What a
-            killed process may cost it.
+        interval_s: Seconds after which a trial is checkpointed, at the end of its epoch or between
+            two batches that are `movable`; and always when it moves and none of its processes
+            stays. What a killed process may cost it. 0 for as often as can be.
         keep: How many of the best trials leave a final checkpoint in `folder`: with the weights
             of their best report, if that is the value they return, else with their last.
         max_bytes: How many bytes these may have in all; the worst of them go first. None for no

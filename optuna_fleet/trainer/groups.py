@@ -229,11 +229,6 @@ def gloo_group(ranks: Sequence[int] | None = None) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
-def outlives_peers() -> bool:
-    """Whether a rank of the default group notices that others have died; NCCL's wait for ever."""
-    return group_size() > 1 and dist.get_backend() == "gloo"
-
-
 def _is_alone(backend: str) -> bool:
     return dist.is_initialized() and group_size() == 1 and dist.get_backend() == backend
 

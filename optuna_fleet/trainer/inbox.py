@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -11,7 +13,7 @@ from optuna_fleet.exceptions import TrialError
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.wire.calls import Reply
 from optuna_fleet.wire.channel import Channel
-from optuna_fleet.wire.messages import AskStep, AtStep, PeersLost, StopAt
+from optuna_fleet.wire.messages import AskStep, AtStep, Place, StopAt
 from optuna_fleet.wire.node_messages import Quit
 
 
@@ -30,7 +32,6 @@ class Inbox:
         self._orders = SimpleQueue[Any]()
         self._put_back: list[Any] = []
         self._replies = SimpleQueue[Reply | None]()
-        self._alone: int | None = None
         self._lines: dict[int, StopLine] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._read, name="optuna-fleet-inbox", daemon=True).start()
@@ -70,10 +71,6 @@ class Inbox:
             self._replies.put(None)
         return reply
 
-    def has_lost_peers(self, run_id: int) -> bool:
-        """Whether other ranks of a run are dead."""
-        return self._alone == run_id
-
     def stop_line(self, run_id: int) -> StopLine:
         """Where a run is to stop; those of runs before it are forgotten."""
         with self._lock:
@@ -94,20 +91,17 @@ class Inbox:
             case Reply():
                 self._replies.put(message)
             case AskStep():  # it may come before the run that it is about
-                place = self.stop_line(message.run_id).ask()
-                self.send(AtStep(run_id=message.run_id, rank=message.rank, place=place))
+                self.stop_line(message.run_id).ask(partial(self._tell_step, message))
             case StopAt():
-                self.stop_line(message.run_id).stop_at(message.place, message.stays)
-            case PeersLost():
-                self._alone = message.run_id
-                self.stop_line(message.run_id).cut()
-                self._replies.put(
-                    Reply(run_id=message.run_id, index=-1)
-                )  # wakes who waits for one
+                self.stop_line(message.run_id).stop_at(message)
             case Quit():
                 self.is_over = True
             case _:
                 self._orders.put(message)
+
+    def _tell_step(self, asked: AskStep, place: Place) -> None:
+        with suppress(OSError):  # the driver is gone, as all else will notice
+            self.send(AtStep(run_id=asked.run_id, rank=asked.rank, place=place))
 
     def _end(self) -> None:
         with self._lock:

@@ -38,7 +38,6 @@ from optuna_fleet.wire.invitation import Invitation
 from optuna_fleet.wire.messages import (
     Ended,
     Rehearsed,
-    Release,
     RunTrial,
     TrainerReady,
     TrainerUnfit,
@@ -48,7 +47,6 @@ from optuna_fleet.wire.packing import pack, pack_error, plain
 
 if TYPE_CHECKING:
     from optuna_fleet.pipeline.reader.client import PipelineClient
-    from optuna_fleet.trainer.moves.holding import Held
     from optuna_fleet.trainer.training import Training
 
 
@@ -80,7 +78,6 @@ class Trainer:
             num_threads, has_gpu=device.type == "cuda", resolve=self._stand_in
         )
         self._session: Session | None = None
-        self._held: Held | None = None
         self._is_spent = False
 
     def serve(self) -> None:
@@ -101,8 +98,6 @@ class Trainer:
                         self._inbox.send(replace(ended, is_last=is_last))
                     if is_last:
                         return
-                case Release():
-                    self._release(message)
                 case Quit():
                     return
 
@@ -118,8 +113,6 @@ class Trainer:
 
     def _run_in(self, session: Session) -> Ended | None:
         run = session.run
-        if self._held is not None and self._held.run_id != run.inherits:
-            self._held = None  # it is not needed, but its memory may be
         training: Training | None = None
 
         def open_training() -> Training:
@@ -159,17 +152,18 @@ class Trainer:
             way_out = "" if alone else "was pruned"
             has_device_failed = is_of_device(raised)
             self._is_spent = has_device_failed or is_out_of_memory(raised)
-            self._hold(raised, training, ending)
+            if not gpu_works(waits=False):
+                _kept.append(raised)
+                self._is_spent = True
         session.leave(way_out)
         ended = session.ended(
             ending,
             value=value,
             error=error,
             has_device_failed=has_device_failed,
-            holds=None if self._held is None else self._held.place,
         )
         if training is not None and not _kept:
-            usage = training.end(alone=alone, is_needed=self._held is not None)
+            usage = training.end(alone=alone)
             ended = replace(ended, usage=usage)
             self._is_spent = self._is_spent or training.is_stuck
         return None if session.waits else ended
@@ -183,24 +177,6 @@ class Trainer:
             sys.exit()
         return returned
 
-    def _hold(self, raised: BaseException, training: Training | None, ending: Ending) -> None:
-        """Keep what the trial can go on with, if this rank has outlived others.
-
-        And where the GPU has failed, all that the objective had.
-        """
-        if not gpu_works(waits=False):
-            _kept.append(raised)
-            self._is_spent = True
-        elif ending is Ending.DISCONNECTED and training is not None:
-            with contextlib.suppress(Exception):  # it goes on from its checkpoint
-                self._held = training.holding.held()
-
-    def _release(self, order: Release) -> None:
-        """What is held is needed as a checkpoint, or not at all."""
-        held, self._held = self._held, None
-        if held is not None and held.run_id == order.run_id and order.saves:
-            held.save()
-
     def _training(self, session: Session) -> Training:
         had_torch = "torch" in sys.modules
         from optuna_fleet.trainer.training import Training  # imports torch
@@ -208,8 +184,7 @@ class Trainer:
         if not had_torch:  # else the objective may have changed these by now
             self._objective.adopt_numbers()
             seed_torch(session.run.seed, session.run.number)
-        held, self._held = self._held, None
-        return Training(session, self._pipeline, self._device.type, held)
+        return Training(session, self._pipeline, self._device.type)
 
     def _stand_in(self, target: str) -> Remote:
         """For the study or storage that the objective refers to: always that of the driver."""

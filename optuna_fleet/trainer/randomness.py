@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +11,9 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-_TWISTER_BYTES = 4 * 625  # its words, and how many of them were drawn
-_bit_generator = getattr(np.random, "get_bit_generator", None)  # of NumPy 1.24
 
-
-def rng_state(numpy: tuple[Any, ...] | None = None) -> dict[str, Any]:
+def rng_state() -> dict[str, Any]:
     """State of all generators, made of tensors and plain values.
-
-    Args:
-        numpy: That of NumPy's, if it is known.
 
     Returns:
         What ``set_rng_state`` takes; ``torch.load(weights_only=True)`` accepts it. "cuda" (the
@@ -28,7 +21,7 @@ def rng_state(numpy: tuple[Any, ...] | None = None) -> dict[str, Any]:
     """
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": numpy or _numpy_state(),
+        "numpy": _numpy_state(),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -40,32 +33,6 @@ def _numpy_state() -> tuple[Any, ...]:
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     words = torch.from_numpy(np.asarray(keys, dtype=np.int64))
     return str(name), words, int(position), int(has_gauss), float(gauss)
-
-
-class FrequentStates:
-    """For who needs `rng_state` in each step: NumPy's takes most of the time, and changes seldom.
-
-    It can't change while the memory of its Mersenne Twister does not, unless the second of two
-    normal numbers waits to be drawn.
-    """
-
-    def __init__(self) -> None:
-        self._memory = b""
-        self._numpy: tuple[Any, ...] | None = None
-
-    def now(self) -> dict[str, Any]:
-        """What `rng_state` returns."""
-        memory = _numpy_memory()
-        if self._numpy is None or self._numpy[3] or not memory or memory != self._memory:
-            self._memory, self._numpy = memory, _numpy_state()
-        return rng_state(self._numpy)
-
-
-def _numpy_memory() -> bytes:
-    """Of NumPy's generator; b"" if that can't be looked at."""
-    if _bit_generator is None or not isinstance(generator := _bit_generator(), np.random.MT19937):
-        return b""
-    return ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
 
 
 def set_rng_state(state: dict[str, Any]) -> None:

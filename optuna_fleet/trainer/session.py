@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from optuna_fleet.events import Ending
-from optuna_fleet.exceptions import PeersLostError, TrainerLostError
+from optuna_fleet.exceptions import TrainerLostError
 from optuna_fleet.trainer.inbox import Inbox
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.reports import Reports
@@ -82,11 +82,6 @@ class Session:
         self._unwinding: type[Yielded | DriverGoneError] | None = None
         # Callbacks of training frameworks may report from threads of their own.
         self._lock = threading.RLock()
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that this rank has made in this run."""
-        return self._index
 
     @property
     def progress(self) -> Progress:
@@ -198,20 +193,11 @@ class Session:
         raise why
 
     def check(self) -> None:
-        """Raise again what unwinds the objective, if anything does; or if other ranks are dead."""
-        self.check_unwinding()
-        self._check_peers()
-
-    def check_unwinding(self) -> None:
         """Raise again what unwinds the objective, if anything does."""
         if self._unwinding is None and self._inbox is not None and self._inbox.is_over:
             self._unwinding = DriverGoneError
         if self._unwinding is not None:
             raise self._unwinding
-
-    def _check_peers(self) -> None:
-        if self._inbox is not None and self._inbox.has_lost_peers(self.run.run_id):
-            raise PeersLostError("other ranks of the trial have died")
 
     def call(self, target: str, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call ``target.name(*args, **kwargs)`` in the driver and return its result on every rank.
@@ -229,10 +215,7 @@ class Session:
         return self.ask(Call, target=target, name=name, arguments=pack(((), {})), is_read=True)
 
     def tell(self, target: str, name: str, *args: Any, **kwargs: Any) -> None:
-        """Like `call` for what returns nothing: rank 0's arguments count, the others don't wait.
-
-        They say it too: they may go on beyond it when rank 0 is dead.
-        """
+        """Like `call` for what returns nothing: rank 0's arguments count, others don't wait."""
         if self.run.rank == 0:
             self.call(target, name, *args, **kwargs)
         else:
@@ -334,4 +317,3 @@ class Session:
                 self.unwind(DriverGoneError)
             if (reply.run_id, reply.index) == (self.run.run_id, index):
                 return reply
-            self._check_peers()

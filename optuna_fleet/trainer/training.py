@@ -27,7 +27,6 @@ from optuna_fleet.trainer.gradients.reducer import Reducer
 from optuna_fleet.trainer.gradients.replicas import Net
 from optuna_fleet.trainer.gradients.weights import Weights
 from optuna_fleet.trainer.groups import can_leave_alone, join_group_of, leave_group
-from optuna_fleet.trainer.moves.holding import Held, Holding
 from optuna_fleet.trainer.moves.moving import Moving
 from optuna_fleet.trainer.moves.regrouping import Regrouping
 from optuna_fleet.trainer.moves.totals import Totals
@@ -42,7 +41,7 @@ from optuna_fleet.trainer.unsaved.left_behind import LeftBehind
 from optuna_fleet.trainer.unsaved.steps import Steps
 from optuna_fleet.trainer.widths import Bounds, go_on_with_fewer, stay_alone
 from optuna_fleet.wire.calls import EndEpoch
-from optuna_fleet.wire.messages import RunTrial, Usage
+from optuna_fleet.wire.messages import RunTrial, StopAt, Usage
 
 _NESTED = (
     "A loop over trial.epochs() or trial.steps() has another one in it: a trial that moves, or is "
@@ -56,13 +55,9 @@ class Training:
 
     Joins the trial's process group, so every rank of a trial must make one.
 
-    Args:
-        held: What this process has in memory of the run that this one inherits from.
-
     Attributes:
         parts: What it is made of.
         moving: Makes its checkpoints.
-        holding: Keeps what this rank can go on with if it loses others.
         batches: See `FleetTrial.batches`.
         in_stages: Its pipeline, if any.
         is_stuck: After the end: this process can't leave the group, nor join another one.
@@ -73,7 +68,6 @@ class Training:
         session: Session,
         pipeline: PipelineClient | InlineClient | None,
         kind: str,
-        held: Held | None = None,
     ) -> None:
         self._session = session
         self._pipeline = pipeline
@@ -103,12 +97,10 @@ class Training:
         self._prepared = Prepared(self.parts)
         self._resuming: Resuming | None = None
         self._left_behind = LeftBehind(self.parts)
-        self.holding = Holding(self.parts)
         self._within = WithinEpoch(
             self.parts,
             at_step=self._left_behind.begin_batch,
-            # With a GPU, a process that has lost peers ends.
-            hold=self.holding.begin_step if kind == "cpu" else None,
+            save=lambda step: self.moving.save(step),
             leave=self._leave_within,
             resume=self._resume_within,
         )
@@ -117,34 +109,21 @@ class Training:
             self.parts, pipeline, self._prepared.modules, self._within, self._split_check
         )
         self.batches = self._loader.batches
-        self.moving = Moving(self.parts, self.holding)
+        self.moving = Moving(self.parts)
         self._regrouping = Regrouping(self.parts, self.moving, self._prepared)
         try:
-            self._begin(held)
+            self._begin()
         except BaseException:
             self._stop_watching()  # nobody ends what has not begun
             raise
 
-    def _begin(self, held: Held | None) -> None:
+    def _begin(self) -> None:
         """Join the other ranks, with what the trial goes on with."""
-        if self._run.inherits is not None:
-            self._inherit(held)
-        else:
-            num_damaged = self._resume()  # may fail, so before anybody waits for it
-            join_group_of(self._run, self.device.type)
-            if self._run.checkpoints:
-                self._check_alike(num_damaged)
-        self.moving.begin_run()
-
-    def _inherit(self, held: Held | None) -> None:
-        """Go on with what rank 0 holds of a run that has lost others."""
-        if held is not None:
-            self.parts.saver.inherit(held.saver)
-        elif self._run.rank == 0:
-            raise TrainerLostError("what it was to go on with is gone")
+        num_damaged = self._resume()  # may fail, so before anybody waits for it
         join_group_of(self._run, self.device.type)
-        own = held.checkpoint if held is not None and self._run.rank == 0 else None
-        self._take(checkpoint.broadcast(own))
+        if self._run.checkpoints:
+            self._check_alike(num_damaged)
+        self.moving.begin_run()
 
     @property
     def _run(self) -> RunTrial:
@@ -187,22 +166,20 @@ class Training:
         """See `Pipeline`."""
         return self.in_stages is not None and self.in_stages.is_broken
 
-    def end(self, *, alone: bool, is_needed: bool = False) -> Usage:
+    def end(self, *, alone: bool) -> Usage:
         """Leave the group, unless that could take for ever; return where the time went.
 
         Args:
             alone: The other ranks may not be at their end.
-            is_needed: They are gone, and the trial goes on with what this process holds.
         """
         alone = alone or self.is_broken
         self.moving.end()
-        self.holding.end()
         if self.in_stages is not None:
             self.in_stages.close(alone=alone)
         self._stop_watching()
         self.parts.saver.finish()  # or the file would appear when nobody expects it any more
         # Its peers end when the driver has heard of this. A process' end waits for nobody.
-        self.is_stuck = alone and not is_needed and not can_leave_alone(self.device.type)
+        self.is_stuck = alone and not can_leave_alone(self.device.type)
         if not self.is_stuck:
             leave_group()
         return self._usage()
@@ -298,7 +275,6 @@ class Training:
                 self._position.epoch = self._session.epoch = epoch
                 self._within.begin_epoch()
                 self.parts.reducer.begin_epoch()
-                self.holding.begin_epoch()
                 self._left_behind.begin_epoch(sys._getframe(1))
                 yield epoch
                 if self._position.loop != loop:
@@ -352,12 +328,11 @@ class Training:
             for position, thing in enumerate(self._objects):
                 resuming.prepared(thing, position)
 
-    def _leave_within(self, step: int) -> bool:
+    def _leave_within(self, step: int, order: StopAt) -> bool:
         """Leave at that step; return whether another run goes on here, if not by leaving."""
-        self.holding.settle()
-        if not self._regrouping.stop(step, self._usage, can_join=self._within.can_be_joined):
+        can_join = self._within.can_be_joined
+        if not self._regrouping.stop(step, order.stays, self._usage, can_join=can_join):
             return False
-        self.holding.begin_run()
         if self._run.world_size > 1:
             self._check_no_split()
             self._prepared.begin_run()

@@ -122,7 +122,7 @@ class FleetTrial(RemoteTrial):
             raise NotImplementedError(
                 f"Trial.{asked_by} is not supported for multi-objective optimization."
             )
-        if run.checkpoints or run.follows is not None or run.inherits is not None:
+        if run.checkpoints or run.follows is not None:
             self._open_training().arrive()  # that tells what was reported before
         return self._session.reports
 
@@ -279,10 +279,11 @@ class FleetTrial(RemoteTrial):
         `prepare` the trial stays on one device.
 
         `movable=True` says that the loop keeps nothing of its own from batch to batch, but in what
-        was prepared, `state` and `totals`. Then the trial may move to other devices between two
-        batches, if this is the first pass of an epoch. On devices that it had, the loop goes on as
-        if nothing had been; on others the objective runs again up to this loop, which goes on with
-        the next batch. What comes there before the first look at `state` is done in advance.
+        was prepared, `state` and `totals`. Then the trial may be checkpointed, or move to other
+        devices, between two batches, if this is the first pass of an epoch. On devices that it
+        had, the loop goes on as if nothing had been; on others the objective runs again up to this
+        loop, which goes on with the next batch. What comes there before the first look at `state`
+        is done in advance.
 
         Raises:
             FleetConfigError: No such data set, or a bad batch size, or none so far.

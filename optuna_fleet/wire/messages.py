@@ -66,11 +66,8 @@ class RunTrial:
         follows: The run whose ranks wait where they stopped: it goes on with what rank 0 has in
             memory; None if the objective begins anew.
         num_stay: The first ranks, which wait there; the others have run the objective's beginning.
-        saves: Write a checkpoint of where it goes on, while it does: the last one is old.
         rehearses: Run the beginning alone, and wait where the objective needs what the run that it
             `follows` has in memory. It is no run: nobody hears of it but by `Rehearsed`.
-        inherits: The run that has lost ranks: this one goes on with what rank 0 holds of it in
-            memory, and runs the objective from its beginning.
         answers: Of the calls that the beginning makes, by their index: what is called, and what
             all ranks were answered.
     """
@@ -103,9 +100,7 @@ class RunTrial:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     follows: int | None = None
     num_stay: int = 0
-    saves: bool = False
     rehearses: bool = False
-    inherits: int | None = None
     answers: Mapping[int, tuple[str, Reply]] = field(default_factory=dict)
 
     @property
@@ -116,7 +111,7 @@ class RunTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskStep:
-    """The run is to leave its devices within an epoch: answer with `AtStep`."""
+    """The run is to leave its devices within an epoch, or to be saved: answer with `AtStep`."""
 
     run_id: int
     rank: int
@@ -126,27 +121,19 @@ class AskStep:
 class StopAt:
     """Stop before the first step that is not before this one.
 
-    The ranks that stay, if any do, wait there for the run that goes on; all others leave.
+    If it `saves`, all ranks make a checkpoint of it there, and go on. Else the ranks that stay, if
+    any do, wait there for the run that goes on; all others leave.
     """
 
     run_id: int
     place: Place
     stays: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeersLost:
-    """Other ranks of the run are dead: what waits for them waits in vain."""
-
-    run_id: int
+    saves: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """A rank that waits where it has stopped is to leave; it `saves` first, if it is to.
-
-    Likewise one that holds what it could go on with, and has left.
-    """
+    """A rank that waits where it has stopped is to leave; it `saves` first, if it is to."""
 
     run_id: int
     saves: bool
@@ -285,8 +272,7 @@ class Ended:
     `value` is packed. `is_last`: its process serves no more runs and ends. `has_device_failed`: by
     an error of the device itself, which `error` describes. `waits`: it has not left, but waits
     where it has stopped, for `RunTrial` or `Release`. `can_join`: others can, once they have
-    run the objective's beginning, as it does nothing that needs all ranks. `holds`: the step that
-    the trial can go on with, as this process has its beginning in memory.
+    run the objective's beginning, as it does nothing that needs all ranks.
     """
 
     run_id: int
@@ -302,4 +288,3 @@ class Ended:
     has_device_failed: bool = False
     waits: bool = False
     can_join: bool = False
-    holds: Place | None = None

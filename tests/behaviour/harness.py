@@ -20,6 +20,7 @@ from typing import Any
 
 import optuna
 
+from optuna_fleet import Checkpoints
 from optuna_fleet.events import Abort, Ending, Event, Instruction, RankEnded, Requeue, WidthLimited
 from optuna_fleet.sampler_bridge.records import flights_of
 from tests.fleets import Leg, ScriptableFleet, ScriptedController, ask_to_move, await_trainers
@@ -190,6 +191,7 @@ class Lab:
 
     def __init__(self, pipeline: Any, **options: Any) -> None:
         options.setdefault("policy", "equal-split")
+        options.setdefault("checkpoints", Checkpoints(interval_s=1e6))  # who is asked is to move
         self._fleet = _Fleet(pipeline, devices=NUM_DEVICES, device_type="cpu", **options)
         self._undisturbed: dict[Any, Flown] = {}
         await_trainers(self._fleet, NUM_DEVICES)

@@ -41,11 +41,13 @@ def train_epoch(
     losses: list[float],
     *,
     batch_size: int,
+    movable: bool = False,
     after_step: Callable[[int], Any] = lambda step: None,
 ) -> None:
     """One epoch, whose losses are added to `losses`."""
     model.train()
-    for step, (images, labels) in enumerate(trial.batches("train", batch_size=batch_size)):
+    batches = trial.batches("train", batch_size=batch_size, movable=movable)
+    for step, (images, labels) in enumerate(batches):
         loss = F.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()

@@ -33,7 +33,9 @@ from tests.samplers import ByNumber
 
 EPOCHS = 8
 STUDY = "chaos"
-_TRAIN, _VAL = 41, 20
+_TRAIN, _VAL, _BATCH = 41, 20, 4
+_LOSSES = -(-_TRAIN // _BATCH) + 1
+"""That an epoch adds: of each step, and a random number."""
 
 
 class WatchedNoise(Noise):
@@ -66,6 +68,11 @@ def is_narrow(number: int) -> bool:
     return number % 3 == 1
 
 
+def is_movable(number: int) -> bool:
+    """Whether this trial can be left and saved in the midst of its epochs."""
+    return number % 2 == 1
+
+
 def objective(trial: Any) -> float:
     """Train with momentum and BatchNorm; the losses of all steps go into a user attribute."""
     watch_checkpoints()
@@ -78,8 +85,15 @@ def objective(trial: Any) -> float:
     model, optimizer = trial.prepare(model, optimizer, min_devices=least, max_devices=most)
     losses = trial.state.setdefault("losses", [])
     for epoch in trial.epochs(EPOCHS):
-        after_step = functools.partial(_reach_mid_epoch, trial, epoch)
-        train_epoch(trial, model, optimizer, losses, batch_size=4, after_step=after_step)
+        train_epoch(
+            trial,
+            model,
+            optimizer,
+            losses,
+            batch_size=_BATCH,
+            movable=is_movable(trial.number),
+            after_step=functools.partial(_reach_mid_epoch, trial, epoch, losses),
+        )
         losses.append(torch.rand(()).item())  # alike on every rank: of the generators' states
         value = evaluate(trial, model, _summed_loss) / _VAL
         trial.report(value, epoch)
@@ -95,8 +109,8 @@ def _summed_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, labels, reduction="sum")
 
 
-def _reach_mid_epoch(trial: Any, epoch: int, step: int) -> None:
-    if step == 2:
+def _reach_mid_epoch(trial: Any, epoch: int, losses: list[float], _: int) -> None:
+    if len(losses) == epoch * _LOSSES + 3:
         _reach(trial, "batch", epoch)
 
 

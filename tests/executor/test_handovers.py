@@ -200,85 +200,6 @@ def test_a_rank_that_dies_while_it_waits_is_not_counted_on() -> None:
     assert fleet.launch(1) == Start(launch=launch_on(1), follows=5, num_stay=1, saved_at=0)
 
 
-# -- ranks that have outlived others --------------------------------------------------------------
-
-
-def survived(**holds: int) -> Fleet:
-    """The devices 1, 2 and 3 of trial 1, of which some hold a step."""
-    fleet = Fleet(1, 2, 3)
-    for name, step in holds.items():
-        device = int(name.removeprefix("on_"))
-        ended = Ended(
-            run_id=5,
-            rank=device - 1,
-            device=device,
-            time_s=0,
-            ending=Ending.DISCONNECTED,
-            holds=(1, 0, step),
-        )
-        fleet.handovers.rank_ended(fleet.run, ended)
-    return fleet
-
-
-def test_what_others_hold_is_not_needed_where_a_rank_waits() -> None:
-    fleet = survived(on_2=4, on_3=4)
-    fleet.stop(1)
-    assert fleet.launch(1) == Start(launch=launch_on(1), follows=5, num_stay=1, saved_at=0)
-    assert fleet.told() == {2: False, 3: False}
-
-
-def test_who_holds_the_right_step_tells_the_others() -> None:
-    fleet = survived(on_1=7, on_3=8)
-    assert fleet.handovers.outlives(1)
-    assert fleet.launch(0, 1, 3) == Start(launch=launch_on(3, 0, 1), inherits=5, saved_at=0)
-    assert fleet.sent == []
-    assert fleet.launch(1) == Start(launch=launch_on(1))
-
-
-def test_who_holds_it_elsewhere_writes_it_down() -> None:
-    fleet = survived(on_1=7, on_2=8, on_3=8)
-    assert fleet.launch(0, 1) is None
-    assert fleet.told() == {1: False, 2: True, 3: False}
-    (start,) = fleet.handovers.take(SAVED)
-    assert (start.inherits, start.launch.checkpoint) == (None, "there")
-
-
-def test_it_is_not_written_while_others_hold_it_too() -> None:
-    fleet = survived(on_1=8, on_2=8)
-    assert fleet.launch(1, number=2) is not None
-    assert fleet.sent == []
-    assert fleet.launch(2, number=3) is not None
-    assert fleet.told() == {2: True}
-    assert fleet.launch(2, 3) is None
-    (start,) = fleet.handovers.take(SAVED)
-    assert start.launch.checkpoint == "there"
-
-
-def test_who_dies_too_is_not_counted_on() -> None:
-    fleet = survived(on_1=7, on_2=8)
-    assert list(fleet.handovers.device_lost(2)) == []
-    assert fleet.launch(3, 1) == Start(launch=launch_on(1, 3), inherits=5, saved_at=0)
-    fleet = survived(on_2=8)
-    assert list(fleet.handovers.device_lost(2)) == []
-    assert not fleet.handovers.outlives(1)
-    assert fleet.launch(3, 1) == Start(launch=launch_on(3, 1))
-
-
-def test_who_waits_has_stopped_later_than_what_others_hold() -> None:
-    fleet = survived(on_1=7)
-    fleet.stop(2)
-    assert fleet.launch(1, 2) is None  # it joins by what it needs no memory for
-    assert fleet.is_rehearsed(1) == [
-        Start(launch=launch_on(2, 1), follows=5, num_stay=1, saved_at=0)
-    ]
-
-
-def test_what_is_held_is_dropped_when_the_trial_is_over() -> None:
-    fleet = survived(on_1=7)
-    fleet.handovers.forget(1)
-    assert fleet.told() == {1: False}
-
-
 def test_all_leave_when_the_trial_or_the_call_is_over() -> None:
     for end in (lambda handovers: handovers.forget(1), lambda handovers: handovers.end()):
         fleet = stopped(3, 1)
@@ -315,6 +236,19 @@ def test_all_stop_at_the_furthest_step_once_it_is_known_of_all() -> None:
     assert {order for _, order in fleet.stops} == {StopAt(run_id=5, place=(1, 2, 9), stays=(1,))}
     fleet.handovers.at_step(fleet.run, 1, (1, 3, 0))
     assert len(fleet.stops) == 3
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_run_that_is_to_move_while_it_is_to_be_saved_moves(moves: bool) -> None:
+    fleet = Fleet(4, 5)
+    fleet.handovers.save(fleet.run)
+    fleet.handovers.at_step(fleet.run, 0, (1, 2, 7))
+    if moves:
+        fleet.handovers.interrupt(fleet.run, (5,), busy={4, 5})
+    fleet.handovers.at_step(fleet.run, 1, (1, 2, 8))
+    stays = (1,) if moves else ()
+    order = StopAt(run_id=5, place=(1, 2, 8), stays=stays, saves=not moves)
+    assert fleet.stops == [(4, order), (5, order)]
 
 
 @pytest.mark.parametrize("how", ["fails", "dies"])

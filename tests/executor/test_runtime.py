@@ -22,7 +22,7 @@ from unittest import mock
 import optuna
 import pytest
 
-from optuna_fleet import Checkpoints, FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
+from optuna_fleet import FleetConfigError, FleetExecutor, LaunchError, SharedPipeline
 from optuna_fleet.alloc import GreedyAllocator, IsolatedAllocator
 from optuna_fleet.events import (
     AnswerEpoch,
@@ -41,6 +41,7 @@ from optuna_fleet.executor.call.launcher import Launcher
 from optuna_fleet.executor.call.performer import Performer
 from optuna_fleet.executor.call.receiver import Receiver
 from optuna_fleet.executor.call.runs import RunRecord
+from optuna_fleet.executor.call.saves import Saves
 from optuna_fleet.executor.call.waits import GATHER_S, Deadlines
 from optuna_fleet.executor.call.watchdog import Limits
 from optuna_fleet.executor.cluster.agent import main
@@ -875,7 +876,7 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     monkeypatch.setattr("time.time", lambda: -36_000.0)
     answers: list[EpochDecision] = []
     parts: Any = SimpleNamespace(
-        job=SimpleNamespace(options=SimpleNamespace(checkpoints=Checkpoints(interval_s=0))),
+        saves=Saves(0.0, {}, lambda run: None),
         proposals=SimpleNamespace(keep_record=lambda: None),
         calls=SimpleNamespace(answer_epoch=lambda run, decision: answers.append(decision)),
         runs={1: run},
@@ -883,6 +884,27 @@ def test_checkpoints_are_due_though_the_clock_was_set_back(monkeypatch: Any) -> 
     )
     Performer(parts).carry_out(AnswerEpoch(run_id=1, decision=EpochDecision.GO))
     assert answers == [EpochDecision.CHECKPOINT]
+
+
+def test_runs_are_saved_within_epochs_when_they_are_due_and_can_be() -> None:
+    asked: list[RunRecord] = []
+    run = RunRecord(launch=launch(1, 0), start=0.0, calls=RunCalls(world_size=1))
+    saves = Saves(60.0, {1: run}, asked.append)
+    run.saved -= 100.0
+    saves.save_within_epochs()
+    assert not asked
+    assert saves.waits_s() == []
+    run.is_movable = True
+    assert saves.waits_s()[0] <= 0.0
+    saves.save_within_epochs()
+    saves.save_within_epochs()
+    assert asked == [run]
+    assert 0.0 < saves.waits_s()[0] <= 60.0
+    run.stop_line.ask([0])  # to leave, say
+    assert saves.waits_s() == []
+    run.stop_line.take(0)
+    run.lost.add(0)
+    assert saves.waits_s() == []
 
 
 # -- runs that lose ranks ------------------------------------------------------------------------
@@ -1069,14 +1091,14 @@ def test_a_node_is_sent_the_objective_once_and_runs_wait_for_it(tmp_path: Path) 
     runtime: Any = FakeRuntime()
     launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
     for device in DEVICES:
-        launcher.launch(Start(launch=launch(device, device)), saves=False)
+        launcher.launch(Start(launch=launch(device, device)))
     assert [to for to, _ in runtime.told] == ["agent of 0", "agent of 1"]
     assert runtime.sent == []
     launcher.objective_kept(ObjectiveKept(agent="agent of 1", objective_id=7, path="/of/another"))
     has_objective(launcher, 1)
     assert runtime.sent == [(2, 2), (3, 3)]
     assert [order.objective_at for order in runtime.orders] == ["/of/1", "/of/1"]
-    launcher.launch(Start(launch=launch(8, 2)), saves=False)
+    launcher.launch(Start(launch=launch(8, 2)))
     assert runtime.sent == [(2, 2), (3, 3), (2, 8)]
     has_objective(launcher, 0)
     assert runtime.sent[3:] == [(0, 0), (1, 1)]
@@ -1087,7 +1109,7 @@ def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: P
     runtime, folder = FakeRuntime(), runtimes.StudyFolder(tmp_path, "study")
     launcher = launcher_of(runtime, folder)
     has_objective(launcher)
-    launcher.launch(Start(launch=launch(1, 0)), saves=False)
+    launcher.launch(Start(launch=launch(1, 0)))
     folder.path.mkdir()
     names = [f"trial-1.1-{epoch}.0123abcd-0.pt" for epoch in (3, 4, 5, 6)]
     for name in [*names, "trial-1.1-2.0123abcd-0.best.pt", "trial-2.1-1.0123abcd-0.pt"]:
@@ -1095,7 +1117,7 @@ def test_where_a_trial_goes_on_is_said_by_its_launch_not_by_the_disk(tmp_path: P
     paths = [str(folder.path / name) for name in names]
     for told, want in [(None, []), (paths[2], paths[2::-1]), ("there", ["there"])]:
         begun = replace(launch(1, 0), checkpoint=told)
-        launcher.launch(Start(launch=begun), saves=False)
+        launcher.launch(Start(launch=begun))
         assert list(runtime.orders[-1].checkpoints) == want
 
 
@@ -1103,8 +1125,8 @@ def test_a_run_whose_trainer_died_before_there_was_a_store_never_begins(tmp_path
     """Its successor would be busy with a run that nobody knows any more."""
     runtime: Any = FakeRuntime()
     launcher = launcher_of(runtime, runtimes.StudyFolder(tmp_path, "study"))
-    launcher.launch(Start(launch=launch(1, 0, 1)), saves=False)
-    launcher.launch(Start(launch=launch(2, 2, 3)), saves=False)
+    launcher.launch(Start(launch=launch(1, 0, 1)))
+    launcher.launch(Start(launch=launch(2, 2, 3)))
     launcher.trainer_died(1)
     has_objective(launcher)
     runtime.rendezvous.ready(store_of("agent"))

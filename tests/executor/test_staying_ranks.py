@@ -11,8 +11,6 @@ import optuna
 import pytest
 import torch.nn.functional as F
 
-from optuna_fleet import Checkpoints
-from optuna_fleet.events import CheckpointSaved
 from tests.executor.test_within_epochs import (
     BATCH,
     SIZE,
@@ -24,7 +22,7 @@ from tests.executor.test_within_epochs import (
     run,
     undisturbed,
 )
-from tests.fleets import Leg, ask_to_move, fleet_of
+from tests.fleets import Leg, ask_to_move
 
 __all__ = ["fleet", "undisturbed"]  # fixtures
 
@@ -42,20 +40,6 @@ def test_ranks_that_stay_keep_their_frame(
     assert begun(tmp_path / "m") == [0, 1, 2, 3]
     assert endings(moved) == ["yielded"] * 4 + ["returned"]
     assert result(moved.trials[0]) == pytest.approx(result(undisturbed.trials[0]), rel=1e-10)
-
-
-def test_who_goes_on_saves_what_is_due(tmp_path: Path) -> None:
-    due = Checkpoints(tmp_path / "c", interval_s=0)
-    with fleet_of(devices=2, checkpoints=due) as fleet:
-        legs = [Leg((0, 1), until_asked=True), Leg((1, 0))]
-        fleet.script = {0: legs}
-        objective = functools.partial(trains_after, folder=tmp_path / "m", how="", asks_at=(4,))
-        (tmp_path / "m").mkdir()
-        optuna.create_study().optimize(objective, n_trials=1, executor=fleet)
-        saved = [event for event in fleet.events if isinstance(event, CheckpointSaved)]
-    assert begun(tmp_path / "m") == [0, 1]
-    # That of epoch 1 is left out where that of epoch 0 is still being written.
-    assert [(event.run_id, event.epoch) for event in saved] in ([(1, 0)], [(1, 0), (1, 1)])
 
 
 def begins(trial: Any, how: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optuna_fleet import SharedPipeline
+from optuna_fleet import Checkpoints, SharedPipeline
 from optuna_fleet.sampler_bridge.records import flights_of
 from optuna_fleet.trainer.data import shard_loader
 from tests.fleets import Leg, Noise, ask_to_move, evaluate, fleet_of, num_wrong, small_model
@@ -36,7 +36,8 @@ class Numbered(Noise):
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Any]:
     pipeline = SharedPipeline(train=Numbered(SIZE, augment=True), val=Noise(20))
-    with fleet_of(devices=4, pipeline=pipeline) as executor:
+    never = Checkpoints(interval_s=1e6)  # who is asked to stop is to move
+    with fleet_of(devices=4, pipeline=pipeline, checkpoints=never) as executor:
         yield executor
 
 

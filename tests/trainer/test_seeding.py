@@ -82,8 +82,8 @@ def loader_of(
     within = WithinEpoch(
         parts,
         at_step=lambda frame: None,
-        hold=None,
-        leave=lambda step: False,
+        save=lambda step: None,
+        leave=lambda step, order: False,
         resume=lambda: (0, False),
     )
     loader = ShardLoader(parts, client, modules, within, None)

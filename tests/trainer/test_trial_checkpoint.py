@@ -7,7 +7,6 @@ import random
 import re
 import stat
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from optuna_fleet.checkpoints import file as checkpoint_file
 from optuna_fleet.checkpoints.file import CheckpointError, Owner
@@ -26,7 +23,7 @@ from optuna_fleet.trainer.checkpoints.checkpoint import Checkpoint
 from optuna_fleet.trainer.checkpoints.resuming import Resuming
 from optuna_fleet.trainer.data.reading import EpochPosition
 from optuna_fleet.trainer.nested import tensors_in
-from optuna_fleet.trainer.randomness import FrequentStates, rng_state, set_rng_state
+from optuna_fleet.trainer.randomness import rng_state, set_rng_state
 from optuna_fleet.trainer.seeding import seed_run
 from tests.fleets import write_checkpoint
 
@@ -62,31 +59,6 @@ def test_seeds_differ_by_trial_and_repeat() -> None:
         assert draws() == first
         seen.add(first)
     assert len(seen) == 3
-
-
-DRAWS: dict[str, Callable[[], object]] = {
-    "nothing": lambda: None,
-    "one number": lambda: np.random.random_sample(),
-    "one of two normal numbers": lambda: np.random.standard_normal(),
-    "as many as there are words": lambda: np.random.bytes(4 * 624),
-    "a seed": lambda: np.random.seed(3),
-    "of Python's": lambda: random.random(),
-    "of torch's": lambda: torch.rand(()),
-}
-
-
-@given(st.lists(st.sampled_from(sorted(DRAWS)), min_size=1, max_size=8))
-def test_states_that_are_taken_often_are_those_of_the_moment(names: list[str]) -> None:
-    frequent = FrequentStates()
-    for name in names:
-        DRAWS[name]()
-        now, then = rng_state(), frequent.now()
-        assert now["python"] == then["python"]
-        assert torch.equal(now["torch"], then["torch"])
-        assert [part for part in now["numpy"] if not isinstance(part, torch.Tensor)] == [
-            part for part in then["numpy"] if not isinstance(part, torch.Tensor)
-        ]
-        assert torch.equal(now["numpy"][1], then["numpy"][1])
 
 
 def test_rng_state_round_trip() -> None:

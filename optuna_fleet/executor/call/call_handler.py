@@ -152,11 +152,6 @@ class CallHandler:
         run.calls.leave(rank)
         self._carry_out(run)
 
-    def run_again(self, run: RunRecord) -> None:
-        """A run has ended, and its trial has not: nobody else will make calls in it."""
-        for call in run.calls.unheard():
-            self._carried_out(run, call)
-
     # -- what is asked of the study ---------------------------------------------------------------
 
     def _carried_out(self, run: RunRecord, call: RankCall) -> Reply:

@@ -97,17 +97,6 @@ class RunCalls:
                 self._give(call, _refused(call, _alone(call, 0)))
         self._forget()
 
-    def unheard(self) -> list[RankCall]:
-        """What ranks have told, in order, and others have not; once they are dead, it counts.
-
-        The trial may go on from a step beyond it, which it did not need them to come to.
-        """
-        made = [call for calls in (*self._waiting.values(), self._queue) for call in calls]
-        told = {call.index for call in made if isinstance(call, Report) or not call.is_awaited}
-        made.sort(key=lambda call: call.rank, reverse=True)
-        found = {call.index: call for call in made}  # by the first rank that has made it
-        return [found[index] for index in sorted(told)]
-
     def at_its_end(self, ended: Ended) -> Ended:
         """How a rank has left the objective: with an error that it did not wait for, if any."""
         error = self._errors.get(ended.rank)

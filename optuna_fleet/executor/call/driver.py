@@ -81,6 +81,7 @@ class Driver:
             self._events.append(PlanDecided(plan=allocator.result()))
         for device in parts.deadlines.take_expired():
             self._runtime.kill(device)
+        parts.saves.save_within_epochs()
         for fault in parts.watchdog.check():
             self._events += self._receiver.stop_faulty(fault)
         self._events += self._receiver.due()
@@ -92,6 +93,7 @@ class Driver:
             *self._receiver.waits_s(),
             *parts.call_log.waits_s(),
             *parts.watchdog.waits_s(),
+            *parts.saves.waits_s(),
         ]
         if self._deciding and (deadline := self._runtime.allocator.deadline()) is not None:
             waits.append(deadline - time.monotonic())

@@ -1,15 +1,12 @@
-"""Trials that stop within an epoch, and go on where some of their ranks wait, or have survived.
+"""Trials that stop within an epoch, and go on where some of their ranks wait.
 
 Ranks that join rehearse meanwhile: they run the objective's beginning. Those that can do so while
 the others still train are waited for before these stop.
-
-Where ranks have died, the others have left the objective, but hold the beginning of a step. All
-run the objective from its beginning, and who holds the right step tells the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -32,12 +29,11 @@ Answers = dict[int, tuple[str, Reply]]
 
 @dataclass(slots=True, kw_only=True)
 class _Stopped:
-    """A run that has stopped, or has lost ranks.
+    """A run that has stopped.
 
     Attributes:
         run: Which.
         ranks: Those that wait, by device.
-        holds: What others hold, which have outlived their peers, by device.
         can_join: Other ranks can join these.
         saving: The device whose rank writes a checkpoint, as the run can't go on where it is.
         is_written: That rank has, or never will.
@@ -47,7 +43,6 @@ class _Stopped:
 
     run: RunRecord
     ranks: dict[int, int] = field(default_factory=dict)
-    holds: dict[int, Place] = field(default_factory=dict)
     can_join: bool = True
     saving: int | None = None
     is_written: bool = False
@@ -57,22 +52,6 @@ class _Stopped:
     @property
     def run_id(self) -> int:
         return self.run.launch.run_id
-
-    @property
-    def devices(self) -> set[int]:
-        """Where something is that would be lost."""
-        return {*self.ranks, *self.holds}
-
-    @property
-    def writers(self) -> tuple[int, ...]:
-        """Who could write the checkpoint to go on with."""
-        waiting = sorted(self.ranks, key=self.ranks.__getitem__)
-        return tuple(waiting) or agreed(self.holds)
-
-    def clear(self) -> None:
-        """Nobody waits or holds anything."""
-        self.ranks.clear()
-        self.holds.clear()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,7 +76,6 @@ class Start:
         follows: The run that goes on there, if it does.
         num_stay: The first ranks, which wait there.
         beginning: What the objective has called at its beginning.
-        inherits: The run that has lost ranks, if the first rank here holds what it goes on with.
         saved_at: When that run's trial was last told to make a checkpoint, by the monotonic clock.
         saved: The checkpoint to begin with, of which the controller has not heard.
     """
@@ -106,7 +84,6 @@ class Start:
     follows: int | None = None
     num_stay: int = 0
     beginning: Answers = field(default_factory=dict)
-    inherits: int | None = None
     saved_at: float | None = None
     saved: CheckpointSaved | None = None
 
@@ -156,15 +133,27 @@ class Handovers:
         if run_id in self._asked and None not in ready:
             run, stays = self._asked.pop(run_id)
             run.stays = stays if all(ready) else ()
-            own = run.launch.devices
-            run.stop_line.ask(own.index(device) for device in run.remaining())
-            for device in run.remaining():
-                self._send(device, AskStep(run_id=run_id, rank=own.index(device)))
+            self._ask_ranks(run, saves=False)
+
+    def save(self, run: RunRecord) -> None:
+        """Have a run make a checkpoint at the next step that all its ranks come to."""
+        self._ask_ranks(run, saves=True)
+
+    def _ask_ranks(self, run: RunRecord, *, saves: bool) -> None:
+        run.stop_line.saves = saves
+        if run.stop_line.is_asked:  # what they tell serves for both
+            return
+        own, run_id = run.launch.devices, run.launch.run_id
+        run.stop_line.ask(own.index(device) for device in run.remaining())
+        for device in run.remaining():
+            self._send(device, AskStep(run_id=run_id, rank=own.index(device)))
 
     def at_step(self, run: RunRecord, rank: int, place: Place = (0, 0, 0)) -> None:
         """A rank is at this place, or has left; once that is known of all, they are to stop."""
         if (line := run.stop_line.take(rank, place)) is not None:
-            order = StopAt(run_id=run.launch.run_id, place=line, stays=run.stays)
+            saves = run.stop_line.saves
+            stays = () if saves else run.stays
+            order = StopAt(run_id=run.launch.run_id, place=line, stays=stays, saves=saves)
             for device in run.remaining():
                 self._send(device, order)
 
@@ -196,20 +185,18 @@ class Handovers:
     # -- what happens -----------------------------------------------------------------------------
 
     def rank_ended(self, run: RunRecord, ended: Ended) -> None:
-        """A rank has ended, and waits or holds something if it says so."""
+        """A rank has ended, and waits if it says so."""
         self.at_step(run, ended.rank)
-        number, has_something = run.launch.number, ended.waits or ended.holds is not None
-        if not has_something and number not in self._stopped:
+        number = run.launch.number
+        if not ended.waits and number not in self._stopped:
             return
         stopped = self._stopped.setdefault(number, _Stopped(run=run))
         if stopped.saving is not None:  # the others were told to leave before it had ended
             self._release(stopped, ended.device)
-            stopped.is_written |= stopped.saving == ended.device and not has_something
+            stopped.is_written |= stopped.saving == ended.device and not ended.waits
         elif ended.waits:
             stopped.ranks[ended.device] = ended.rank
             stopped.can_join &= ended.can_join
-        elif ended.holds is not None:
-            stopped.holds[ended.device] = ended.holds
         self._save_what_goes(stopped)
 
     def leaving(self, devices: Collection[int]) -> None:
@@ -222,12 +209,8 @@ class Handovers:
         """Nobody else is there who could write a checkpoint later."""
         own, late = stopped.run.launch.devices, stopped.run.remaining()
         coming = {own[rank] for rank in stopped.run.stays}.intersection(late)
-        if stopped.devices and self._going.issuperset(stopped.devices | coming):
+        if stopped.ranks and self._going.issuperset(stopped.ranks.keys() | coming):
             self._save(stopped)
-
-    def outlives(self, number: int) -> bool:
-        """Whether a trial that has lost ranks goes on with what the others have in memory."""
-        return number in self._stopped
 
     def device_lost(self, device: int) -> Iterator[Start]:
         """A trainer has died; what waited for it alone begins."""
@@ -236,12 +219,11 @@ class Handovers:
             self._ask(rehearsal.follows)
         for number, stopped in list(self._stopped.items()):
             stopped.ranks.pop(device, None)
-            stopped.holds.pop(device, None)
             if stopped.due is not None and device in stopped.due.devices:
                 stopped.due = None  # no run begins where a trainer is missing
             if stopped.saving == device:
                 yield from self._written(number)
-            elif not stopped.devices and stopped.saving is None:
+            elif not stopped.ranks and stopped.saving is None:
                 del self._stopped[number]
 
     def take(self, message: CheckpointSaved | CheckpointFailed) -> Iterator[Start]:
@@ -254,13 +236,13 @@ class Handovers:
     def _written(self, number: int) -> Iterator[Start]:
         """Nobody writes any more."""
         self._stopped[number].is_written = True
-        self._stopped[number].clear()
+        self._stopped[number].ranks.clear()
         yield from self._advance(number)
 
     def forget(self, number: int) -> None:
         """The trial is done."""
         if (stopped := self._stopped.pop(number, None)) is not None:
-            for device in stopped.devices:
+            for device in stopped.ranks:
                 self._release(stopped, device)
         self._leave_rehearsals(number)
 
@@ -278,8 +260,8 @@ class Handovers:
     def begin(self, launch: Launch) -> Start | None:
         """Return how to carry out a launch; None if that comes later."""
         for number, other in self._stopped.items():
-            if number != launch.number and not other.devices.isdisjoint(launch.devices):
-                self._give_way(other, launch.devices)
+            if number != launch.number and not other.ranks.keys().isdisjoint(launch.devices):
+                self._save(other)
         for device in launch.devices:
             if device in self._rehearsals and self._rehearsals[device].number != launch.number:
                 self._leave_rehearsal(device)
@@ -300,10 +282,6 @@ class Handovers:
             if is_ready:
                 yield self._joined(stopped, launch, stay)
             if is_ready is not False:
-                return
-            heirs = [device for device in agreed(stopped.holds) if device in launch.devices]
-            if heirs and not stopped.ranks:
-                yield self._inherited(stopped, launch, heirs[0])
                 return
             self._save(stopped)
         if not stopped.is_written:
@@ -341,29 +319,12 @@ class Handovers:
             saved_at=stopped.run.saved,
         )
 
-    def _inherited(self, stopped: _Stopped, launch: Launch, first: int) -> Start:
-        self._let_go(stopped, launch)
-        others = (device for device in launch.devices if device != first)
-        return Start(
-            launch=replace(launch, devices=(first, *others)),
-            inherits=stopped.run_id,
-            saved_at=stopped.run.saved,
-        )
-
     def _let_go(self, stopped: _Stopped, launch: Launch) -> None:
         """The launch goes on with what is on its devices: nothing else is needed."""
         del self._stopped[launch.number]
         self._leave_rehearsals(launch.number)
-        for device in stopped.devices.difference(launch.devices):
+        for device in stopped.ranks.keys() - set(launch.devices):
             self._release(stopped, device)
-
-    def _give_way(self, stopped: _Stopped, devices: Collection[int]) -> None:
-        """Another trial gets these devices."""
-        if not stopped.ranks and set(stopped.writers).difference(devices):
-            for device in stopped.holds.keys() & devices:  # others hold the same
-                del stopped.holds[device]
-        else:
-            self._save(stopped)
 
     def _save(self, stopped: _Stopped) -> None:
         """Have the first rank write a checkpoint, and all leave, as soon as they have stopped."""
@@ -372,21 +333,10 @@ class Handovers:
         own, late = stopped.run.launch.devices, stopped.run.remaining()
         waiting = {rank for rank in stopped.run.stays if own[rank] in late}
         waiting.update(stopped.ranks.values())
-        stopped.saving = own[min(waiting)] if waiting else stopped.writers[0]
-        for device in stopped.devices:
+        stopped.saving = own[min(waiting)]
+        for device in stopped.ranks:
             self._release(stopped, device)
 
     def _release(self, stopped: _Stopped, device: int) -> None:
         saves = device == stopped.saving
         self._send(device, Release(run_id=stopped.run_id, saves=saves))
-
-
-def agreed(holds: Mapping[int, Place]) -> tuple[int, ...]:
-    """Returns the devices whose ranks hold the beginning of the step to go on with, in order.
-
-    Of the steps that are to be held, each rank holds the last one that it knows all to have come
-    to, the dead included. So the furthest that any holds is the right one: before it nothing is
-    missing. Others, which have not heard in time, hold the one before.
-    """
-    furthest = max(holds.values(), default=None)
-    return tuple(sorted(device for device, place in holds.items() if place == furthest))

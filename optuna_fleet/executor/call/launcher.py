@@ -53,11 +53,8 @@ class Launcher:
         """Name of a run, in what it writes, unlike that of any run of another call or driver."""
         return f"{self._token[:8]}-{run_id}"
 
-    def launch(self, what: Start, *, saves: bool) -> None:
-        """Start a run of a trial, with what was suggested to it before, on its devices.
-
-        If it `saves`, its ranks write a checkpoint of where they go on.
-        """
+    def launch(self, what: Start) -> None:
+        """Start a run of a trial, with what was suggested to it before, on its devices."""
         number = what.launch.number
         if number not in self.launched:
             self._retention.drop(number)  # of another study of that name
@@ -66,8 +63,6 @@ class Launcher:
             self._order(what.launch),
             follows=what.follows,
             num_stay=what.num_stay,
-            inherits=what.inherits,
-            saves=saves,
         )
         for rank, device in enumerate(what.launch.devices):
             self._waiting.append((device, replace(order, rank=rank)))

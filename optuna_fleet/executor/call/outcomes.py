@@ -55,14 +55,15 @@ class Outcomes:
         """A trial is done: tell how its last run ended it."""
         self._tell(run.launch.number, *run.outcome())
 
-    def run_again(self, run: RunRecord, *, outlives: bool) -> None:
-        """A trial goes on with another run; it `outlives` lost ranks if others hold its state."""
+    def run_again(self, run: RunRecord) -> None:
+        """A trial goes on with another run."""
         number = run.launch.number
         # Also where nothing was lost: its checkpoint may turn out to be damaged.
         self._ledger.note_restart(number)
         if run.cause:
-            place = "the step that its other ranks were at" if outlives else "its last checkpoint"
-            fleet_logger.warning(f"Trial {number}: {run.cause}. It is run again from {place}.")
+            fleet_logger.warning(
+                f"Trial {number}: {run.cause}. It is run again from its last checkpoint."
+            )
         else:
             self._tally.rescales += 1
 

@@ -12,6 +12,7 @@ from optuna_fleet.executor.call.handovers import Handovers, Start
 from optuna_fleet.executor.call.launcher import Launcher
 from optuna_fleet.executor.call.outcomes import EpochEvaluator, Outcomes
 from optuna_fleet.executor.call.runs import Job, RunRecord
+from optuna_fleet.executor.call.saves import Saves
 from optuna_fleet.executor.call.tally import DeviceLog, PipelineLog, Tally
 from optuna_fleet.executor.call.waits import Deadlines
 from optuna_fleet.executor.call.watchdog import Watchdog
@@ -54,6 +55,7 @@ class Parts:
         self.outcomes = Outcomes(ledger, proposals, retention, self.tally)
         self.launcher = launcher = Launcher(runtime, job, retention, ledger, proposals)
         self.handovers = Handovers(runtime.send, launcher.rehearse, launcher.call_off)
+        self.saves = Saves(job.options.checkpoints.interval_s, self.runs, self.handovers.save)
         self.watchdog = Watchdog(job.options.limits, runtime.process_state)
         self.pipeline_log = PipelineLog(
             ledger.records.pipeline_span, runtime.last_stats, time.time()
@@ -71,12 +73,9 @@ class Parts:
             )
         if what.saved_at is not None:
             run.saved = what.saved_at
-        is_due = run.unsaved_s >= self.job.options.checkpoints.interval_s
-        if is_due and what.inherits is None:  # else it is made at the end of the epoch
-            run.saved = time.monotonic()
         run.is_movable = what.follows is not None
         self.watchdog.launched(run.launch)
-        self.launcher.launch(what, saves=is_due)
+        self.launcher.launch(what)
         if what.saved is None:
             return []
         self.retention.folder.saved(what.saved.location)

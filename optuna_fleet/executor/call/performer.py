@@ -61,10 +61,7 @@ class Performer:
                 outcomes.finish(run)
                 return outcomes.propose(again=True)
             case Requeue():
-                outlives = parts.handovers.outlives(instruction.number)
-                run = self._end(instruction.run_id, is_done=False)
-                parts.calls.run_again(run)
-                outcomes.run_again(run, outlives=outlives)
+                outcomes.run_again(self._end(instruction.run_id, is_done=False))
             case GiveUp():
                 parts.handovers.forget(instruction.number)
                 outcomes.give_up(self._end(instruction.run_id, is_done=True), instruction.restarts)
@@ -79,9 +76,7 @@ class Performer:
 
     def _abort(self, order: Abort) -> None:
         """Give ranks time to end by themselves, if they have anything to tell then."""
-        run = self._runs[order.run_id]
-        is_in_vain = order.lost and (not run.is_movable or run.verdict is not None)
-        self._parts.deadlines.give(order.devices, 0.0 if is_in_vain else _ABORT_GRACE_S)
+        self._parts.deadlines.give(order.devices, 0.0 if order.lost else _ABORT_GRACE_S)
 
     def _launch(self, launch: Launch) -> list[Event]:
         parts = self._parts
@@ -99,9 +94,8 @@ class Performer:
 
     def _answer_epoch(self, run: RunRecord, decision: EpochDecision) -> None:
         parts = self._parts
-        interval_s = parts.job.options.checkpoints.interval_s
-        if decision is EpochDecision.GO and run.unsaved_s >= interval_s:
-            decision, run.saved = EpochDecision.CHECKPOINT, time.monotonic()
+        if decision is EpochDecision.GO and parts.saves.take_due(run):
+            decision = EpochDecision.CHECKPOINT
         elif decision is EpochDecision.YIELD:
             parts.tally.moves.leaves(run.launch.number)
         if decision in (EpochDecision.CHECKPOINT, EpochDecision.YIELD):

@@ -37,7 +37,6 @@ from optuna_fleet.wire.messages import (
     Ended,
     Heartbeat,
     Leaving,
-    PeersLost,
     Rehearsed,
     Remark,
     Trained,
@@ -51,9 +50,6 @@ from optuna_fleet.wire.node_messages import (
     PipelineReport,
     TrainerExited,
 )
-
-_FOLLOW_S = 3.0
-"""For so long ranks that have lost peers are waited for when one has ended that can go on."""
 
 
 class Receiver:
@@ -159,8 +155,6 @@ class Receiver:
         parts.calls.leave(run, message.rank)
         parts.deadlines.drop(device)
         parts.handovers.rank_ended(run, message)
-        if message.holds is not None:  # gloo may forget to wake others
-            parts.deadlines.give(run.remaining(), _FOLLOW_S)
         parts.tally.add_stay(device, run.age_s, message.usage, probe=run.launch.probe)
         ended = RankEnded(
             run_id=message.run_id,
@@ -199,8 +193,6 @@ class Receiver:
             for run in [run for run in self._runs.values() if device in run.remaining()]:
                 is_killed = trainers.is_killed(device)
                 error = run.lose_rank(message, is_killed=is_killed)
-                for other in run.remaining() if run.is_movable else ():
-                    self._runtime.send(other, PeersLost(run_id=run.launch.run_id))
                 if error is not None:
                     news.append(_fail(run, error))
                 elif not is_killed and not is_with_node:

@@ -39,16 +39,25 @@ class RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of an excep
 
 
 class StopLine:
-    """The step at which all ranks of a run can leave their devices within an epoch.
+    """The step at which all ranks of a run can stop within an epoch, to leave it or to be saved.
 
     It is the furthest place that a rank has told, once all have. A rank waits where it has told
     that it is. One that leaves the objective is no longer waited for, and the others go on to see
     for themselves.
+
+    Attributes:
+        saves: They are asked only to be saved there.
     """
 
     def __init__(self) -> None:
+        self.saves = False
         self._awaited: set[int] = set()
         self._furthest: Place = (0, 0, 0)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether ranks have not told yet where they are."""
+        return bool(self._awaited)
 
     def ask(self, ranks: Iterable[int]) -> None:
         """These ranks are asked where they are."""
@@ -78,9 +87,9 @@ class RunRecord:
         started: When it was launched, likewise.
         pending_epoch: Rank 0's unanswered question what to do after an epoch.
         verdict: The error that the trial fails with, if it broke a limit.
-        stop_line: Where it leaves its devices within an epoch.
+        stop_line: Where it leaves its devices within an epoch, or is saved.
         stays: The ranks that do not leave, but wait there.
-        is_movable: It reads batches between which it can move: its ranks may outlive others.
+        is_movable: It reads batches between which it can move.
         has_met: Its ranks have found each other: one has said something since.
         has_died: A trainer has died before its rank had ended, and not because we have killed it.
     """

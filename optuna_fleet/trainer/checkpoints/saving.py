@@ -95,10 +95,6 @@ class Saver:
         """Copy what led to the best report so far; it is written with the next checkpoint."""
         self._best = self._copied(make)
 
-    def inherit(self, other: Saver) -> None:
-        """Owe what that one has kept, as if it had not been written."""
-        self._best = other._best
-
     def leave(self, value: float, make: Make) -> None:
         """Write what the trial leaves behind, having returned `value`.
 

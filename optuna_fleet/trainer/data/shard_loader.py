@@ -174,11 +174,9 @@ class ShardLoader:
         finish = self._pipeline.finisher(one.asked.name)
         with closing(feed(one.batches, self._device, finish)) as fed:
             for step, (batch, data) in enumerate(fed, one.first):
-                self._session.check_unwinding()
-                is_last = step + 1 == one.first + len(one.batches)
-                if one.can_leave and self._within.come_to(step, one.number, is_last=is_last):
+                self._session.check()
+                if one.can_leave and self._within.come_to(step, one.number):
                     return step
-                self._session.check()  # not before, or who has come here would hold nothing
                 self._session.num_batches += 1
                 trains = self._trains(one.is_shuffled)
                 in_step = trains or self._normalises()

@@ -14,7 +14,6 @@ from optuna_fleet.trainer.checkpoints import checkpoint
 from optuna_fleet.trainer.checkpoints.states import names_in, remainder_of, state_of
 from optuna_fleet.trainer.gradients import collectives
 from optuna_fleet.trainer.groups import of_first_rank
-from optuna_fleet.trainer.moves.holding import Holding
 from optuna_fleet.trainer.parts import Parts
 from optuna_fleet.trainer.pipeline_parallel.whole import WholeModel, are_in_stages, gathered
 from optuna_fleet.trainer.randomness import rng_state
@@ -38,12 +37,11 @@ class Stop:
 
 
 class Moving:
-    """Makes the checkpoints of one rank's training; who is `holding` may outlive rank 0."""
+    """Makes the checkpoints of one rank's training."""
 
-    def __init__(self, parts: Parts, holding: Holding) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._saver = parts.saver
-        self._holding = holding
         self._num_fit = 0  # objects of which a checkpoint was made
         self._names: list[frozenset[str]] = []
 
@@ -146,7 +144,7 @@ class Moving:
     # -- what is left in the end ------------------------------------------------------------------
 
     def begin_run(self) -> None:
-        """Keep what led to the best report, if that may be left, be it when rank 0 is gone."""
+        """Keep what led to the best report, if that may be left."""
         run = self._parts.run
         self._parts.session.reports.at_best = self._keep_best if run.leaves_final else None
 
@@ -156,7 +154,7 @@ class Moving:
 
     def _keep_best(self) -> None:
         with gathered(self._parts.objects):
-            if self._parts.objects and (self._parts.run.rank == 0 or not self._holding.is_empty):
+            if self._parts.objects and self._parts.run.rank == 0:
                 self._saver.keep_best(self._as_it_is)
 
     def leave_final(self, value: Any) -> None:

@@ -8,7 +8,7 @@ joined when it asks for the batch before which the others have stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from optuna_fleet.events import Ending
 from optuna_fleet.processes import flush_prints
@@ -33,12 +33,14 @@ class Regrouping:
 
     # -- where a run stops ------------------------------------------------------------------------
 
-    def stop(self, step: int, usage: Callable[[], Usage], *, can_join: bool) -> bool:
+    def stop(
+        self, step: int, stays: Sequence[int], usage: Callable[[], Usage], *, can_join: bool
+    ) -> bool:
         """Stop before a step of the epoch; return whether another run goes on here.
 
-        Else the trial stays; a rank that leaves does not return.
+        Else the trial stays; a rank that leaves does not return. Ranks of whom one `stays` wait.
         """
-        session, stays = self._session, self._session.stop_line.stays
+        session = self._session
         if session.run.rank == 0:
             session.send(Leaving(run_id=session.run.run_id))
         if not stays:
@@ -68,8 +70,6 @@ class Regrouping:
         if run.num_stay < run.world_size:
             own = self._moving.checkpoint_at(stop) if run.rank == 0 else None
             checkpoint.broadcast(own)
-        if run.saves and run.rank == 0:
-            self._moving.begin_to_save(stop)
         checkpoint.restore_rng(stop.rng)
         self._parts.totals.begin(stop.totals, run.rank, run.world_size)
         self._check_alike(run)

@@ -1,29 +1,27 @@
-"""Where a run leaves its devices within an epoch: one step that all its ranks come to.
+"""Where a run stops within an epoch, or is saved: one step that all its ranks come to.
 
 The driver asks each rank for the next step at which it could stop. A rank that has told begins no
 such step before it knows where to stop: the furthest that any rank has told. So all stop at the
-same one, and no rank needs another for that.
+same one, and no rank needs another for that. A rank that is asked again before it has come there
+tells when it has.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from optuna_fleet.wire.messages import Place
+from optuna_fleet.wire.messages import Place, StopAt
 
 
 class StopLine:
-    """Of one run on one rank: the training thread comes to it, the channel's reader moves it.
-
-    Attributes:
-        stays: The ranks that wait where they stop.
-    """
+    """Of one run on one rank: the training thread comes to it, the channel's reader moves it."""
 
     def __init__(self) -> None:
-        self.stays: tuple[int, ...] = ()
         self._changed = threading.Condition()
         self._next: Place = (0, 0, 0)
-        self._line: Place | None = None
+        self._order: StopAt | None = None
+        self._tell: Callable[[Place], object] | None = None  # of who asked for the next one
         self._is_asked = False
         self._is_cut = False
 
@@ -34,35 +32,38 @@ class StopLine:
         with self._changed:
             self._next = place
 
-    def is_reached(self, place: Place, following: Place) -> bool:
-        """Whether to stop before the step at `place`; else that at `following` is next.
+    def take(self, place: Place, following: Place) -> StopAt | None:
+        """What is to be done before the step at `place`, if anything; that at `following` is next.
 
         Waits for the driver if that has asked.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._is_asked or self._line or self._is_cut)
-            if self._line is not None and place >= self._line:
-                return True
+            self._changed.wait_for(lambda: not self._is_asked or self._order or self._is_cut)
             self._next = following
-            return False
-
-    def withdraw(self, following: Place) -> None:
-        """The run can't leave, and goes on to the step at `following`."""
-        with self._changed:
-            self._is_asked, self._line, self._next = False, None, following
+            if self._order is None or place < self._order.place:
+                return None
+            order, self._order, self._is_asked = self._order, None, False
+            self._answer()
+            return order
 
     # -- the channel's reader ---------------------------------------------------------------------
 
-    def ask(self) -> Place:
-        """Return the next step to stop at; it will not begin before `stop_at`."""
+    def ask(self, tell: Callable[[Place], object]) -> None:
+        """Tell the next step to stop at; it will not begin before `stop_at`."""
         with self._changed:
-            self._is_asked = True
-            return self._next
+            self._tell = tell
+            if self._order is None:
+                self._answer()
 
-    def stop_at(self, place: Place, stays: tuple[int, ...] = ()) -> None:
-        """Stop at the first step that is not before `place`."""
+    def _answer(self) -> None:
+        if self._tell is not None:
+            tell, self._tell, self._is_asked = self._tell, None, True
+            tell(self._next)
+
+    def stop_at(self, order: StopAt) -> None:
+        """Do that before the first step that is not before its place."""
         with self._changed:
-            self._line, self.stays = place, stays
+            self._order = order
             self._changed.notify_all()
 
     def cut(self) -> None:

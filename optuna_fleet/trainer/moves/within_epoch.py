@@ -1,4 +1,4 @@
-"""Where a pass over an epoch may be left in its midst, and where it goes on."""
+"""Where a pass over an epoch may be left or saved in its midst, and where it goes on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 from optuna_fleet.trainer.moves.stop_line import StopLine
 from optuna_fleet.trainer.parts import Parts
-from optuna_fleet.wire.messages import Place
+from optuna_fleet.wire.messages import Place, StopAt
 
 
 class WithinEpoch:
@@ -20,9 +20,9 @@ class WithinEpoch:
     Args:
         parts: Of the training; its position is kept up to date by whoever counts epochs.
         at_step: Called with who asks for a batch, before a step of a pass that can be left.
-        hold: Called with such a step, where it can be left: the trial may have to go back there.
-        leave: Leaves at a step of the epoch; returns if that can't be, or if another run goes on
-            here: whether that is so.
+        save: Begins to write a checkpoint of where such a step begins.
+        leave: Leaves at a step of the epoch, as ordered; returns if that can't be, or if another
+            run goes on here: whether that is so.
         resume: Puts back what the checkpoint has; returns what `first_step` does.
 
     Attributes:
@@ -36,16 +36,16 @@ class WithinEpoch:
         parts: Parts,
         *,
         at_step: Callable[[FrameType], object],
-        hold: Callable[..., object] | None,
-        leave: Callable[[int], bool],
+        save: Callable[[int], object],
+        leave: Callable[[int, StopAt], bool],
         resume: Callable[[], tuple[int, bool]],
     ) -> None:
         self._parts = parts
         self._position = parts.position
+        self._save = save
         self._leave = leave
         self._resume = resume
         self._at_step = at_step
-        self._hold = hold
         self.is_movable = False
         self.can_be_joined = True
         self._begun_at: tuple[int, int] | None = None
@@ -90,7 +90,7 @@ class WithinEpoch:
         """The step to begin a pass with, and whether that goes on on as many devices."""
         return self._resume() if movable else (0, False)
 
-    def come_to(self, step: int, number: int, *, is_last: bool) -> bool:
+    def come_to(self, step: int, number: int) -> bool:
         """A step is about to begin, which the caller's caller's caller has asked for.
 
         Returns:
@@ -102,17 +102,17 @@ class WithinEpoch:
         self._num_backward = self._parts.reducer.num_passes
         if self._reads_ahead or not self._parts.weights.reads_only(number):
             return False
-        if self._hold is not None:
-            self._hold(self._place(step), is_last=is_last)
-        following = self._place(step + 1)
-        if self._stop_line.is_reached(self._place(step), following):
-            line = self._stop_line
-            if self._leave(step):
-                self._num_backward = None
-                self._stop_line.come_to(self._place(step))
-                return True
-            line.withdraw(following)
-        return False
+        order = self._stop_line.take(self._place(step), self._place(step + 1))
+        if order is None:
+            return False
+        if order.saves:
+            self._save(step)
+            return False
+        if not self._leave(step, order):
+            return False
+        self._num_backward = None
+        self._stop_line.come_to(self._place(step))
+        return True
 
     def end_pass(self) -> None:
         """The epoch can't be left in its midst any more."""

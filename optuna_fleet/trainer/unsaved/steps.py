@@ -29,8 +29,6 @@ class Steps:
 
     Attributes:
         optimizers: Those that have trained.
-        at_step: Called before each.
-        at_stepped: Called after each, with the optimizer.
     """
 
     def __init__(
@@ -45,8 +43,6 @@ class Steps:
         self._reducer = reducer
         self._weights = weights
         self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()
-        self.at_step: Callable[[], None] = lambda: None
-        self.at_stepped: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None
         self._stepped: dict[int, int] = {}  # after how many backward passes, by optimizer
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -66,10 +62,8 @@ class Steps:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped[id(optimizer)] = self._reducer.num_passes
-        self.at_stepped(optimizer)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        self.at_step()
         if optimizer not in self.optimizers:
             self.optimizers.add(optimizer)
             self._check_prepared(optimizer)
